@@ -1,0 +1,109 @@
+"""H = K + diag(noise): what every solver is given."""
+
+from typing import Any
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.linear_operators.partial_products import (
+    Rows,
+    columns_matmul,
+    dense_rows,
+    principal_block,
+    rows_matmul,
+)
+
+
+class NoisyLinearOperator(LinearOperator):
+    """A kernel matrix plus one observation noise variance per datum.
+
+    Args:
+        kernel: K, a symmetric operator [*b, n, n].
+        noise: variances [*b, n], homoskedastic or not.
+    """
+
+    def __init__(self, kernel: LinearOperator, noise: Tensor) -> None:
+        super().__init__(kernel, noise)
+        self.kernel, self.noise = kernel, noise
+
+    def _size(self) -> torch.Size:
+        batch = torch.broadcast_shapes(self.kernel.batch_shape, self.noise.shape[:-1])
+        return torch.Size((*batch, *self.kernel.matrix_shape))
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        noise = self.noise if rhs.dim() == 1 else self.noise.unsqueeze(-1)
+        return self.kernel._matmul(rhs) + noise * rhs
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self
+
+    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        kernel = self.kernel._bilinear_derivative(left_vecs, right_vecs)
+        if not self.noise.requires_grad:
+            return (*kernel, None)
+        product = left_vecs * right_vecs
+        noise = product if left_vecs.dim() == 1 else product.sum(-1)
+        return (*kernel, noise.sum_to_size(self.noise.shape))
+
+    def _diagonal(self) -> Tensor:
+        return self.kernel._diagonal() + self.noise
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        if not (isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index):
+            return super()._getitem(row_index, col_index, *batch_indices)
+        kernel, noise = self.kernel, self.noise
+        if batch_indices:
+            kernel, noise = kernel.expand(self.shape), noise.expand(self.shape[:-1])[batch_indices]
+        return NoisyLinearOperator(kernel._getitem(row_index, col_index, *batch_indices), noise[..., row_index])
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        kernel = self.kernel.expand(self.shape) if batch_indices else self.kernel
+        noise = self.noise.expand(self.shape[:-1])[(*batch_indices, row_index)]
+        return kernel._get_indices(row_index, col_index, *batch_indices) + noise * (row_index == col_index)
+
+    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
+        kernel = self.kernel.expand(*batch_shape, *self.kernel.matrix_shape)
+        return NoisyLinearOperator(kernel, self.noise.expand(*batch_shape, self.noise.shape[-1]))
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        full = self.kernel.expand(self.shape), self.noise.expand(self.shape[:-1])
+        return NoisyLinearOperator(full[0].unsqueeze(dim), full[1].unsqueeze(dim))
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        kernel, noise = self.kernel.expand(self.shape), self.noise.expand(self.shape[:-1])
+        return NoisyLinearOperator(kernel._permute_batch(*dims), noise.permute(*dims, len(dims)))
+
+    def _mul_constant(self, other: float | Tensor) -> LinearOperator:
+        constant = other.unsqueeze(-1) if torch.is_tensor(other) else other
+        return NoisyLinearOperator(self.kernel * other, self.noise * constant)
+
+    def to_dense(self) -> Tensor:
+        """The matrix [*b, n, n]; O(n^2) memory, differentiable."""
+        return self.kernel.to_dense() + torch.diag_embed(self.noise)
+
+
+@rows_matmul.register
+def _(operator: NoisyLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
+    return rows_matmul(operator.kernel, rows, rhs) + operator.noise[rows].unsqueeze(-1) * rhs[rows]
+
+
+@columns_matmul.register
+def _(operator: NoisyLinearOperator, columns: slice, rhs: Tensor) -> Tensor:
+    result = columns_matmul(operator.kernel, columns, rhs)
+    result[columns] += operator.noise[columns].unsqueeze(-1) * rhs
+    return result
+
+
+@principal_block.register
+def _(operator: NoisyLinearOperator, block: slice) -> Tensor:
+    result = principal_block(operator.kernel, block)
+    result.diagonal().add_(operator.noise[block])
+    return result
+
+
+@dense_rows.register
+def _(operator: NoisyLinearOperator, rows: Tensor) -> Tensor:
+    result = dense_rows(operator.kernel, rows)
+    index = rows.expand(*result.shape[:-2], -1).unsqueeze(-1)
+    return result.scatter_add_(-1, index, operator.noise[..., rows].unsqueeze(-1).to(result.dtype))

@@ -1,0 +1,55 @@
+"""How products with a kernel matrix are computed: one frozen set of options for the whole package."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+Backend = Literal["auto", "tiles", "keops"]
+
+#: What an automatic tile cache may take at the most on a CPU, in bytes.
+MAX_CPU_CACHE = 4 * 1024**3
+
+
+@dataclass(frozen=True)
+class KernelProducts:
+    """Options of the kernel products, accepted as `products=` by every mll and by `MatrixFreeKernel`.
+
+    Args:
+        backend: "tiles" evaluates square tiles with torch; "keops" generates code for the radial kernels through
+            pykeops (an extra of the package); "auto" is tiles, which measure faster on a CPU.
+        tile_size: rows and columns of a tile.
+        cache_memory: bytes for evaluated tiles that are kept for the next product; None is half of what is free
+            (on a CPU at most 4 GB), 0 keeps none.
+        precision: "native" computes in the inputs' dtype.
+        compile: fuse the element-wise work of a tile with torch.compile (needs a C++ compiler at run time).
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    backend: Backend = "auto"
+    tile_size: int = 1024
+    cache_memory: int | None = None
+    precision: Literal["native"] = "native"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backend not in get_args(Backend):
+            raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
+        if self.tile_size < 1:
+            raise ValueError(f"tile_size must be at least 1, got {self.tile_size}.")
+        if self.cache_memory is not None and self.cache_memory < 0:
+            raise ValueError(f"cache_memory must not be negative, got {self.cache_memory}.")
+        if self.precision != "native":
+            raise ValueError(f"precision must be 'native', got {self.precision!r}.")
+
+    def cache_budget(self, device: torch.device) -> int:
+        """Bytes that a tile cache on this device may take now."""
+        if self.cache_memory is not None:
+            return self.cache_memory
+        if device.type == "cuda":
+            return torch.cuda.mem_get_info(device)[0] // 2
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(free // 2, MAX_CPU_CACHE)

@@ -1,0 +1,273 @@
+"""A radial kernel matrix that is never stored: RBF, Matern 1/2, 3/2, 5/2 and rational quadratic.
+
+The operator holds scaled inputs and the outputscale. Lengthscales, active dimensions and feature extractors
+stay outside, in autograd; the operator differentiates with respect to its scaled inputs in closed form.
+"""
+
+from typing import Any
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.radial_functions import RadialFunction
+from gpy_iterative.linear_operators.tile_cache import TileCache
+from gpy_iterative.linear_operators.tiles import RadialTiles, blocks
+
+
+class RadialKernelLinearOperator(LinearOperator):
+    """outputscale * f(|x1_i - x2_j|^2), in tiles.
+
+    Args:
+        x1: inputs divided by the lengthscale and centred, [*b, n, d]. Centring is the caller's: without it float32
+            loses digits of the distances.
+        outputscale: [*b] (or [] for none).
+        x2: [*b, m, d]; None makes the operator symmetric, which halves its work.
+        alpha: [*b, 1], of the rational quadratic function only.
+        function: one of `gpy_iterative.linear_operators.radial_functions`.
+        products: how products are computed.
+        cache: shared by all rebuilds of the operator; None starts an empty one.
+
+    A product with s columns costs n m (d + s) multiply-adds and a few element-wise passes the first time, n m s
+    once all tiles are kept; memory O((n + m)(d + s)) and the tile cache. The derivative costs one further pass.
+    """
+
+    def __init__(
+        self,
+        x1: Tensor,
+        outputscale: Tensor,
+        *,
+        x2: Tensor | None = None,
+        alpha: Tensor | None = None,
+        function: RadialFunction,
+        products: KernelProducts | None = None,
+        cache: TileCache | None = None,
+    ) -> None:
+        products = KernelProducts() if products is None else products
+        cache = TileCache() if cache is None else cache
+        tensors = {name: tensor for name, tensor in (("x2", x2), ("alpha", alpha)) if tensor is not None}
+        super().__init__(x1, outputscale, **tensors, function=function, products=products, cache=cache)
+        self.x1, self.outputscale, self.x2, self.alpha = x1, outputscale, x2, alpha
+        self.function, self.products, self.cache = function, products, cache
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether rows and columns are the same points."""
+        return self.x2 is None
+
+    def tiles(self) -> RadialTiles:
+        """The tiles without the outputscale; one object serves all products of this operator."""
+        kept: RadialTiles | None = self.__dict__.get("_tiles")
+        if kept is None or not kept.is_current():
+            # With the very tensors, not detached copies: they are what the cache recognises its owner by.
+            kept = self.__dict__["_tiles"] = RadialTiles(
+                self.x1, self.x2, self.function, self.alpha, self.products, self.cache
+            )
+        return kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_tiles"}
+
+    def _size(self) -> torch.Size:
+        columns = self.x1 if self.x2 is None else self.x2
+        batch = torch.broadcast_shapes(self.x1.shape[:-2], columns.shape[:-2], self.outputscale.shape)
+        if self.alpha is not None:
+            batch = torch.broadcast_shapes(batch, self.alpha.shape[:-1])
+        return torch.Size((*batch, self.x1.shape[-2], columns.shape[-2]))
+
+    def _rebuild(self, x1: Tensor, outputscale: Tensor, x2: Tensor | None, alpha: Tensor | None) -> LinearOperator:
+        """The same kernel on other tensors, with a cache of its own."""
+        return type(self)(x1, outputscale, x2=x2, alpha=alpha, function=self.function, products=self.products)
+
+    # Products
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*self.representation(), rhs)):
+            return self._differentiable_matmul(rhs)
+        with torch.no_grad():
+            if rhs.dim() == 1:
+                return self._tiled_matmul(rhs.unsqueeze(-1)).squeeze(-1)
+            return self._tiled_matmul(rhs)
+
+    def _tiled_matmul(self, rhs: Tensor) -> Tensor:
+        tiles = self.tiles()
+        batch = torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2])
+        result = rhs.new_zeros(*batch, self.shape[-2], rhs.shape[-1])
+        for i, rows in enumerate(tiles.rows):
+            for j in range(i if self.symmetric else 0, len(tiles.columns)):
+                columns, tile = tiles.columns[j], tiles.tile(i, j)
+                _add_product(result[..., rows, :], tile, rhs[..., columns, :])
+                if self.symmetric and i != j:
+                    _add_product(result[..., columns, :], tile.mT, rhs[..., rows, :])
+        return result.mul_(self.outputscale.unsqueeze(-1).unsqueeze(-1))
+
+    def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
+        """Plain autograd, O(n m) memory: the reference that `_bilinear_derivative` is tested against."""
+        x2 = self.x1 if self.x2 is None else self.x2
+        distances = (self.x1.unsqueeze(-2) - x2.unsqueeze(-3)).square().sum(-1)
+        values = self.function.value(distances * self.function.scale(self.alpha), self.alpha)
+        return (self.outputscale.unsqueeze(-1).unsqueeze(-1) * values) @ rhs
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self._transpose_nonbatch()._matmul(rhs)
+
+    # Derivative
+
+    @torch.no_grad()
+    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        if left_vecs.dim() == 1:
+            left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
+        batch = torch.broadcast_shapes(self.batch_shape, left_vecs.shape[:-2], right_vecs.shape[:-2])
+        left_vecs = left_vecs.expand(*batch, *left_vecs.shape[-2:])
+        right_vecs = right_vecs.expand(*batch, *right_vecs.shape[-2:])
+        wants_alpha = self.alpha is not None and self.alpha.requires_grad
+        tiles = self.tiles()
+        x1, x2 = _with_ones(self.x1), _with_ones(self.x1 if self.x2 is None else self.x2)
+        dx1 = x1.new_zeros(*batch, self.shape[-2], self.x1.shape[-1])
+        dx2 = dx1 if self.symmetric else x2.new_zeros(*batch, self.shape[-1], self.x1.shape[-1])
+        # Sums of many products: kept in float64, on the scale of one number a batch member.
+        dscale = x1.new_zeros(batch, dtype=torch.float64)
+        dalpha = x1.new_zeros(batch, dtype=torch.float64)
+        if self.symmetric:
+            # Pairs (i, j) and (j, i) of a symmetric matrix in one tile: L R^T + R L^T.
+            left_vecs, right_vecs = (
+                torch.cat([left_vecs, right_vecs], dim=-1),
+                torch.cat([right_vecs, left_vecs], dim=-1),
+            )
+        for i, rows in enumerate(tiles.rows):
+            for j in range(i if self.symmetric else 0, len(tiles.columns)):
+                columns = tiles.columns[j]
+                weights = left_vecs[..., rows, :] @ right_vecs[..., columns, :].mT
+                if self.symmetric and i == j:
+                    weights.mul_(0.5)
+                if wants_alpha:
+                    dalpha += (tiles.alpha_derivative(i, j) * weights).sum((-2, -1), dtype=torch.float64)
+                value, derivative = tiles.value_and_derivative(i, j)
+                if self.outputscale.requires_grad:
+                    dscale += torch.linalg.vecdot(value.flatten(-2), weights.flatten(-2))
+                weights.mul_(derivative)
+                _add_input_derivative(dx1[..., rows, :], weights, x1[..., rows, :], x2[..., columns, :])
+                _add_input_derivative(dx2[..., columns, :], weights.mT, x2[..., columns, :], x1[..., rows, :])
+
+        scale = self.outputscale
+        factor = 2 * scale.unsqueeze(-1).unsqueeze(-1)
+        gradients = {
+            "x1": dx1 * factor,
+            "outputscale": dscale,
+            "alpha": (dalpha * scale).unsqueeze(-1),
+            "x2": dx2 * factor,
+        }
+        tensors = {"x1": self.x1, "outputscale": scale, "alpha": self.alpha, "x2": self.x2}
+        return tuple(
+            _sum_to(gradients[name], tensor) if tensor.requires_grad else None
+            for name, tensor in tensors.items()
+            if tensor is not None
+        )
+
+    # Parts of the matrix
+
+    def _diagonal(self) -> Tensor:
+        if self.symmetric:
+            return self.outputscale.unsqueeze(-1).expand(self.shape[:-1]).clone()
+        u = (self.x1 - self.x2).square().sum(-1, keepdim=True) * self.function.scale(self.alpha)
+        return self.outputscale.unsqueeze(-1) * self.function.value(u, self.alpha).squeeze(-1)
+
+    def _full_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """x1, outputscale, x2 and alpha with all batch dimensions."""
+        batch, x2 = self.batch_shape, self.x1 if self.x2 is None else self.x2
+        return (
+            self.x1.expand(*batch, *self.x1.shape[-2:]),
+            self.outputscale.expand(batch),
+            x2.expand(*batch, *x2.shape[-2:]),
+            None if self.alpha is None else self.alpha.expand(*batch, 1),
+        )
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        x1, outputscale, x2, alpha = self._full_batch()
+        if batch_indices:
+            x1, outputscale, x2 = x1[batch_indices], outputscale[batch_indices], x2[batch_indices]
+            alpha = None if alpha is None else alpha[batch_indices]
+        principal = (
+            self.symmetric and isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index
+        )
+        return self._rebuild(x1[..., row_index, :], outputscale, None if principal else x2[..., col_index, :], alpha)
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        x1, outputscale, x2, alpha = self._full_batch()
+        u = (x1[(*batch_indices, row_index)] - x2[(*batch_indices, col_index)]).square().sum(-1)[..., None, None]
+        if batch_indices:
+            outputscale = outputscale[batch_indices]
+            alpha = None if alpha is None else alpha[batch_indices]
+        return outputscale * self.function.value(u * self.function.scale(alpha), alpha)[..., 0, 0]
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        if self.symmetric:
+            return self
+        return self._rebuild(self.x2, self.outputscale, self.x1, self.alpha)
+
+    def _on_batches(self, function: Any) -> LinearOperator:
+        x1, outputscale, x2, alpha = self._full_batch()
+        return self._rebuild(
+            function(x1, 2),
+            function(outputscale, 0),
+            None if self.symmetric else function(x2, 2),
+            None if alpha is None else function(alpha, 1),
+        )
+
+    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
+        return self._on_batches(
+            lambda tensor, extra: tensor.expand((*batch_shape, *tensor.shape[tensor.dim() - extra :]))
+        )
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return self._on_batches(lambda tensor, _: tensor.unsqueeze(dim))
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        return self._on_batches(lambda tensor, extra: tensor.permute(*dims, *range(len(dims), len(dims) + extra)))
+
+    def _mul_constant(self, other: float | Tensor) -> LinearOperator:
+        return type(self)(
+            self.x1,
+            self.outputscale * other,
+            x2=self.x2,
+            alpha=self.alpha,
+            function=self.function,
+            products=self.products,
+            cache=self.cache,  # tiles know nothing of the outputscale
+        )
+
+    def to_dense(self) -> Tensor:
+        """The matrix [*b, n, m]; O(n m) memory, differentiable."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.representation()):
+            return self._differentiable_matmul(torch.eye(self.shape[-1], dtype=self.dtype, device=self.device))
+        tiles = self.tiles()
+        result = self.x1.new_empty(self.shape)
+        for rows in blocks(self.shape[-2], self.products.tile_size):
+            result[..., rows, :] = tiles.block(rows, slice(0, self.shape[-1]))
+        if self.symmetric:
+            result.diagonal(dim1=-2, dim2=-1).fill_(1)
+        return result.mul_(self.outputscale.unsqueeze(-1).unsqueeze(-1))
+
+
+def _add_product(result: Tensor, matrix: Tensor, rhs: Tensor) -> None:
+    """Result += matrix @ rhs, in place where no batch dimension stands in the way."""
+    if result.dim() == 2 and matrix.dim() == 2:
+        result.addmm_(matrix, rhs)
+    else:
+        result += matrix @ rhs
+
+
+def _with_ones(x: Tensor) -> Tensor:
+    return torch.cat([x.detach(), torch.ones_like(x[..., :1])], dim=-1)
+
+
+def _add_input_derivative(result: Tensor, weights: Tensor, x: Tensor, other: Tensor) -> None:
+    """Result += diag(G 1) x - G x' for G = weights; x and x' carry a column of ones."""
+    product = weights @ other
+    result += product[..., -1:] * x[..., :-1]
+    result -= product[..., :-1]
+
+
+def _sum_to(gradient: Tensor, tensor: Tensor) -> Tensor:
+    return gradient.sum_to_size(tensor.shape).to(tensor.dtype)

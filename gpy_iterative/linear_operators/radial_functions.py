@@ -1,0 +1,162 @@
+"""The radial kernels as functions of a squared distance: k(x, x') = outputscale * f(q), q = |x - x'|^2.
+
+A tile's element-wise work is most of what a kernel product costs beside its GEMMs, so each function works in
+place, in few passes, on squared distances into which its own constant is already folded: `scale` times q.
+`alpha` is the rational quadratic's shape parameter and None for all others.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def _shape(alpha: Tensor | None) -> Tensor:
+    if alpha is None:
+        raise ValueError("The rational quadratic function needs its alpha.")
+    return alpha.unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class RadialFunction(ABC):
+    """One radial function; `u = scale * q` is its argument everywhere, with u >= 0."""
+
+    name: str
+
+    def scale(self, alpha: Tensor | None) -> float | Tensor:
+        """The constant that is folded into the squared distances: [] or [*b, 1, 1]."""
+        return 1.0
+
+    @abstractmethod
+    def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
+        """f, out of place and differentiable; its derivative at u = 0 is 0 where the true one is unbounded."""
+
+    @abstractmethod
+    def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
+        """f, overwriting u and a scratch tensor of the same shape. Returns u."""
+
+    @abstractmethod
+    def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+        """F and df/dq (not df/du), overwriting u and scratch."""
+
+    def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
+        """df/dalpha at fixed q; only the rational quadratic has one."""
+        raise ValueError(f"The {self.name} function has no alpha.")
+
+
+def _safe_sqrt(u: Tensor) -> Tensor:
+    return u.clamp_min(torch.finfo(u.dtype).tiny).sqrt()
+
+
+@dataclass(frozen=True)
+class _Gaussian(RadialFunction):
+    """exp(-q/2)."""
+
+    def scale(self, alpha: Tensor | None) -> float:
+        return 0.5
+
+    def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
+        return torch.exp(-u)
+
+    def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
+        return u.neg_().exp_()
+
+    def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+        self.value_(u, scratch, alpha)
+        return u, torch.mul(u, -0.5, out=scratch)
+
+
+@dataclass(frozen=True)
+class _Matern12(RadialFunction):
+    """exp(-r); not differentiable at 0, where its derivative counts as 0."""
+
+    def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
+        return torch.exp(-_safe_sqrt(u))
+
+    def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
+        return u.sqrt_().neg_().exp_()
+
+    def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+        # Distances that are rounding noise count as 0: their derivative would be large and of random size.
+        noise = u <= 64 * torch.finfo(u.dtype).eps
+        torch.sqrt(u, out=scratch)
+        torch.neg(scratch, out=u).exp_()
+        scratch.reciprocal_().mul_(u).mul_(-0.5).masked_fill_(noise, 0.0)
+        return u, scratch
+
+
+@dataclass(frozen=True)
+class _Matern32(RadialFunction):
+    """(1 + r) exp(-r), r = sqrt(3 q)."""
+
+    def scale(self, alpha: Tensor | None) -> float:
+        return 3.0
+
+    def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
+        r = _safe_sqrt(u)
+        return (1 + r) * torch.exp(-r)
+
+    def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
+        u.sqrt_()
+        torch.neg(u, out=scratch).exp_()
+        return torch.addcmul(scratch, u, scratch, out=u)
+
+    def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+        self.value_(u, scratch, alpha)
+        return u, scratch.mul_(-1.5)
+
+
+@dataclass(frozen=True)
+class _Matern52(RadialFunction):
+    """(1 + r + r^2/3) exp(-r), r = sqrt(5 q)."""
+
+    def scale(self, alpha: Tensor | None) -> float:
+        return 5.0
+
+    def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
+        r = _safe_sqrt(u)
+        return (1 + r + u / 3) * torch.exp(-r)
+
+    def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
+        torch.sqrt(u, out=scratch)
+        u.div_(3).add_(scratch).add_(1)
+        return u.mul_(scratch.neg_().exp_())
+
+    def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+        torch.sqrt(u, out=scratch)
+        exponential = torch.exp(-scratch)
+        u.div_(3).add_(scratch).add_(1).mul_(exponential)
+        return u, scratch.add_(1).mul_(exponential).mul_(-5 / 6)
+
+
+@dataclass(frozen=True)
+class _RationalQuadratic(RadialFunction):
+    """(1 + q / (2 alpha))^-alpha."""
+
+    def scale(self, alpha: Tensor | None) -> Tensor:
+        return 0.5 / _shape(alpha)
+
+    def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
+        return torch.exp(-_shape(alpha) * torch.log1p(u))
+
+    def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
+        return u.log1p_().mul_(-_shape(alpha)).exp_()
+
+    def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
+        torch.add(u, 1, out=scratch)
+        self.value_(u, scratch, alpha)
+        return u, scratch.reciprocal_().mul_(u).mul_(-0.5)
+
+    def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
+        return self.value(u, alpha) * (u / (1 + u) - torch.log1p(u))
+
+
+RBF = _Gaussian("RBF")
+MATERN12 = _Matern12("Matern-1/2")
+MATERN32 = _Matern32("Matern-3/2")
+MATERN52 = _Matern52("Matern-5/2")
+RATIONAL_QUADRATIC = _RationalQuadratic("rational quadratic")
+
+#: By GPyTorch's `nu`.
+MATERN = {0.5: MATERN12, 1.5: MATERN32, 2.5: MATERN52}

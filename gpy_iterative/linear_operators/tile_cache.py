@@ -1,0 +1,85 @@
+"""Evaluated tiles, kept as long as the tensors they were computed from live on unchanged.
+
+A linear operator is rebuilt from its tensors at every turn, so the cache is an object of its own that all
+rebuilds share. It serves only the very tensors it was filled from: the same objects at the same versions.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Key = tuple[int, int]
+
+
+class TileCache:
+    """Tiles by (row, column), up to a number of bytes.
+
+    When its owner's tensors change, the tiles are forgotten but their memory is kept for the next ones: a training
+    run fills the same buffers at every step.
+    """
+
+    def __init__(self) -> None:
+        self._owner: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
+        self._tiles: dict[Key, Tensor] = {}
+        self._spare: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+        self._bytes = 0
+
+    def claim(self, *tensors: Tensor) -> None:
+        """Makes the cache serve these tensors; tiles of any others are dropped."""
+        same = len(self._owner) == len(tensors) and all(
+            reference() is tensor and version == tensor._version
+            for (reference, version), tensor in zip(self._owner, tensors, strict=True)
+        )
+        if not same:
+            for tile in self._tiles.values():
+                self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
+            self._tiles.clear()
+            self._owner = tuple((weakref.ref(tensor), tensor._version) for tensor in tensors)
+
+    def get(self, key: Key) -> Tensor | None:
+        return self._tiles.get(key)
+
+    def evaluate(
+        self, key: Key, shape: torch.Size, like: Tensor, budget: int, evaluate: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        """A new tile, evaluated in memory of the cache's own; None where the budget has no room for it."""
+        spare = self._spare.get((shape, like.dtype, like.device))
+        if spare:
+            tile = spare.pop()
+        else:
+            size = shape.numel() * like.element_size()
+            if self._bytes + size > budget:
+                self._drop_spares()
+            if self._bytes + size > budget:
+                return None
+            tile = torch.empty(shape, dtype=like.dtype, device=like.device)
+            self._bytes += size
+        self._tiles[key] = evaluate(tile)
+        return self._tiles[key]
+
+    def clear(self) -> None:
+        """Forgets everything and gives the memory back."""
+        self.__init__()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held, tiles in use and spare ones."""
+        return self._bytes
+
+    def _drop_spares(self) -> None:
+        for tiles in self._spare.values():
+            self._bytes -= sum(tile.numel() * tile.element_size() for tile in tiles)
+        self._spare.clear()
+
+    # Copies and pickles start empty: tiles belong to tensors of this process.
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TileCache":
+        return TileCache()

@@ -1,0 +1,77 @@
+"""Rows, columns and principal blocks equal those of the dense matrix, whatever the operator and the alignment."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from linear_operator import LinearOperator
+from linear_operator.operators import ConstantMulLinearOperator, DenseLinearOperator, SumLinearOperator
+
+from gpy_iterative.linear_operators import (
+    KernelProducts,
+    NoisyLinearOperator,
+    RadialKernelLinearOperator,
+    columns_matmul,
+    dense_rows,
+    principal_block,
+    rows_matmul,
+)
+from gpy_iterative.linear_operators.radial_functions import MATERN32, RBF
+from tests.linear_operators.test_radial import inputs
+
+N = 21
+
+
+def radial(cache_memory: int | None = None) -> RadialKernelLinearOperator:
+    return RadialKernelLinearOperator(
+        inputs(N, 3).double(),
+        torch.tensor(1.7).double(),
+        function=MATERN32,
+        products=KernelProducts(tile_size=8, cache_memory=cache_memory),
+    )
+
+
+def dense_operator() -> LinearOperator:
+    x = inputs(N, 3, seed=3).double()
+    return DenseLinearOperator(torch.exp(-torch.cdist(x, x)))
+
+
+OPERATORS: dict[str, Callable[[], LinearOperator]] = {
+    "radial": radial,
+    "radial, cache off": lambda: radial(0),
+    "radial, cache of one tile": lambda: radial(8 * 8 * 8),
+    "dense": dense_operator,
+    "sum": lambda: SumLinearOperator(radial(), dense_operator()),
+    "constant": lambda: ConstantMulLinearOperator(dense_operator(), torch.tensor(0.3).double()),
+    "noisy": lambda: NoisyLinearOperator(radial(), torch.linspace(0.1, 0.5, N).double()),
+    "noisy sum": lambda: NoisyLinearOperator(
+        SumLinearOperator(
+            radial(),
+            RadialKernelLinearOperator(inputs(N, 2).double(), torch.tensor(0.4).double(), function=RBF),
+        ),
+        torch.linspace(0.1, 0.5, N).double(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("block", [slice(0, 8), slice(8, 16), slice(16, 21), slice(3, 6), slice(5, 19), slice(0, N)])
+def test_parts_equal_the_dense_ones(name: str, block: slice) -> None:
+    operator = OPERATORS[name]()
+    with torch.no_grad():
+        matrix = operator.to_dense()
+        rhs = inputs(N, 4, seed=9).double()
+        torch.testing.assert_close(columns_matmul(operator, block, rhs[block]), matrix[:, block] @ rhs[block])
+        torch.testing.assert_close(rows_matmul(operator, block, rhs), matrix[block] @ rhs)
+        torch.testing.assert_close(principal_block(operator, block), matrix[block, block])
+        rows = torch.tensor([7, 0, 20, 13])
+        torch.testing.assert_close(rows_matmul(operator, rows, rhs), matrix[rows] @ rhs)
+        torch.testing.assert_close(dense_rows(operator, rows), matrix[rows])
+
+
+def test_principal_block_is_the_callers_to_overwrite() -> None:
+    operator = radial()
+    with torch.no_grad():
+        expected = operator.to_dense()
+        principal_block(operator, slice(0, 8)).zero_()
+        torch.testing.assert_close(operator._matmul(torch.eye(N).double()), expected)

@@ -1,0 +1,247 @@
+"""The radial operator: linear_operator's conformance suite, and what that suite does not see."""
+
+import pickle
+import unittest
+
+import pytest
+import torch
+from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
+from torch import Tensor
+
+from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial_functions import (
+    MATERN12,
+    MATERN32,
+    MATERN52,
+    RATIONAL_QUADRATIC,
+    RBF,
+    RadialFunction,
+)
+
+FUNCTIONS = [RBF, MATERN12, MATERN32, MATERN52, RATIONAL_QUADRATIC]
+SMALL_TILES = KernelProducts(tile_size=2)
+
+
+def inputs(*shape: int, seed: int = 0, spread: float = 1.5) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return spread * torch.randn(*shape, generator=generator)
+
+
+def dense(operator: RadialKernelLinearOperator) -> Tensor:
+    """The naive twin: pairwise differences, the function's formula, differentiable."""
+    x2 = operator.x1 if operator.x2 is None else operator.x2
+    q = (operator.x1.unsqueeze(-2) - x2.unsqueeze(-3)).square().sum(-1)
+    r = (q + 1e-20).sqrt()
+    outputscale = operator.outputscale[..., None, None]
+    if operator.function is RBF:
+        return outputscale * torch.exp(-q / 2)
+    if operator.function is MATERN12:
+        return outputscale * torch.exp(-r)
+    if operator.function is MATERN32:
+        return outputscale * (1 + 3**0.5 * r) * torch.exp(-(3**0.5) * r)
+    if operator.function is MATERN52:
+        return outputscale * (1 + 5**0.5 * r + 5 * q / 3) * torch.exp(-(5**0.5) * r)
+    alpha = operator.alpha[..., None]
+    return outputscale * (1 + q / (2 * alpha)) ** -alpha
+
+
+class _Conformance:
+    """What the suite needs; subclasses name the shapes."""
+
+    seed = 3
+    should_test_sample = True
+    x1_shape: tuple[int, ...] = (5, 2)
+    x2_shape: tuple[int, ...] | None = None
+    batch_shape: tuple[int, ...] = ()
+    function: RadialFunction = MATERN32
+
+    def create_linear_op(self) -> RadialKernelLinearOperator:
+        alpha = None
+        if self.function is RATIONAL_QUADRATIC:
+            alpha = (
+                0.7 + torch.rand(*self.batch_shape, 1, generator=torch.Generator().manual_seed(2))
+            ).requires_grad_()
+        return RadialKernelLinearOperator(
+            inputs(*self.x1_shape, spread=2.0).requires_grad_(),
+            (2 + torch.rand(self.batch_shape, generator=torch.Generator().manual_seed(1))).requires_grad_(),
+            x2=None if self.x2_shape is None else inputs(*self.x2_shape, seed=4, spread=2.0).requires_grad_(),
+            alpha=alpha,
+            function=self.function,
+            products=SMALL_TILES,
+        )
+
+    def evaluate_linear_op(self, linear_op: RadialKernelLinearOperator) -> Tensor:
+        return dense(linear_op)
+
+
+class TestSymmetric(_Conformance, LinearOperatorTestCase, unittest.TestCase):
+    pass
+
+
+class TestSymmetricRationalQuadratic(_Conformance, LinearOperatorTestCase, unittest.TestCase):
+    function = RATIONAL_QUADRATIC
+
+
+class TestBatch(_Conformance, LinearOperatorTestCase, unittest.TestCase):
+    x1_shape, batch_shape = (3, 5, 2), (3,)
+
+
+class TestTwoBatchDimensions(_Conformance, LinearOperatorTestCase, unittest.TestCase):
+    x1_shape, batch_shape, function = (2, 3, 5, 2), (2, 3), RATIONAL_QUADRATIC
+    should_test_sample = False
+
+
+class TestSquareCross(_Conformance, RectangularLinearOperatorTestCase, unittest.TestCase):
+    x2_shape = (5, 2)
+
+
+class TestRectangular(_Conformance, RectangularLinearOperatorTestCase, unittest.TestCase):
+    x2_shape = (4, 2)
+
+
+class TestRectangularBatch(_Conformance, RectangularLinearOperatorTestCase, unittest.TestCase):
+    x1_shape, x2_shape, batch_shape = (3, 5, 2), (3, 4, 2), (3,)
+
+
+def operator_of(
+    function: RadialFunction, products: KernelProducts, rectangular: bool = False, batch: tuple[int, ...] = ()
+) -> RadialKernelLinearOperator:
+    return RadialKernelLinearOperator(
+        inputs(*batch, 23, 3).double().requires_grad_(),
+        torch.full(batch, 1.7).double().requires_grad_(),
+        x2=inputs(*batch, 11, 3, seed=1).double().requires_grad_() if rectangular else None,
+        alpha=torch.full((*batch, 1), 0.8).double().requires_grad_() if function is RATIONAL_QUADRATIC else None,
+        function=function,
+        products=products,
+    )
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.name)
+@pytest.mark.parametrize("rectangular", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("cache_memory", [0, 10 * 8 * 8 * 8, None])
+def test_fast_and_differentiable_products_agree(
+    function: RadialFunction, rectangular: bool, batch: tuple[int, ...], cache_memory: int | None
+) -> None:
+    operator = operator_of(function, KernelProducts(tile_size=8, cache_memory=cache_memory), rectangular, batch)
+    rhs = inputs(*batch, operator.shape[-1], 4, seed=5).double()
+    expected = dense(operator) @ rhs
+    torch.testing.assert_close(operator._matmul(rhs), expected, atol=1e-7, rtol=1e-9)
+    for _ in range(2):  # the second product comes from kept tiles
+        with torch.no_grad():
+            torch.testing.assert_close(operator._matmul(rhs), expected, atol=1e-7, rtol=1e-9)
+    with torch.no_grad():
+        torch.testing.assert_close(operator.to_dense(), dense(operator), atol=1e-7, rtol=1e-9)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.name)
+@pytest.mark.parametrize("rectangular", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_closed_form_derivative(function: RadialFunction, rectangular: bool, batch: tuple[int, ...]) -> None:
+    operator = operator_of(function, KernelProducts(tile_size=8), rectangular, batch)
+    left = inputs(*batch, operator.shape[-2], 4, seed=6).double()
+    right = inputs(*batch, operator.shape[-1], 4, seed=7).double()
+    expected = torch.autograd.grad((left * (dense(operator) @ right)).sum(), operator.representation())
+    for ours, theirs in zip(operator._bilinear_derivative(left, right), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-8, rtol=1e-8)
+
+
+def test_derivative_is_none_exactly_where_none_is_wanted() -> None:
+    operator = RadialKernelLinearOperator(inputs(7, 2), torch.tensor(1.0).requires_grad_(), function=RBF)
+    gradients = operator._bilinear_derivative(inputs(7, 1), inputs(7, 1))
+    assert gradients[0] is None
+    assert gradients[1] is not None
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_duplicate_rows_have_finite_derivatives(function: RadialFunction, dtype: torch.dtype) -> None:
+    x = inputs(10, 2).to(dtype)
+    x[5:] = x[:5]
+    alpha = torch.ones(1, dtype=dtype) if function is RATIONAL_QUADRATIC else None
+    operator = RadialKernelLinearOperator(
+        x.requires_grad_(), torch.ones((), dtype=dtype), alpha=alpha, function=function, products=SMALL_TILES
+    )
+    left, right = inputs(10, 3, seed=1).to(dtype), inputs(10, 3, seed=2).to(dtype)
+    gradient = operator._bilinear_derivative(left, right)[0]
+    assert torch.isfinite(gradient).all()
+    reference = RadialKernelLinearOperator(
+        x.detach().double().requires_grad_(),
+        torch.ones(()).double(),
+        function=function,
+        alpha=None if alpha is None else alpha.double(),
+    )
+    expected = torch.autograd.grad((left.double() * (dense(reference) @ right.double())).sum(), reference.x1)[0]
+    torch.testing.assert_close(gradient.double(), expected, atol=1e-3 if dtype == torch.float32 else 1e-6, rtol=1e-3)
+
+
+def test_cache_serves_only_its_own_tensors() -> None:
+    operator = operator_of(MATERN32, KernelProducts(tile_size=8))
+    rhs = inputs(23, 2, seed=5).double()
+    with torch.no_grad():
+        operator._matmul(rhs)
+        assert operator.cache.num_bytes > 0
+        other = RadialKernelLinearOperator(
+            operator.x1 + 0.1 * rhs[:, :1],
+            operator.outputscale,
+            function=MATERN32,
+            products=operator.products,
+            cache=operator.cache,
+        )
+        torch.testing.assert_close(other._matmul(rhs), dense(other) @ rhs)
+        torch.testing.assert_close(operator._matmul(rhs), dense(operator) @ rhs)
+        held = operator.cache.num_bytes
+        operator.x1.mul_(1.1)  # in place: the same object at another version
+        torch.testing.assert_close(operator._matmul(rhs), dense(operator) @ rhs)
+        assert operator.cache.num_bytes == held  # the same memory was used again
+
+
+def test_cache_respects_its_budget() -> None:
+    products = KernelProducts(tile_size=8, cache_memory=3 * 8 * 8 * 8)
+    operator = operator_of(MATERN32, products)
+    with torch.no_grad():
+        operator._matmul(inputs(23, 2).double())
+    assert 0 < operator.cache.num_bytes <= products.cache_memory
+
+
+def test_slices_stay_free_of_the_matrix() -> None:
+    operator = operator_of(MATERN32, KernelProducts(tile_size=8))
+    assert operator[3:9, 3:9].symmetric
+    assert isinstance(operator[3:9, 2:9], RadialKernelLinearOperator)
+    index = torch.tensor([4, 1, 7])
+    assert isinstance(operator[index, :], RadialKernelLinearOperator)
+    torch.testing.assert_close(operator[3:9, 2:9].to_dense(), dense(operator)[3:9, 2:9], atol=1e-7, rtol=1e-7)
+
+
+def test_pickle_leaves_the_tiles_behind() -> None:
+    operator = operator_of(MATERN32, KernelProducts(tile_size=8))
+    with torch.no_grad():
+        operator._matmul(inputs(23, 2).double())
+    copy = pickle.loads(pickle.dumps(operator))
+    assert copy.cache.num_bytes == 0
+    torch.testing.assert_close(copy.to_dense(), operator.to_dense())
+
+
+def test_compiled_tiles_are_the_same_tiles() -> None:
+    eager = operator_of(MATERN32, KernelProducts(tile_size=8))
+    compiled = operator_of(MATERN32, KernelProducts(tile_size=8, compile=True))
+    rhs = inputs(23, 2).double()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled._matmul(rhs), eager._matmul(rhs))
+
+
+def test_float32_far_from_the_origin_needs_only_centring() -> None:
+    x = inputs(50, 3).double()
+    centred = (x.float() + 2000) - (x.float() + 2000).mean(0)
+    operator = RadialKernelLinearOperator(centred, torch.tensor(1.0), function=MATERN32)
+    expected = dense(RadialKernelLinearOperator(centred.double(), torch.tensor(1.0).double(), function=MATERN32))
+    with torch.no_grad():
+        torch.testing.assert_close(operator.to_dense().double(), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"tile_size": 0}, {"cache_memory": -1}, {"backend": "magma"}, {"precision": "half"}]
+)
+def test_options_outside_their_range(options: dict) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+        KernelProducts(**options)
