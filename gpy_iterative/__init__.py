@@ -1,1 +1,5 @@
 """Gaussian processes at scale for GPyTorch: swap the marginal log likelihood, keep everything else."""
+
+from gpy_iterative import errors, linear_operators, preconditioners, solvers
+
+__all__ = ["errors", "linear_operators", "preconditioners", "solvers"]

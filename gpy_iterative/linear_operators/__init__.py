@@ -1,5 +1,13 @@
 """Kernel matrices that are never stored."""
 
+from gpy_iterative.linear_operators.from_gpytorch import (
+    KernelTerm,
+    flat_targets,
+    kernel_operator,
+    kernel_terms,
+    noisy_operator,
+)
+from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.partial_products import columns_matmul, dense_rows, principal_block, rows_matmul
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -7,12 +15,18 @@ from gpy_iterative.linear_operators.radial import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.tile_cache import TileCache
 
 __all__ = [
+    "GenericKernelLinearOperator",
     "KernelProducts",
+    "KernelTerm",
     "NoisyLinearOperator",
     "RadialKernelLinearOperator",
     "TileCache",
     "columns_matmul",
     "dense_rows",
+    "flat_targets",
+    "kernel_operator",
+    "kernel_terms",
+    "noisy_operator",
     "principal_block",
     "rows_matmul",
 ]

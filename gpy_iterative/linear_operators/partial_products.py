@@ -10,7 +10,7 @@ from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.radial import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.tiles import TiledLinearOperator
 
 Rows = slice | Tensor
 
@@ -40,15 +40,15 @@ def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
 
 
 @dense_rows.register
-def _(operator: RadialKernelLinearOperator, rows: Tensor) -> Tensor:
-    return operator.tiles().gathered_rows(rows).mul_(operator.outputscale.unsqueeze(-1).unsqueeze(-1))
+def _(operator: TiledLinearOperator, rows: Tensor) -> Tensor:
+    return operator.tiles().block(rows, slice(None)) * operator.tile_scale
 
 
 @rows_matmul.register
-def _(operator: RadialKernelLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
+def _(operator: TiledLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
     tiles = operator.tiles()
     if not isinstance(rows, slice):
-        return (tiles.gathered_rows(rows) @ rhs).mul_(operator.outputscale)
+        return (tiles.block(rows, slice(None)) @ rhs).mul_(operator.tile_scale)
     result = rhs.new_zeros(len(range(*rows.indices(operator.shape[-2]))), rhs.shape[-1])
     for i, part, outer in _overlaps(tiles.rows, rows):
         for j, columns in enumerate(tiles.columns):
@@ -56,11 +56,11 @@ def _(operator: RadialKernelLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
                 result[outer].addmm_(tiles.tile(j, i)[:, part].mT, rhs[columns])
             else:
                 result[outer].addmm_(tiles.tile(i, j)[part, :], rhs[columns])
-    return result.mul_(operator.outputscale)
+    return result.mul_(operator.tile_scale)
 
 
 @columns_matmul.register
-def _(operator: RadialKernelLinearOperator, columns: slice, rhs: Tensor) -> Tensor:
+def _(operator: TiledLinearOperator, columns: slice, rhs: Tensor) -> Tensor:
     tiles = operator.tiles()
     result = rhs.new_zeros(operator.shape[-2], rhs.shape[-1])
     for j, part, outer in _overlaps(tiles.columns, columns):
@@ -69,11 +69,11 @@ def _(operator: RadialKernelLinearOperator, columns: slice, rhs: Tensor) -> Tens
                 result[rows].addmm_(tiles.tile(j, i)[part, :].mT, rhs[outer])
             else:
                 result[rows].addmm_(tiles.tile(i, j)[:, part], rhs[outer])
-    return result.mul_(operator.outputscale)
+    return result.mul_(operator.tile_scale)
 
 
 @principal_block.register
-def _(operator: RadialKernelLinearOperator, block: slice) -> Tensor:
+def _(operator: TiledLinearOperator, block: slice) -> Tensor:
     if not operator.symmetric:
         raise ValueError("A rectangular kernel matrix has no principal blocks.")
     tiles = operator.tiles()
@@ -83,7 +83,7 @@ def _(operator: RadialKernelLinearOperator, block: slice) -> Tensor:
         values = tiles.tile(i, i)[part, part].clone()
     else:
         values = tiles.block(block, block)
-    return values.mul_(operator.outputscale)
+    return values.mul_(operator.tile_scale)
 
 
 def _overlaps(tiles: list[slice], wanted: slice) -> list[tuple[int, slice, slice]]:

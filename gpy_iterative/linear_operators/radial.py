@@ -4,7 +4,7 @@ The operator holds scaled inputs and the outputscale. Lengthscales, active dimen
 stay outside, in autograd; the operator differentiates with respect to its scaled inputs in closed form.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from linear_operator import LinearOperator
@@ -13,10 +13,11 @@ from torch import Tensor
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial_functions import RadialFunction
 from gpy_iterative.linear_operators.tile_cache import TileCache
-from gpy_iterative.linear_operators.tiles import RadialTiles, blocks
+from gpy_iterative.linear_operators.radial_tiles import RadialTiles
+from gpy_iterative.linear_operators.tiles import TiledLinearOperator, blocks
 
 
-class RadialKernelLinearOperator(LinearOperator):
+class RadialKernelLinearOperator(TiledLinearOperator):
     """outputscale * f(|x1_i - x2_j|^2), in tiles.
 
     Args:
@@ -56,18 +57,13 @@ class RadialKernelLinearOperator(LinearOperator):
         """Whether rows and columns are the same points."""
         return self.x2 is None
 
-    def tiles(self) -> RadialTiles:
-        """The tiles without the outputscale; one object serves all products of this operator."""
-        kept: RadialTiles | None = self.__dict__.get("_tiles")
-        if kept is None or not kept.is_current():
-            # With the very tensors, not detached copies: they are what the cache recognises its owner by.
-            kept = self.__dict__["_tiles"] = RadialTiles(
-                self.x1, self.x2, self.function, self.alpha, self.products, self.cache
-            )
-        return kept
+    @property
+    def tile_scale(self) -> Tensor:
+        """The outputscale: tiles know nothing of it."""
+        return self.outputscale.detach().unsqueeze(-1).unsqueeze(-1)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_tiles"}
+    def _make_tiles(self) -> RadialTiles:
+        return RadialTiles(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
 
     def _size(self) -> torch.Size:
         columns = self.x1 if self.x2 is None else self.x2
@@ -81,26 +77,6 @@ class RadialKernelLinearOperator(LinearOperator):
         return type(self)(x1, outputscale, x2=x2, alpha=alpha, function=self.function, products=self.products)
 
     # Products
-
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*self.representation(), rhs)):
-            return self._differentiable_matmul(rhs)
-        with torch.no_grad():
-            if rhs.dim() == 1:
-                return self._tiled_matmul(rhs.unsqueeze(-1)).squeeze(-1)
-            return self._tiled_matmul(rhs)
-
-    def _tiled_matmul(self, rhs: Tensor) -> Tensor:
-        tiles = self.tiles()
-        batch = torch.broadcast_shapes(self.batch_shape, rhs.shape[:-2])
-        result = rhs.new_zeros(*batch, self.shape[-2], rhs.shape[-1])
-        for i, rows in enumerate(tiles.rows):
-            for j in range(i if self.symmetric else 0, len(tiles.columns)):
-                columns, tile = tiles.columns[j], tiles.tile(i, j)
-                _add_product(result[..., rows, :], tile, rhs[..., columns, :])
-                if self.symmetric and i != j:
-                    _add_product(result[..., columns, :], tile.mT, rhs[..., rows, :])
-        return result.mul_(self.outputscale.unsqueeze(-1).unsqueeze(-1))
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         """Plain autograd, O(n m) memory: the reference that `_bilinear_derivative` is tested against."""
@@ -122,7 +98,7 @@ class RadialKernelLinearOperator(LinearOperator):
         left_vecs = left_vecs.expand(*batch, *left_vecs.shape[-2:])
         right_vecs = right_vecs.expand(*batch, *right_vecs.shape[-2:])
         wants_alpha = self.alpha is not None and self.alpha.requires_grad
-        tiles = self.tiles()
+        tiles = cast(RadialTiles, self.tiles())
         x1, x2 = _with_ones(self.x1), _with_ones(self.x1 if self.x2 is None else self.x2)
         dx1 = x1.new_zeros(*batch, self.shape[-2], self.x1.shape[-1])
         dx2 = dx1 if self.symmetric else x2.new_zeros(*batch, self.shape[-1], self.x1.shape[-1])
@@ -135,20 +111,19 @@ class RadialKernelLinearOperator(LinearOperator):
                 torch.cat([left_vecs, right_vecs], dim=-1),
                 torch.cat([right_vecs, left_vecs], dim=-1),
             )
-        for i, rows in enumerate(tiles.rows):
-            for j in range(i if self.symmetric else 0, len(tiles.columns)):
-                columns = tiles.columns[j]
-                weights = left_vecs[..., rows, :] @ right_vecs[..., columns, :].mT
-                if self.symmetric and i == j:
-                    weights.mul_(0.5)
-                if wants_alpha:
-                    dalpha += (tiles.alpha_derivative(i, j) * weights).sum((-2, -1), dtype=torch.float64)
-                value, derivative = tiles.value_and_derivative(i, j)
-                if self.outputscale.requires_grad:
-                    dscale += torch.linalg.vecdot(value.flatten(-2), weights.flatten(-2))
-                weights.mul_(derivative)
-                _add_input_derivative(dx1[..., rows, :], weights, x1[..., rows, :], x2[..., columns, :])
-                _add_input_derivative(dx2[..., columns, :], weights.mT, x2[..., columns, :], x1[..., rows, :])
+        for i, j in tiles.pairs():
+            rows, columns = tiles.rows[i], tiles.columns[j]
+            weights = left_vecs[..., rows, :] @ right_vecs[..., columns, :].mT
+            if self.symmetric and i == j:
+                weights.mul_(0.5)
+            if wants_alpha:
+                dalpha += (tiles.alpha_derivative(i, j) * weights).sum((-2, -1), dtype=torch.float64)
+            value, derivative = tiles.value_and_derivative(i, j)
+            if self.outputscale.requires_grad:
+                dscale += torch.linalg.vecdot(value.flatten(-2), weights.flatten(-2))
+            weights.mul_(derivative)
+            _add_input_derivative(dx1[..., rows, :], weights, x1[..., rows, :], x2[..., columns, :])
+            _add_input_derivative(dx2[..., columns, :], weights.mT, x2[..., columns, :], x1[..., rows, :])
 
         scale = self.outputscale
         factor = 2 * scale.unsqueeze(-1).unsqueeze(-1)
@@ -241,21 +216,10 @@ class RadialKernelLinearOperator(LinearOperator):
         """The matrix [*b, n, m]; O(n m) memory, differentiable."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.representation()):
             return self._differentiable_matmul(torch.eye(self.shape[-1], dtype=self.dtype, device=self.device))
-        tiles = self.tiles()
         result = self.x1.new_empty(self.shape)
         for rows in blocks(self.shape[-2], self.products.tile_size):
-            result[..., rows, :] = tiles.block(rows, slice(0, self.shape[-1]))
-        if self.symmetric:
-            result.diagonal(dim1=-2, dim2=-1).fill_(1)
-        return result.mul_(self.outputscale.unsqueeze(-1).unsqueeze(-1))
-
-
-def _add_product(result: Tensor, matrix: Tensor, rhs: Tensor) -> None:
-    """Result += matrix @ rhs, in place where no batch dimension stands in the way."""
-    if result.dim() == 2 and matrix.dim() == 2:
-        result.addmm_(matrix, rhs)
-    else:
-        result += matrix @ rhs
+            result[..., rows, :] = self.tiles().block(rows, slice(None))
+        return result.mul_(self.tile_scale)
 
 
 def _with_ones(x: Tensor) -> Tensor:

@@ -1,20 +1,17 @@
-"""Tiles of a radial kernel matrix: evaluated by one GEMM and a few in-place passes, kept while memory allows.
+"""Kernel matrices in square tiles, and the products that are made of them.
 
-The squared distances of a tile come from one matrix product of inputs that carry their norms along,
-
-    [-2 x, |x|^2, 1] . [x', 1, |x'|^2] = |x - x'|^2,
-
-with the radial function's own constant folded in. All of this runs without autograd.
+A symmetric matrix is evaluated in its upper triangle of tiles only, each of which serves twice. Evaluated tiles
+are kept in a `TileCache` as far as its budget goes; the rest is evaluated again for every product.
 """
 
-from collections.abc import Callable
-from functools import cache
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
+from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.radial_functions import RadialFunction
 from gpy_iterative.linear_operators.tile_cache import TileCache
 
 
@@ -23,119 +20,132 @@ def blocks(size: int, length: int) -> list[slice]:
     return [slice(start, min(start + length, size)) for start in range(0, size, length)]
 
 
-@cache
-def _fused(function: RadialFunction) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """Clamp and radial function in one compiled loop."""
-
-    def evaluate(u: Tensor, alpha: Tensor | None) -> Tensor:
-        return function.value(u.clamp_min(0), alpha)
-
-    return torch.compile(evaluate, dynamic=True)
-
-
-class RadialTiles:
-    """f(|x1_i - x2_j|^2) in tiles, without the outputscale; symmetric when x2 is None.
+class Tiles(ABC):
+    """A matrix [*b, n, m] that is evaluated tile by tile, without autograd.
 
     Args:
-        x1, x2: scaled inputs [*b, n, d] and [*b, m, d] (or None), detached.
-        function, alpha: the radial function, and its alpha [*b, 1] or None.
-        products: tile size, memory for kept tiles, compilation.
-        cache: where evaluated tiles are kept; only tiles of the symmetric matrix's upper triangle, or all of a
-            rectangular one.
+        shape: of the matrix.
+        symmetric: whether the tile (j, i) is the transpose of (i, j); only i <= j are asked for then.
+        rows, columns: the slices of the tiles.
+        owner: the tensors that the tiles depend on.
+        products: memory for kept tiles.
+        cache: where evaluated tiles are kept.
     """
 
     def __init__(
         self,
-        x1: Tensor,
-        x2: Tensor | None,
-        function: RadialFunction,
-        alpha: Tensor | None,
+        shape: torch.Size,
+        *,
+        symmetric: bool,
+        rows: list[slice],
+        columns: list[slice],
+        owner: tuple[Tensor, ...],
         products: KernelProducts,
         cache: TileCache,
     ) -> None:
-        self.symmetric = x2 is None
-        self.function, self.cache, self.products = function, cache, products
-        self.alpha = None if alpha is None else alpha.detach()
-        scale = function.scale(None if alpha is None else alpha.detach())
-        self._left = _with_norms(x1, scale, is_left=True)
-        self._right = _with_norms(x1 if x2 is None else x2, scale, is_left=False)
-        self.rows = blocks(self._left.shape[-2], products.tile_size)
-        self.columns = blocks(self._right.shape[-2], products.tile_size)
-        self.batch_shape = torch.broadcast_shapes(self._left.shape[:-2], self._right.shape[:-2])
-        self._owner = [tensor for tensor in (x1, x2, alpha) if tensor is not None]
-        self._versions = [tensor._version for tensor in self._owner]
-        self._budget = products.cache_budget(x1.device)
+        self.shape, self.symmetric, self.rows, self.columns = shape, symmetric, rows, columns
+        self.products, self.cache = products, cache
+        self._owner, self._versions = owner, [tensor._version for tensor in owner]
+        self._like = owner[0]
+        self._budget = products.cache_budget(self._like.device)
         self._scratch: dict[tuple[torch.Size, int], Tensor] = {}
+
+    @abstractmethod
+    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
+        """Writes the tile of row block i and column block j into `out` and returns it."""
+
+    @abstractmethod
+    def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
+        """Any block, evaluated anew: the caller's to overwrite."""
 
     def is_current(self) -> bool:
         """Whether the tensors are still as they were; in-place changes make the tiles stale."""
         return self._versions == [tensor._version for tensor in self._owner]
 
     def tile(self, i: int, j: int) -> Tensor:
-        """The tile of row block i and column block j (i <= j when symmetric), valid until the next call."""
-        if self._budget == 0:
-            return self._evaluate(i, j, self._buffer(self._shape(i, j), 0))
-        self.cache.claim(*self._owner)
-        kept = self.cache.get((i, j))
-        if kept is None:
-            shape = self._shape(i, j)
-            kept = self.cache.evaluate((i, j), shape, self._left, self._budget, lambda out: self._evaluate(i, j, out))
+        """The tile (i, j), i <= j when symmetric; valid until the next call, and not to be overwritten."""
+        shape = self.tile_shape(i, j)
+        if self._budget > 0:
+            self.cache.claim(*self._owner)
+            kept = self.cache.get((i, j))
             if kept is None:
-                kept = self._evaluate(i, j, self._buffer(shape, 0))
-        return kept
+                kept = self.cache.evaluate(
+                    (i, j), shape, self._like, self._budget, lambda out: self.evaluate(i, j, out)
+                )
+            if kept is not None:
+                return kept
+        return self.evaluate(i, j, self.scratch(shape, 0))
 
-    def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
-        """F and df/dq of one tile, valid until the next call."""
-        shape = self._shape(i, j)
-        u = self._distances(i, j, self._buffer(shape, 0))
-        return self.function.value_and_derivative_(u, self._buffer(shape, 1), self.alpha)
-
-    def alpha_derivative(self, i: int, j: int) -> Tensor:
-        """df/dalpha of one tile."""
-        return self.function.alpha_derivative(self._distances(i, j, self._buffer(self._shape(i, j), 0)), self.alpha)
-
-    def block(self, rows: slice, columns: slice) -> Tensor:
-        """Any block, evaluated anew, never kept."""
-        u = torch.matmul(self._left[..., rows, :], self._right[..., columns, :].mT).clamp_min_(0)
-        if self.symmetric and rows == columns:
-            u.diagonal(dim1=-2, dim2=-1).zero_()
-        return self.function.value_(u, torch.empty_like(u), self.alpha)
-
-    def gathered_rows(self, rows: Tensor) -> Tensor:
-        """The rows of an index tensor [k], all columns: [*b, k, m]."""
-        u = torch.matmul(self._left[..., rows, :], self._right.mT).clamp_min_(0)
-        if self.symmetric:
-            index = rows.expand(*u.shape[:-2], -1).unsqueeze(-1)
-            u.scatter_(-1, index, 0.0)
-        return self.function.value_(u, torch.empty_like(u), self.alpha)
-
-    def _shape(self, i: int, j: int) -> torch.Size:
+    def tile_shape(self, i: int, j: int) -> torch.Size:
+        """[*b, rows, columns] of one tile."""
         rows, columns = self.rows[i], self.columns[j]
-        return torch.Size((*self.batch_shape, rows.stop - rows.start, columns.stop - columns.start))
+        return torch.Size((*self.shape[:-2], rows.stop - rows.start, columns.stop - columns.start))
 
-    def _buffer(self, shape: torch.Size, which: int) -> Tensor:
+    def scratch(self, shape: torch.Size, which: int) -> Tensor:
+        """Working memory that lives as long as this object; one tensor for every shape and number."""
         key = (shape, which)
         if key not in self._scratch:
-            self._scratch[key] = torch.empty(shape, dtype=self._left.dtype, device=self._left.device)
+            self._scratch[key] = torch.empty(shape, dtype=self._like.dtype, device=self._like.device)
         return self._scratch[key]
 
-    def _distances(self, i: int, j: int, out: Tensor) -> Tensor:
-        u = torch.matmul(self._left[..., self.rows[i], :], self._right[..., self.columns[j], :].mT, out=out)
-        u.clamp_min_(0)
-        if self.symmetric and i == j:
-            u.diagonal(dim1=-2, dim2=-1).zero_()  # exactly, whatever the GEMM's rounding
-        return u
+    def pairs(self) -> list[tuple[int, int]]:
+        """The tiles to visit: the upper triangle of a symmetric matrix, all of any other."""
+        return [(i, j) for i in range(len(self.rows)) for j in range(i if self.symmetric else 0, len(self.columns))]
 
-    def _evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
-        if self.products.compile:
-            u = torch.matmul(self._left[..., self.rows[i], :], self._right[..., self.columns[j], :].mT, out=out)
-            if self.symmetric and i == j:
-                u.diagonal(dim1=-2, dim2=-1).zero_()
-            return out.copy_(_fused(self.function)(u, self.alpha))
-        return self.function.value_(self._distances(i, j, out), self._buffer(out.shape, 1), self.alpha)
+    def matmul(self, rhs: Tensor) -> Tensor:
+        """The matrix times rhs [*b, m, s]."""
+        batch = torch.broadcast_shapes(self.shape[:-2], rhs.shape[:-2])
+        result = rhs.new_zeros(*batch, self.shape[-2], rhs.shape[-1])
+        for i, j in self.pairs():
+            rows, columns, tile = self.rows[i], self.columns[j], self.tile(i, j)
+            _add_product(result[..., rows, :], tile, rhs[..., columns, :])
+            if self.symmetric and i != j:
+                _add_product(result[..., columns, :], tile.mT, rhs[..., rows, :])
+        return result
 
 
-def _with_norms(x: Tensor, scale: float | Tensor, *, is_left: bool) -> Tensor:
-    x = x.detach() * (scale**0.5)
-    norms, ones = x.square().sum(-1, keepdim=True), torch.ones_like(x[..., :1])
-    return torch.cat([x.mul(-2), norms, ones] if is_left else [x, ones, norms], dim=-1)
+class TiledLinearOperator(LinearOperator):
+    """A linear operator whose products are made of tiles, times a scale.
+
+    Subclasses make the tiles (`_make_tiles`), say by what to multiply them (`tile_scale`), and give the
+    plain autograd product that every derivative is defined by (`_differentiable_matmul`).
+    """
+
+    symmetric: bool
+
+    def _make_tiles(self) -> Tiles:
+        raise NotImplementedError
+
+    def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def tile_scale(self) -> Tensor:
+        """[*b, 1, 1] or []: what every tile has to be multiplied by."""
+        raise NotImplementedError
+
+    def tiles(self) -> Tiles:
+        """The tiles without the scale; one object serves all products of this operator."""
+        kept: Tiles | None = self.__dict__.get("_tiles")
+        if kept is None or not kept.is_current():
+            kept = self.__dict__["_tiles"] = self._make_tiles()
+        return kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_tiles"}
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        if rhs.dim() == 1:
+            return self._matmul(rhs.unsqueeze(-1)).squeeze(-1)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*self.representation(), rhs)):
+            return self._differentiable_matmul(rhs)
+        with torch.no_grad():
+            return self.tiles().matmul(rhs) * self.tile_scale
+
+
+def _add_product(result: Tensor, matrix: Tensor, rhs: Tensor) -> None:
+    """result += matrix @ rhs, in place where no batch dimension stands in the way."""
+    if result.dim() == 2 and matrix.dim() == 2:
+        result.addmm_(matrix, rhs)
+    else:
+        result += matrix @ rhs

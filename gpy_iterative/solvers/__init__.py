@@ -1,1 +1,32 @@
-"""(filled by its owner)"""
+"""Linear systems with the kernel matrix: solved, and their log-determinant measured."""
+
+from gpy_iterative.solvers.alternating_projections import AlternatingProjections
+from gpy_iterative.solvers.base import Iterate, IterativeSolver, Solver
+from gpy_iterative.solvers.cholesky import Cholesky, CholeskyFactor
+from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
+from gpy_iterative.solvers.default import EXACT_BELOW, default_solver
+from gpy_iterative.solvers.lanczos import LogDeterminant, stochastic_logdet
+from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
+from gpy_iterative.solvers.stochastic_gradient_descent import StochasticGradientDescent
+from gpy_iterative.solvers.warm_start import WarmStart
+
+__all__ = [
+    "EXACT_BELOW",
+    "AlternatingProjections",
+    "Cholesky",
+    "CholeskyFactor",
+    "ColumnGroup",
+    "ConjugateGradients",
+    "Iterate",
+    "IterativeSolver",
+    "LogDeterminant",
+    "Solution",
+    "SolveProgress",
+    "SolveStats",
+    "SolveStatus",
+    "Solver",
+    "StochasticGradientDescent",
+    "WarmStart",
+    "default_solver",
+    "stochastic_logdet",
+]

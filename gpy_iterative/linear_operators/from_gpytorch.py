@@ -1,0 +1,295 @@
+"""From a GPyTorch prior and likelihood to the operators of this package: the only reader of GPyTorch's internals.
+
+Nothing is evaluated that a user's kernel would store as an n x n matrix; what a model has already built
+(a dense matrix, a Kronecker or Toeplitz structure) is taken as it is.
+"""
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch import kernels
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.lazy import LazyEvaluatedKernelTensor
+from gpytorch.likelihoods import Likelihood, MultitaskGaussianLikelihood
+from linear_operator import LinearOperator, to_linear_operator
+from linear_operator.operators import (
+    AddedDiagLinearOperator,
+    BlockInterleavedLinearOperator,
+    ConstantMulLinearOperator,
+    DiagLinearOperator,
+    KroneckerProductLinearOperator,
+    SumLinearOperator,
+    ZeroLinearOperator,
+)
+from torch import Tensor
+
+from gpy_iterative.errors import SpectralDensityMissingError
+from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.radial import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial_functions import MATERN, RATIONAL_QUADRATIC, RBF
+
+#: Kernels whose own operator is cheap to evaluate and has a fast product.
+_STRUCTURED = (
+    kernels.LinearKernel,
+    kernels.RFFKernel,
+    kernels.GridInterpolationKernel,
+    kernels.IndexKernel,
+    kernels.InducingPointKernel,
+)
+
+
+@dataclass(frozen=True)
+class KernelTerm:
+    """One kernel of the sum that a prior covariance is.
+
+    Attributes:
+        kernel: the kernel.
+        inputs: [*b, n, d], already reduced to the kernel's active dims.
+        scale: multiplies the kernel; None for 1.
+    """
+
+    kernel: kernels.Kernel
+    inputs: Tensor
+    scale: Tensor | None = None
+
+
+def kernel_operator(covariance: LinearOperator | Tensor, products: KernelProducts) -> LinearOperator:
+    """The prior covariance as an operator that stores no kernel matrix.
+
+    Args:
+        covariance: `function_dist.lazy_covariance_matrix`.
+        products: how products with kernel matrices are computed.
+
+    Raises:
+        ValueError: inputs and kernel parameters of different dtypes.
+        RuntimeError: under GPyTorch's checkpoint_kernel setting, which changes what its lazy tensors mean.
+    """
+    if gpytorch.beta_features.checkpoint_kernel.value() > 0:
+        raise RuntimeError(
+            "gpytorch.beta_features.checkpoint_kernel has no use here (nothing of size n x n is stored) and changes "
+            "what lazy kernels mean: leave it off."
+        )
+    if isinstance(covariance, LazyEvaluatedKernelTensor):
+        return _of_lazy_kernel(covariance, products)
+    if isinstance(covariance, AddedDiagLinearOperator):
+        jitter = _diagonal_of(covariance._diag_tensor, covariance.shape)
+        return NoisyLinearOperator(kernel_operator(covariance._linear_op, products), jitter)
+    if isinstance(covariance, SumLinearOperator):
+        return _sum([kernel_operator(part, products) for part in covariance.linear_ops])
+    if isinstance(covariance, ConstantMulLinearOperator):
+        return _times(kernel_operator(covariance.base_linear_op, products), covariance._constant)
+    if isinstance(covariance, BlockInterleavedLinearOperator):
+        return BlockInterleavedLinearOperator(kernel_operator(covariance.base_linear_op, products))
+    return to_linear_operator(covariance)
+
+
+def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, products: KernelProducts) -> LinearOperator:
+    x1, x2 = lazy.x1, lazy.x2
+    kernel = lazy.kernel
+    for name, parameter in kernel.named_parameters():
+        if x1.is_floating_point() and parameter.dtype != x1.dtype:
+            raise ValueError(
+                f"The inputs have dtype {x1.dtype} but the kernel's parameter {name} has {parameter.dtype}: "
+                "call model.double() or model.float(), or convert the inputs."
+            )
+    same = x1 is x2 or (x1.shape == x2.shape and torch.equal(x1, x2))
+    if lazy.last_dim_is_batch or lazy.params:
+        with gpytorch.settings.lazily_evaluate_kernels(False):
+            evaluated = gpytorch.Module.__call__(
+                kernel, x1, x2, diag=False, last_dim_is_batch=lazy.last_dim_is_batch, **lazy.params
+            )
+        return to_linear_operator(evaluated)
+    return _of_kernel(kernel, x1, None if same else x2, products)
+
+
+def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts) -> LinearOperator:
+    """The operator of k(x1, x2), whose inputs are already reduced to the kernel's active dims."""
+    if type(kernel) is kernels.ScaleKernel:
+        # ScaleKernel calls its base's forward: the base's active dims are already selected.
+        return _times(_of_kernel(kernel.base_kernel, x1, x2, products), kernel.outputscale)
+    if type(kernel) is kernels.AdditiveKernel:
+        return _sum(
+            [
+                _of_kernel(part, _active(part, x1), None if x2 is None else _active(part, x2), products)
+                for part in kernel.kernels
+            ]
+        )
+    if _is_radial(kernel):
+        return _radial(kernel, x1, x2, products)
+    if isinstance(kernel, kernels.MultitaskKernel):
+        data = _of_kernel(
+            kernel.data_covar_module,
+            _active(kernel.data_covar_module, x1),
+            None if x2 is None else _active(kernel.data_covar_module, x2),
+            products,
+        )
+        return KroneckerProductLinearOperator(data, to_linear_operator(kernel.task_covar_module.covar_matrix))
+    if isinstance(kernel, kernels.LCMKernel):
+        return _sum([_of_kernel(part, x1, x2, products) for part in kernel.covar_module_list])
+    if isinstance(kernel, _STRUCTURED):
+        with gpytorch.settings.lazily_evaluate_kernels(False):
+            return to_linear_operator(gpytorch.Module.__call__(kernel, x1, x1 if x2 is None else x2))
+    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=products)
+
+
+def _active(kernel: kernels.Kernel, x: Tensor) -> Tensor:
+    return x if kernel.active_dims is None else x.index_select(-1, kernel.active_dims)
+
+
+def _is_radial(kernel: kernels.Kernel) -> bool:
+    """Whether the kernel computes exactly what its GPyTorch base does, whatever its priors and constraints."""
+    for base in (kernels.RBFKernel, kernels.MaternKernel, kernels.RQKernel):
+        if isinstance(kernel, base):
+            own = type(kernel)
+            return (
+                own.forward is base.forward
+                and own.__call__ is kernels.Kernel.__call__
+                and own.covar_dist is kernels.Kernel.covar_dist
+                and own.lengthscale is kernels.Kernel.lengthscale
+                and "forward" not in kernel.__dict__
+            )
+    # GPyTorch's KeOps kernels compute the same functions of the same lengthscales.
+    return type(kernel) in (kernels.keops.RBFKernel, kernels.keops.MaternKernel)
+
+
+def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts) -> LinearOperator:
+    function, alpha = RBF, None
+    if isinstance(kernel, (kernels.MaternKernel, kernels.keops.MaternKernel)):
+        function = MATERN[kernel.nu]
+    elif isinstance(kernel, kernels.RQKernel):
+        function, alpha = RATIONAL_QUADRATIC, kernel.alpha
+    lengthscale = kernel.lengthscale
+    # Distances do not depend on the centre; without it float32 loses their digits far from the origin.
+    centre = x1.detach().mean(dim=-2, keepdim=True)
+    return RadialKernelLinearOperator(
+        (x1 - centre) / lengthscale,
+        x1.new_ones(()),
+        x2=None if x2 is None else (x2 - centre) / lengthscale,
+        alpha=alpha,
+        function=function,
+        products=products,
+    )
+
+
+def _sum(operators: list[LinearOperator]) -> LinearOperator:
+    """The sum, with all diagonals that were added on the way collected in one noise vector."""
+    noises = [part.noise for part in operators if isinstance(part, NoisyLinearOperator)]
+    plain = [part.kernel if isinstance(part, NoisyLinearOperator) else part for part in operators]
+    total = plain[0] if len(plain) == 1 else SumLinearOperator(*plain)
+    return NoisyLinearOperator(total, reduce(torch.add, noises)) if noises else total
+
+
+def _times(operator: LinearOperator, constant: Tensor) -> LinearOperator:
+    """The operator times one constant a batch member, [*b]."""
+    return operator * constant.unsqueeze(-1).unsqueeze(-1)
+
+
+def _diagonal_of(diagonal: LinearOperator, shape: torch.Size) -> Tensor:
+    return diagonal.diagonal(dim1=-1, dim2=-2).expand(shape[:-1])
+
+
+def noise_operator(
+    likelihood: Likelihood, function_dist: MultivariateNormal, *params: Any, **kwargs: Any
+) -> LinearOperator:
+    """The likelihood's noise covariance [*b, n, n], without evaluating the prior."""
+    if isinstance(likelihood, MultitaskGaussianLikelihood):
+        interleaved = getattr(function_dist, "_interleaved", True)
+        noise = likelihood._shaped_noise_covar(
+            function_dist.mean.shape, add_noise=likelihood.has_global_noise, interleaved=interleaved
+        )
+    else:
+        noise = likelihood._shaped_noise_covar(function_dist.mean.shape, *params, **kwargs)
+    if isinstance(noise, ZeroLinearOperator):
+        raise ValueError(
+            f"The fixed noise of the likelihood does not fit the model's output of shape "
+            f"{tuple(function_dist.mean.shape)}: it needs one noise variance for every datum. For other data pass noise=."
+        )
+    return noise
+
+
+def noisy_operator(
+    likelihood: Likelihood,
+    function_dist: MultivariateNormal,
+    *params: Any,
+    products: KernelProducts,
+    observed: Tensor | None = None,
+    **kwargs: Any,
+) -> LinearOperator:
+    """H: the covariance of the observations, prior and noise.
+
+    Args:
+        likelihood: a Gaussian likelihood.
+        function_dist: the prior at the training inputs, [*b, n] or [*b, n, T].
+        params, kwargs: the likelihood's own arguments.
+        products: how products with kernel matrices are computed.
+        observed: [n] or [n * T], which data are observed; None is all.
+
+    Returns:
+        A NoisyLinearOperator where the noise is diagonal; the sum of both covariances where it is not.
+
+    Raises:
+        ValueError: noise that is not positive, not finite, or of another size than the data.
+    """
+    noise = noise_operator(likelihood, function_dist, *params, **kwargs)
+    covariance = function_dist.lazy_covariance_matrix
+    if not isinstance(noise, DiagLinearOperator):
+        if observed is not None:
+            raise ValueError("Missing observations need a noise covariance that is diagonal.")
+        return kernel_operator(covariance, products) + noise
+    variances = noise.diagonal(dim1=-1, dim2=-2)
+    _check_noise(variances)
+    if observed is not None:
+        index = observed.nonzero().squeeze(-1)
+        covariance, variances = covariance[..., index, :][..., :, index], variances[..., index]
+    kernel = kernel_operator(covariance, products)
+    if isinstance(kernel, NoisyLinearOperator):  # jitter from the model's own forward
+        kernel, variances = kernel.kernel, variances + kernel.noise
+    return NoisyLinearOperator(kernel, variances)
+
+
+def _check_noise(noise: Tensor) -> None:
+    bad = ~(torch.isfinite(noise) & (noise > 0))
+    if bad.any():
+        index = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"Every noise variance must be finite and positive, but noise{list(index)} is {noise[index].item()}. "
+            "A constraint such as gpytorch.constraints.GreaterThan(1e-4) keeps a learned noise so."
+        )
+
+
+def flat_targets(function_dist: MultivariateNormal, target: Tensor) -> Tensor:
+    """Targets [*b, n] or [*b, n, T] in the order of `function_dist.loc`: [*b, n] or [*b, n * T]."""
+    if not isinstance(function_dist, MultitaskMultivariateNormal):
+        return target
+    if not function_dist._interleaved:
+        target = target.mT
+    return target.flatten(-2)
+
+
+def kernel_terms(covariance: LinearOperator | Tensor) -> list[KernelTerm]:
+    """The sum of kernels that a prior covariance is.
+
+    Raises:
+        SpectralDensityMissingError: a part of the covariance is no kernel but a matrix that the model built.
+    """
+    if isinstance(covariance, LazyEvaluatedKernelTensor):
+        return [KernelTerm(covariance.kernel, covariance.x1)]
+    if isinstance(covariance, AddedDiagLinearOperator):
+        return kernel_terms(covariance._linear_op)
+    if isinstance(covariance, SumLinearOperator):
+        return [term for part in covariance.linear_ops for term in kernel_terms(part)]
+    if isinstance(covariance, ConstantMulLinearOperator):
+        constant = covariance._constant
+        return [
+            KernelTerm(term.kernel, term.inputs, constant if term.scale is None else constant * term.scale)
+            for term in kernel_terms(covariance.base_linear_op)
+        ]
+    raise SpectralDensityMissingError(
+        f"The prior covariance contains a {type(covariance).__name__}, which is no kernel and has no random features. "
+        "HutchinsonMarginalLogLikelihood needs none; PathwiseMarginalLogLikelihood(prior='exact') serves small data."
+    )

@@ -1,0 +1,264 @@
+"""Any GPyTorch kernel as a matrix that is never stored: tiles from the kernel's own code, derivatives by autograd.
+
+The kernel is called as a function of explicit tensors, inputs and parameters, so that each tile can be evaluated and
+differentiated by itself; the user's kernel is never changed, not even when its code raises.
+"""
+
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch.kernels import Kernel
+from linear_operator import LinearOperator, to_dense
+from torch import Tensor
+from torch.func import functional_call
+
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.tile_cache import TileCache
+from gpy_iterative.linear_operators.tiles import Tiles, TiledLinearOperator, blocks
+
+
+class _KernelFunction(torch.nn.Module):
+    """Holds the kernel under a name, and calls its `forward` on inputs whose active dims are already selected."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False) -> Tensor:
+        # gpytorch.Module.__call__, not the kernel's own: active dims are selected once, by the caller.
+        with gpytorch.settings.lazily_evaluate_kernels(False):
+            return to_dense(gpytorch.Module.__call__(self.kernel, x1, x2, diag=diag))
+
+
+class KernelTiles(Tiles):
+    """k(x1_i, x2_j) in tiles; `outputs` rows of the matrix belong to each input."""
+
+    def __init__(self, operator: "GenericKernelLinearOperator", outputs: int) -> None:
+        self._operator, self._outputs = operator, outputs
+        length = max(operator.products.tile_size // outputs, 1)
+        self.input_rows = blocks(operator.x1.shape[-2], length)
+        self.input_columns = blocks(operator.columns.shape[-2], length)
+        super().__init__(
+            operator.shape,
+            symmetric=operator.symmetric,
+            rows=[self._scaled(part) for part in self.input_rows],
+            columns=[self._scaled(part) for part in self.input_columns],
+            owner=operator.representation(),
+            products=operator.products,
+            cache=operator.cache,
+        )
+
+    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
+        with torch.no_grad():
+            x1 = self._operator.x1[..., self.input_rows[i], :]
+            # The same object on the diagonal: kernels recognise it and keep distances of exactly zero.
+            x2 = x1 if self.symmetric and i == j else self._operator.columns[..., self.input_columns[j], :]
+            return out.copy_(self._operator.evaluate(x1, x2))
+
+    def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
+        with torch.no_grad():
+            if self._outputs > 1:
+                # Rows of one input belong together: evaluate whole inputs, then pick.
+                every = self._operator.evaluate(self._operator.x1, self._operator.columns)
+                return every[..., rows, :][..., columns].clone()
+            x1, x2 = self._operator.x1[..., rows, :], self._operator.columns[..., columns, :]
+            return self._operator.evaluate(x1, x2).expand(*self.shape[:-2], -1, -1).clone()
+
+    def _scaled(self, part: slice) -> slice:
+        return slice(part.start * self._outputs, part.stop * self._outputs)
+
+
+class GenericKernelLinearOperator(TiledLinearOperator):
+    """k(x1, x2) for any kernel.
+
+    Args:
+        x1: inputs [*b, n, d], reduced to the kernel's active dims.
+        parameters: the kernel's parameters, in the order of `names`; gradients flow to these tensors.
+        x2: inputs [*b, m, d]; None makes the operator symmetric.
+        kernel: called as a function; its own parameters are not used.
+        names: the parameters' names, `[name for name, _ in kernel.named_parameters()]`.
+        products: how products are computed.
+        cache: shared by all rebuilds of the operator; None starts an empty one.
+
+    A product costs one evaluation of the kernel the first time and n m s multiply-adds once its tiles are kept; the
+    derivative one further evaluation with autograd, a tile at a time. Memory is a few tiles and the tile cache.
+    """
+
+    def __init__(
+        self,
+        x1: Tensor,
+        *parameters: Tensor,
+        x2: Tensor | None = None,
+        kernel: Kernel,
+        names: tuple[str, ...],
+        products: KernelProducts | None = None,
+        cache: TileCache | None = None,
+    ) -> None:
+        products = KernelProducts() if products is None else products
+        cache = TileCache() if cache is None else cache
+        tensors = {} if x2 is None else {"x2": x2}
+        super().__init__(x1, *parameters, **tensors, kernel=kernel, names=names, products=products, cache=cache)
+        self.x1, self.x2, self.parameters = x1, x2, parameters
+        self.kernel, self.names, self.products, self.cache = kernel, names, products, cache
+        self._function = _KernelFunction(kernel)
+
+    @classmethod
+    def of_kernel(
+        cls, kernel: Kernel, x1: Tensor, x2: Tensor | None = None, *, products: KernelProducts | None = None
+    ) -> "GenericKernelLinearOperator":
+        """The operator of a kernel's own parameters."""
+        names, parameters = [], []
+        for name, parameter in kernel.named_parameters():
+            names.append(name)
+            parameters.append(parameter)
+        return cls(x1, *parameters, x2=x2, kernel=kernel, names=tuple(names), products=products)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether rows and columns are the same points."""
+        return self.x2 is None
+
+    @property
+    def columns(self) -> Tensor:
+        """The inputs of the columns."""
+        return self.x1 if self.x2 is None else self.x2
+
+    @property
+    def tile_scale(self) -> Tensor:
+        """1: a kernel's tiles carry its outputscale."""
+        return self.x1.new_ones(())
+
+    def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
+        """The dense k(x1, x2), differentiable in inputs and parameters."""
+        parameters = self.parameters if parameters is None else parameters
+        return functional_call(self._function, self._named(parameters), (x1, x2))
+
+    def _named(self, parameters: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return {f"kernel.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
+
+    def _outputs(self) -> int:
+        return self.kernel.num_outputs_per_input(self.x1, self.columns)
+
+    def _make_tiles(self) -> Tiles:
+        return KernelTiles(self, self._outputs())
+
+    def _size(self) -> torch.Size:
+        outputs, columns = self._outputs(), self.columns
+        batch = torch.broadcast_shapes(self.x1.shape[:-2], columns.shape[:-2], self.kernel.batch_shape)
+        return torch.Size((*batch, self.x1.shape[-2] * outputs, columns.shape[-2] * outputs))
+
+    def _rebuild(self, x1: Tensor, x2: Tensor | None) -> LinearOperator:
+        return type(self)(x1, *self.parameters, x2=x2, kernel=self.kernel, names=self.names, products=self.products)
+
+    def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
+        return self.evaluate(self.x1, self.columns) @ rhs
+
+    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        if left_vecs.dim() == 1:
+            left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
+        tensors = self.representation()
+        wanted = [tensor.requires_grad for tensor in tensors]
+        if not any(wanted):
+            return (None,) * len(tensors)
+        gradients = [torch.zeros_like(tensor) for tensor in tensors]
+        batch = torch.broadcast_shapes(left_vecs.shape[:-2], right_vecs.shape[:-2])
+        left_vecs = left_vecs.expand(*batch, *left_vecs.shape[-2:])
+        right_vecs = right_vecs.expand(*batch, *right_vecs.shape[-2:])
+        if self.symmetric:
+            # Pairs (i, j) and (j, i) of a symmetric matrix in one tile: L R^T + R L^T.
+            left_vecs, right_vecs = (
+                torch.cat([left_vecs, right_vecs], dim=-1),
+                torch.cat([right_vecs, left_vecs], dim=-1),
+            )
+        tiles = self.tiles()
+        assert isinstance(tiles, KernelTiles)
+        for i, j in tiles.pairs():
+            weights = left_vecs[..., tiles.rows[i], :] @ right_vecs[..., tiles.columns[j], :].mT
+            if self.symmetric and i == j:
+                weights = 0.5 * weights
+            self._add_tile_derivative(gradients, wanted, tiles.input_rows[i], tiles.input_columns[j], weights)
+        return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True))
+
+    def _add_tile_derivative(
+        self, gradients: list[Tensor], wanted: list[bool], rows: slice, columns: slice, weights: Tensor
+    ) -> None:
+        """Adds the derivative of sum(weights * tile) with respect to inputs and parameters."""
+        with torch.enable_grad():
+            inputs_wanted = wanted[0] or wanted[-1]
+            x1 = self.x1.detach()[..., rows, :].requires_grad_(inputs_wanted)
+            same = self.symmetric and rows == columns
+            x2 = x1 if same else self.columns.detach()[..., columns, :].requires_grad_(inputs_wanted)
+            parameters = tuple(p.detach().requires_grad_(p.requires_grad) for p in self.parameters)
+            tile = self.evaluate(x1, x2, parameters)
+            leaves = [t for t in ((x1,) if same else (x1, x2)) + parameters if t.requires_grad]
+            if not tile.requires_grad:
+                return
+            found = torch.autograd.grad((tile * weights).sum(), leaves, allow_unused=True)
+        derivative = dict(zip(map(id, leaves), found, strict=True))
+        targets: list[tuple[Tensor, Tensor]] = [(gradients[0][..., rows, :], x1)]
+        if not same:
+            other = gradients[0] if self.symmetric else gradients[-1]
+            targets.append((other[..., columns, :], x2))
+        targets += zip(gradients[1 : 1 + len(parameters)], parameters, strict=True)
+        for gradient, leaf in targets:
+            part = derivative.get(id(leaf))
+            if part is not None:
+                gradient += part
+
+    def _diagonal(self) -> Tensor:
+        if not self.symmetric:
+            return torch.cat(
+                [self._get_indices(part, part) for part in torch.arange(self.shape[-1]).split(1024)], dim=-1
+            )
+        named = self._named(self.parameters)
+        diagonal = functional_call(self._function, named, (self.x1, self.x1), {"diag": True})
+        if diagonal.shape != self.shape[:-1]:
+            if diagonal.shape[-2:] == self.shape[-2:]:  # a kernel that overlooks `diag`
+                diagonal = diagonal.diagonal(dim1=-2, dim2=-1)
+            diagonal = diagonal.expand(self.shape[:-1])
+        return diagonal
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        outputs = self._outputs()
+        if any(index != slice(None) for index in batch_indices):
+            # A kernel's parameters cannot be indexed from outside; picked members stay differentiable.
+            return super()._getitem(row_index, col_index, *batch_indices)
+        rows = _input_index(row_index, outputs, self.shape[-2])
+        columns = _input_index(col_index, outputs, self.shape[-1])
+        if rows is None or columns is None:
+            return super()._getitem(row_index, col_index, *batch_indices)
+        principal = self.symmetric and isinstance(rows, slice) and isinstance(columns, slice) and rows == columns
+        return self._rebuild(self.x1[..., rows, :], None if principal else self.columns[..., columns, :])
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        if batch_indices or self._outputs() > 1:
+            return super()._get_indices(row_index, col_index, *batch_indices)
+        # One by one, as a batch of matrices with one entry each.
+        x1, x2 = self.x1[row_index].unsqueeze(-2), self.columns[col_index].unsqueeze(-2)
+        return self.evaluate(x1, x2)[..., 0, 0]
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self if self.symmetric else self._rebuild(self.columns, self.x1)
+
+    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
+        if len(batch_shape) < len(self.kernel.batch_shape):
+            return super()._expand_batch(batch_shape)
+        expand = lambda x: x.expand(*batch_shape, *x.shape[-2:])
+        return self._rebuild(expand(self.x1), None if self.x2 is None else expand(self.x2))
+
+    def to_dense(self) -> Tensor:
+        """The matrix [*b, n, m]; O(n m) memory, differentiable."""
+        return self.evaluate(self.x1, self.columns).expand(self.shape)
+
+
+def _input_index(index: Any, outputs: int, size: int) -> Any:
+    """The index of inputs for an index of matrix rows; None where it does not pick whole inputs."""
+    if outputs == 1:
+        return index
+    if not isinstance(index, slice):
+        return None
+    start, stop, step = index.indices(size)
+    if step != 1 or start % outputs or stop % outputs:
+        return None
+    return slice(start // outputs, stop // outputs)

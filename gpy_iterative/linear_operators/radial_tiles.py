@@ -1,0 +1,104 @@
+"""Tiles of a radial kernel matrix: one GEMM and a few in-place passes each.
+
+The squared distances of a tile come from one matrix product of inputs that carry their norms along,
+
+    [-2 x, |x|^2, 1] . [x', 1, |x'|^2] = |x - x'|^2,
+
+with the radial function's own constant folded in.
+"""
+
+from collections.abc import Callable
+from functools import cache as keep
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.radial_functions import RadialFunction
+from gpy_iterative.linear_operators.tile_cache import TileCache
+from gpy_iterative.linear_operators.tiles import Tiles, blocks
+
+
+@keep
+def _fused(function: RadialFunction) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """clamp and radial function in one compiled loop."""
+
+    def evaluate(u: Tensor, alpha: Tensor | None) -> Tensor:
+        return function.value(u.clamp_min(0), alpha)
+
+    return torch.compile(evaluate, dynamic=True)
+
+
+class RadialTiles(Tiles):
+    """f(|x1_i - x2_j|^2) in tiles, without the outputscale; symmetric when x2 is None.
+
+    Args:
+        x1, x2: scaled inputs [*b, n, d] and [*b, m, d] (or None).
+        function, alpha: the radial function, and its alpha [*b, 1] or None.
+        products: tile size, memory for kept tiles, compilation.
+        cache: where evaluated tiles are kept.
+    """
+
+    def __init__(
+        self,
+        x1: Tensor,
+        x2: Tensor | None,
+        function: RadialFunction,
+        alpha: Tensor | None,
+        products: KernelProducts,
+        cache: TileCache,
+    ) -> None:
+        self.function = function
+        self.alpha = None if alpha is None else alpha.detach()
+        scale = function.scale(self.alpha)
+        self._left = _with_norms(x1, scale, is_left=True)
+        self._right = _with_norms(x1 if x2 is None else x2, scale, is_left=False)
+        batch = torch.broadcast_shapes(self._left.shape[:-2], self._right.shape[:-2])
+        shape = torch.Size((*batch, self._left.shape[-2], self._right.shape[-2]))
+        super().__init__(
+            shape,
+            symmetric=x2 is None,
+            rows=blocks(shape[-2], products.tile_size),
+            columns=blocks(shape[-1], products.tile_size),
+            # The very tensors, not detached copies: they are what the cache recognises its owner by.
+            owner=tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None),
+            products=products,
+            cache=cache,
+        )
+
+    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
+        if self.products.compile:
+            return out.copy_(_fused(self.function)(self._squared_distances(i, j, out), self.alpha))
+        u = self._squared_distances(i, j, out).clamp_min_(0)
+        return self.function.value_(u, self.scratch(out.shape, 1), self.alpha)
+
+    def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
+        """f and df/dq of one tile, valid until the next call; the caller may overwrite them."""
+        shape = self.tile_shape(i, j)
+        u = self._squared_distances(i, j, self.scratch(shape, 0)).clamp_min_(0)
+        return self.function.value_and_derivative_(u, self.scratch(shape, 1), self.alpha)
+
+    def alpha_derivative(self, i: int, j: int) -> Tensor:
+        """df/dalpha of one tile."""
+        u = self._squared_distances(i, j, self.scratch(self.tile_shape(i, j), 0)).clamp_min_(0)
+        return self.function.alpha_derivative(u, self.alpha)
+
+    def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
+        u = torch.matmul(self._left[..., rows, :], self._right[..., columns, :].mT).clamp_min_(0)
+        if self.symmetric:
+            positions = torch.arange(self.shape[-1], device=u.device)
+            u.masked_fill_(positions[rows].unsqueeze(-1) == positions[columns], 0.0)
+        return self.function.value_(u, torch.empty_like(u), self.alpha)
+
+    def _squared_distances(self, i: int, j: int, out: Tensor) -> Tensor:
+        """May be slightly negative; zero on the diagonal, whatever the GEMM's rounding."""
+        u = torch.matmul(self._left[..., self.rows[i], :], self._right[..., self.columns[j], :].mT, out=out)
+        if self.symmetric and i == j:
+            u.diagonal(dim1=-2, dim2=-1).zero_()
+        return u
+
+
+def _with_norms(x: Tensor, scale: float | Tensor, *, is_left: bool) -> Tensor:
+    x = x.detach() * (scale**0.5)
+    norms, ones = x.square().sum(-1, keepdim=True), torch.ones_like(x[..., :1])
+    return torch.cat([x.mul(-2), norms, ones] if is_left else [x, ones, norms], dim=-1)

@@ -1,0 +1,119 @@
+"""The dense way: exact solves, log-determinant and inverse, for systems that fit."""
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from linear_operator import LinearOperator
+from linear_operator.utils.warnings import NumericalWarning
+from torch import Tensor
+
+from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
+from gpy_iterative.preconditioners import LowRankPlusDiagonal
+from gpy_iterative.solvers.base import Solver
+from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
+
+#: Relative jitters, tried in turn on a matrix that has no Cholesky factor.
+JITTERS = (0.0, 1e-8, 1e-6, 1e-4)
+
+
+@dataclass(frozen=True)
+class CholeskyFactor:
+    """H = L L^T in float64, whatever the operator's dtype.
+
+    Attributes:
+        lower: L [*b, n, n].
+        dtype: of the answers.
+    """
+
+    lower: Tensor
+    dtype: torch.dtype
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """H^-1 rhs for [*b, n, s]."""
+        return torch.cholesky_solve(rhs.double(), self.lower).to(self.dtype)
+
+    def whiten(self, rhs: Tensor) -> Tensor:
+        """L^-1 rhs for [*b, n, s], in float64: rhs^T H^-1 rhs is its Gram matrix."""
+        return torch.linalg.solve_triangular(self.lower, rhs.double(), upper=False)
+
+    def logdet(self) -> Tensor:
+        """log det H, [*b]."""
+        return (2 * self.lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)).to(self.dtype)
+
+    def inverse(self) -> Tensor:
+        """H^-1 [*b, n, n]."""
+        return torch.cholesky_inverse(self.lower).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Cholesky(Solver):
+    """Factors the dense matrix in float64: 8 n^2 bytes, n^3 / 3 multiply-adds. Has no tolerance and no budget."""
+
+    @torch.no_grad()
+    def factorize(self, operator: LinearOperator) -> CholeskyFactor:
+        """The factor of H [*b, n, n].
+
+        Raises:
+            NonFiniteError: an entry of the matrix is not finite.
+            NotPositiveDefiniteError: not even with a relative jitter of 1e-4; smaller jitters warn.
+        """
+        matrix = operator.to_dense().double()
+        if not torch.isfinite(matrix).all():
+            raise NonFiniteError("The system has entries that are not finite: check data and hyperparameters.")
+        scale = matrix.diagonal(dim1=-2, dim2=-1).mean()
+        for jitter in JITTERS:
+            trial = matrix
+            if jitter:
+                trial = matrix.clone()
+                trial.diagonal(dim1=-2, dim2=-1).add_(jitter * scale)
+            lower, info = torch.linalg.cholesky_ex(trial)
+            if not info.any():
+                if jitter:
+                    warnings.warn(
+                        f"A jitter of {jitter:g} times the mean diagonal was added to factor the system. A noise "
+                        "constraint that keeps the noise away from zero avoids it.",
+                        NumericalWarning,
+                        stacklevel=2,
+                    )
+                return CholeskyFactor(lower, operator.dtype)
+        raise NotPositiveDefiniteError(
+            f"The system is not positive definite even with a jitter of {JITTERS[-1]:g} of its diagonal. Keep the noise "
+            "away from zero (a noise constraint), or check the kernel."
+        )
+
+    def solve(
+        self,
+        operator: LinearOperator,
+        rhs: Tensor,
+        *,
+        groups: Sequence[ColumnGroup] | None = None,
+        preconditioner: LowRankPlusDiagonal | None = None,
+        initial_guess: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        callback: Callable[[SolveProgress], None] | None = None,
+    ) -> Solution:
+        start = time.perf_counter()
+        vector = rhs.dim() == operator.dim() - 1
+        block = rhs.unsqueeze(-1) if vector else rhs
+        value = self.factorize(operator).solve(block)
+        with torch.no_grad():
+            residual = block - operator._matmul(value)
+        if groups is None:
+            groups = (ColumnGroup("targets", block.shape[-1], 0.0),)
+        norms = torch.linalg.vector_norm(residual, dim=-2) / torch.linalg.vector_norm(block, dim=-2).clamp_min(
+            torch.finfo(block.dtype).tiny
+        )
+        parts = norms.split([group.size for group in groups], dim=-1)
+        stats = SolveStats(
+            iterations=0,
+            epochs=0.0,
+            overhead=1.0,
+            residual_norms={group.name: float(part.amax()) for group, part in zip(groups, parts, strict=True)},
+            seconds=time.perf_counter() - start,
+        )
+        if vector:
+            value, residual = value.squeeze(-1), residual.squeeze(-1)
+        return Solution(value, residual, SolveStatus.CONVERGED, stats)

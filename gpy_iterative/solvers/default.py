@@ -1,0 +1,31 @@
+"""Which solver a system gets when its user has named none."""
+
+from linear_operator import LinearOperator
+from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
+
+from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.linear_operators.tiles import TiledLinearOperator
+from gpy_iterative.solvers.alternating_projections import AlternatingProjections
+from gpy_iterative.solvers.base import Solver
+from gpy_iterative.solvers.cholesky import Cholesky
+from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
+
+#: Up to here a dense factor costs less than an iterative solve, and is exact.
+EXACT_BELOW = 3000
+
+
+def default_solver(operator: LinearOperator) -> Solver:
+    """Cholesky up to 3,000 rows; beyond, alternating projections for matrices that are evaluated in tiles (few epochs,
+    served from kept tiles) and conjugate gradients for structured operators, whose products are cheap as a whole."""
+    if operator.shape[-1] <= EXACT_BELOW:
+        return Cholesky()
+    kernel = operator.kernel if isinstance(operator, NoisyLinearOperator) else operator
+    return AlternatingProjections() if _is_tiled(kernel) else ConjugateGradients()
+
+
+def _is_tiled(operator: LinearOperator) -> bool:
+    if isinstance(operator, ConstantMulLinearOperator):
+        return _is_tiled(operator.base_linear_op)
+    if isinstance(operator, SumLinearOperator):
+        return any(_is_tiled(part) for part in operator.linear_ops)
+    return isinstance(operator, TiledLinearOperator)

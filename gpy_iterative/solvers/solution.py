@@ -1,0 +1,88 @@
+"""What a solve answers: the value, how it ended, and what it took."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+
+class SolveStatus(Enum):
+    """How a solve ended; `.advice` says what to do about it."""
+
+    CONVERGED = "The true residual of every column is within its tolerance."
+    BUDGET_EXHAUSTED = (
+        "The budget ran out before the tolerance was reached. Raise max_epochs, loosen the tolerance, keep the "
+        "noise away from zero (a noise constraint), or take a stronger preconditioner or larger blocks."
+    )
+    STAGNATED = (
+        "The residual stopped falling above the tolerance: the arithmetic allows no more. Use float64, loosen the "
+        "tolerance, or keep the noise away from zero (a noise constraint)."
+    )
+    DIVERGED = (
+        "The residual grew even at the smallest step size that was tried. Lower learning_rate, or take "
+        "AlternatingProjections or ConjugateGradients."
+    )
+
+    @property
+    def advice(self) -> str:
+        """One or two sentences for a user."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class ColumnGroup:
+    """Right-hand sides that share a tolerance.
+
+    Attributes:
+        name: in the statistics.
+        size: how many neighbouring columns.
+        tolerance: relative residual norm at which a column is done.
+    """
+
+    name: str
+    size: int
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class SolveStats:
+    """Attributes:
+
+    iterations: of the solver.
+    epochs: passes over the matrix that the iterations took.
+    overhead: further passes: the initial residual of a warm start, true residuals.
+    residual_norms: true relative residual of every group; the largest of its columns, or their mean
+        under stopping="mean".
+    seconds: wall-clock time.
+    """
+
+    iterations: int
+    epochs: float
+    overhead: float
+    residual_norms: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SolveProgress:
+    """Told to a callback while a solve runs: `residual_norms` as in SolveStats, but estimated."""
+
+    iteration: int
+    epochs: float
+    residual_norms: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Attributes:
+
+    value: [*b, n, s], the best iterate of every column.
+    residual: [*b, n, s], the true `rhs - H value`.
+    status: how the solve ended; of several batch members, the worst.
+    stats: what it took; of several batch members, sums and largest residuals.
+    """
+
+    value: Tensor
+    residual: Tensor
+    status: SolveStatus
+    stats: SolveStats

@@ -1,0 +1,135 @@
+"""Every kind of prior and likelihood becomes the operator that GPyTorch would have evaluated, gradients included."""
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+from linear_operator.operators import DenseLinearOperator, KroneckerProductLinearOperator, SumLinearOperator
+
+from gpy_iterative.errors import SpectralDensityMissingError
+from gpy_iterative.linear_operators import (
+    GenericKernelLinearOperator,
+    KernelProducts,
+    NoisyLinearOperator,
+    RadialKernelLinearOperator,
+    kernel_operator,
+    kernel_terms,
+    noisy_operator,
+)
+from tests.mlls.gaussian_models import CASES, Regression, data
+
+PRODUCTS = KernelProducts(tile_size=16)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operator_equals_gpytorchs_matrix_with_gradients(name: str) -> None:
+    case = CASES[name]()
+    case.model.train()
+    parameters = list(case.model.parameters())
+    operator = noisy_operator(case.likelihood, case.model(case.x), *case.params, products=PRODUCTS)
+    expected = case.likelihood(case.model(case.x), *case.params).lazy_covariance_matrix.to_dense()
+    rhs = torch.randn(*expected.shape[:-1], 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert operator.shape == expected.shape
+    with torch.no_grad():
+        torch.testing.assert_close(operator._matmul(rhs), expected @ rhs)
+        torch.testing.assert_close(operator.to_dense(), expected)
+    theirs = torch.autograd.grad((rhs * (expected @ rhs)).sum(), parameters, allow_unused=True)
+    pairs = [
+        (tensor, gradient)
+        for tensor, gradient in zip(operator.representation(), operator._bilinear_derivative(rhs, rhs), strict=True)
+        if gradient is not None
+    ]
+    ours = torch.autograd.grad(
+        [tensor for tensor, _ in pairs], parameters, [gradient for _, gradient in pairs], allow_unused=True
+    )
+    for parameter, mine, other in zip(parameters, ours, theirs, strict=True):
+        zero = torch.zeros_like(parameter)
+        torch.testing.assert_close(
+            zero if mine is None else mine, zero if other is None else other, atol=1e-8, rtol=1e-8
+        )
+
+
+def operator_for(kernel: kernels.Kernel) -> torch.Tensor:
+    x, _ = data(20)
+    return kernel_operator(kernel.double()(x), PRODUCTS)
+
+
+def test_which_operator_stands_for_which_kernel() -> None:
+    assert isinstance(operator_for(kernels.ScaleKernel(kernels.MaternKernel(nu=2.5))), RadialKernelLinearOperator)
+    assert isinstance(operator_for(kernels.keops.RBFKernel()), RadialKernelLinearOperator)
+    assert isinstance(operator_for(kernels.PeriodicKernel()), GenericKernelLinearOperator)
+    assert isinstance(operator_for(kernels.RBFKernel() + kernels.MaternKernel()), SumLinearOperator)
+    # Subclasses of the radial kernels that compute something else
+    for kernel in (kernels.RBFKernelGrad(), kernels.Matern52KernelGrad()):
+        assert isinstance(operator_for(kernel), GenericKernelLinearOperator)
+
+    class Subclass(kernels.RBFKernel):
+        """Adds nothing to the computation."""
+
+    class Override(kernels.RBFKernel):
+        def forward(self, x1, x2, diag=False, **params):
+            return 2 * super().forward(x1, x2, diag=diag, **params)
+
+    assert isinstance(operator_for(Subclass()), RadialKernelLinearOperator)
+    assert isinstance(operator_for(Override()), GenericKernelLinearOperator)
+
+
+def test_scale_of_scale_folds_into_one_outputscale() -> None:
+    kernel = kernels.ScaleKernel(kernels.ScaleKernel(kernels.RBFKernel()))
+    operator = operator_for(kernel)
+    assert isinstance(operator, RadialKernelLinearOperator)
+    torch.testing.assert_close(operator.outputscale, kernel.outputscale * kernel.base_kernel.outputscale)
+
+
+def test_jitter_of_the_model_goes_to_the_noise() -> None:
+    case = CASES["sum-in-forward"]()
+    operator = noisy_operator(case.likelihood, case.model(case.x), products=PRODUCTS)
+    assert isinstance(operator, NoisyLinearOperator)
+    torch.testing.assert_close(operator.noise, (case.likelihood.noise + 1e-3).expand(40))
+
+
+def test_multitask_keeps_its_kronecker_structure() -> None:
+    case = CASES["multitask"]()
+    operator = noisy_operator(case.likelihood, case.model(case.x), products=PRODUCTS)
+    assert isinstance(operator.kernel, KroneckerProductLinearOperator)
+    assert isinstance(operator.kernel.linear_ops[0], RadialKernelLinearOperator)
+
+
+def test_dtype_of_inputs_and_parameters_must_agree() -> None:
+    x, _ = data(20)
+    with pytest.raises(ValueError, match=r"float64.*raw_lengthscale.*float32"):
+        kernel_operator(kernels.RBFKernel()(x), PRODUCTS)
+
+
+def test_checkpointing_is_refused() -> None:
+    with (
+        pytest.warns(DeprecationWarning),
+        gpytorch.beta_features.checkpoint_kernel(10),
+        pytest.raises(RuntimeError, match="checkpoint_kernel"),
+    ):
+        operator_for(kernels.RBFKernel())
+
+
+def test_cross_covariances_are_slices_of_the_joint_one() -> None:
+    x, y = data(30)
+    model = Regression(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernels.RBFKernel()).double()
+    joint = kernel_operator(model.covar_module(x), PRODUCTS)
+    cross = joint[20:, :20]
+    assert isinstance(cross, RadialKernelLinearOperator)
+    with torch.no_grad():
+        torch.testing.assert_close(cross.to_dense(), model.covar_module(x[20:], x[:20]).to_dense())
+
+
+def test_terms_of_a_sum() -> None:
+    x, _ = data(20)
+    first, second = kernels.RBFKernel(active_dims=(0, 2)).double(), kernels.ScaleKernel(kernels.RQKernel()).double()
+    terms = kernel_terms(first(x) + 0.5 * second(x).add_jitter(1e-3))
+    assert [term.kernel for term in terms] == [first, second]
+    assert terms[0].scale is None
+    assert terms[1].scale.item() == 0.5
+    torch.testing.assert_close(terms[0].inputs, x[:, [0, 2]])
+
+
+def test_a_bare_matrix_has_no_terms() -> None:
+    with pytest.raises(SpectralDensityMissingError, match=r"DenseLinearOperator[\s\S]*Hutchinson"):
+        kernel_terms(DenseLinearOperator(torch.eye(3)))

@@ -1,0 +1,125 @@
+"""Any kernel in tiles: conformance, closed derivative, multi-output kernels, and a user's kernel left as it was."""
+
+import unittest
+from collections.abc import Callable
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
+from torch import Tensor
+
+from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts
+from tests.linear_operators.test_radial import inputs
+
+
+class UserKernel(kernels.Kernel):
+    """Written by somebody else: no diag, no batch."""
+
+    has_lengthscale = True
+
+    def forward(self, x1: Tensor, x2: Tensor, **params) -> Tensor:
+        return torch.exp(-(x1.unsqueeze(-2) - x2.unsqueeze(-3)).abs().sum(-1) / self.lengthscale)
+
+
+KERNELS: dict[str, Callable[[], kernels.Kernel]] = {
+    "product": lambda: kernels.ScaleKernel(kernels.PeriodicKernel() * kernels.LinearKernel()),
+    "spectral mixture": lambda: kernels.SpectralMixtureKernel(num_mixtures=2, ard_num_dims=2),
+    "sum": lambda: kernels.RBFKernel(active_dims=(0,)) + kernels.ScaleKernel(kernels.PeriodicKernel(active_dims=(1,))),
+    "user's own": UserKernel,
+    "polynomial": lambda: kernels.PolynomialKernel(power=2),
+    "gradients": kernels.RBFKernelGrad,
+    "batch": lambda: kernels.PeriodicKernel(batch_shape=torch.Size([3])),
+}
+
+
+def operator_of(name: str, rectangular: bool = False, dtype: torch.dtype = torch.float64):
+    kernel = KERNELS[name]().to(dtype)
+    x2 = inputs(6, 2, seed=1).to(dtype).requires_grad_() if rectangular else None
+    return GenericKernelLinearOperator.of_kernel(
+        kernel, inputs(13, 2).to(dtype).requires_grad_(), x2, products=KernelProducts(tile_size=4)
+    )
+
+
+def reference(operator: GenericKernelLinearOperator) -> Tensor:
+    with gpytorch.settings.lazily_evaluate_kernels(False):
+        return gpytorch.Module.__call__(operator.kernel, operator.x1, operator.columns).to_dense()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("rectangular", [False, True])
+def test_products_and_derivatives_equal_the_dense_ones(name: str, rectangular: bool) -> None:
+    operator = operator_of(name, rectangular)
+    matrix = reference(operator)
+    assert operator.shape == matrix.shape
+    rhs = inputs(operator.shape[-1], 3, seed=5).double()
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(operator._matmul(rhs), matrix @ rhs)
+    torch.testing.assert_close(operator._matmul(rhs), matrix @ rhs)
+    left = inputs(operator.shape[-2], 3, seed=6).double().expand(*matrix.shape[:-1], 3)
+    right = rhs.expand(*matrix.shape[:-2], -1, -1)
+    expected = torch.autograd.grad((left * (matrix @ right)).sum(), operator.representation(), allow_unused=True)
+    for ours, theirs in zip(operator._bilinear_derivative(left, right), expected, strict=True):
+        torch.testing.assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_diagonal_and_slices(name: str) -> None:
+    operator = operator_of(name)
+    with torch.no_grad():
+        matrix = reference(operator)
+        torch.testing.assert_close(operator.diagonal(dim1=-1, dim2=-2), matrix.diagonal(dim1=-1, dim2=-2))
+        torch.testing.assert_close(operator[..., 3:9, 3:9].to_dense(), matrix[..., 3:9, 3:9])
+        torch.testing.assert_close(operator[..., 3:9, :6].to_dense(), matrix[..., 3:9, :6])
+        index = torch.tensor([5, 0, 9])
+        torch.testing.assert_close(operator[..., index, :].to_dense(), matrix[..., index, :])
+
+
+def test_aligned_slices_of_a_multi_output_kernel_stay_free_of_the_matrix() -> None:
+    operator = operator_of("gradients")
+    assert isinstance(operator[3:9, 3:9], GenericKernelLinearOperator)
+    assert operator[3:9, 3:9].symmetric
+
+
+def test_a_kernel_that_raises_is_left_as_it_was() -> None:
+    class Broken(UserKernel):
+        def forward(self, x1: Tensor, x2: Tensor, **params) -> Tensor:
+            raise RuntimeError("broken")
+
+    kernel = Broken(active_dims=(0, 1)).double()
+    parameter = kernel.raw_lengthscale
+    operator = GenericKernelLinearOperator.of_kernel(kernel, inputs(5, 2).double())
+    with pytest.raises(RuntimeError, match="broken"):
+        operator._matmul(inputs(5, 1).double())
+    assert kernel.raw_lengthscale is parameter
+    assert kernel.active_dims.tolist() == [0, 1]
+
+
+class _Conformance:
+    seed = 4
+    x2_shape: tuple[int, ...] | None = None
+
+    def create_linear_op(self) -> GenericKernelLinearOperator:
+        kernel = kernels.ScaleKernel(kernels.PeriodicKernel() * kernels.RBFKernel())
+        kernel.outputscale = 2.0
+        kernel.base_kernel.kernels[0].lengthscale = 2.0
+        kernel.base_kernel.kernels[1].lengthscale = 2.0
+        return GenericKernelLinearOperator.of_kernel(
+            kernel,
+            inputs(5, 2, spread=2.0).requires_grad_(),
+            None if self.x2_shape is None else inputs(*self.x2_shape, seed=3).requires_grad_(),
+            products=KernelProducts(tile_size=2),
+        )
+
+    def evaluate_linear_op(self, linear_op: GenericKernelLinearOperator) -> Tensor:
+        return linear_op.evaluate(linear_op.x1, linear_op.columns)
+
+
+class TestGeneric(_Conformance, LinearOperatorTestCase, unittest.TestCase):
+    pass
+
+
+class TestGenericRectangular(_Conformance, RectangularLinearOperatorTestCase, unittest.TestCase):
+    x2_shape = (4, 2)

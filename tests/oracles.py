@@ -1,0 +1,57 @@
+"""Naive dense twins of what the package does matrix-free: short, slow, and obviously right."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def problem(n: int = 120, d: int = 3, noise: float = 0.04) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs [n, d], a Matern-3/2 system H [n, n] and targets [n]; no random numbers."""
+    index = torch.arange(1, n + 1, dtype=torch.float64)
+    x = (index[:, None] * torch.tensor([2.0, 3.0, 5.0, 7.0], dtype=torch.float64)[:d].sqrt()) % 1.0 * 4 - 2
+    r = math.sqrt(3) * (x[:, None] - x[None]).square().sum(-1).sqrt()
+    y = torch.sin(2 * x[:, 0]) + 0.5 * x[:, 1] + 0.1 * torch.cos(37.0 * index)
+    kernel = 1.44 * (1 + r) * torch.exp(-r)
+    return x, kernel + noise * torch.eye(n, dtype=torch.float64), (y - y.mean()) / y.std()
+
+
+def pivoted_cholesky(matrix: Tensor, rank: int) -> tuple[Tensor, list[int]]:
+    """Greedy factor [n, r] and its pivots."""
+    rest, columns, pivots = matrix.clone(), [], []
+    for _ in range(rank):
+        diagonal = rest.diagonal().clone()
+        diagonal[pivots] = 0
+        pivot = int(diagonal.argmax())
+        column = rest[:, pivot] / rest[pivot, pivot].sqrt()
+        columns.append(column)
+        pivots.append(pivot)
+        rest = rest - torch.outer(column, column)
+    return torch.stack(columns, 1), pivots
+
+
+def conjugate_gradients(matrix: Tensor, rhs: Tensor, steps: int, inverse: Tensor | None = None) -> Tensor:
+    """`steps` iterations from zero for one right-hand side; `inverse` is the dense inverse preconditioner."""
+    value, residual = torch.zeros_like(rhs), rhs.clone()
+    inverse = torch.eye(len(rhs), dtype=rhs.dtype) if inverse is None else inverse
+    preconditioned = inverse @ residual
+    direction = preconditioned
+    for _ in range(steps):
+        length = (residual @ preconditioned) / (direction @ matrix @ direction)
+        value = value + length * direction
+        updated = residual - length * matrix @ direction
+        following = inverse @ updated
+        direction = following + (updated @ following) / (residual @ preconditioned) * direction
+        residual, preconditioned = updated, following
+    return value
+
+
+def alternating_projections(matrix: Tensor, rhs: Tensor, steps: int, block_size: int) -> Tensor:
+    """`steps` greedy block updates from zero, [n, s]."""
+    value, residual = torch.zeros_like(rhs), rhs.clone()
+    blocks = torch.arange(len(rhs)).split(block_size)
+    for _ in range(steps):
+        block = max(blocks, key=lambda rows: float(residual[rows].square().sum()))
+        value[block] += torch.linalg.solve(matrix[block][:, block], residual[block])
+        residual = rhs - matrix @ value
+    return value

@@ -1,0 +1,111 @@
+"""Low rank plus diagonal, and the pivoted Cholesky factor, against dense algebra."""
+
+import pytest
+import torch
+from linear_operator.operators import DenseLinearOperator
+
+from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
+from tests.monte_carlo import assert_mean_within
+from tests.oracles import pivoted_cholesky, problem
+
+NOISE = 0.04
+
+
+def system(n: int = 120) -> NoisyLinearOperator:
+    _, matrix, _ = problem(n, noise=0.0)
+    return NoisyLinearOperator(DenseLinearOperator(matrix), torch.linspace(0.5, 1.5, n).double() * NOISE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_woodbury(dtype: torch.dtype, batch: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    factor = torch.randn(*batch, 30, 4, generator=generator, dtype=torch.float64)
+    diagonal = 0.1 + torch.rand(*batch, 30, generator=generator, dtype=torch.float64)
+    rhs = torch.randn(*batch, 30, 3, generator=generator, dtype=torch.float64)
+    covariance = LowRankPlusDiagonal(factor.to(dtype), diagonal.to(dtype))
+    dense = factor @ factor.mT + torch.diag_embed(diagonal)
+    tolerance = {"atol": 1e-3, "rtol": 1e-3} if dtype == torch.float32 else {"atol": 1e-10, "rtol": 1e-10}
+    torch.testing.assert_close(covariance.matmul(rhs.to(dtype)).double(), dense @ rhs, **tolerance)
+    torch.testing.assert_close(covariance.solve(rhs.to(dtype)).double(), torch.linalg.solve(dense, rhs), **tolerance)
+    torch.testing.assert_close(covariance.logdet().double(), torch.logdet(dense), **tolerance)
+
+
+def test_samples_have_the_covariance() -> None:
+    generator = torch.Generator().manual_seed(1)
+    covariance = LowRankPlusDiagonal(
+        torch.randn(5, 2, generator=generator).double(), torch.linspace(0.1, 1.0, 5).double()
+    )
+    draws = 20_000
+    samples = covariance.sample(
+        torch.randn(2, draws, generator=generator).double(), torch.randn(5, draws, generator=generator).double()
+    ).mT
+    products = samples.unsqueeze(-1) * samples.unsqueeze(-2)
+    assert_mean_within(products, covariance.matmul(torch.eye(5).double()), max_sem=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factor_and_pivots_are_the_greedy_ones(dtype: torch.dtype) -> None:
+    operator = system()
+    factor, pivots = pivoted_cholesky(operator.kernel.to_dense(), 20)
+    single = NoisyLinearOperator(DenseLinearOperator(operator.kernel.to_dense().to(dtype)), operator.noise.to(dtype))
+    built = PivotedCholesky(rank=20).build(single)
+    assert built.pivots[0] == 0
+    if dtype == torch.float64:
+        assert built.pivots.tolist() == pivots
+        torch.testing.assert_close(built.factor, factor)
+    rest = operator.kernel.to_dense() - built.factor.double() @ built.factor.double().mT
+    assert torch.linalg.eigvalsh(rest).min() > -1e-5
+    assert rest[built.pivots].abs().max() < 1e-5
+
+
+def test_given_pivots_make_the_same_factor() -> None:
+    operator = system()
+    greedy = PivotedCholesky(rank=20).build(operator)
+    again = PivotedCholesky(rank=20).build(operator, pivots=greedy.pivots)
+    torch.testing.assert_close(again.factor @ again.factor.mT, greedy.factor @ greedy.factor.mT, atol=1e-8, rtol=1e-8)
+
+
+def test_corrected_diagonal_is_that_of_the_system() -> None:
+    operator = system()
+    built = PivotedCholesky(rank=10).build(operator, correct_diagonal=True)
+    torch.testing.assert_close(built.matmul(torch.eye(120).double()).diagonal(), operator.diagonal(dim1=-1, dim2=-2))
+
+
+def test_rank_n_is_the_system_itself() -> None:
+    operator = system(30)
+    built = PivotedCholesky(rank=50).build(operator)
+    assert built.rank <= 30
+    torch.testing.assert_close(built.logdet(), torch.logdet(operator.to_dense()))
+
+
+def test_duplicate_rows_stop_the_factor_early() -> None:
+    x = torch.linspace(-1, 1, 5).double().repeat(8)
+    kernel = torch.exp(-(x[:, None] - x[None]).square())
+    built = PivotedCholesky(rank=20).build(NoisyLinearOperator(DenseLinearOperator(kernel), torch.ones(40).double()))
+    assert built.rank == 5
+    assert torch.isfinite(built.factor).all()
+
+
+def test_members_of_a_batch() -> None:
+    single = system(40)
+    operator = NoisyLinearOperator(
+        DenseLinearOperator(torch.stack([single.kernel.to_dense(), 2 * single.kernel.to_dense()])),
+        single.noise.expand(2, -1),
+    )
+    built = PivotedCholesky(rank=10).build(operator)
+    assert built.factor.shape == (2, 40, 10)
+    torch.testing.assert_close(built.factor[0], PivotedCholesky(rank=10).build(single).factor)
+
+
+def test_any_positive_definite_operator() -> None:
+    _, matrix, _ = problem(60)
+    built = PivotedCholesky(rank=20).build(DenseLinearOperator(matrix))
+    rhs = torch.ones(60, 1).double()
+    torch.testing.assert_close(built.matmul(built.solve(rhs)), rhs)
+
+
+def test_rank_below_one() -> None:
+    with pytest.raises(ValueError, match="rank"):
+        PivotedCholesky(rank=0)
