@@ -1,5 +1,5 @@
 """Gaussian processes at scale for GPyTorch: swap the marginal log likelihood, keep everything else."""
 
-from gpy_iterative import errors, linear_operators, preconditioners, solvers
+from gpy_iterative import errors, linear_operators, mlls, preconditioners, prediction, probes, solvers, spectral
 
-__all__ = ["errors", "linear_operators", "preconditioners", "solvers"]
+__all__ = ["errors", "linear_operators", "mlls", "preconditioners", "prediction", "probes", "solvers", "spectral"]

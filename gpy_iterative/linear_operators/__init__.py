@@ -6,6 +6,7 @@ from gpy_iterative.linear_operators.from_gpytorch import (
     kernel_operator,
     kernel_terms,
     noisy_operator,
+    observed_data,
 )
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
@@ -27,6 +28,7 @@ __all__ = [
     "kernel_operator",
     "kernel_terms",
     "noisy_operator",
+    "observed_data",
     "principal_block",
     "rows_matmul",
 ]

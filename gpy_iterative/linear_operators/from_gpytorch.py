@@ -271,12 +271,27 @@ def flat_targets(function_dist: MultivariateNormal, target: Tensor) -> Tensor:
     return target.flatten(-2)
 
 
-def kernel_terms(covariance: LinearOperator | Tensor) -> list[KernelTerm]:
-    """The sum of kernels that a prior covariance is.
+def observed_data(function_dist: MultivariateNormal, target: Tensor) -> Tensor | None:
+    """Which of the data (in the order of `function_dist.loc`, [n] bool) are observed; None when all are.
+
+    A datum counts as missing when its target is NaN in any member of a batch, as in GPyTorch, and only under
+    `observation_nan_policy("mask")`.
+    """
+    if gpytorch.settings.observation_nan_policy.value() != "mask":
+        return None
+    present = ~torch.isnan(flat_targets(function_dist, target))
+    observed = present.reshape(-1, present.shape[-1]).all(0)
+    return None if bool(observed.all()) else observed
+
+
+def kernel_terms(covariance: LinearOperator | Tensor, observed: Tensor | None = None) -> list[KernelTerm]:
+    """The sum of kernels that a prior covariance is, at the observed inputs.
 
     Raises:
         SpectralDensityMissingError: a part of the covariance is no kernel but a matrix that the model built.
     """
+    if observed is not None:
+        return kernel_terms(covariance[..., observed.nonzero().squeeze(-1), :])
     if isinstance(covariance, LazyEvaluatedKernelTensor):
         return [KernelTerm(covariance.kernel, covariance.x1)]
     if isinstance(covariance, AddedDiagLinearOperator):

@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache
-from gpy_iterative.linear_operators.tiles import Tiles, TiledLinearOperator, blocks
+from gpy_iterative.linear_operators.tiles import TiledLinearOperator, Tiles, blocks
 
 
 class _KernelFunction(torch.nn.Module):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial_functions import RadialFunction
-from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.radial_tiles import RadialTiles
+from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.tiles import TiledLinearOperator, blocks
 
 
@@ -80,8 +80,11 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         """Plain autograd, O(n m) memory: the reference that `_bilinear_derivative` is tested against."""
-        x2 = self.x1 if self.x2 is None else self.x2
-        distances = (self.x1.unsqueeze(-2) - x2.unsqueeze(-3)).square().sum(-1)
+        if self.x2 is None:
+            distances = (self.x1.unsqueeze(-2) - self.x1.unsqueeze(-3)).square().sum(-1)
+        else:
+            norms = self.x1.square().sum(-1).unsqueeze(-1) + self.x2.square().sum(-1).unsqueeze(-2)
+            distances = (norms - 2 * self.x1 @ self.x2.mT).clamp_min(0)
         values = self.function.value(distances * self.function.scale(self.alpha), self.alpha)
         return (self.outputscale.unsqueeze(-1).unsqueeze(-1) * values) @ rhs
 

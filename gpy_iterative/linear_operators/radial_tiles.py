@@ -21,7 +21,7 @@ from gpy_iterative.linear_operators.tiles import Tiles, blocks
 
 @keep
 def _fused(function: RadialFunction) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """clamp and radial function in one compiled loop."""
+    """Clamp and radial function in one compiled loop."""
 
     def evaluate(u: Tensor, alpha: Tensor | None) -> Tensor:
         return function.value(u.clamp_min(0), alpha)
@@ -73,7 +73,7 @@ class RadialTiles(Tiles):
         return self.function.value_(u, self.scratch(out.shape, 1), self.alpha)
 
     def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
-        """f and df/dq of one tile, valid until the next call; the caller may overwrite them."""
+        """F and df/dq of one tile, valid until the next call; the caller may overwrite them."""
         shape = self.tile_shape(i, j)
         u = self._squared_distances(i, j, self.scratch(shape, 0)).clamp_min_(0)
         return self.function.value_and_derivative_(u, self.scratch(shape, 1), self.alpha)

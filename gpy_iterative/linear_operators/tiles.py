@@ -144,7 +144,7 @@ class TiledLinearOperator(LinearOperator):
 
 
 def _add_product(result: Tensor, matrix: Tensor, rhs: Tensor) -> None:
-    """result += matrix @ rhs, in place where no batch dimension stands in the way."""
+    """Result += matrix @ rhs, in place where no batch dimension stands in the way."""
     if result.dim() == 2 and matrix.dim() == 2:
         result.addmm_(matrix, rhs)
     else:

@@ -38,7 +38,7 @@ class LowRankPlusDiagonal:
         return rhs / self.diagonal.unsqueeze(-1) - self._weighted @ inner.to(rhs.dtype)
 
     def logdet(self) -> Tensor:
-        """log det S, [*b]."""
+        """Log det S, [*b]."""
         inner = 2 * self._cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return (inner + self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 

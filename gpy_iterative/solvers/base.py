@@ -1,43 +1,33 @@
 """The loop that all iterative solvers share.
 
-A solver says how an iteration starts (`init`), what one step does (`step`) and what it costs (`work_per_step`).
-Scaling, tolerances, budget, columns that are done, best iterates, warm starts and true residuals are here, once.
+A solver says how an iteration starts (`init`, `restart`), what one step does (`step`) and what it costs
+(`work_per_step`). Budget, rounds and batches are here; what belongs to the columns is in `columns`.
 """
 
 import itertools
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
+from gpy_iterative.solvers.columns import Columns, Iterate
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 
 State = TypeVar("State")
 
-#: How often a solve goes on after its true residual missed a tolerance that the running one had reached.
-MAX_CONTINUATIONS = 3
-
-
-@dataclass
-class Iterate:
-    """Where an iteration stands: solutions and running residuals of the columns that are not done, [n, s].
-
-    Both belong to the iteration, which may overwrite them.
-    """
-
-    value: Tensor
-    residual: Tensor
-
-    def keep(self, columns: Tensor) -> None:
-        """Narrows the block to some of its columns."""
-        self.value, self.residual = self.value[:, columns], self.residual[:, columns]
+#: A round ends with true residuals; where they miss the tolerance that the running ones had reached, another follows.
+MAX_ROUNDS = 10
+#: A round that lowers the worst column by less than this does not lower it at all.
+LEAST_PROGRESS = 0.01
+#: In float32 running residuals are replaced by true ones this often.
+EPOCHS_BETWEEN_REFRESHES = 50
 
 
 class Solver(ABC):
@@ -61,8 +51,10 @@ class Solver(ABC):
             operator: H [*b, n, n], symmetric positive definite. Members of a batch are solved one by one.
             rhs: B [*b, n] or [*b, n, s].
             groups: neighbouring columns with a tolerance of their own, in order; None is one group "targets".
-            preconditioner: built for this operator; None lets the solver build what its options say.
-            initial_guess: V to start from, shaped as rhs. A bad one makes the solve slow, never wrong.
+            preconditioner: built for this operator, for solvers that take one; None lets the solver build what its
+                options say.
+            initial_guess: V to start from, shaped as rhs. Each column is scaled first, at no cost, to be nearest to
+                the solution in the norm of H. A bad guess makes the solve slow, never wrong.
             generator: for solvers that draw.
             callback: told of the progress.
 
@@ -71,7 +63,7 @@ class Solver(ABC):
 
         Raises:
             NonFiniteError: a NaN or an infinity appeared; nothing of the caller's was changed.
-            ValueError: shapes that do not fit.
+            ValueError: shapes, dtypes or devices that do not fit.
         """
 
 
@@ -105,6 +97,9 @@ class IterativeSolver(Solver, Generic[State]):
         if self.stopping not in ("columns", "mean"):
             raise ValueError(f"stopping must be 'columns' or 'mean', got {self.stopping!r}.")
 
+    #: Whether the iteration's residual is `rhs - H value` up to rounding, and not an estimate.
+    recursive: ClassVar[bool] = True
+
     @abstractmethod
     def init(
         self,
@@ -113,11 +108,15 @@ class IterativeSolver(Solver, Generic[State]):
         preconditioner: LowRankPlusDiagonal | None,
         generator: torch.Generator | None,
     ) -> State:
-        """What the steps need besides the iterate; called once, and again after a continuation."""
+        """What the steps need besides the iterate. Called once, and not at all when there is nothing to do."""
+
+    @abstractmethod
+    def restart(self, iterate: Iterate, state: State) -> State:
+        """The state for a new round, from an iterate whose values, residuals or columns have changed."""
 
     @abstractmethod
     def step(self, operator: LinearOperator, iterate: Iterate, state: State) -> State:
-        """One iteration: replaces `iterate.value` and `iterate.residual`."""
+        """One iteration: replaces or overwrites `iterate.value` and `iterate.residual`."""
 
     @abstractmethod
     def narrow(self, state: State, columns: Tensor) -> State:
@@ -127,11 +126,11 @@ class IterativeSolver(Solver, Generic[State]):
     def work_per_step(self, operator: LinearOperator) -> float:
         """Epochs of one step."""
 
-    def work_of_init(self, operator: LinearOperator) -> float:
-        """Epochs of `init`; they are told apart from the iterations', as `overhead`."""
+    def work_of_setup(self, state: State) -> float:
+        """Epochs that went into the state itself: told apart from the iterations', as `overhead`."""
         return 0.0
 
-    def has_failed(self, state: State) -> bool:
+    def has_diverged(self, state: State) -> bool:
         """Whether no step can help any more."""
         return False
 
@@ -150,24 +149,19 @@ class IterativeSolver(Solver, Generic[State]):
         if vector:
             rhs = rhs.unsqueeze(-1)
             initial_guess = None if initial_guess is None else initial_guess.unsqueeze(-1)
-        if rhs.shape[-2] != operator.shape[-1]:
-            raise ValueError(
-                f"The right-hand side {tuple(rhs.shape)} does not fit the operator {tuple(operator.shape)}."
-            )
         if groups is None:
             groups = (ColumnGroup("targets", rhs.shape[-1], self.tolerance),)
-        if sum(group.size for group in groups) != rhs.shape[-1]:
-            raise ValueError(f"The groups' sizes do not add up to {rhs.shape[-1]} columns: {groups}.")
+        check_system(operator, rhs, groups, initial_guess)
         with torch.no_grad():
             if operator.batch_shape:
-                if preconditioner is not None:
-                    raise ValueError("A batch of systems builds its preconditioners itself.")
-                solution = self._solve_members(operator, rhs, groups, initial_guess, generator, callback)
+                solution = self._solve_members(
+                    operator, rhs, groups, preconditioner, initial_guess, generator, callback
+                )
             else:
                 solution = self._solve_one(operator, rhs, groups, preconditioner, initial_guess, generator, callback)
         if vector:
-            solution = Solution(
-                solution.value.squeeze(-1), solution.residual.squeeze(-1), solution.status, solution.stats
+            solution = replace(
+                solution, value=solution.value.squeeze(-1), residual=solution.residual.squeeze(-1)
             )
         return solution
 
@@ -176,38 +170,28 @@ class IterativeSolver(Solver, Generic[State]):
         operator: LinearOperator,
         rhs: Tensor,
         groups: Sequence[ColumnGroup],
+        preconditioner: LowRankPlusDiagonal | None,
         initial_guess: Tensor | None,
         generator: torch.Generator | None,
         callback: Callable[[SolveProgress], None] | None,
     ) -> Solution:
-        batch = operator.batch_shape
-        rhs = rhs.expand(*batch, *rhs.shape[-2:])
         solutions = [
             self._solve_one(
                 operator[index],
                 rhs[index],
                 groups,
-                None,
+                None if preconditioner is None else preconditioner[index],
                 None if initial_guess is None else initial_guess[index],
                 generator,
                 callback,
             )
-            for index in itertools.product(*map(range, batch))
+            for index in itertools.product(*map(range, operator.batch_shape))
         ]
-        names = [group.name for group in groups]
-        stats = [solution.stats for solution in solutions]
         return Solution(
             torch.stack([solution.value for solution in solutions]).reshape(rhs.shape),
             torch.stack([solution.residual for solution in solutions]).reshape(rhs.shape),
             max((solution.status for solution in solutions), key=list(SolveStatus).index),
-            SolveStats(
-                iterations=sum(s.iterations for s in stats),
-                # An epoch of the batch is one pass over all its matrices.
-                epochs=sum(s.epochs for s in stats) / len(stats),
-                overhead=sum(s.overhead for s in stats) / len(stats),
-                residual_norms={name: max(s.residual_norms[name] for s in stats) for name in names},
-                seconds=sum(s.seconds for s in stats),
-            ),
+            SolveStats.of_batch([solution.stats for solution in solutions]),
         )
 
     def _solve_one(
@@ -221,150 +205,83 @@ class IterativeSolver(Solver, Generic[State]):
         callback: Callable[[SolveProgress], None] | None,
     ) -> Solution:
         start = time.perf_counter()
-        run = _Run(operator, rhs, groups, self.stopping, initial_guess)
-        work, iterations, epochs, failed = self.work_per_step(operator), 0, 0.0, False
-        for _ in range(1 + MAX_CONTINUATIONS):
-            active = run.activate()
-            if active is None or epochs + work > self.max_epochs:
-                break
-            state = self.init(operator, active, preconditioner, generator)
-            run.overhead += self.work_of_init(operator)
-            while epochs + work <= self.max_epochs and not failed:
-                state = self.step(operator, active, state)
-                iterations, epochs = iterations + 1, epochs + work
-                kept = run.observe(active, iterations)
-                if callback is not None:
-                    callback(SolveProgress(iterations, epochs, run.group_norms()))
-                if kept is not None:
-                    if kept.numel() == 0:
-                        break
-                    active.keep(kept)
-                    state = self.narrow(state, kept)
-                failed = self.has_failed(state)
-            run.refresh_residual()
-            if failed:
-                break
-        status = SolveStatus.CONVERGED
-        if failed:
-            status = SolveStatus.DIVERGED
-        elif not run.is_done():
-            status = SolveStatus.BUDGET_EXHAUSTED if epochs + work > self.max_epochs else SolveStatus.STAGNATED
-        value, residual = run.unscaled()
-        return Solution(
-            value,
-            residual,
-            status,
-            SolveStats(iterations, epochs, run.overhead, run.group_norms(), time.perf_counter() - start),
+        columns = Columns(
+            operator,
+            rhs,
+            groups,
+            stopping=self.stopping,
+            recursive=self.recursive,
+            initial_guess=initial_guess,
         )
-
-
-class _Run:
-    """All columns of one solve, scaled to right-hand sides of norm one; which are done, and the best iterate of each."""
-
-    def __init__(
-        self,
-        operator: LinearOperator,
-        rhs: Tensor,
-        groups: Sequence[ColumnGroup],
-        stopping: str,
-        initial_guess: Tensor | None,
-    ) -> None:
-        self.operator, self.groups, self.stopping = operator, groups, stopping
-        norms = torch.linalg.vector_norm(rhs, dim=-2)
-        # A zero column has the solution zero; its scale only has to be harmless.
-        self.scale = torch.where(norms > 0, norms, torch.ones_like(norms))
-        self.rhs = rhs / self.scale
-        self.tolerances = torch.cat([norms.new_full((group.size,), group.tolerance) for group in groups])
-        self.overhead = 0.0
-        if initial_guess is None:
-            self.value, self.residual = torch.zeros_like(self.rhs), self.rhs.clone()
+        work = self.work_per_step(operator)
+        # Counted in steps: adding up fractions of an epoch would miss the budget by rounding.
+        affordable = math.floor(self.max_epochs / work * (1 + 1e-12))
+        refresh_every = self._steps_between_refreshes(rhs.dtype, work)
+        state, iterations, diverged, shortfall = None, 0, False, math.inf
+        for _ in range(MAX_ROUNDS):
+            iterate = columns.begin()
+            if iterate is None or iterations >= affordable:
+                break
+            if self.recursive and columns.shortfall() > (1 - LEAST_PROGRESS) * shortfall:
+                break
+            shortfall = columns.shortfall()
+            if state is None:
+                state = self.init(operator, iterate, preconditioner, generator)
+                columns.overhead += self.work_of_setup(state)
+            else:
+                state = self.restart(iterate, state)
+            while iterations < affordable:
+                state = self.step(operator, iterate, state)
+                iterations += 1
+                if iterations % refresh_every == 0:
+                    columns.refresh(iterate)
+                kept = columns.observe(iterate, iterations)
+                if callback is not None:
+                    callback(SolveProgress(iterations, iterations * work, columns.group_norms(running=True)))
+                if kept is not None:
+                    iterate.keep(kept)
+                    if len(kept) == 0:
+                        break
+                    state = self.narrow(state, kept)
+                diverged = self.has_diverged(state)
+                if diverged:
+                    break
+            columns.end(iterate, iterations)
+            if diverged:
+                break
+        if columns.is_done():
+            status = SolveStatus.CONVERGED
+        elif diverged:
+            status = SolveStatus.DIVERGED
         else:
-            self.value = initial_guess / self.scale
-            self.value[:, norms == 0] = 0
-            self._scale_guess()
-        self.norms = self._norms_of(self.residual, 0)
-        self.columns = torch.arange(rhs.shape[-1], device=rhs.device)
+            status = SolveStatus.BUDGET_EXHAUSTED if iterations >= affordable else SolveStatus.STAGNATED
+        value, residual = columns.unscaled()
+        seconds = time.perf_counter() - start
+        stats = SolveStats(iterations, iterations * work, columns.overhead, columns.group_norms(), seconds)
+        return Solution(value, residual, status, stats)
 
-    def _scale_guess(self) -> None:
-        """Residual of the guess, after the scaling of each column that brings it nearest in the norm of H.
+    def _steps_between_refreshes(self, dtype: torch.dtype, work: float) -> float:
+        if dtype == torch.float64 or not self.recursive:
+            return math.inf
+        return math.ceil(EPOCHS_BETWEEN_REFRESHES / work)
 
-        The product is needed anyway; a guess so scaled is never farther from the solution than zero.
-        """
-        product = self.operator._matmul(self.value)
-        self.overhead += 1
-        energy = (self.value * product).sum(-2)
-        factor = (self.value * self.rhs).sum(-2) / torch.where(energy > 0, energy, torch.ones_like(energy))
-        factor = torch.where(energy > 0, factor, torch.zeros_like(factor))
-        self.value, self.residual = self.value * factor, self.rhs - product * factor
 
-    def _norms_of(self, residual: Tensor, iteration: int) -> Tensor:
-        norms = torch.linalg.vector_norm(residual, dim=-2)
-        finite = torch.isfinite(norms)
-        if not finite.all():
-            column = int((~finite).nonzero()[0])
-            raise NonFiniteError(
-                f"The residual of column {column} of a linear solve is {norms[column].item()} after {iteration} "
-                "iterations. Check the data and hyperparameters for extreme values; a noise constraint and float64 "
-                "keep the arithmetic within range."
-            )
-        return norms
-
-    def _open(self) -> Tensor:
-        """Which columns have to go on, [s] bool."""
-        if self.stopping == "columns":
-            return self.norms > self.tolerances
-        is_open = any(part.mean() > group.tolerance for part, group in zip(self._by_group(), self.groups, strict=True))
-        return torch.full_like(self.norms, is_open, dtype=torch.bool)
-
-    def _by_group(self) -> tuple[Tensor, ...]:
-        return self.norms.split([group.size for group in self.groups])
-
-    def is_done(self) -> bool:
-        return not bool(self._open().any())
-
-    def activate(self) -> Iterate | None:
-        """The block of all columns that are not done."""
-        self.columns = self._open().nonzero().squeeze(-1)
-        if self.columns.numel() == 0:
-            return None
-        return Iterate(self.value[:, self.columns], self.residual[:, self.columns])
-
-    def observe(self, active: Iterate, iteration: int) -> Tensor | None:
-        """Stores what has improved; the columns of the block that go on, or None when all do."""
-        norms = self._norms_of(active.residual, iteration)
-        if self.stopping == "mean":
-            # Joint iterations keep all columns in step: the block as it stands, not its best columns.
-            self.value, self.residual, self.norms = active.value, active.residual, norms
-            return torch.empty(0, dtype=torch.long, device=norms.device) if self.is_done() else None
-        better = norms < self.norms[self.columns]
-        done = norms <= self.tolerances[self.columns]
-        if bool(done.any()):
-            self._store(active, norms, better | done)
-            keep = (~done).nonzero().squeeze(-1)
-            self.columns = self.columns[keep]
-            return keep
-        self._store(active, norms, better)
-        return None
-
-    def _store(self, active: Iterate, norms: Tensor, which: Tensor) -> None:
-        index = which.nonzero().squeeze(-1)
-        target = self.columns[index]
-        self.value[:, target] = active.value[:, index]
-        self.residual[:, target] = active.residual[:, index]
-        self.norms[target] = norms[index]
-
-    def refresh_residual(self) -> None:
-        """Replaces running residuals by true ones."""
-        self.residual = self.rhs - self.operator._matmul(self.value)
-        self.norms = self._norms_of(self.residual, -1)
-        self.overhead += 1
-
-    def group_norms(self) -> dict[str, float]:
-        reduce = torch.Tensor.mean if self.stopping == "mean" else torch.Tensor.amax
-        return {
-            group.name: float(reduce(part)) if group.size else 0.0
-            for group, part in zip(self.groups, self._by_group(), strict=True)
-        }
-
-    def unscaled(self) -> tuple[Tensor, Tensor]:
-        return self.value * self.scale, self.residual * self.scale
+def check_system(
+    operator: LinearOperator, rhs: Tensor, groups: Sequence[ColumnGroup], initial_guess: Tensor | None
+) -> None:
+    """ValueError unless B [*b, n, s], the groups and the guess fit H [*b, n, n]."""
+    if operator.shape[-1] != operator.shape[-2]:
+        raise ValueError(f"Only square systems can be solved, got an operator {tuple(operator.shape)}.")
+    if rhs.shape[:-1] != operator.shape[:-1]:
+        raise ValueError(f"The right-hand side {tuple(rhs.shape)} does not fit the operator {tuple(operator.shape)}.")
+    if (rhs.dtype, rhs.device) != (operator.dtype, operator.device):
+        raise ValueError(
+            f"The right-hand side is {rhs.dtype} on {rhs.device}, the operator {operator.dtype} on {operator.device}."
+        )
+    if sum(group.size for group in groups) != rhs.shape[-1]:
+        raise ValueError(f"The groups' sizes do not add up to {rhs.shape[-1]} columns: {groups}.")
+    if initial_guess is not None and (initial_guess.shape, initial_guess.dtype) != (rhs.shape, rhs.dtype):
+        raise ValueError(
+            f"The initial guess {tuple(initial_guess.shape)}, {initial_guess.dtype}, does not fit the right-hand side "
+            f"{tuple(rhs.shape)}, {rhs.dtype}."
+        )

@@ -40,7 +40,7 @@ class CholeskyFactor:
         return torch.linalg.solve_triangular(self.lower, rhs.double(), upper=False)
 
     def logdet(self) -> Tensor:
-        """log det H, [*b]."""
+        """Log det H, [*b]."""
         return (2 * self.lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)).to(self.dtype)
 
     def inverse(self) -> Tensor:

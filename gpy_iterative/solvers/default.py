@@ -16,7 +16,8 @@ EXACT_BELOW = 3000
 
 def default_solver(operator: LinearOperator) -> Solver:
     """Cholesky up to 3,000 rows; beyond, alternating projections for matrices that are evaluated in tiles (few epochs,
-    served from kept tiles) and conjugate gradients for structured operators, whose products are cheap as a whole."""
+    served from kept tiles) and conjugate gradients for structured operators, whose products are cheap as a whole.
+    """
     if operator.shape[-1] <= EXACT_BELOW:
         return Cholesky()
     kernel = operator.kernel if isinstance(operator, NoisyLinearOperator) else operator

@@ -1,5 +1,6 @@
 """What a solve answers: the value, how it ended, and what it took."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -50,7 +51,8 @@ class SolveStats:
 
     iterations: of the solver.
     epochs: passes over the matrix that the iterations took.
-    overhead: further passes: the initial residual of a warm start, true residuals.
+    overhead: further passes, outside the budget: the initial residual of a warm start, the set-up of the solver
+        (preconditioner, factors, step size), true residuals.
     residual_norms: true relative residual of every group; the largest of its columns, or their mean
         under stopping="mean".
     seconds: wall-clock time.
@@ -61,6 +63,20 @@ class SolveStats:
     overhead: float
     residual_norms: dict[str, float]
     seconds: float
+
+    @classmethod
+    def of_batch(cls, members: Sequence["SolveStats"]) -> "SolveStats":
+        """Of a batch: sums of iterations and seconds, means of epochs (one is a pass over all matrices), largest
+        residuals."""
+        return cls(
+            iterations=sum(member.iterations for member in members),
+            epochs=sum(member.epochs for member in members) / len(members),
+            overhead=sum(member.overhead for member in members) / len(members),
+            residual_norms={
+                name: max(member.residual_norms[name] for member in members) for name in members[0].residual_norms
+            },
+            seconds=sum(member.seconds for member in members),
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +95,9 @@ class Solution:
     value: [*b, n, s], the best iterate of every column.
     residual: [*b, n, s], the true `rhs - H value`.
     status: how the solve ended; of several batch members, the worst.
-    stats: what it took; of several batch members, sums and largest residuals.
+    stats: what it took.
+
+    A warm start of the next solve needs `value` and nothing else.
     """
 
     value: Tensor

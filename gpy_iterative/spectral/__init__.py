@@ -1,1 +1,20 @@
-"""(filled by its owner)"""
+"""Spectral densities of stationary kernels, and the random features they make."""
+
+from gpy_iterative.spectral.densities import (
+    Draws,
+    SpectralDensity,
+    gamma_quantile,
+    register_spectral_density,
+    spectral_density,
+)
+from gpy_iterative.spectral.features import RandomFourierFeatures, has_random_features
+
+__all__ = [
+    "Draws",
+    "RandomFourierFeatures",
+    "SpectralDensity",
+    "gamma_quantile",
+    "has_random_features",
+    "register_spectral_density",
+    "spectral_density",
+]

@@ -1,0 +1,213 @@
+"""The step that all marginal log likelihoods with probes share.
+
+`model(train_x)` gives a prior; its lazy covariance and the likelihood's noise become H; the probes are
+drawn or rebuilt from their frozen randomness; one solve answers for the targets and the probes together;
+one closed-form derivative pass carries the gradient to the user's own parameters.
+"""
+
+import time
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods import Likelihood
+from gpytorch.mlls import ExactMarginalLogLikelihood
+from gpytorch.models import ExactGP
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.linear_operators import (
+    KernelProducts,
+    flat_targets,
+    kernel_terms,
+    noisy_operator,
+    observed_data,
+)
+from gpy_iterative.mlls.estimates import DensityEstimate, advice, exact_estimate, stochastic_estimate
+from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
+from gpy_iterative.mlls.surrogate import surrogate
+from gpy_iterative.mlls.training_state import TrainingState, make_generator
+from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood
+from gpy_iterative.prediction import PathwisePosterior
+from gpy_iterative.probes import Preconditioned, ProbeDistribution
+from gpy_iterative.solvers import (
+    Cholesky,
+    LogDeterminant,
+    SolveProgress,
+    Solver,
+    SolveStatus,
+    WarmStart,
+    default_solver,
+    stochastic_logdet,
+)
+
+#: Probes of the log-determinant's quadrature. They serve the reported value alone, never the gradient.
+NUM_LOGDET_PROBES = 4
+
+
+class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
+    """Base of the marginal log likelihoods that estimate the gradient's trace term from probes.
+
+    A subclass says where the probes come from and how exactly they need to be solved (`_probe_tolerance`).
+    Everything else, value, gradient, warm start, report and resume, is here.
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        model: ExactGP,
+        *,
+        probes: ProbeDistribution,
+        solver: Solver | None,
+        warm_start: Literal["extrapolated", "previous", False],
+        products: KernelProducts | None,
+        generator: torch.Generator | int | None,
+        progress: bool | Callable[[SolveProgress], None],
+    ) -> None:
+        check_likelihood(likelihood, model, type(self).__name__)
+        super().__init__(likelihood, model)
+        self.probes = probes
+        self.solver = solver
+        self.products = KernelProducts() if products is None else products
+        self.progress = progress
+        self.report: MarginalLogLikelihoodReport | None = None
+        self._state = TrainingState(make_generator(generator), WarmStart(warm_start))
+        self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES)
+        self._params: tuple[Any, ...] = ()
+        self._has_warned = False
+
+    @abstractmethod
+    def _probe_tolerance(self, solver: Solver) -> float:
+        """The relative residual to which probes are solved when `solver.probe_tolerance` is None."""
+
+    def forward(self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
+        """An estimate of the log marginal likelihood divided by the number of data.
+
+        Args:
+            function_dist: the prior `model(train_x)`, [*b, n] (or [*b, n, T] for a multitask model).
+            target: [*b, n] (or [*b, n, T]).
+            params, kwargs: passed to the likelihood, as with GPyTorch's ExactMarginalLogLikelihood.
+
+        Returns:
+            [*b]. Priors and added loss terms are included. `.backward()` on it is the method's gradient estimator.
+
+        Raises:
+            ValueError: shapes, dtypes or devices that do not fit, non-finite data, non-positive noise.
+            NonFiniteError: a non-finite hyperparameter, or a non-finite number inside the solver; parameters and
+                warm start stay as they were.
+            NotPositiveDefiniteError: H has no Cholesky factor where one is needed.
+        """
+        start = time.perf_counter()
+        check_data(self.model, function_dist, target)
+        check_hyperparameters(self.model)
+        num_data = function_dist.event_shape.numel()
+        observed = observed_data(function_dist, target)
+        operator = noisy_operator(
+            self.likelihood, function_dist, *params, products=self.products, observed=observed, **kwargs
+        )
+        residual = flat_targets(function_dist, target) - function_dist.loc
+        if observed is not None:
+            residual = residual[..., observed]
+        if residual.shape[:-1] != operator.batch_shape:
+            operator = operator.expand(*residual.shape[:-1], *operator.matrix_shape)
+
+        with torch.no_grad():
+            estimate = self._estimate(operator, function_dist, observed, residual.detach())
+        self._params = params
+        result = surrogate(operator, estimate.value, estimate.left, estimate.right, estimate.weights, residual)
+        result = self._add_other_terms(result, params).div_(num_data)
+        self._warn_once(estimate)
+        self.report = MarginalLogLikelihoodReport(
+            status=estimate.status,
+            iterations=estimate.stats.iterations,
+            epochs=estimate.stats.epochs,
+            residual_targets=estimate.stats.residual_norms["targets"],
+            residual_probes=estimate.stats.residual_norms.get("probes"),
+            value=result.detach().clone(),
+            value_sem=estimate.value_sem / num_data,
+            seconds=time.perf_counter() - start,
+        )
+        return result
+
+    def posterior(self) -> PathwisePosterior:
+        """The posterior at the current hyperparameters, warm-started from the training solves.
+
+        Puts model and likelihood into evaluation mode and becomes the model's prediction strategy, so that
+        `likelihood(model(x))` answers from the same solves until `model.train()`. Cost: one product when the
+        hyperparameters have not moved since the last solve, else one warm-started solve for the targets; what
+        variances and sample paths cost is said in `PathwisePosterior`.
+        """
+        posterior = PathwisePosterior(
+            self.model,
+            self.likelihood,
+            solver=self.solver,
+            products=self.products,
+            # Forked, so that looking at predictions in the middle of training does not change the training.
+            generator=torch.Generator().manual_seed(self._state.generator.initial_seed() + 1),
+            params=self._params,
+            initial_weights=self._state.warm_start.latest_column(0),
+        )
+        posterior.install()
+        return posterior
+
+    def training_state(self) -> dict[str, Tensor]:
+        """Generator, frozen draws and warm start as a plain dict of tensors.
+
+        Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run exactly.
+        """
+        return self._state.to_dict()
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        """Takes what `training_state()` gave. Raises ValueError, and changes nothing, for anything else."""
+        self._state.load_dict(state)
+
+    def _estimate(
+        self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor
+    ) -> DensityEstimate:
+        solver = default_solver(operator) if self.solver is None else self.solver
+        if isinstance(solver, Cholesky):
+            return exact_estimate(operator, residual, solver)
+
+        state, distribution = self._state, self.probes
+        terms = kernel_terms(prior.lazy_covariance_matrix, observed) if distribution.needs_terms else None
+        randomness = state.draws_for(
+            "probes",
+            residual,
+            operator.shape,
+            lambda: distribution.draw(operator, terms, state.generator),
+            keep=state.warm_start.mode is not False,
+        )
+        estimate = stochastic_estimate(
+            operator,
+            residual,
+            distribution.probes(operator, terms, randomness),
+            self._log_determinant(operator, residual),
+            solver,
+            tolerances=(solver.tolerance, solver.probe_tolerance or self._probe_tolerance(solver)),
+            initial_guess=state.warm_start.initial_guess(residual, distribution.num_probes + 1),
+            generator=state.generator,
+            callback=None,
+        )
+        state.warm_start.update(estimate.solutions)
+        return estimate
+
+    def _log_determinant(self, operator: LinearOperator, residual: Tensor) -> LogDeterminant:
+        randomness = self._state.draws_for(
+            "logdet", residual, operator.shape, lambda: self.logdet_probes.draw(operator, None, self._state.generator)
+        )
+        probes = self.logdet_probes.probes(operator, None, randomness)
+        return stochastic_logdet(operator, probes.vectors, preconditioner=probes.covariance)
+
+    def _warn_once(self, estimate: DensityEstimate) -> None:
+        if estimate.status is not SolveStatus.CONVERGED and not self._has_warned:
+            warnings.warn(advice(estimate), ConvergenceWarning, stacklevel=3)
+            self._has_warned = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IterativeMarginalLogLikelihood":
+        super()._apply(fn, recurse)
+        self._state.apply(fn)
+        return self

@@ -1,0 +1,138 @@
+"""The log density of N(0, H) at the residual y - mean, and the two factors of its gradient.
+
+Two ways to the same five tensors: exactly, through a dense Cholesky factor, or from one block solve for
+`[y - mean, probes]` together.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.probes import Probes
+from gpy_iterative.solvers import (
+    Cholesky,
+    ColumnGroup,
+    LogDeterminant,
+    SolveProgress,
+    Solver,
+    SolveStats,
+    SolveStatus,
+)
+
+
+@dataclass(frozen=True)
+class DensityEstimate:
+    """log N(residual; 0, H), whose derivative is `sum_k left_k^T dH right_k`.
+
+    Attributes:
+        value: [*b], not divided by n.
+        value_sem: [*b], its standard error.
+        weights: a = H^-1 residual, [*b, n].
+        left, right: [*b, n, k].
+        solutions: [*b, n, 1 + s], the solves as a warm start wants them; None for the exact estimate.
+        status, stats: of the solve.
+    """
+
+    value: Tensor
+    value_sem: Tensor
+    weights: Tensor
+    left: Tensor
+    right: Tensor
+    solutions: Tensor | None
+    status: SolveStatus
+    stats: SolveStats
+
+
+def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky) -> DensityEstimate:
+    """Value and gradient without any randomness, by a Cholesky factor of the dense H.
+
+    Cost O(n^3) time and about 4 n^2 float64 numbers of memory; `operator` [*b, n, n], `residual` [*b, n].
+    Raises NotPositiveDefiniteError when H has no factor even after the jitter ladder.
+    """
+    start = time.perf_counter()
+    factor = solver.factorize(operator)
+    column = factor.solve(residual.unsqueeze(-1))
+    weights = column.squeeze(-1)
+    num_data = residual.shape[-1]
+    value = -0.5 * ((residual * weights).sum(-1) + factor.logdet() + num_data * math.log(2 * math.pi))
+    identity = torch.eye(num_data, dtype=residual.dtype, device=residual.device).expand(operator.shape)
+    error = torch.linalg.vector_norm(residual - operator._matmul(column).squeeze(-1), dim=-1)
+    relative = error / torch.linalg.vector_norm(residual, dim=-1).clamp_min(torch.finfo(error.dtype).tiny)
+    return DensityEstimate(
+        value=value,
+        value_sem=torch.zeros_like(value),
+        weights=weights,
+        left=torch.cat([0.5 * column, -0.5 * factor.inverse()], dim=-1),
+        right=torch.cat([column, identity], dim=-1),
+        solutions=None,
+        status=SolveStatus.CONVERGED,
+        stats=SolveStats(0, 0.0, 1.0, {"targets": float(relative.max())}, time.perf_counter() - start),
+    )
+
+
+def stochastic_estimate(
+    operator: LinearOperator,
+    residual: Tensor,
+    probes: Probes,
+    log_determinant: LogDeterminant,
+    solver: Solver,
+    *,
+    tolerances: tuple[float, float],
+    initial_guess: Tensor | None,
+    generator: torch.Generator,
+    callback: Callable[[SolveProgress], None] | None,
+) -> DensityEstimate:
+    """Value and gradient from one block solve.
+
+    Args:
+        operator: H [*b, n, n].
+        residual: y - mean [*b, n].
+        probes: xi and S^-1 xi [*b, n, s], see `gpy_iterative.probes`.
+        log_determinant: an estimate of log det H.
+        solver: an iterative solver.
+        tolerances: relative residuals for the target and for the probes.
+        initial_guess: [*b, n, 1 + s] or None.
+        generator: for solvers that draw.
+        callback: told of the solve's progress.
+
+    The quadratic term is `a^T (r + (r - H a))`: its error is of second order in the solver's.
+    """
+    num_probes = probes.vectors.shape[-1]
+    groups = (ColumnGroup("targets", 1, tolerances[0]), ColumnGroup("probes", num_probes, tolerances[1]))
+    solution = solver.solve(
+        operator,
+        torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1),
+        groups=groups,
+        initial_guess=initial_guess,
+        generator=generator,
+        callback=callback,
+    )
+    weights, solved = solution.value[..., 0], solution.value[..., 1:]
+    quadratic = (weights * (residual + solution.residual[..., 0])).sum(-1)
+    num_data = residual.shape[-1]
+    value = -0.5 * (quadratic + log_determinant.mean + num_data * math.log(2 * math.pi))
+    column = weights.unsqueeze(-1)
+    return DensityEstimate(
+        value=value,
+        value_sem=0.5 * log_determinant.sem,
+        weights=weights,
+        left=torch.cat([0.5 * column, solved / (-2 * num_probes)], dim=-1),
+        right=torch.cat([column, solved if probes.dual is None else probes.dual], dim=-1),
+        solutions=solution.value,
+        status=solution.status,
+        stats=solution.stats,
+    )
+
+
+def advice(estimate: DensityEstimate) -> str:
+    """One sentence for a user whose solve did not end well."""
+    norms = ", ".join(f"{name} {norm:.2g}" for name, norm in estimate.stats.residual_norms.items())
+    return (
+        f"The linear solve ended with status {estimate.status.name.lower()} after {estimate.stats.epochs:.1f} epochs "
+        f"(relative residuals: {norms}). {estimate.status.advice}"
+    )

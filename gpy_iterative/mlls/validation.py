@@ -1,0 +1,80 @@
+"""What a Gaussian marginal log likelihood refuses, before any work and with the reason."""
+
+import gpytorch
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods import _GaussianLikelihoodBase
+from torch import Tensor
+
+from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
+
+
+def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.nn.Module, mll: str) -> None:
+    """Raises UnsupportedLikelihoodError for a non-Gaussian likelihood and TypeError for a model that is no ExactGP."""
+    if not isinstance(likelihood, _GaussianLikelihoodBase):
+        raise UnsupportedLikelihoodError(
+            f"{mll} needs a Gaussian likelihood, got {type(likelihood).__name__}. Its marginal likelihood has no "
+            "closed form: use a variational model with gpytorch.mlls.VariationalELBO."
+        )
+    if not isinstance(model, gpytorch.models.ExactGP):
+        raise TypeError(f"{mll} needs a gpytorch.models.ExactGP, got {type(model).__name__}.")
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raises ValueError with the first bad index."""
+    finite = torch.isfinite(tensor)
+    if not finite.all():
+        index = tuple((~finite).nonzero()[0].tolist())
+        raise ValueError(f"{name} must be finite, but {name}{list(index)} is {tensor[index].item()}.")
+
+
+def check_hyperparameters(model: torch.nn.Module) -> None:
+    """Raises NonFiniteError, which BoTorch's line search steps over, with the parameter's name."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise NonFiniteError(
+                f"The parameter {name} is not finite. A smaller learning rate, or a bound on the parameter, "
+                "keeps the optimiser from leaving the domain."
+            )
+
+
+def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
+    """Shapes, dtypes, devices and finiteness of what `mll(model(train_x), train_y)` was called with.
+
+    NaN targets pass here under GPyTorch's `observation_nan_policy("mask")`; they are dropped later.
+    """
+    if not isinstance(function_dist, MultivariateNormal):
+        raise RuntimeError(
+            "An exact marginal log likelihood works on the prior that an ExactGP returns, a MultivariateNormal; "
+            f"got {type(function_dist).__name__}."
+        )
+    event_shape, mean = function_dist.event_shape, function_dist.mean
+    if target.shape[-len(event_shape) :] != event_shape:
+        raise ValueError(
+            f"The target's last dimensions must be {tuple(event_shape)}, as the model's output; its shape is "
+            f"{tuple(target.shape)}." + (" Use target.squeeze(-1)." if target.shape[-1:] == (1,) else "")
+        )
+    if target.shape != mean.shape:
+        try:
+            torch.broadcast_shapes(target.shape, mean.shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"The target's shape {tuple(target.shape)} does not fit the model's output {tuple(mean.shape)}."
+            ) from error
+    for what in ("dtype", "device"):
+        ours, theirs = getattr(mean, what), getattr(target, what)
+        if ours != theirs:
+            raise ValueError(f"The model's output has {what} {ours}, the target {theirs}.")
+
+    for i, inputs in enumerate(model.train_inputs or ()):
+        if inputs.is_floating_point():
+            check_finite("train_inputs" if len(model.train_inputs) == 1 else f"train_inputs[{i}]", inputs)
+    policy = gpytorch.settings.observation_nan_policy.value()
+    if policy == "fill":
+        raise ValueError(
+            "observation_nan_policy('fill') has no meaning for a marginal likelihood; use 'mask', which drops the rows."
+        )
+    if policy == "ignore":
+        check_finite("target", target)
+    elif torch.isinf(target).any():
+        check_finite("target", target.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))

@@ -1,0 +1,131 @@
+"""The prior of training and test points together, cut into the blocks that conditioning needs, none of them stored."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.models import ExactGP
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.linear_operators import KernelProducts, kernel_operator
+from gpy_iterative.prediction.training_system import prior_at
+
+
+@dataclass(frozen=True)
+class JointPrior:
+    """The blocks of one set of test points, T outputs each.
+
+    Attributes:
+        mean: [*batch, t T].
+        test_train: K(x, X) [*batch, t T, n], or [batch * t T, n] where a batch of test points meets one model.
+        test_test: K(x, x) [*batch, t T, t T].
+        kind: MultivariateNormal, or the multitask class that the model's prior has.
+        event_shape: [t] or [t, T].
+    """
+
+    mean: Tensor
+    test_train: LinearOperator
+    test_test: LinearOperator
+    kind: type[MultivariateNormal]
+    event_shape: torch.Size
+
+    def distribution(self, mean: Tensor, covariance: LinearOperator) -> MultivariateNormal:
+        """A distribution at the test points from a flat mean [*batch, t T]."""
+        return self.kind(mean.reshape(*mean.shape[:-1], *self.event_shape), covariance)
+
+
+def joint_prior(
+    model: ExactGP, inputs: Sequence[Tensor], batch_shape: torch.Size, products: KernelProducts
+) -> JointPrior:
+    """The blocks at the model's current hyperparameters.
+
+    Args:
+        model: in evaluation mode.
+        inputs: test inputs [*batch, t, d], one tensor for each of the model's inputs; [t] is [t, 1].
+        batch_shape: of the training system. A model without one meets a batch of test points as one long list:
+            training inputs are not repeated.
+        products: how kernel products are computed; tiles of rectangular blocks are used once and never kept.
+
+    Raises:
+        ValueError: inputs of another number, dtype, device or number of columns than the training inputs.
+    """
+    train = list(model.train_inputs or ())
+    inputs = checked_inputs(train, inputs)
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in inputs))
+    inputs = [x.expand(*batch, *x.shape[-2:]) for x in inputs]
+    num_test = inputs[0].shape[-2]
+    is_list = bool(batch) and not batch_shape
+    points = [x.reshape(-1, x.shape[-1]) for x in inputs] if is_list else inputs
+    joint = prior_at(model, [_below(x, test) for x, test in zip(train, points, strict=True)])
+
+    outputs = joint.event_shape[1:].numel()
+    size = train[0].shape[-2] * outputs
+    covariance = joint.lazy_covariance_matrix
+    once = replace(products, cache_memory=0)
+    test_train = kernel_operator(covariance[..., size:, :size], once)
+    mean = joint.loc[..., size:]
+    if is_list:
+        test_covariance = prior_at(model, inputs).lazy_covariance_matrix
+        mean = mean.reshape(*batch, num_test * outputs)
+    else:
+        test_covariance = covariance[..., size:, size:]
+        full = torch.broadcast_shapes(batch_shape, joint.batch_shape)
+        mean, test_train = _expanded(mean, full), _expanded_operator(test_train, full)
+        batch = full
+    test_test = _expanded_operator(kernel_operator(test_covariance, once), batch)
+    # Copies: variances are evaluated later, at the hyperparameters of now.
+    return JointPrior(
+        mean,
+        test_train.clone(),
+        test_test.clone(),
+        type(joint) if isinstance(joint, MultitaskMultivariateNormal) else MultivariateNormal,
+        torch.Size((num_test, *joint.event_shape[1:])),
+    )
+
+
+def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Test inputs [*batch, t, d] that fit the training inputs; ValueError otherwise."""
+    if len(inputs) != len(train):
+        raise ValueError(f"The model has {len(train)} training inputs; got {len(inputs)} test inputs.")
+    inputs = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
+    for x, known in zip(inputs, train, strict=True):
+        if x.shape[-1] != known.shape[-1]:
+            raise ValueError(f"Test inputs {tuple(x.shape)} do not fit the training inputs {tuple(known.shape)}.")
+        for what in ("dtype", "device"):
+            if getattr(x, what) != getattr(known, what):
+                raise ValueError(
+                    f"The test inputs have {what} {getattr(x, what)}, the training inputs {getattr(known, what)}."
+                )
+        if x.is_floating_point() and not torch.isfinite(x).all():
+            index = tuple((~torch.isfinite(x)).nonzero()[0].tolist())
+            raise ValueError(f"Test inputs must be finite, but x{list(index)} is {x[index].item()}.")
+    return inputs
+
+
+@contextmanager
+def fixed_parameters(model: ExactGP) -> Iterator[None]:
+    """Gradients flow to the test inputs alone: the solves do not follow the hyperparameters."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+def _below(train: Tensor, test: Tensor) -> Tensor:
+    batch = torch.broadcast_shapes(train.shape[:-2], test.shape[:-2])
+    return torch.cat([train.expand(*batch, *train.shape[-2:]), test.expand(*batch, *test.shape[-2:])], dim=-2)
+
+
+def _expanded(mean: Tensor, batch: torch.Size) -> Tensor:
+    return mean.expand(*batch, mean.shape[-1])
+
+
+def _expanded_operator(operator: LinearOperator, batch: torch.Size) -> LinearOperator:
+    return operator if operator.batch_shape == batch else operator.expand(*batch, *operator.matrix_shape)

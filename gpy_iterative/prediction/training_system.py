@@ -1,0 +1,166 @@
+"""The linear system of the training data, H = K + D and y - mean, in evaluation mode and cut off from autograd."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import Likelihood
+from gpytorch.models import ExactGP
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.linear_operators import KernelProducts, flat_targets, noisy_operator
+from gpy_iterative.prediction.snapshot import same_tensor
+
+
+@dataclass(frozen=True)
+class TrainingSystem:
+    """What the training solves are about.
+
+    Attributes:
+        prior: the model's prior at all training inputs.
+        covariance: the lazy prior covariance of the observed data [*b, m, m].
+        operator: H of the observed data [*b, m, m].
+        residual: y - mean of the observed data [*b, m].
+        observed: [n], which data are observed; None is all (n counts tasks).
+    """
+
+    prior: MultivariateNormal
+    covariance: LinearOperator
+    operator: LinearOperator
+    residual: Tensor
+    observed: Tensor | None
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """*b."""
+        return self.residual.shape[:-1]
+
+    @property
+    def num_train(self) -> int:
+        """n, observed or not."""
+        return self.prior.event_shape.numel()
+
+    def scatter(self, columns: Tensor) -> Tensor:
+        """[*b, m, s] to [*b, n, s], with zeros for what is not observed: products with K(x, X) then ignore it."""
+        if self.observed is None:
+            return columns
+        result = columns.new_zeros(*columns.shape[:-2], self.num_train, columns.shape[-1])
+        result[..., self.observed, :] = columns
+        return result
+
+
+@torch.no_grad()
+def training_system(
+    model: ExactGP, likelihood: Likelihood, params: Sequence[Any], products: KernelProducts
+) -> TrainingSystem:
+    """The system at the current hyperparameters; model and likelihood are in evaluation mode.
+
+    Raises:
+        ValueError: a model without training data, targets of another shape than the prior, NaN targets unless
+            GPyTorch's `observation_nan_policy` is "mask", noise that is not positive.
+    """
+    if model.train_inputs is None or model.train_targets is None:
+        raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
+    prior = prior_at(model, list(model.train_inputs))
+    target = flat_targets(prior, model.train_targets)
+    if target.shape[-1:] != prior.loc.shape[-1:]:
+        raise ValueError(
+            f"The training targets {tuple(model.train_targets.shape)} do not fit the model's output "
+            f"{tuple(prior.mean.shape)}."
+        )
+    residual = target - prior.loc
+    observed = _observed(target)
+    operator = noisy_operator(likelihood, prior, *params, products=products, observed=observed)
+    covariance = prior.lazy_covariance_matrix
+    if observed is not None:
+        index = observed.nonzero().squeeze(-1)
+        covariance, residual = covariance[..., index, :][..., :, index], residual[..., index]
+    batch = torch.broadcast_shapes(operator.batch_shape, residual.shape[:-1])
+    if operator.batch_shape != batch:
+        operator = operator.expand(*batch, *operator.matrix_shape)
+    # Copies: a lazy solve later must see the hyperparameters of now.
+    return TrainingSystem(
+        prior, covariance, operator.detach().clone(), residual.expand(*batch, residual.shape[-1]), observed
+    )
+
+
+def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
+    """The model's prior at any inputs, past the conditioning that `model(x)` does in evaluation mode.
+
+    Raises:
+        TypeError: the model's `forward` returns no MultivariateNormal.
+        ValueError: a multitask prior that lists all data of the first task first.
+    """
+    prior = gpytorch.Module.__call__(model, *inputs)
+    if not isinstance(prior, MultivariateNormal):
+        raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
+    if isinstance(prior, MultitaskMultivariateNormal) and not prior._interleaved:
+        raise ValueError(
+            "GPyTorch conditions multitask priors in interleaved order only; build the prior with interleaved=True."
+        )
+    return prior
+
+
+@contextmanager
+def evaluating(model: ExactGP, likelihood: Likelihood) -> Iterator[None]:
+    """Evaluation mode inside, whatever mode it was before outside."""
+    training = [module for module in (model, likelihood) if module.training]
+    for module in training:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.train()
+
+
+class LikelihoodParams:
+    """The likelihood's extra arguments, with training inputs recognised among them.
+
+    Noise that depends on the inputs (task indices, heteroskedastic models) gets the training inputs as an argument.
+    When they are replaced by `set_train_data`, the arguments have to follow.
+
+    Args:
+        params: as passed to the marginal log likelihood; empty is what GPyTorch passes when it predicts, the list of
+            training inputs.
+        model: whose training inputs are looked for among them.
+    """
+
+    def __init__(self, params: Sequence[Any], model: ExactGP) -> None:
+        self._inputs = [tensor.detach().clone() for tensor in model.train_inputs or ()]
+        self._params = tuple(params) or (list(model.train_inputs or ()),)
+
+    def current(self, model: ExactGP) -> tuple[Any, ...]:
+        """The arguments for the model's training inputs of now.
+
+        Raises:
+            ValueError: the training inputs have changed, and an argument is a tensor that is none of them.
+        """
+        now = list(model.train_inputs or ())
+        moved = len(now) != len(self._inputs) or not all(map(same_tensor, now, self._inputs))
+
+        def follow(tensor: Tensor) -> Tensor:
+            for index, known in enumerate(self._inputs):
+                if same_tensor(tensor, known):
+                    return now[index]
+            if moved:
+                raise ValueError(
+                    "The training inputs have changed, and the likelihood has an argument that is none of them: its "
+                    "new value is unknown. Make a new posterior, with params=... for the new data."
+                )
+            return tensor
+
+        return tuple(_map_tensors(follow, param) for param in self._params)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(function, item) for item in value)
+    return value

@@ -1,0 +1,218 @@
+"""Probe vectors for the trace in a marginal likelihood's gradient.
+
+A probe distribution gives vectors xi with a known covariance S and, cheaply, S^-1 xi. Then, for any S,
+
+    tr(H^-1 dH) = E[(H^-1 xi)^T dH (S^-1 xi)].
+
+S = I is Hutchinson's estimator; an S that resembles H makes the same estimate with a fraction of its variance. All
+randomness is drawn first, as plain tensors that know nothing of the hyperparameters; from the same draws the probes are a
+smooth function of them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.errors import SpectralDensityMissingError
+from gpy_iterative.linear_operators import KernelTerm, NoisyLinearOperator
+from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
+from gpy_iterative.spectral import Draws, RandomFourierFeatures
+
+Terms = Sequence[KernelTerm]
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Attributes:
+
+    vectors: xi [*b, n, s].
+    dual: S^-1 xi [*b, n, s]; None where S = H, whose dual is the solution itself.
+    covariance: S, where it is low rank plus diagonal.
+    """
+
+    vectors: Tensor
+    dual: Tensor | None
+    covariance: LowRankPlusDiagonal | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeDistribution(ABC):
+    """Options of a probe distribution.
+
+    Args:
+        num_probes: s.
+
+    Raises:
+        ValueError: num_probes below 1.
+    """
+
+    num_probes: int
+
+    def __post_init__(self) -> None:
+        if self.num_probes < 1:
+            raise ValueError(f"num_probes must be at least 1, got {self.num_probes}.")
+
+    @property
+    def needs_terms(self) -> bool:
+        """Whether the prior's kernels are needed, beyond its operator."""
+        return False
+
+    @abstractmethod
+    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+        """Randomness for a system H [*b, n, n] and the kernels of its prior."""
+
+    @abstractmethod
+    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+        """The probes of these draws at the operator's hyperparameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rademacher(ProbeDistribution):
+    """Independent signs: S = I with the least variance of all product distributions."""
+
+    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+        return {"base": _signs(operator, operator.shape[-1], self.num_probes, generator)}
+
+    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+        return Probes(draws["base"], draws["base"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gaussian(ProbeDistribution):
+    """Independent normal numbers: S = I."""
+
+    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+        return {"base": _normal(operator, operator.shape[-1], self.num_probes, generator)}
+
+    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+        return Probes(draws["base"], draws["base"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preconditioned(ProbeDistribution):
+    """S = L L^T + diag(d): a pivoted Cholesky factor of K, its missing diagonal and the noise; from signs.
+
+    Args:
+        rank: of the factor.
+        correct_diagonal: give S the diagonal of H.
+
+    The pivots are frozen with the signs, so that probes move smoothly with the hyperparameters. Cost: `rank` rows of the
+    kernel matrix, and n rank (rank + s) multiply-adds.
+    """
+
+    rank: int = 100
+    correct_diagonal: bool = True
+
+    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+        factor = PivotedCholesky(rank=self.rank).build(operator, correct_diagonal=self.correct_diagonal)
+        return {
+            "pivots": factor.pivots,
+            "factor_base": _signs(operator, factor.rank, self.num_probes, generator),
+            "diagonal_base": _signs(operator, operator.shape[-1], self.num_probes, generator),
+        }
+
+    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+        factor = PivotedCholesky(rank=self.rank).build(
+            operator, pivots=draws["pivots"], correct_diagonal=self.correct_diagonal
+        )
+        vectors = factor.sample(draws["factor_base"], draws["diagonal_base"])
+        return Probes(vectors, factor.solve(vectors), factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFeatures(ProbeDistribution):
+    """Samples of the prior and its noise, xi = Phi(X) w + sqrt(noise) e, whose solves are posterior samples.
+
+    Args:
+        num_frequencies: m, for each kernel of the prior's sum.
+        corrected: True takes S = Phi Phi^T + D, the covariance that xi really has: unbiased for any m. False takes
+            S = H, as published by Lin et al. 2024: with frozen frequencies its error does not fall with s.
+
+    Cost: n d m for the features, and n (2m)^2 for S^-1.
+    """
+
+    num_frequencies: int
+    corrected: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        RandomFourierFeatures(self.num_frequencies)  # validates
+
+    @property
+    def needs_terms(self) -> bool:
+        return True
+
+    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+        noisy, terms = _prior(operator, terms)
+        features = RandomFourierFeatures(self.num_frequencies)
+        draws = {f"features.{name}": tensor for name, tensor in features.draw(terms, generator).items()}
+        return draws | {
+            "weights": _normal(noisy, features.num_features(terms), self.num_probes, generator),
+            "noise_base": _normal(noisy, noisy.shape[-1], self.num_probes, generator),
+        }
+
+    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+        noisy, terms = _prior(operator, terms)
+        noise = noisy.noise.detach()
+        if not self.corrected:
+            vectors = self.prior_sample(terms, draws) + noise.sqrt().unsqueeze(-1) * draws["noise_base"]
+            return Probes(vectors, None)
+        features = RandomFourierFeatures(self.num_frequencies).features(terms, _feature_draws(draws))
+        covariance = LowRankPlusDiagonal(features, noise.expand(*features.shape[:-1]))
+        vectors = covariance.sample(draws["weights"], draws["noise_base"])
+        return Probes(vectors, covariance.solve(vectors), covariance)
+
+    def prior_sample(self, terms: Terms, draws: Draws) -> Tensor:
+        """The functions behind the probes, Phi(x) w, at the inputs of the terms: [*b, t, s]; differentiable there."""
+        features = RandomFourierFeatures(self.num_frequencies)
+        return features.apply(terms, _feature_draws(draws), draws["weights"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactPrior(ProbeDistribution):
+    """Exact samples of the prior and its noise: S = H. Factors the dense K in float64, for small n."""
+
+    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+        return {
+            "base": _normal(operator, operator.shape[-1], self.num_probes, generator),
+            "noise_base": _normal(operator, operator.shape[-1], self.num_probes, generator),
+        }
+
+    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+        noisy, _ = _prior(operator, ())
+        kernel = noisy.kernel.to_dense().detach().double()
+        # A square root by eigenvalues: kernel matrices are often singular to rounding.
+        values, vectors = torch.linalg.eigh(kernel)
+        root = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
+        sample = (root @ draws["base"].double()).to(draws["base"].dtype)
+        return Probes(sample + noisy.noise.detach().sqrt().unsqueeze(-1) * draws["noise_base"], None)
+
+
+def _prior(operator: LinearOperator, terms: Terms | None) -> tuple[NoisyLinearOperator, Terms]:
+    if not isinstance(operator, NoisyLinearOperator) or terms is None:
+        raise SpectralDensityMissingError(
+            "Prior samples need a kernel matrix plus a diagonal noise; this system is a "
+            f"{type(operator).__name__}. HutchinsonMarginalLogLikelihood takes any system."
+        )
+    return operator, terms
+
+
+def _feature_draws(draws: Draws) -> Draws:
+    prefix = "features."
+    return {name.removeprefix(prefix): tensor for name, tensor in draws.items() if name.startswith(prefix)}
+
+
+def _normal(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    shape = (*operator.batch_shape, rows, columns)
+    draws = torch.randn(shape, generator=generator, device=generator.device, dtype=operator.dtype)
+    return draws.to(operator.device)
+
+
+def _signs(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    shape = (*operator.batch_shape, rows, columns)
+    bits = torch.randint(0, 2, shape, generator=generator, device=generator.device)
+    return (2 * bits - 1).to(dtype=operator.dtype, device=operator.device)

@@ -1,0 +1,237 @@
+"""The columns of one solve: their scales, their norms, which are done, and the best iterate of each.
+
+A column is done when its relative residual is within its group's tolerance; it then leaves the block, and the
+products of the remaining iterations become narrower. Norms live on the host: an iteration reads the device once.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.linear_operators import rows_matmul
+from gpy_iterative.solvers.solution import ColumnGroup
+
+#: Rows on which a running residual is compared with the true one; smaller systems are compared as a whole.
+VERIFIED_ROWS = 1024
+#: A running residual is taken for the true one while it differs by less than this part of the tolerance.
+ALLOWED_DRIFT = 0.01
+#: A new best iterate is copied when its norm is below this part of the last copy's: few copies, almost the best.
+WORTH_A_COPY = 0.9
+#: How much lower a column aims after its true residual turned out above the tolerance.
+LOWER_AIM = 0.8
+
+
+@dataclass
+class Iterate:
+    """Where an iteration stands: solutions, residuals and right-hand sides of the open columns, [n, s].
+
+    Value and residual belong to the iteration, which may overwrite them; the right-hand sides are read only.
+    """
+
+    value: Tensor
+    residual: Tensor
+    rhs: Tensor
+
+    def keep(self, columns: Tensor) -> None:
+        """Narrows the block to some of its columns."""
+        self.value, self.residual, self.rhs = (tensor[:, columns] for tensor in (self.value, self.residual, self.rhs))
+
+
+class Columns:
+    """All columns of one solve, scaled to right-hand sides of norm one.
+
+    Args:
+        operator: H [n, n].
+        rhs: B [n, s].
+        groups: neighbouring columns with a tolerance of their own.
+        stopping: see `IterativeSolver`.
+        recursive: the iteration's residual is `rhs - H value` up to rounding; else it is an estimate, and no iterate
+            counts before its true residual is known.
+        initial_guess: [n, s] or None.
+
+    Attributes:
+        value, residual, norms: the best iterate so far, its residual and relative norms.
+        overhead: passes over the matrix that were spent here.
+
+    Raises:
+        NonFiniteError: a right-hand side or the guess is not finite.
+    """
+
+    def __init__(
+        self,
+        operator: LinearOperator,
+        rhs: Tensor,
+        groups: Sequence[ColumnGroup],
+        *,
+        stopping: Literal["columns", "mean"],
+        recursive: bool,
+        initial_guess: Tensor | None,
+    ) -> None:
+        self.operator, self.groups, self.stopping, self.recursive = operator, groups, stopping, recursive
+        self._sizes = [group.size for group in groups]
+        self.tolerances = torch.tensor([g.tolerance for g in groups for _ in range(g.size)], dtype=torch.float64)
+        self._aims = self.tolerances.clone()
+        self.overhead = 0.0
+        norms = torch.linalg.vector_norm(rhs, dim=-2)
+        # A zero column has the solution zero; its scale only has to be harmless.
+        self.scale = torch.where(norms > 0, norms, torch.ones_like(norms))
+        self.rhs = rhs / self.scale
+        if initial_guess is None:
+            self.value, self.residual = torch.zeros_like(self.rhs), self.rhs.clone()
+        else:
+            self.value, self.residual = self._scaled_start(initial_guess / self.scale)
+        self._open = torch.arange(rhs.shape[-1])
+        self.norms = self._norms_of(self.residual, iteration=0)
+        self._running = self.norms.clone()
+        self._round = self._open
+        self._candidate: Tensor | None = None
+
+    def _scaled_start(self, guess: Tensor) -> tuple[Tensor, Tensor]:
+        """Value and residual of the guess, each column scaled to be nearest to the solution in the norm of H.
+
+        The product is needed anyway, and a guess so scaled is never farther away than zero. A column whose residual
+        is nevertheless the larger one starts at zero: a warm start is never reported worse than a cold one.
+        """
+        product = self.operator._matmul(guess)
+        self.overhead += 1
+        energy = (guess * product).sum(-2)
+        is_safe = energy > 0
+        factor = (guess * self.rhs).sum(-2) / torch.where(is_safe, energy, torch.ones_like(energy))
+        norms = torch.linalg.vector_norm(self.rhs - product * factor, dim=-2)
+        # Written so that NaN stays NaN, and is found.
+        factor = torch.where((norms >= 1) | (energy <= 0), torch.zeros_like(factor), factor)
+        return guess * factor, self.rhs - product * factor
+
+    # What is open
+
+    def is_done(self) -> bool:
+        """Whether the best iterates satisfy the stopping rule."""
+        return not self._is_open(self.norms, self.tolerances).any()
+
+    def shortfall(self) -> float:
+        """How far the best iterates are from the tolerance: the largest norm over its tolerance; 1 or less is done."""
+        if self.stopping == "columns":
+            return float((self.norms / self.tolerances).max())
+        pairs = zip(self.norms.split(self._sizes), self.tolerances.split(self._sizes), strict=True)
+        return max(float(part.mean() / tolerance.mean()) for part, tolerance in pairs if len(part))
+
+    def _is_open(self, norms: Tensor, tolerances: Tensor) -> Tensor:
+        if self.stopping == "columns":
+            return norms > tolerances
+        pairs = zip(norms.split(self._sizes), tolerances.split(self._sizes), strict=True)
+        return torch.full_like(norms, any(bool(n.mean() > t.mean()) for n, t in pairs if len(n)), dtype=torch.bool)
+
+    # A round of iterations: begin, observe after each, end
+
+    def begin(self) -> Iterate | None:
+        """The block of all columns that are not done, at their best iterates; None when there is none."""
+        self._open = self._round = self._is_open(self.norms, self.tolerances).nonzero().squeeze(-1)
+        if not len(self._open):
+            return None
+        self._running = self.norms.clone()
+        self._candidate = None if self.recursive else self.value.clone()
+        columns = self._open.to(self.rhs.device)
+        return Iterate(self.value[:, columns], self.residual[:, columns], self.rhs[:, columns])
+
+    def observe(self, iterate: Iterate, iteration: int) -> Tensor | None:
+        """Reads the norms after an iteration: the columns of the block that go on, or None when all do."""
+        norms = self._running[self._open] = self._norms_of(iterate.residual, iteration)
+        leaving = ~self._is_open(self._running, self._aims)[self._open]
+        if self.recursive:
+            best = self.norms[self._open]
+            self._store(iterate, norms, (norms < WORTH_A_COPY * best) | (leaving & (norms < best)))
+        if not leaving.any():
+            return None
+        if self._candidate is not None:
+            index = leaving.nonzero().squeeze(-1)
+            self._candidate[:, self._on_device(self._open[index])] = iterate.value[:, self._on_device(index)]
+        staying = (~leaving).nonzero().squeeze(-1)
+        self._open = self._open[staying]
+        return self._on_device(staying)
+
+    def refresh(self, iterate: Iterate) -> None:
+        """Replaces running residuals by true ones, which rounding has made to drift apart."""
+        iterate.residual = iterate.rhs - self.operator._matmul(iterate.value)
+        self.overhead += 1
+
+    def end(self, iterate: Iterate, iteration: int) -> None:
+        """Closes the round with true residuals. Columns that turn out to miss their tolerance will aim lower."""
+        if self._candidate is not None:
+            self._candidate[:, self._on_device(self._open)] = iterate.value
+            self._accept_candidate(self._candidate, iteration)
+        else:
+            norms = self._running[self._open]
+            self._store(iterate, norms, norms < self.norms[self._open])
+            self._verify(iteration)
+        self._running = self.norms.clone()
+        missed = self._is_open(self.norms, self.tolerances)
+        self._aims[missed] *= LOWER_AIM
+
+    def _store(self, iterate: Iterate, norms: Tensor, which: Tensor) -> None:
+        index = which.nonzero().squeeze(-1)
+        if not len(index):
+            return
+        target = self._open[index]
+        source, place = self._on_device(index), self._on_device(target)
+        self.value[:, place] = iterate.value[:, source]
+        self.residual[:, place] = iterate.residual[:, source]
+        self.norms[target] = norms[index]
+
+    def _accept_candidate(self, candidate: Tensor, iteration: int) -> None:
+        """Takes those columns whose true residual is smaller than the best one's."""
+        columns = self._on_device(self._round)
+        value = candidate[:, columns]
+        residual = self.rhs[:, columns] - self.operator._matmul(value)
+        self.overhead += 1
+        self._open = self._round
+        norms = self._norms_of(residual, iteration)
+        self._store(Iterate(value, residual, residual), norms, norms < self.norms[self._round])
+
+    def _verify(self, iteration: int) -> None:
+        """Compares the round's residuals with true ones on some rows, and replaces them where they have drifted."""
+        columns, size = self._on_device(self._round), self.rhs.shape[0]
+        value = self.value[:, columns]
+        if size > VERIFIED_ROWS:
+            rows = slice(0, VERIFIED_ROWS)
+            self.overhead += VERIFIED_ROWS / size
+            true = self.rhs[rows, columns] - rows_matmul(self.operator, rows, value)
+            drift = torch.linalg.vector_norm(true - self.residual[rows, columns], dim=0).double().cpu()
+            if (drift * math.sqrt(size / VERIFIED_ROWS) <= ALLOWED_DRIFT * self.tolerances[self._round]).all():
+                return
+        residual = self.rhs[:, columns] - self.operator._matmul(value)
+        self.overhead += 1
+        self._open = self._round
+        self.norms[self._round] = self._norms_of(residual, iteration)
+        self.residual[:, columns] = residual
+
+    # Norms and results
+
+    def _norms_of(self, residual: Tensor, iteration: int) -> Tensor:
+        norms = torch.linalg.vector_norm(residual, dim=-2).double().cpu()
+        if not torch.isfinite(norms).all():
+            first = int((~torch.isfinite(norms)).nonzero()[0])
+            raise NonFiniteError(
+                f"The residual of column {int(self._open[first])} of a linear solve is {norms[first].item()} after "
+                f"{iteration} iterations. Check the data and hyperparameters for extreme values; a noise constraint "
+                "and float64 keep the arithmetic within range."
+            )
+        return norms
+
+    def group_norms(self, *, running: bool = False) -> dict[str, float]:
+        """One relative norm a group, of the best iterates or of the running ones."""
+        reduce = torch.Tensor.mean if self.stopping == "mean" else torch.Tensor.amax
+        parts = (self._running if running else self.norms).split(self._sizes)
+        return {g.name: float(reduce(part)) if g.size else 0.0 for g, part in zip(self.groups, parts, strict=True)}
+
+    def unscaled(self) -> tuple[Tensor, Tensor]:
+        """Value and residual of the best iterates, in the scale of the right-hand sides."""
+        return self.value * self.scale, self.residual * self.scale
+
+    def _on_device(self, index: Tensor) -> Tensor:
+        return index.to(self.rhs.device)

@@ -1,0 +1,114 @@
+"""Spectral densities: how the frequencies of a stationary kernel are drawn, one entry a kernel.
+
+Draws are made once, for unit lengthscale, and rescaled with the hyperparameters: a frozen draw stays valid, and moves
+smoothly, while they are trained. Rahimi and Recht 2007, "Random features for large-scale kernel machines".
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from gpytorch import kernels
+from torch import Tensor
+
+Draws = dict[str, Tensor]
+
+
+class SpectralDensity(ABC):
+    """The distribution of omega in k(x - x') = E[cos(omega^T (x - x') / lengthscale)]."""
+
+    @abstractmethod
+    def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
+        """Base randomness for `count` frequencies in `dims` dimensions, independent of all hyperparameters.
+
+        `normal` and `uniform` take a shape and return standard draws on the right device.
+        """
+
+    @abstractmethod
+    def frequencies(self, kernel: kernels.Kernel, draws: Draws) -> Tensor:
+        """Omega [*b, dims, count] at the kernel's current shape parameters, for unit lengthscale."""
+
+
+_REGISTRY: dict[type[kernels.Kernel], SpectralDensity] = {}
+
+
+def register_spectral_density(kernel_class: type[kernels.Kernel]) -> Callable[[type], type]:
+    """Class decorator: makes a SpectralDensity that of a kernel class whose `lengthscale` scales its inputs.
+
+    Subclasses of the kernel are covered as long as they do not override `forward`.
+    """
+
+    def register(density_class: type[SpectralDensity]) -> type[SpectralDensity]:
+        _REGISTRY[kernel_class] = density_class()
+        return density_class
+
+    return register
+
+
+def spectral_density(kernel: kernels.Kernel) -> SpectralDensity | None:
+    """The registered density of exactly what the kernel computes, or None."""
+    for kernel_class in type(kernel).__mro__:
+        if kernel_class in _REGISTRY:
+            return _REGISTRY[kernel_class] if type(kernel).forward is kernel_class.forward else None
+    return None
+
+
+@register_spectral_density(kernels.keops.RBFKernel)
+@register_spectral_density(kernels.RBFKernel)
+class Gaussian(SpectralDensity):
+    """Standard normal frequencies."""
+
+    def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
+        return {"normal": normal(dims, count)}
+
+    def frequencies(self, kernel: kernels.Kernel, draws: Draws) -> Tensor:
+        return draws["normal"]
+
+
+@register_spectral_density(kernels.keops.MaternKernel)
+@register_spectral_density(kernels.MaternKernel)
+class StudentT(SpectralDensity):
+    """Multivariate t with 2 nu degrees of freedom: one chi-square a frequency, shared by its coordinates.
+
+    (One for each coordinate would be the spectral density of a product of one-dimensional kernels.)
+    """
+
+    def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
+        degrees = round(2 * kernel.nu)
+        return {"normal": normal(dims, count), "chi_square": normal(degrees, count).square().sum(0)}
+
+    def frequencies(self, kernel: kernels.Kernel, draws: Draws) -> Tensor:
+        return draws["normal"] * (2 * kernel.nu / draws["chi_square"]).sqrt()
+
+
+@register_spectral_density(kernels.RQKernel)
+class GammaMixture(SpectralDensity):
+    """Normal frequencies of random scale sqrt(u), u ~ Gamma(alpha, alpha).
+
+    alpha is trained, so the uniform behind u is what is frozen, and u is its quantile at the current alpha.
+    """
+
+    def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
+        return {"normal": normal(dims, count), "uniform": uniform(count)}
+
+    def frequencies(self, kernel: kernels.Kernel, draws: Draws) -> Tensor:
+        alpha = kernel.alpha.detach()
+        return draws["normal"] * gamma_quantile(draws["uniform"], alpha).sqrt().unsqueeze(-2)
+
+
+def gamma_quantile(probability: Tensor, alpha: Tensor, iterations: int = 60) -> Tensor:
+    """The quantile of Gamma(alpha, rate alpha), by bisection in float64 on the logarithm: [*b, count].
+
+    Args:
+        probability: [count], in (0, 1).
+        alpha: [*b, 1].
+    """
+    target, shape = probability.double(), alpha.double()
+    target, shape = torch.broadcast_tensors(target, shape)
+    # Below exp(-700) the square root is zero in any case; the upper end holds every quantile of a float.
+    low, high = torch.full_like(target, -700.0), torch.full_like(target, 10.0)
+    for _ in range(iterations):
+        middle = (low + high) / 2
+        below = torch.special.gammainc(shape, shape * middle.exp()) < target
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return ((low + high) / 2).exp().to(probability.dtype)

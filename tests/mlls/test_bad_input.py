@@ -1,0 +1,159 @@
+"""Every refusal names its reason, comes before any work, and leaves parameters and warm start as they were."""
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+
+import gpy_iterative as gpi
+from tests.mlls.gaussian_models import Case, Regression, data, regression
+
+MLLS = [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
+ITERATIVE = gpi.solvers.ConjugateGradients(tolerance=1e-4)
+
+
+def case_and_mll(mll_class: type = MLLS[0], **options) -> tuple[Case, gpytorch.mlls.MarginalLogLikelihood]:
+    case = regression(kernels.ScaleKernel(kernels.RBFKernel(ard_num_dims=3)), n=30)
+    return case, mll_class(case.likelihood, case.model, **({"solver": ITERATIVE, "generator": 0} | options))
+
+
+def test_bad_target_values() -> None:
+    case, mll = case_and_mll()
+    y = case.y.clone()
+    y[7] = torch.nan
+    with pytest.raises(ValueError, match=r"target\[7\] is nan"):
+        mll(case.model(case.x), y)
+    y[7] = torch.inf
+    with gpytorch.settings.observation_nan_policy("mask"), pytest.raises(ValueError, match=r"target\[7\] is inf"):
+        mll(case.model(case.x), y)
+    with gpytorch.settings.observation_nan_policy("fill"), pytest.raises(ValueError, match="fill"):
+        mll(case.model(case.x), case.y)
+
+
+def test_bad_inputs() -> None:
+    case, mll = case_and_mll()
+    x = case.x.clone()
+    x[4, 1] = torch.inf
+    case.model.set_train_data(x, case.y)
+    with pytest.raises(ValueError, match=r"train_inputs\[4, 1\] is inf"):
+        mll(case.model(x), case.y)
+
+
+def test_target_of_shape_n_by_1_is_not_n_problems() -> None:
+    case, mll = case_and_mll()
+    with pytest.raises(ValueError, match=r"squeeze"):
+        mll(case.model(case.x), case.y.unsqueeze(-1))
+
+
+def test_target_of_another_length() -> None:
+    case, mll = case_and_mll()
+    with pytest.raises(ValueError, match=r"\(30,\).*\(29,\)"):
+        mll(case.model(case.x), case.y[:-1])
+
+
+def test_target_of_another_dtype() -> None:
+    case, mll = case_and_mll()
+    with pytest.raises(ValueError, match=r"float64.*float32"):
+        mll(case.model(case.x), case.y.float())
+
+
+def test_inputs_of_another_dtype_than_the_kernel() -> None:
+    x, y = data(30)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x, y, likelihood, kernels.RBFKernel())  # float32 parameters, float64 data
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)
+    with pytest.raises(ValueError, match="float"):
+        mll(model(x), y)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+def test_non_gaussian_likelihood(mll_class: type) -> None:
+    case, _ = case_and_mll()
+    with pytest.raises(gpi.errors.UnsupportedLikelihoodError, match="BernoulliLikelihood"):
+        mll_class(gpytorch.likelihoods.BernoulliLikelihood(), case.model)
+
+
+def test_model_that_is_no_exact_gp() -> None:
+    with pytest.raises(TypeError, match="ExactGP"):
+        gpi.mlls.HutchinsonMarginalLogLikelihood(gpytorch.likelihoods.GaussianLikelihood(), torch.nn.Linear(1, 1))
+
+
+def test_fixed_noise_of_another_size() -> None:
+    x, y = data(30)
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise=torch.full((20,), 0.1).double())
+    model = Regression(x, y, likelihood, kernels.RBFKernel()).double()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)
+    with pytest.warns(gpytorch.utils.warnings.GPInputWarning), pytest.raises(ValueError, match="noise"):
+        mll(model(x), y)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, -1.0])
+def test_bad_noise(bad: float) -> None:
+    x, y = data(30)
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise=torch.full((30,), 0.1).double())
+    likelihood.noise_covar.noise[5] = bad
+    model = Regression(x, y, likelihood, kernels.RBFKernel()).double()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)
+    with pytest.raises(ValueError, match=r"noise\[5\]"):
+        mll(model(x), y)
+
+
+def test_non_finite_hyperparameter_is_a_nan_error_and_leaves_the_warm_start() -> None:
+    case, mll = case_and_mll()
+    mll(case.model(case.x), case.y)
+    before = mll.training_state()
+    good = case.model.covar_module.base_kernel.raw_lengthscale.data.clone()
+    case.model.covar_module.base_kernel.raw_lengthscale.data[0, 1] = torch.nan
+    with pytest.raises(gpi.errors.NonFiniteError, match="raw_lengthscale"):
+        mll(case.model(case.x), case.y)
+    after = mll.training_state()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    case.model.covar_module.base_kernel.raw_lengthscale.data = good
+    assert torch.isfinite(mll(case.model(case.x), case.y))
+
+
+@pytest.mark.parametrize(
+    ("mll_class", "options"),
+    [
+        (MLLS[0], {"num_probes": 0}),
+        (MLLS[0], {"probes": "cauchy"}),
+        (MLLS[0], {"warm_start": "hot"}),
+        (MLLS[1], {"num_probes": 0}),
+        (MLLS[1], {"num_frequencies": 0}),
+        (MLLS[1], {"prior": "improper"}),
+        (MLLS[1], {"warm_start": "hot"}),
+    ],
+)
+def test_options_outside_their_range(mll_class: type, options: dict) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+        case_and_mll(mll_class, **options)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize("solver", [None, ITERATIVE, gpi.solvers.AlternatingProjections()])
+def test_one_datum_one_dimension_one_probe(mll_class: type, solver: gpi.solvers.Solver | None) -> None:
+    x, y = torch.tensor([[0.3]]).double(), torch.tensor([1.2]).double()
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x, y, likelihood, kernels.ScaleKernel(kernels.MaternKernel(nu=1.5))).double()
+    mll = mll_class(likelihood, model, num_probes=1, solver=solver, generator=0)
+    value = mll(model(x), y)
+    variance = (model.covar_module.outputscale + likelihood.noise).item()
+    expected = -0.5 * (1.44 / variance + torch.log(torch.tensor(2 * torch.pi * variance)).item())
+    assert abs(value.item() - expected) < 1e-3
+    value.backward()
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+def test_duplicate_rows_and_tiny_noise_never_give_nan(mll_class: type) -> None:
+    x, y = data(60, dtype=torch.float32)
+    x[1::2] = x[::2]
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-9))
+    model = Regression(x, y, likelihood, kernels.ScaleKernel(kernels.RBFKernel()))
+    likelihood.noise = 1e-6
+    mll = mll_class(likelihood, model, solver=gpi.solvers.ConjugateGradients(max_epochs=50), generator=0)
+    with pytest.warns(gpi.errors.ConvergenceWarning):
+        value = mll(model(x), y)
+    value.backward()
+    assert torch.isfinite(value)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())

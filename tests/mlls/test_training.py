@@ -1,0 +1,200 @@
+"""Training loops as users write them: Adam, L-BFGS, several outputs, checkpoints, warm starts."""
+
+import copy
+import functools
+import io
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+
+import gpy_iterative as gpi
+from tests.mlls.gaussian_models import Case, Regression, data, regression
+
+ITERATIVE = gpi.solvers.AlternatingProjections(tolerance=1e-2, block_size=32)
+
+
+def matern_case(n: int = 150) -> Case:
+    return regression(kernels.ScaleKernel(kernels.MaternKernel(nu=1.5, ard_num_dims=3)), n=n)
+
+
+def exact_value(case: Case) -> float:
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(case.likelihood, case.model)
+    case.model.train()
+    with torch.no_grad(), gpytorch.settings.fast_computations(False, False, False):
+        return mll(case.model(case.x), case.y).item()
+
+
+def adam(case: Case, mll: gpytorch.mlls.MarginalLogLikelihood, steps: int, optimizer=None) -> list[float]:
+    """The ordinary loop; returns the epochs of every step."""
+    optimizer = optimizer or torch.optim.Adam(case.model.parameters(), lr=0.1)
+    epochs = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = -mll(case.model(case.x), case.y)
+        loss.backward()
+        optimizer.step()
+        report = getattr(mll, "report", None)
+        epochs.append(report.epochs if report else 0.0)
+    return epochs
+
+
+@pytest.mark.parametrize(
+    "mll_class", [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
+)
+def test_adam_ends_where_exact_gradients_end(mll_class: type) -> None:
+    reference, case = matern_case(), matern_case()
+    with gpytorch.settings.fast_computations(False, False, False):
+        adam(reference, gpytorch.mlls.ExactMarginalLogLikelihood(reference.likelihood, reference.model), 30)
+    adam(case, mll_class(case.likelihood, case.model, solver=ITERATIVE, generator=0), 30)
+    assert abs(exact_value(case) - exact_value(reference)) * len(case.y) < 2
+
+
+def test_warm_start_halves_the_epochs_of_pathwise_training() -> None:
+    epochs = {}
+    for warm_start in (False, "previous", "extrapolated"):
+        case = matern_case()
+        mll = gpi.mlls.PathwiseMarginalLogLikelihood(
+            case.likelihood, case.model, num_probes=16, solver=ITERATIVE, warm_start=warm_start, generator=0
+        )
+        epochs[warm_start] = sum(adam(case, mll, 30))
+    assert epochs["previous"] < 0.5 * epochs[False]
+    assert epochs["extrapolated"] < epochs["previous"]
+
+
+def test_lbfgs_with_frozen_probes_reaches_the_exact_optimum() -> None:
+    reference, case = matern_case(100), matern_case(100)
+
+    def minimise(case: Case, mll: gpytorch.mlls.MarginalLogLikelihood) -> float:
+        optimizer = torch.optim.LBFGS(case.model.parameters(), max_iter=40, line_search_fn="strong_wolfe")
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = -mll(case.model(case.x), case.y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return exact_value(case) * len(case.y)
+
+    with gpytorch.settings.fast_computations(False, False, False):
+        best = minimise(reference, gpytorch.mlls.ExactMarginalLogLikelihood(reference.likelihood, reference.model))
+    solver = gpi.solvers.ConjugateGradients(tolerance=1e-6)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
+        case.likelihood, case.model, num_probes=64, solver=solver, warm_start="previous", generator=0
+    )
+    assert minimise(case, mll) > best - 3
+
+
+@pytest.mark.parametrize(
+    "mll_class", [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
+)
+def test_a_resumed_run_is_the_same_run(mll_class: type) -> None:
+    case = matern_case()
+    optimizer = torch.optim.Adam(case.model.parameters(), lr=0.1)
+    mll = mll_class(case.likelihood, case.model, num_probes=8, solver=ITERATIVE, generator=0)
+    adam(case, mll, 4, optimizer)
+    file = io.BytesIO()
+    torch.save(
+        {"model": case.model.state_dict(), "optimizer": optimizer.state_dict(), "mll": mll.training_state()}, file
+    )
+    adam(case, mll, 4, optimizer)
+
+    file.seek(0)
+    checkpoint = torch.load(file, weights_only=True)
+    resumed = matern_case()
+    resumed.model.load_state_dict(checkpoint["model"])
+    resumed_optimizer = torch.optim.Adam(resumed.model.parameters(), lr=0.1)
+    resumed_optimizer.load_state_dict(checkpoint["optimizer"])
+    resumed_mll = mll_class(resumed.likelihood, resumed.model, num_probes=8, solver=ITERATIVE, generator=99)
+    resumed_mll.load_training_state(checkpoint["mll"])
+    adam(resumed, resumed_mll, 4, resumed_optimizer)
+    for ours, theirs in zip(resumed.model.parameters(), case.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_foreign_training_state_is_refused() -> None:
+    case = matern_case(20)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model)
+    with pytest.raises(ValueError, match="no training state"):
+        mll.load_training_state({"weights": torch.ones(2)})
+
+
+def test_state_dict_stays_that_of_the_stock_mll() -> None:
+    case = matern_case(30)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=ITERATIVE, generator=0)
+    adam(case, mll, 2)
+    stock = gpytorch.mlls.ExactMarginalLogLikelihood(case.likelihood, case.model)
+    assert mll.state_dict().keys() == stock.state_dict().keys()
+    mll.load_state_dict(stock.state_dict())
+
+
+def test_sum_of_marginal_log_likelihoods() -> None:
+    x, y = data(60)
+    models = []
+    for target in (y, y.flip(0)):
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        models.append(Regression(x, target, likelihood, kernels.ScaleKernel(kernels.RBFKernel())).double())
+    model = gpytorch.models.IndependentModelList(*models)
+    likelihood = gpytorch.likelihoods.LikelihoodList(*(m.likelihood for m in models))
+    ours = gpytorch.mlls.SumMarginalLogLikelihood(
+        likelihood, model, mll_cls=functools.partial(gpi.mlls.HutchinsonMarginalLogLikelihood, generator=3)
+    )
+    stock = gpytorch.mlls.SumMarginalLogLikelihood(likelihood, model)
+    with gpytorch.settings.fast_computations(False, False, False):
+        expected = stock(model(*model.train_inputs), model.train_targets)
+    value = ours(model(*model.train_inputs), model.train_targets)
+    torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-8)
+    value.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_global_generator_is_never_touched() -> None:
+    case = matern_case(40)
+    before = torch.random.get_rng_state()
+    for mll_class in (gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood):
+        adam(case, mll_class(case.likelihood, case.model, num_probes=4, solver=ITERATIVE), 2)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_equal_generators_give_equal_runs() -> None:
+    ends = []
+    for _ in range(2):
+        case = matern_case(40)
+        adam(
+            case,
+            gpi.mlls.PathwiseMarginalLogLikelihood(
+                case.likelihood, case.model, num_probes=4, solver=ITERATIVE, generator=5
+            ),
+            3,
+        )
+        ends.append(torch.cat([p.detach().reshape(-1) for p in case.model.parameters()]))
+    assert torch.equal(*ends)
+
+
+def test_deepcopy_and_dtype_change_in_the_middle_of_training() -> None:
+    case = matern_case(40)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
+        case.likelihood, case.model, num_probes=4, solver=ITERATIVE, generator=0
+    )
+    adam(case, mll, 3)
+    clone = copy.deepcopy(mll)
+    assert clone.training_state().keys() == mll.training_state().keys()
+    mll.float()
+    single = Case(case.model, case.likelihood, case.x.float(), case.y.float())
+    case.model.set_train_data(single.x, single.y, strict=False)
+    adam(single, mll, 2)
+    assert mll.report.value.dtype == torch.float32
+
+
+def test_other_data_between_steps_redraws_the_probes() -> None:
+    case = matern_case(40)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
+        case.likelihood, case.model, num_probes=4, solver=ITERATIVE, generator=0
+    )
+    adam(case, mll, 2)
+    x, y = data(55)
+    case.model.set_train_data(x, y, strict=False)
+    adam(Case(case.model, case.likelihood, x, y), mll, 2)
+    assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
