@@ -1,7 +1,13 @@
 """S = L L^T + diag(d): solved, sampled and measured through one k x k Cholesky factor."""
 
+import copy
+from typing import Self
+
 import torch
 from torch import Tensor
+
+#: Rows that are converted to float64 at a time.
+CHUNK = 4096
 
 
 class LowRankPlusDiagonal:
@@ -11,16 +17,18 @@ class LowRankPlusDiagonal:
         factor: L [*b, n, k].
         diagonal: d [*b, n], positive.
 
-    Construction costs n k^2 multiply-adds, a solve with s columns 2 n k s. The k x k system is formed in float64: its
-    condition number is that of S over the noise.
+    Construction costs n k^2 multiply-adds in float64, a solve with s columns 2 n k s in the factor's own dtype.
+    With W = d^-1/2 L, S = d^1/2 (I + W W^T) d^1/2; the inner matrix I + W^T W is as ill conditioned as S over its
+    noise, and is the one thing that float32 cannot hold.
     """
 
     def __init__(self, factor: Tensor, diagonal: Tensor) -> None:
         self.factor, self.diagonal = factor, diagonal
-        # Scaled by d^-1/2, the k x k matrix is I + W^T W and never singular.
-        self._weighted = factor / diagonal.unsqueeze(-1)
-        inner = (factor.mT @ self._weighted).double()
-        inner.diagonal(dim1=-2, dim2=-1).add_(1)
+        self._root = diagonal.sqrt().unsqueeze(-1)
+        self._weighted = factor / self._root
+        inner = torch.diag_embed(torch.ones_like(factor[..., 0, :], dtype=torch.float64))
+        for rows in self._weighted.split(CHUNK, dim=-2):
+            inner += rows.mT.double() @ rows.double()
         self._cholesky = torch.linalg.cholesky(inner)
 
     @property
@@ -28,20 +36,28 @@ class LowRankPlusDiagonal:
         """k, the number of columns of L."""
         return self.factor.shape[-1]
 
+    def __getitem__(self, index: int | tuple[int, ...]) -> Self:
+        """One member of a batch; nothing is computed again."""
+        member = copy.copy(self)
+        for name, tensor in vars(self).items():
+            setattr(member, name, tensor[index])
+        return member
+
     def matmul(self, rhs: Tensor) -> Tensor:
         """S rhs for [*b, n, s]."""
         return self.factor @ (self.factor.mT @ rhs) + self.diagonal.unsqueeze(-1) * rhs
 
     def solve(self, rhs: Tensor) -> Tensor:
         """S^-1 rhs for [*b, n, s], by Woodbury's identity."""
-        inner = torch.cholesky_solve((self._weighted.mT @ rhs).double(), self._cholesky)
-        return rhs / self.diagonal.unsqueeze(-1) - self._weighted @ inner.to(rhs.dtype)
+        scaled = rhs / self._root
+        inner = torch.cholesky_solve((self._weighted.mT @ scaled).double(), self._cholesky)
+        return (scaled - self._weighted @ inner.to(rhs.dtype)) / self._root
 
     def logdet(self) -> Tensor:
-        """Log det S, [*b]."""
+        """The log-determinant of S, [*b]."""
         inner = 2 * self._cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return (inner + self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
     def sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
         """L w + sqrt(d) e for base vectors w [*b, k, s] and e [*b, n, s] of identity covariance."""
-        return self.factor @ factor_base + self.diagonal.sqrt().unsqueeze(-1) * diagonal_base
+        return self.factor @ factor_base + self._root * diagonal_base

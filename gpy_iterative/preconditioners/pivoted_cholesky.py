@@ -4,7 +4,9 @@ Harbrecht, Peters and Schneider 2012, "On the low-rank approximation by the pivo
 preconditioner for Gaussian processes: Gardner et al. 2018.
 """
 
+import itertools
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from linear_operator import LinearOperator
@@ -52,46 +54,42 @@ class PivotedCholesky:
                 function of the hyperparameters.
             correct_diagonal: add diag(K - L L^T) to the diagonal, so that S has the diagonal of H.
 
-        Cost: k rows of the kernel matrix and n k^2 multiply-adds. Greedy search stops early when the rest of the
-        diagonal is rounding noise (duplicate rows).
+        Cost: k rows of the kernel matrix and n k^2 multiply-adds, for one member of a batch after the other. Greedy
+        search stops early when the rest of the diagonal is rounding noise (duplicate rows); a batch stops together.
         """
-        if operator.batch_shape:
-            return self._build_batch(operator, pivots, correct_diagonal)
         noisy = isinstance(operator, NoisyLinearOperator)
         kernel = operator.kernel if noisy else operator
+        if kernel.shape != operator.shape:
+            kernel = kernel.expand(operator.shape)
         diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
-        if pivots is None:
-            factor, pivots = _greedy_factor(kernel, diagonal, min(self.rank, diagonal.shape[-1]))
-        else:
-            factor = _factor_on(kernel, pivots)
+        factor, pivots = self._factor(kernel, diagonal, pivots)
         rest = (diagonal - factor.square().sum(-1)).clamp_min(0)
-        if not noisy:
-            # What the factor leaves, kept away from 0 so that S stays positive definite.
-            return PivotedCholeskyFactor(factor, rest + 1e-3 * diagonal.mean(), pivots)
-        noise = operator.noise.detach()
-        return PivotedCholeskyFactor(factor, noise + rest if correct_diagonal else noise, pivots)
+        mean = diagonal.mean(-1, keepdim=True)
+        eps = torch.finfo(diagonal.dtype).eps
+        if noisy:
+            noise = operator.noise.detach().expand(diagonal.shape)
+            # Never zero: S stays positive definite, and its inverse finite, where the noise has vanished.
+            return PivotedCholeskyFactor(
+                factor, (noise + rest if correct_diagonal else noise).maximum(eps * mean), pivots
+            )
+        # On its pivots the factor is exact and leaves nothing, the unknown noise included.
+        floor = 1e-3 * rest.mean(-1, keepdim=True) + eps**0.5 * mean
+        return PivotedCholeskyFactor(factor, rest + floor, pivots)
 
-    def _build_batch(
-        self, operator: LinearOperator, pivots: Tensor | None, correct_diagonal: bool
-    ) -> PivotedCholeskyFactor:
-        flat = operator.reshape(-1, *operator.matrix_shape) if len(operator.batch_shape) > 1 else operator
-        given = None if pivots is None else pivots.reshape(-1, pivots.shape[-1])
-        members = [
-            self.build(flat[index], None if given is None else given[index], correct_diagonal=correct_diagonal)
-            for index in range(operator.batch_shape.numel())
-        ]
-        rank = min(member.rank for member in members)
-        if any(member.rank != rank for member in members):  # one stopped early: all stop there
-            members = [
-                self.build(flat[index], member.pivots[:rank], correct_diagonal=correct_diagonal)
-                for index, member in enumerate(members)
-            ]
-        stack = lambda tensors: torch.stack(tensors).reshape(*operator.batch_shape, *tensors[0].shape)
-        return PivotedCholeskyFactor(
-            stack([member.factor for member in members]),
-            stack([member.diagonal for member in members]),
-            stack([member.pivots for member in members]),
-        )
+    def _factor(self, kernel: LinearOperator, diagonal: Tensor, pivots: Tensor | None) -> tuple[Tensor, Tensor]:
+        """L [*b, n, k] and its pivots [*b, k], member by member."""
+        batch, size = diagonal.shape[:-1], diagonal.shape[-1]
+        members = []
+        for index in itertools.product(*map(range, batch)):
+            member = cast(LinearOperator, kernel[index]) if batch else kernel
+            if pivots is None:
+                members.append(_greedy_factor(member, diagonal[index], min(self.rank, size)))
+            else:
+                members.append((_factor_on(member, pivots[index]), pivots[index]))
+        rank = min(len(chosen) for _, chosen in members)
+        factors = torch.stack([factor[:, :rank] for factor, _ in members])
+        chosen = torch.stack([chosen[:rank] for _, chosen in members])
+        return factors.reshape(*batch, size, rank), chosen.reshape(*batch, rank)
 
 
 def _greedy_factor(kernel: LinearOperator, diagonal: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -115,8 +113,14 @@ def _greedy_factor(kernel: LinearOperator, diagonal: Tensor, rank: int) -> tuple
 
 
 def _factor_on(kernel: LinearOperator, pivots: Tensor) -> Tensor:
-    """The same factor in one go: K[:, p] times the inverse transpose of the Cholesky factor of K[p, p]."""
-    rows = dense_rows(kernel, pivots).double()
+    """The same factor in one go: K[:, p] times the inverse transpose of the Cholesky factor of K[p, p].
+
+    The jitter covers the rounding of K[p, p]; it is fixed, so that the factor stays smooth in the hyperparameters.
+    """
+    rows = dense_rows(kernel, pivots)
+    dtype, rows = rows.dtype, rows.double()
     block = rows[:, pivots]
-    block.diagonal().mul_(1 + 1e-10).add_(torch.finfo(kernel.dtype).eps * block.diagonal().max())
-    return torch.linalg.solve_triangular(torch.linalg.cholesky(block), rows, upper=False).mT.to(kernel.dtype)
+    jitter = max(1e-10, len(pivots) * torch.finfo(dtype).eps)
+    block.diagonal().add_(jitter * block.diagonal().max())
+    lower = torch.linalg.cholesky(block)
+    return torch.linalg.solve_triangular(lower, rows, upper=False).mT.to(dtype)

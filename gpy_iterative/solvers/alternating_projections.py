@@ -4,12 +4,10 @@ Wu et al. 2024, "Large-scale Gaussian processes via alternating projection"; Lin
 scored by the squares of their residuals.
 """
 
-import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from linear_operator import LinearOperator
-from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -18,14 +16,16 @@ from gpy_iterative.linear_operators import columns_matmul, principal_block
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 
-#: Relative jitters, tried in turn on a block that has no Cholesky factor.
+#: Relative jitters, tried in turn on a block that has no Cholesky factor even in float64.
 JITTERS = (0.0, 1e-6, 1e-5, 1e-4)
 
 
 @dataclass(frozen=True)
 class _State:
-    blocks: list[slice]
-    factors: list[Tensor]
+    """The factors of the blocks that were visited; they outlive rounds and columns."""
+
+    share: float
+    factors: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,13 @@ class AlternatingProjections(IterativeSolver[_State]):
     Args:
         block_size: rows of a block; clamped at n. Blocks of the tile size are served from kept tiles.
 
-    Further options are those of `IterativeSolver`. Memory: two blocks [n, s], and n block_size numbers for the
-    Cholesky factors, which live as long as the solve.
+    Further options are those of `IterativeSolver`. Memory: six blocks [n, s], and n block_size numbers for the
+    Cholesky factors, which live as long as the solve. A block is factored at its first visit, in float64 where float32
+    would be too coarse for its noise.
+
+    Raises (from `solve`):
+        NotPositiveDefiniteError: a block has no Cholesky factor even with a relative jitter of 1e-4. Less jitter than
+            that changes how the solution is approached, and not the solution.
     """
 
     block_size: int = 1024
@@ -53,14 +58,18 @@ class AlternatingProjections(IterativeSolver[_State]):
         preconditioner: LowRankPlusDiagonal | None,
         generator: torch.Generator | None,
     ) -> _State:
-        size = operator.shape[-1]
-        blocks = [slice(start, min(start + self.block_size, size)) for start in range(0, size, self.block_size)]
-        return _State(blocks, [_factor(principal_block(operator, block)) for block in blocks])
+        return _State(self.work_per_step(operator))
+
+    def restart(self, iterate: Iterate, state: _State) -> _State:
+        return state
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
         chosen = self._worst_block(iterate.residual)
-        block = state.blocks[chosen]
-        update = torch.cholesky_solve(iterate.residual[block], state.factors[chosen])
+        block = slice(chosen * self.block_size, min((chosen + 1) * self.block_size, len(iterate.residual)))
+        if chosen not in state.factors:
+            state.factors[chosen] = _factor(principal_block(operator, block))
+        factor = state.factors[chosen]
+        update = torch.cholesky_solve(iterate.residual[block].to(factor.dtype), factor).to(iterate.value.dtype)
         iterate.value[block] += update
         iterate.residual -= columns_matmul(operator, block, update)
         return state
@@ -71,31 +80,36 @@ class AlternatingProjections(IterativeSolver[_State]):
     def work_per_step(self, operator: LinearOperator) -> float:
         return min(self.block_size / operator.shape[-1], 1.0)
 
-    def work_of_init(self, operator: LinearOperator) -> float:
-        return self.work_per_step(operator)
+    def work_of_setup(self, state: _State) -> float:
+        return state.share  # the blocks on the diagonal, as if all of them were visited
 
     def _worst_block(self, residual: Tensor) -> int:
+        """The block with the largest sum of squares: a sum over columns must not let them cancel."""
         rows = residual.square().sum(-1)
-        missing = -rows.shape[0] % self.block_size
+        missing = -len(rows) % self.block_size
         return int(pad(rows, (0, missing)).view(-1, self.block_size).sum(-1).argmax())
 
 
 def _factor(block: Tensor) -> Tensor:
-    """The lower Cholesky factor, with as much jitter as the arithmetic needs."""
-    scale = block.diagonal().max().clone()
-    added = 0.0
+    """The lower Cholesky factor, in the precision and with as much jitter as the arithmetic needs.
+
+    An inexact factor of a block whose noise is within its rounding error may overshoot, and the iteration diverge.
+    """
+    diagonal = block.diagonal()
+    if block.dtype != torch.float64:
+        factor, info = torch.linalg.cholesky_ex(block)
+        # Rounding perturbs eigenvalues by about eps |H|; the last pivots bound the smallest eigenvalue from above.
+        error = torch.finfo(block.dtype).eps * torch.linalg.matrix_norm(block, torch.inf)
+        if not info and factor.diagonal().square().min() > 8 * error:
+            return factor
+        block = block.double()
+        diagonal = block.diagonal()
+    scale, added = diagonal.max().clone(), 0.0
     for jitter in JITTERS:
-        block.diagonal().add_((jitter - added) * scale)
+        diagonal.add_((jitter - added) * scale)
         added = jitter
         factor, info = torch.linalg.cholesky_ex(block)
         if not info:
-            if jitter:
-                warnings.warn(
-                    f"A block of the system needed a jitter of {jitter:g} times its diagonal: its noise is within "
-                    "rounding of zero. The solution is still that of the system without jitter.",
-                    NumericalWarning,
-                    stacklevel=2,
-                )
             return factor
     raise NotPositiveDefiniteError(
         f"A block of {len(block)} rows is not positive definite even with a jitter of {JITTERS[-1]:g} of its diagonal. "

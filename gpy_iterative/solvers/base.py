@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar, cast
 
 import torch
 from linear_operator import LinearOperator
@@ -23,11 +23,11 @@ from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress,
 State = TypeVar("State")
 
 #: A round ends with true residuals; where they miss the tolerance that the running ones had reached, another follows.
+#: In float32 this measures better than recomputing the residual every so many iterations, which costs conjugate
+#: gradients the conjugacy of its directions.
 MAX_ROUNDS = 10
 #: A round that lowers the worst column by less than this does not lower it at all.
 LEAST_PROGRESS = 0.01
-#: In float32 running residuals are replaced by true ones this often.
-EPOCHS_BETWEEN_REFRESHES = 50
 
 
 class Solver(ABC):
@@ -82,6 +82,9 @@ class IterativeSolver(Solver, Generic[State]):
         ValueError: an option outside its range.
     """
 
+    #: Whether the iteration's residual is `rhs - H value` up to rounding, and not an estimate.
+    recursive: ClassVar[bool] = True
+
     tolerance: float = 0.01
     probe_tolerance: float | None = None
     max_epochs: float = 1000
@@ -96,9 +99,6 @@ class IterativeSolver(Solver, Generic[State]):
             raise ValueError(f"max_epochs must be positive, got {self.max_epochs}.")
         if self.stopping not in ("columns", "mean"):
             raise ValueError(f"stopping must be 'columns' or 'mean', got {self.stopping!r}.")
-
-    #: Whether the iteration's residual is `rhs - H value` up to rounding, and not an estimate.
-    recursive: ClassVar[bool] = True
 
     @abstractmethod
     def init(
@@ -160,9 +160,7 @@ class IterativeSolver(Solver, Generic[State]):
             else:
                 solution = self._solve_one(operator, rhs, groups, preconditioner, initial_guess, generator, callback)
         if vector:
-            solution = replace(
-                solution, value=solution.value.squeeze(-1), residual=solution.residual.squeeze(-1)
-            )
+            solution = replace(solution, value=solution.value.squeeze(-1), residual=solution.residual.squeeze(-1))
         return solution
 
     def _solve_members(
@@ -177,7 +175,7 @@ class IterativeSolver(Solver, Generic[State]):
     ) -> Solution:
         solutions = [
             self._solve_one(
-                operator[index],
+                cast(LinearOperator, operator[index]),
                 rhs[index],
                 groups,
                 None if preconditioner is None else preconditioner[index],
@@ -216,7 +214,6 @@ class IterativeSolver(Solver, Generic[State]):
         work = self.work_per_step(operator)
         # Counted in steps: adding up fractions of an epoch would miss the budget by rounding.
         affordable = math.floor(self.max_epochs / work * (1 + 1e-12))
-        refresh_every = self._steps_between_refreshes(rhs.dtype, work)
         state, iterations, diverged, shortfall = None, 0, False, math.inf
         for _ in range(MAX_ROUNDS):
             iterate = columns.begin()
@@ -233,8 +230,6 @@ class IterativeSolver(Solver, Generic[State]):
             while iterations < affordable:
                 state = self.step(operator, iterate, state)
                 iterations += 1
-                if iterations % refresh_every == 0:
-                    columns.refresh(iterate)
                 kept = columns.observe(iterate, iterations)
                 if callback is not None:
                     callback(SolveProgress(iterations, iterations * work, columns.group_norms(running=True)))
@@ -259,11 +254,6 @@ class IterativeSolver(Solver, Generic[State]):
         seconds = time.perf_counter() - start
         stats = SolveStats(iterations, iterations * work, columns.overhead, columns.group_norms(), seconds)
         return Solution(value, residual, status, stats)
-
-    def _steps_between_refreshes(self, dtype: torch.dtype, work: float) -> float:
-        if dtype == torch.float64 or not self.recursive:
-            return math.inf
-        return math.ceil(EPOCHS_BETWEEN_REFRESHES / work)
 
 
 def check_system(

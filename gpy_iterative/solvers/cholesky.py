@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
-from gpy_iterative.solvers.base import Solver
+from gpy_iterative.solvers.base import Solver, check_system
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 
 #: Relative jitters, tried in turn on a matrix that has no Cholesky factor.
@@ -40,7 +40,7 @@ class CholeskyFactor:
         return torch.linalg.solve_triangular(self.lower, rhs.double(), upper=False)
 
     def logdet(self) -> Tensor:
-        """Log det H, [*b]."""
+        """The log-determinant of H, [*b]."""
         return (2 * self.lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)).to(self.dtype)
 
     def inverse(self) -> Tensor:
@@ -50,7 +50,10 @@ class CholeskyFactor:
 
 @dataclass(frozen=True)
 class Cholesky(Solver):
-    """Factors the dense matrix in float64: 8 n^2 bytes, n^3 / 3 multiply-adds. Has no tolerance and no budget."""
+    """Factors the dense matrix in float64: 8 n^2 bytes, n^3 / 6 multiply-adds. Has no tolerance and no budget.
+
+    `solve` ignores preconditioner, initial guess, generator and callback.
+    """
 
     @torch.no_grad()
     def factorize(self, operator: LinearOperator) -> CholeskyFactor:
@@ -60,10 +63,11 @@ class Cholesky(Solver):
             NonFiniteError: an entry of the matrix is not finite.
             NotPositiveDefiniteError: not even with a relative jitter of 1e-4; smaller jitters warn.
         """
-        matrix = operator.to_dense().double()
+        dense = operator.to_dense()
+        matrix = dense.double()
         if not torch.isfinite(matrix).all():
             raise NonFiniteError("The system has entries that are not finite: check data and hyperparameters.")
-        scale = matrix.diagonal(dim1=-2, dim2=-1).mean()
+        scale = matrix.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
         for jitter in JITTERS:
             trial = matrix
             if jitter:
@@ -78,10 +82,10 @@ class Cholesky(Solver):
                         NumericalWarning,
                         stacklevel=2,
                     )
-                return CholeskyFactor(lower, operator.dtype)
+                return CholeskyFactor(lower, dense.dtype)
         raise NotPositiveDefiniteError(
-            f"The system is not positive definite even with a jitter of {JITTERS[-1]:g} of its diagonal. Keep the noise "
-            "away from zero (a noise constraint), or check the kernel."
+            f"The system is not positive definite even with a jitter of {JITTERS[-1]:g} of its diagonal. Keep the "
+            "noise away from zero (a noise constraint), or check the kernel."
         )
 
     def solve(
@@ -98,20 +102,24 @@ class Cholesky(Solver):
         start = time.perf_counter()
         vector = rhs.dim() == operator.dim() - 1
         block = rhs.unsqueeze(-1) if vector else rhs
+        if groups is None:
+            groups = (ColumnGroup("targets", block.shape[-1], 0.0),)
+        check_system(operator, block, groups, initial_guess=None)
         value = self.factorize(operator).solve(block)
         with torch.no_grad():
             residual = block - operator._matmul(value)
-        if groups is None:
-            groups = (ColumnGroup("targets", block.shape[-1], 0.0),)
-        norms = torch.linalg.vector_norm(residual, dim=-2) / torch.linalg.vector_norm(block, dim=-2).clamp_min(
-            torch.finfo(block.dtype).tiny
-        )
-        parts = norms.split([group.size for group in groups], dim=-1)
+        norms = torch.linalg.vector_norm(residual, dim=-2)
+        if not torch.isfinite(norms).all():
+            raise NonFiniteError("The right-hand side, or its solution, is not finite: check the data.")
+        relative = norms / torch.linalg.vector_norm(block, dim=-2).clamp_min(torch.finfo(block.dtype).tiny)
+        parts = relative.split([group.size for group in groups], dim=-1)
         stats = SolveStats(
             iterations=0,
             epochs=0.0,
             overhead=1.0,
-            residual_norms={group.name: float(part.amax()) for group, part in zip(groups, parts, strict=True)},
+            residual_norms={
+                group.name: float(part.amax()) if group.size else 0.0 for group, part in zip(groups, parts, strict=True)
+            },
             seconds=time.perf_counter() - start,
         )
         if vector:

@@ -155,11 +155,6 @@ class Columns:
         self._open = self._open[staying]
         return self._on_device(staying)
 
-    def refresh(self, iterate: Iterate) -> None:
-        """Replaces running residuals by true ones, which rounding has made to drift apart."""
-        iterate.residual = iterate.rhs - self.operator._matmul(iterate.value)
-        self.overhead += 1
-
     def end(self, iterate: Iterate, iteration: int) -> None:
         """Closes the round with true residuals. Columns that turn out to miss their tolerance will aim lower."""
         if self._candidate is not None:

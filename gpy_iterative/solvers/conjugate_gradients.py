@@ -4,7 +4,7 @@ Gardner et al. 2018 (batched, with a pivoted Cholesky preconditioner); Lin et al
 direction preconditioned.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from linear_operator import LinearOperator
@@ -16,9 +16,12 @@ from gpy_iterative.solvers.base import Iterate, IterativeSolver
 
 @dataclass(frozen=True)
 class _State:
+    """Directions [n, s], r^T P^-1 r [s], P, and how much of the matrix it took to build P here."""
+
     direction: Tensor
-    product: Tensor  # r^T P^-1 r, [s]
+    product: Tensor
     preconditioner: LowRankPlusDiagonal | None
+    setup: float
 
     def precondition(self, residual: Tensor) -> Tensor:
         return residual if self.preconditioner is None else self.preconditioner.solve(residual)
@@ -31,10 +34,10 @@ class ConjugateGradients(IterativeSolver[_State]):
     Args:
         preconditioner: the recipe that `solve` builds when it is given none; None for no preconditioner.
 
-    Further options are those of `IterativeSolver`. Memory: five blocks [n, s], and [n, rank].
+    Further options are those of `IterativeSolver`. Memory: eight blocks [n, s], and [n, rank].
     """
 
-    preconditioner: PivotedCholesky | None = PivotedCholesky(rank=100)
+    preconditioner: PivotedCholesky | None = field(default=PivotedCholesky(rank=100))
 
     def init(
         self,
@@ -43,11 +46,14 @@ class ConjugateGradients(IterativeSolver[_State]):
         preconditioner: LowRankPlusDiagonal | None,
         generator: torch.Generator | None,
     ) -> _State:
+        setup = 0.0
         if preconditioner is None and self.preconditioner is not None:
             preconditioner = self.preconditioner.build(operator)
-        state = _State(iterate.residual, iterate.residual.new_zeros(()), preconditioner)
-        direction = state.precondition(iterate.residual)
-        return replace(state, direction=direction.clone(), product=(iterate.residual * direction).sum(0))
+            setup = preconditioner.rank / operator.shape[-1]
+        return self._begin(iterate, preconditioner, setup)
+
+    def restart(self, iterate: Iterate, state: _State) -> _State:
+        return self._begin(iterate, state.preconditioner, state.setup)
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
         image = operator._matmul(state.direction)
@@ -56,7 +62,7 @@ class ConjugateGradients(IterativeSolver[_State]):
         iterate.residual.addcmul_(image, -length)
         preconditioned = state.precondition(iterate.residual)
         product = (iterate.residual * preconditioned).sum(0)
-        direction = preconditioned + _ratio(product, state.product) * state.direction
+        direction = torch.addcmul(preconditioned, _ratio(product, state.product), state.direction)
         return replace(state, direction=direction, product=product)
 
     def narrow(self, state: _State, columns: Tensor) -> _State:
@@ -65,12 +71,17 @@ class ConjugateGradients(IterativeSolver[_State]):
     def work_per_step(self, operator: LinearOperator) -> float:
         return 1.0
 
-    def work_of_init(self, operator: LinearOperator) -> float:
-        rank = 0 if self.preconditioner is None else min(self.preconditioner.rank, operator.shape[-1])
-        return rank / operator.shape[-1]
+    def work_of_setup(self, state: _State) -> float:
+        return state.setup
+
+    def _begin(self, iterate: Iterate, preconditioner: LowRankPlusDiagonal | None, setup: float) -> _State:
+        state = _State(iterate.residual, iterate.residual.new_zeros(()), preconditioner, setup)
+        # Preconditioned, unlike in the printed algorithm, which diverges. Cloned: the step overwrites the residual.
+        direction = state.precondition(iterate.residual).clone()
+        return replace(state, direction=direction, product=(iterate.residual * direction).sum(0))
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Zero where a column is done exactly (0 / 0)."""
-    safe = torch.where(denominator == 0, torch.ones_like(denominator), denominator)
-    return torch.where(denominator == 0, torch.zeros_like(numerator), numerator / safe)
+    """Zero where a column is done exactly (0 / 0); NaN stays NaN."""
+    is_zero = denominator == 0
+    return torch.where(is_zero, torch.zeros_like(numerator), numerator / denominator.masked_fill(is_zero, 1))

@@ -30,7 +30,7 @@ def stochastic_logdet(
     max_iterations: int = 30,
     tolerance: float = 1e-4,
 ) -> LogDeterminant:
-    """Log det H = log det P + E[u^T log(M) u], M = P^-1/2 H P^-1/2, u = P^-1/2 xi.
+    """An estimate of log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
 
     Args:
         operator: H [*b, n, n].

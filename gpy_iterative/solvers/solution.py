@@ -66,8 +66,7 @@ class SolveStats:
 
     @classmethod
     def of_batch(cls, members: Sequence["SolveStats"]) -> "SolveStats":
-        """Of a batch: sums of iterations and seconds, means of epochs (one is a pass over all matrices), largest
-        residuals."""
+        """Sums of iterations and seconds, means of epochs (one is a pass over all matrices), largest residuals."""
         return cls(
             iterations=sum(member.iterations for member in members),
             epochs=sum(member.epochs for member in members) / len(members),

@@ -5,6 +5,7 @@ an epoch, and a step size that is chosen to be stable.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from linear_operator import LinearOperator
@@ -14,21 +15,26 @@ from gpy_iterative.linear_operators import rows_matmul
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 
-POWER_ITERATIONS = 10
+#: The largest eigenvalue is known well enough when a power iteration raises it by less than this part.
+EIGENVALUE_TOLERANCE = 0.05
+MAX_POWER_ITERATIONS = 10
+#: A residual that grows beyond this multiple of where it started sends the solve back there with half the step size.
+DIVERGENCE = 10.0
 MAX_HALVINGS = 5
 
 
 @dataclass(frozen=True)
 class _State:
     momentum: Tensor
-    rhs: Tensor
-    start: Iterate
-    start_norm: Tensor
+    start: Tensor
+    start_residual: Tensor
+    limit: Tensor
     learning_rate: float
     halvings: int
     order: Tensor
     position: int
     generator: torch.Generator
+    setup: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +47,13 @@ class StochasticGradientDescent(IterativeSolver[_State]):
         learning_rate: of the mean gradient over a batch; None takes half the stability limit
             min(2 (1 + momentum) n / lambda_max(H), 2 (1 - momentum) batch_size / max H_ii).
 
-    Further options are those of `IterativeSolver`. The running residual of a row is as old as its last visit; what is
-    reported is a true one. Memory: five blocks [n, s].
+    Further options are those of `IterativeSolver`. The running residual of a row is as old as its last visit, so that
+    nothing is taken for solved before its true residual was computed (an epoch, in the overhead). A solve that diverges
+    starts again with half the step size, five times at the most. Memory: ten blocks [n, s]. Without a generator the
+    rows are permuted from seed 0.
     """
+
+    recursive: ClassVar[bool] = False
 
     batch_size: int = 500
     momentum: float = 0.9
@@ -66,59 +76,75 @@ class StochasticGradientDescent(IterativeSolver[_State]):
         generator: torch.Generator | None,
     ) -> _State:
         generator = torch.Generator().manual_seed(0) if generator is None else generator
-        rate = self._stable_rate(operator, generator) if self.learning_rate is None else self.learning_rate
-        norm = torch.linalg.vector_norm(iterate.residual, dim=0)
-        return _State(
-            momentum=torch.zeros_like(iterate.value),
-            rhs=iterate.residual + operator._matmul(iterate.value),
-            start=Iterate(iterate.value.clone(), iterate.residual.clone()),
-            start_norm=norm,
-            learning_rate=rate,
-            halvings=0,
-            order=self._permutation(operator, generator),
-            position=0,
-            generator=generator,
-        )
+        rate, setup = self.learning_rate, 0
+        if rate is None:
+            largest, setup = _largest_eigenvalue(operator, generator)
+            rate = 0.5 * self._stability_limit(operator, largest)
+        return self._begin(iterate, rate, 0, _permutation(operator, generator), 0, generator, setup)
+
+    def restart(self, iterate: Iterate, state: _State) -> _State:
+        return self._begin(iterate, state.learning_rate, 0, state.order, state.position, state.generator, state.setup)
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
         if state.position >= len(state.order):
-            state = replace(state, order=self._permutation(operator, state.generator), position=0)
+            state = replace(state, order=_permutation(operator, state.generator), position=0)
         rows = state.order[state.position : state.position + self.batch_size]
-        gradient = rows_matmul(operator, rows, iterate.value) - state.rhs[rows]
+        gradient = rows_matmul(operator, rows, iterate.value) - iterate.rhs[rows]
         state.momentum.mul_(self.momentum)
         state.momentum[rows] -= (state.learning_rate / len(rows)) * gradient
         iterate.value += state.momentum
         iterate.residual[rows] = -gradient
         state = replace(state, position=state.position + self.batch_size)
-        norm = torch.linalg.vector_norm(iterate.residual, dim=0)
-        if not bool((norm <= 10 * state.start_norm).all()):  # also when it is NaN
-            return self._restart(iterate, state)
+        norms = torch.linalg.vector_norm(iterate.residual, dim=0)
+        if state.halvings < MAX_HALVINGS + 1 and not bool((norms <= state.limit).all()):  # also when it is NaN
+            return self._halve(iterate, state)
         return state
 
     def narrow(self, state: _State, columns: Tensor) -> _State:
-        start = Iterate(state.start.value, state.start.residual)
-        start.keep(columns)
         return replace(
             state,
             momentum=state.momentum[:, columns],
-            rhs=state.rhs[:, columns],
-            start=start,
-            start_norm=state.start_norm[columns],
+            start=state.start[:, columns],
+            start_residual=state.start_residual[:, columns],
+            limit=state.limit[columns],
         )
 
     def work_per_step(self, operator: LinearOperator) -> float:
         return min(self.batch_size / operator.shape[-1], 1.0)
 
-    def work_of_init(self, operator: LinearOperator) -> float:
-        return 1.0 + (POWER_ITERATIONS if self.learning_rate is None else 0)
+    def work_of_setup(self, state: _State) -> float:
+        return state.setup
 
-    def has_failed(self, state: _State) -> bool:
+    def has_diverged(self, state: _State) -> bool:
         return state.halvings > MAX_HALVINGS
 
-    def _restart(self, iterate: Iterate, state: _State) -> _State:
-        """Back to where the solve began, with half the step size."""
-        iterate.value.copy_(state.start.value)
-        iterate.residual.copy_(state.start.residual)
+    def _begin(
+        self,
+        iterate: Iterate,
+        learning_rate: float,
+        halvings: int,
+        order: Tensor,
+        position: int,
+        generator: torch.Generator,
+        setup: float,
+    ) -> _State:
+        return _State(
+            momentum=torch.zeros_like(iterate.value),
+            start=iterate.value.clone(),
+            start_residual=iterate.residual.clone(),
+            limit=DIVERGENCE * torch.linalg.vector_norm(iterate.residual, dim=0),
+            learning_rate=learning_rate,
+            halvings=halvings,
+            order=order,
+            position=position,
+            generator=generator,
+            setup=setup,
+        )
+
+    def _halve(self, iterate: Iterate, state: _State) -> _State:
+        """Back to where the round began, with half the step size."""
+        iterate.value.copy_(state.start)
+        iterate.residual.copy_(state.start_residual)
         return replace(
             state,
             momentum=torch.zeros_like(state.momentum),
@@ -126,17 +152,29 @@ class StochasticGradientDescent(IterativeSolver[_State]):
             halvings=state.halvings + 1,
         )
 
-    def _permutation(self, operator: LinearOperator, generator: torch.Generator) -> Tensor:
-        order = torch.randperm(operator.shape[-1], generator=generator, device=generator.device)
-        return order.to(operator.device)
-
-    def _stable_rate(self, operator: LinearOperator, generator: torch.Generator) -> float:
+    def _stability_limit(self, operator: LinearOperator, largest: float) -> float:
         size = operator.shape[-1]
-        vector = torch.randn(size, 1, generator=generator, device=generator.device, dtype=operator.dtype)
-        vector, largest = vector.to(operator.device), 1.0
-        for _ in range(POWER_ITERATIONS):
-            vector = operator._matmul(vector / torch.linalg.vector_norm(vector))
-            largest = float(torch.linalg.vector_norm(vector))
-        batch = min(self.batch_size, size)
         diagonal = float(operator.diagonal(dim1=-1, dim2=-2).max())
-        return 0.5 * min(2 * (1 + self.momentum) * size / largest, 2 * (1 - self.momentum) * batch / diagonal)
+        return min(
+            2 * (1 + self.momentum) * size / largest,
+            2 * (1 - self.momentum) * min(self.batch_size, size) / diagonal,
+        )
+
+
+def _permutation(operator: LinearOperator, generator: torch.Generator) -> Tensor:
+    order = torch.randperm(operator.shape[-1], generator=generator, device=generator.device)
+    return order.to(operator.device)
+
+
+def _largest_eigenvalue(operator: LinearOperator, generator: torch.Generator) -> tuple[float, int]:
+    """A lower estimate by power iterations, and how many products it took."""
+    vector = torch.randn(operator.shape[-1], 1, generator=generator, device=generator.device, dtype=operator.dtype).to(
+        operator.device
+    )
+    largest = 0.0
+    for iteration in range(1, MAX_POWER_ITERATIONS + 1):
+        vector = operator._matmul(vector / torch.linalg.vector_norm(vector))
+        previous, largest = largest, float(torch.linalg.vector_norm(vector))
+        if largest <= (1 + EIGENVALUE_TOLERANCE) * previous:
+            return largest, iteration
+    return largest, MAX_POWER_ITERATIONS

@@ -17,8 +17,8 @@ def test_mean_and_error(rank: int) -> None:
     generator = torch.Generator().manual_seed(0)
     estimates, sems = [], []
     for _ in range(60):
-        signs = lambda rows: (torch.randint(0, 2, (rows, 4), generator=generator) * 2 - 1).double()
-        probes = preconditioner.sample(signs(preconditioner.rank), signs(N))
+        base = torch.randint(0, 2, (preconditioner.rank + N, 4), generator=generator).double() * 2 - 1
+        probes = preconditioner.sample(base[:-N], base[-N:])
         estimate = stochastic_logdet(operator, probes, preconditioner, max_iterations=60, tolerance=1e-9)
         estimates.append(estimate.mean)
         sems.append(estimate.sem)

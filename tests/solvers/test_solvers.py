@@ -16,6 +16,7 @@ from gpy_iterative.solvers import (
     Cholesky,
     ColumnGroup,
     ConjugateGradients,
+    Iterate,
     IterativeSolver,
     SolveStatus,
     StochasticGradientDescent,
@@ -230,10 +231,13 @@ def test_cg_with_a_full_preconditioner_takes_two_iterations() -> None:
 
 def test_ap_iterates_are_the_textbook_ones() -> None:
     operator, rhs = system()
-    solver = AlternatingProjections(tolerance=1e-12, block_size=20, max_epochs=2, stopping="mean")
-    scaled = rhs / torch.linalg.vector_norm(rhs, dim=0)
-    expected = oracles.alternating_projections(operator.to_dense(), scaled, 12, 20)
-    torch.testing.assert_close(solver.solve(operator, scaled).value, expected, rtol=1e-7, atol=1e-9)
+    solver = AlternatingProjections(block_size=20)
+    iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
+    state = solver.init(operator, iterate, None, None)
+    for steps in range(1, 13):
+        state = solver.step(operator, iterate, state)
+        expected = oracles.alternating_projections(operator.to_dense(), rhs, steps, 20)
+        torch.testing.assert_close(iterate.value, expected, rtol=1e-7, atol=1e-9)
 
 
 def test_ap_blocks_are_scored_by_squares_so_that_opposite_columns_do_not_cancel() -> None:
