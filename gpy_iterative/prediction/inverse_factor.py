@@ -98,7 +98,7 @@ class InverseFactorRecipe:
         rank: r, columns of the exact part; clamped at n.
         num_samples: s, probes of the remainder.
         tolerance: relative residual of their solves, relative to the probe after projection. The solver's error is
-            below the probes' own noise at .03.
+            far below the probes' own noise at 0.1.
         max_epochs: budget of their solves.
 
     Raises:
@@ -107,7 +107,7 @@ class InverseFactorRecipe:
 
     rank: int = 1024
     num_samples: int = 128
-    tolerance: float = 0.03
+    tolerance: float = 0.1
     max_epochs: float = 1000
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators import KernelProducts, flat_targets, noisy_operator
+from gpy_iterative.linear_operators import KernelProducts, KernelTerm, flat_targets, kernel_terms, noisy_operator
 from gpy_iterative.prediction.snapshot import same_tensor
 
 
@@ -23,14 +23,12 @@ class TrainingSystem:
 
     Attributes:
         prior: the model's prior at all training inputs.
-        covariance: the lazy prior covariance of the observed data [*b, m, m].
         operator: H of the observed data [*b, m, m].
         residual: y - mean of the observed data [*b, m].
         observed: [n], which data are observed; None is all (n counts tasks).
     """
 
     prior: MultivariateNormal
-    covariance: LinearOperator
     operator: LinearOperator
     residual: Tensor
     observed: Tensor | None
@@ -44,6 +42,10 @@ class TrainingSystem:
     def num_train(self) -> int:
         """n, observed or not."""
         return self.prior.event_shape.numel()
+
+    def terms(self) -> list[KernelTerm]:
+        """The prior's kernels at the observed inputs. Raises SpectralDensityMissingError where it is no sum of kernels."""
+        return kernel_terms(self.prior.lazy_covariance_matrix, self.observed)
 
     def scatter(self, columns: Tensor) -> Tensor:
         """[*b, m, s] to [*b, n, s], with zeros for what is not observed: products with K(x, X) then ignore it."""
@@ -76,17 +78,27 @@ def training_system(
     residual = target - prior.loc
     observed = _observed(target)
     operator = noisy_operator(likelihood, prior, *params, products=products, observed=observed)
-    covariance = prior.lazy_covariance_matrix
     if observed is not None:
-        index = observed.nonzero().squeeze(-1)
-        covariance, residual = covariance[..., index, :][..., :, index], residual[..., index]
+        residual = residual[..., observed]
     batch = torch.broadcast_shapes(operator.batch_shape, residual.shape[:-1])
     if operator.batch_shape != batch:
         operator = operator.expand(*batch, *operator.matrix_shape)
     # Copies: a lazy solve later must see the hyperparameters of now.
-    return TrainingSystem(
-        prior, covariance, operator.detach().clone(), residual.expand(*batch, residual.shape[-1]), observed
-    )
+    return TrainingSystem(prior, operator.detach().clone(), residual.expand(*batch, residual.shape[-1]), observed)
+
+
+def _observed(target: Tensor) -> Tensor | None:
+    """[n], False where a target of any batch member is NaN; None where none is."""
+    policy = gpytorch.settings.observation_nan_policy.value()
+    missing = torch.isnan(target)
+    if not missing.any():
+        return None
+    if policy != "mask":
+        raise ValueError(
+            f"The training targets contain NaN. With gpytorch.settings.observation_nan_policy('mask') these data are "
+            f"dropped; under {policy!r} they have no meaning here."
+        )
+    return ~missing.reshape(-1, missing.shape[-1]).any(0)
 
 
 def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:

@@ -1,0 +1,61 @@
+"""How good predictive variances are, measured on a few test points by direct solves."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.prediction.inverse_factor import InverseFactor
+from gpy_iterative.prediction.training_system import TrainingSystem
+from gpy_iterative.solvers import ConjugateGradients
+
+#: Relative residual of the direct solves; their error enters the variance in second order.
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class VarianceError:
+    """|log(variance / exact variance)| of the latent function over some test points.
+
+    Attributes:
+        median, largest: over the points.
+        num_points: how many were solved for.
+    """
+
+    median: float
+    largest: float
+    num_points: int
+
+    @classmethod
+    def between(cls, estimate: Tensor, exact: Tensor) -> "VarianceError":
+        """The error of estimates, of any one shape. Without points it is 0."""
+        if estimate.numel() == 0:
+            return cls(0.0, 0.0, 0)
+        tiny = torch.finfo(exact.dtype).tiny
+        errors = (estimate.clamp_min(tiny) / exact.clamp_min(tiny)).log().abs()
+        return cls(float(errors.median()), float(errors.max()), errors.numel())
+
+
+@torch.no_grad()
+def solved_variance(
+    system: TrainingSystem, factor: InverseFactor, prior_variance: Tensor, test_train: Tensor
+) -> Tensor:
+    """k(x, x) - k_x^T H^-1 k_x by one column of a block solve a point.
+
+    The factor's exact part is taken off first, k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k' with k' = k_x - H A A^T k_x,
+    so that the solver's tolerance is relative to what is left, not to the prior variance.
+
+    Args:
+        system: the training system of m observed data.
+        factor: of the same hyperparameters, for all n data.
+        prior_variance: k(x, x) [*b, t].
+        test_train: K(x, X) [*b, t, n], dense.
+    """
+    columns, basis = test_train.mT, factor.columns[..., : factor.rank]
+    if system.observed is not None:
+        columns, basis = columns[..., system.observed, :], basis[..., system.observed, :]
+    coefficients = basis.mT @ columns
+    rest = columns - system.operator._matmul(basis @ coefficients)
+    solution = ConjugateGradients(tolerance=TOLERANCE).solve(system.operator, rest)
+    explained = coefficients.square().sum(-2) + ((rest + solution.residual) * solution.value).sum(-2)
+    return prior_variance - explained
