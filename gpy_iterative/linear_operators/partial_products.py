@@ -10,7 +10,7 @@ from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles import TiledLinearOperator, add_product
 
 Rows = slice | Tensor
 
@@ -49,27 +49,31 @@ def _(operator: TiledLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
     tiles = operator.tiles()
     if not isinstance(rows, slice):
         return (tiles.block(rows, slice(None)) @ rhs).mul_(operator.tile_scale)
-    result = rhs.new_zeros(len(range(*rows.indices(operator.shape[-2]))), rhs.shape[-1])
+    size = len(range(*rows.indices(operator.shape[-2])))
+    # Columns contiguous, as in Tiles.matmul.
+    rhs = rhs.mT.contiguous()
+    result = rhs.new_zeros(rhs.shape[-2], size)
     for i, part, outer in _overlaps(tiles.rows, rows):
         for j, columns in enumerate(tiles.columns):
             if operator.symmetric and i > j:
-                result[outer].addmm_(tiles.tile(j, i)[:, part].mT, rhs[columns])
+                add_product(result[:, outer], rhs[:, columns], tiles.tile(j, i)[:, part])
             else:
-                result[outer].addmm_(tiles.tile(i, j)[part, :], rhs[columns])
-    return result.mul_(operator.tile_scale)
+                add_product(result[:, outer], rhs[:, columns], tiles.tile(i, j)[part, :].mT)
+    return result.mul_(operator.tile_scale).mT
 
 
 @columns_matmul.register
 def _(operator: TiledLinearOperator, columns: slice, rhs: Tensor) -> Tensor:
     tiles = operator.tiles()
-    result = rhs.new_zeros(operator.shape[-2], rhs.shape[-1])
+    rhs = rhs.mT.contiguous()
+    result = rhs.new_zeros(rhs.shape[-2], operator.shape[-2])
     for j, part, outer in _overlaps(tiles.columns, columns):
         for i, rows in enumerate(tiles.rows):
             if operator.symmetric and i > j:
-                result[rows].addmm_(tiles.tile(j, i)[part, :].mT, rhs[outer])
+                add_product(result[:, rows], rhs[:, outer], tiles.tile(j, i)[part, :])
             else:
-                result[rows].addmm_(tiles.tile(i, j)[:, part], rhs[outer])
-    return result.mul_(operator.tile_scale)
+                add_product(result[:, rows], rhs[:, outer], tiles.tile(i, j)[:, part].mT)
+    return result.mul_(operator.tile_scale).mT
 
 
 @principal_block.register

@@ -95,13 +95,23 @@ class Tiles(ABC):
     def matmul(self, rhs: Tensor) -> Tensor:
         """The matrix times rhs [*b, m, s]."""
         batch = torch.broadcast_shapes(self.shape[:-2], rhs.shape[:-2])
-        result = rhs.new_zeros(*batch, self.shape[-2], rhs.shape[-1])
+        # Columns contiguous: with a handful of them, BLAS is up to eight times slower on the other layout.
+        rhs = rhs.mT.contiguous()
+        result = rhs.new_zeros(*batch, rhs.shape[-2], self.shape[-2])
         for i, j in self.pairs():
             rows, columns, tile = self.rows[i], self.columns[j], self.tile(i, j)
-            _add_product(result[..., rows, :], tile, rhs[..., columns, :])
+            add_product(result[..., rows], rhs[..., columns], tile.mT)
             if self.symmetric and i != j:
-                _add_product(result[..., columns, :], tile.mT, rhs[..., rows, :])
-        return result
+                add_product(result[..., columns], rhs[..., rows], tile)
+        return result.mT
+
+
+def add_product(result: Tensor, left: Tensor, right: Tensor) -> None:
+    """result += left @ right, in place where no batch dimension stands in the way."""
+    if result.dim() == 2 and left.dim() == 2 and right.dim() == 2:
+        result.addmm_(left, right)
+    else:
+        result += left @ right
 
 
 class TiledLinearOperator(LinearOperator):
@@ -142,10 +152,3 @@ class TiledLinearOperator(LinearOperator):
         with torch.no_grad():
             return self.tiles().matmul(rhs) * self.tile_scale
 
-
-def _add_product(result: Tensor, matrix: Tensor, rhs: Tensor) -> None:
-    """Result += matrix @ rhs, in place where no batch dimension stands in the way."""
-    if result.dim() == 2 and matrix.dim() == 2:
-        result.addmm_(matrix, rhs)
-    else:
-        result += matrix @ rhs
