@@ -7,6 +7,7 @@ from gpy_iterative.linear_operators.from_gpytorch import (
     kernel_terms,
     noisy_operator,
     observed_data,
+    operator_of_kernel,
 )
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
@@ -29,6 +30,7 @@ __all__ = [
     "kernel_terms",
     "noisy_operator",
     "observed_data",
+    "operator_of_kernel",
     "principal_block",
     "rows_matmul",
 ]

@@ -104,25 +104,27 @@ def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, products: KernelProducts) -
                 kernel, x1, x2, diag=False, last_dim_is_batch=lazy.last_dim_is_batch, **lazy.params
             )
         return to_linear_operator(evaluated)
-    return _of_kernel(kernel, x1, None if same else x2, products)
+    return operator_of_kernel(kernel, x1, None if same else x2, products)
 
 
-def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts) -> LinearOperator:
+def operator_of_kernel(
+    kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts
+) -> LinearOperator:
     """The operator of k(x1, x2), whose inputs are already reduced to the kernel's active dims."""
     if type(kernel) is kernels.ScaleKernel:
         # ScaleKernel calls its base's forward: the base's active dims are already selected.
-        return _times(_of_kernel(kernel.base_kernel, x1, x2, products), kernel.outputscale)
+        return _times(operator_of_kernel(kernel.base_kernel, x1, x2, products), kernel.outputscale)
     if type(kernel) is kernels.AdditiveKernel:
         return _sum(
             [
-                _of_kernel(part, _active(part, x1), None if x2 is None else _active(part, x2), products)
+                operator_of_kernel(part, _active(part, x1), None if x2 is None else _active(part, x2), products)
                 for part in kernel.kernels
             ]
         )
     if _is_radial(kernel):
         return _radial(kernel, x1, x2, products)
     if isinstance(kernel, kernels.MultitaskKernel):
-        data = _of_kernel(
+        data = operator_of_kernel(
             kernel.data_covar_module,
             _active(kernel.data_covar_module, x1),
             None if x2 is None else _active(kernel.data_covar_module, x2),
@@ -130,7 +132,7 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: 
         )
         return KroneckerProductLinearOperator(data, to_linear_operator(kernel.task_covar_module.covar_matrix))
     if isinstance(kernel, kernels.LCMKernel):
-        return _sum([_of_kernel(part, x1, x2, products) for part in kernel.covar_module_list])
+        return _sum([operator_of_kernel(part, x1, x2, products) for part in kernel.covar_module_list])
     if isinstance(kernel, _STRUCTURED):
         with gpytorch.settings.lazily_evaluate_kernels(False):
             return to_linear_operator(gpytorch.Module.__call__(kernel, x1, x1 if x2 is None else x2))

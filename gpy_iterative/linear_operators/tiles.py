@@ -107,7 +107,7 @@ class Tiles(ABC):
 
 
 def add_product(result: Tensor, left: Tensor, right: Tensor) -> None:
-    """result += left @ right, in place where no batch dimension stands in the way."""
+    """Result += left @ right, in place where no batch dimension stands in the way."""
     if result.dim() == 2 and left.dim() == 2 and right.dim() == 2:
         result.addmm_(left, right)
     else:
@@ -151,4 +151,3 @@ class TiledLinearOperator(LinearOperator):
             return self._differentiable_matmul(rhs)
         with torch.no_grad():
             return self.tiles().matmul(rhs) * self.tile_scale
-

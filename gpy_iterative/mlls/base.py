@@ -9,6 +9,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from gpy_iterative.linear_operators import (
     observed_data,
 )
 from gpy_iterative.mlls.estimates import DensityEstimate, advice, exact_estimate, stochastic_estimate
+from gpy_iterative.mlls.progress import Progress, SolveBar
 from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
 from gpy_iterative.mlls.surrogate import surrogate
 from gpy_iterative.mlls.training_state import TrainingState, make_generator
@@ -37,7 +39,6 @@ from gpy_iterative.probes import Preconditioned, ProbeDistribution
 from gpy_iterative.solvers import (
     Cholesky,
     LogDeterminant,
-    SolveProgress,
     Solver,
     SolveStatus,
     WarmStart,
@@ -66,7 +67,7 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         warm_start: Literal["extrapolated", "previous", False],
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
-        progress: bool | Callable[[SolveProgress], None],
+        progress: Progress,
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
         super().__init__(likelihood, model)
@@ -181,17 +182,19 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
             lambda: distribution.draw(operator, terms, state.generator),
             keep=state.warm_start.mode is not False,
         )
-        estimate = stochastic_estimate(
-            operator,
-            residual,
-            distribution.probes(operator, terms, randomness),
-            self._log_determinant(operator, residual),
-            solver,
-            tolerances=(solver.tolerance, solver.probe_tolerance or self._probe_tolerance(solver)),
-            initial_guess=state.warm_start.initial_guess(residual, distribution.num_probes + 1),
-            generator=state.generator,
-            callback=None,
-        )
+        bar = SolveBar() if self.progress is True else nullcontext(self.progress or None)
+        with bar as callback:
+            estimate = stochastic_estimate(
+                operator,
+                residual,
+                distribution.probes(operator, terms, randomness),
+                self._log_determinant(operator, residual),
+                solver,
+                tolerances=(solver.tolerance, solver.probe_tolerance or self._probe_tolerance(solver)),
+                initial_guess=state.warm_start.initial_guess(residual, distribution.num_probes + 1),
+                generator=state.generator,
+                callback=callback,
+            )
         state.warm_start.update(estimate.solutions)
         return estimate
 

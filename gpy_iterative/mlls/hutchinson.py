@@ -6,7 +6,6 @@ a fraction of the variance: tr(H^-1 dH) = E[(H^-1 xi)^T dH (S^-1 xi)] for any S.
 """
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -15,8 +14,9 @@ from gpytorch.models import ExactGP
 
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.base import IterativeMarginalLogLikelihood
+from gpy_iterative.mlls.progress import Progress
 from gpy_iterative.probes import Gaussian, Preconditioned, Rademacher
-from gpy_iterative.solvers import SolveProgress, Solver
+from gpy_iterative.solvers import Solver
 
 _DISTRIBUTIONS = {"preconditioned": Preconditioned, "rademacher": Rademacher, "gaussian": Gaussian}
 
@@ -57,7 +57,7 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         warm_start: Literal["extrapolated", "previous", False] = "extrapolated",
         products: KernelProducts | None = None,
         generator: torch.Generator | int | None = None,
-        progress: bool | Callable[[SolveProgress], None] = False,
+        progress: Progress = False,
     ) -> None:
         if probes not in _DISTRIBUTIONS:
             raise ValueError(f"probes must be one of {', '.join(_DISTRIBUTIONS)}, got {probes!r}.")

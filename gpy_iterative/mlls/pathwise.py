@@ -4,7 +4,6 @@ Lin et al. 2024, "Improving Linear System Solvers for Hyperparameter Optimisatio
 Processes" (arXiv 2405.18457), sections 3 and 4, with the bias of the random features removed.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -13,8 +12,9 @@ from gpytorch.models import ExactGP
 
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.base import IterativeMarginalLogLikelihood
+from gpy_iterative.mlls.progress import Progress
 from gpy_iterative.probes import ExactPrior, ProbeDistribution, RandomFeatures
-from gpy_iterative.solvers import SolveProgress, Solver
+from gpy_iterative.solvers import Solver
 
 #: More frequencies lower the variance of the corrected estimate; beyond this its Woodbury solve, n (2m)^2,
 #: costs more than the probes' own solve.
@@ -61,7 +61,7 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         warm_start: Literal["extrapolated", "previous", False] = "extrapolated",
         products: KernelProducts | None = None,
         generator: torch.Generator | int | None = None,
-        progress: bool | Callable[[SolveProgress], None] = False,
+        progress: Progress = False,
     ) -> None:
         if prior not in ("features", "exact"):
             raise ValueError(f"prior must be 'features' or 'exact', got {prior!r}.")

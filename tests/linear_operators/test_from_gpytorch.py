@@ -103,7 +103,7 @@ def test_dtype_of_inputs_and_parameters_must_agree() -> None:
 
 def test_checkpointing_is_refused() -> None:
     with (
-        pytest.warns(DeprecationWarning),
+        pytest.warns(DeprecationWarning, match="checkpointing"),
         gpytorch.beta_features.checkpoint_kernel(10),
         pytest.raises(RuntimeError, match="checkpoint_kernel"),
     ):

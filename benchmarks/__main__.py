@@ -1,0 +1,201 @@
+"""Command line of the benchmarks."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import demo as demo_module
+from benchmarks import epochs as epochs_module
+from benchmarks import memory as memory_module
+from benchmarks import product as product_module
+from benchmarks import quality as quality_module
+from benchmarks import step as step_module
+from benchmarks.runner import CONTENDERS, Outcome, environment, run_apart, run_here, save
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+console = Console()
+
+Threads = Annotated[int, typer.Option(help="Threads of every contender.")]
+DEFAULT_THREADS = torch.get_num_threads()
+
+
+def _compare(case: str, names: list[str], **options: Any) -> dict[str, Outcome]:
+    """Runs contenders one after the other, each in its own process."""
+    outcomes = {}
+    for name in names:
+        with console.status(f"{case}: {name}"):
+            outcomes[name] = run_apart(case, name, **options)
+        if "error" in outcomes[name]:
+            console.print(f"[red]{name} failed:[/red] {outcomes[name]['error']}")
+    return outcomes
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _finish(name: str, options: dict[str, Any], threads: int, **content: Any) -> None:
+    path = save(name, {"environment": environment(threads), "options": options, **content})
+    console.print(f"saved {path}")
+
+
+@app.command(name="list")
+def list_cases() -> None:
+    """The cases and their contenders."""
+    for case, contenders in CONTENDERS.items():
+        console.print(f"[bold]{case}[/bold]: {'; '.join(contenders)}")
+
+
+@app.command()
+def step(
+    dataset: str = "elevators",
+    split: int = 0,
+    rows: Annotated[int | None, typer.Option(help="First training rows only.")] = None,
+    steps: int = 10,
+    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name; all but Cholesky by default.")] = None,
+    gradient_error: Annotated[bool, typer.Option(help="Measure gradients against the exact one.")] = True,
+    seeds: Annotated[int, typer.Option(help="Gradients a contender and checkpoint.")] = 2,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Seconds, memory, epochs and gradient error of one training step."""
+    names = only or [name for name in step_module.METHODS if "Cholesky" not in name]
+    options = {"dataset": dataset, "split": split, "rows": rows}
+    outcomes = _compare("step", names, threads=threads, steps=steps, rate=0.1, **options)
+    errors: dict[str, list[float]] = {}
+    if gradient_error:
+        checkpoints = next(o["checkpoints"] for o in outcomes.values() if "error" not in o)
+        exact = _compare("gradients", ["exact"], threads=threads, checkpoints=checkpoints, **options)["exact"]
+        found = _compare("gradients", names, threads=threads, checkpoints=checkpoints, seeds=seeds, **options)
+        errors = {
+            name: step_module.relative_errors(outcome["gradients"], exact["gradients"])
+            for name, outcome in found.items()
+            if "error" not in outcome
+        }
+    good = {name: outcome for name, outcome in outcomes.items() if "error" not in outcome}
+    _table(
+        f"{dataset}, steps 1 to {steps}, {threads} threads",
+        ["contender", "s / step", "median", "first", "MB", "epochs / step", "gradient errors at steps 0, 5, 10"],
+        [
+            [
+                name,
+                f"{o['seconds_mean']:.2f}",
+                f"{o['seconds_median']:.2f}",
+                f"{o['seconds_first']:.2f}",
+                f"{o['peak_memory_mb']:.0f}",
+                f"{sum(o['epochs'][1:]) / steps:.1f}" if o["epochs"] else "",
+                " ".join(f"{error:.3f}" for error in errors.get(name, [])),
+            ]
+            for name, o in good.items()
+        ],
+    )
+    _finish(f"step_{dataset}", options | {"steps": steps}, threads, outcomes=outcomes, gradient_errors=errors)
+
+
+@app.command()
+def product(n: int = 15_000, d: int = 26, s: int = 65, repeats: int = 5, threads: Threads = DEFAULT_THREADS) -> None:
+    """The kernel product alone, beside its bound and KeOps."""
+    options = {"n": n, "d": d, "s": s, "repeats": repeats}
+    outcomes = _compare("product", list(CONTENDERS["product"]), threads=threads, **options)
+    floor = outcomes["bound: GEMMs alone"]["best"]
+    _table(
+        f"n = {n}, d = {d}, {s} right-hand sides, float32, {threads} threads",
+        ["contender", "s", "bound / s", "MB"],
+        [
+            [name, f"{o['best']:.3f}", f"{floor / o['best']:.2f}", f"{o['peak_memory_mb']:.0f}"]
+            for name, o in outcomes.items()
+            if "error" not in o
+        ],
+    )
+    _finish("product", options, threads, outcomes=outcomes)
+
+
+@app.command()
+def epochs(
+    dataset: str = "pol",
+    rows: int = 6000,
+    steps: int = 30,
+    block_size: int = 512,
+    max_epochs: int = 1000,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Epochs of alternating projections: pathwise or standard probes, warm or cold."""
+    options = {"dataset": dataset, "rows": rows, "steps": steps, "block_size": block_size, "max_epochs": max_epochs}
+    outcomes = _compare("epochs", list(CONTENDERS["epochs"]), threads=threads, **options)
+    reference = outcomes["standard, cold"]["total"]
+    _table(
+        f"{dataset}, {rows} rows, {steps} steps, blocks of {block_size}",
+        ["probes, start", "epochs", "fewer by"],
+        [[name, f"{o['total']:.0f}", f"{reference / o['total']:.1f}"] for name, o in outcomes.items()],
+    )
+    _finish(f"epochs_{dataset}", options, threads, outcomes=outcomes)
+
+
+@app.command()
+def quality(
+    dataset: str = "elevators",
+    splits: int = 1,
+    rows: int | None = None,
+    steps: int = 100,
+    rate: float = 0.1,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """RMSE and log-likelihood after training, split by split."""
+    outcomes = {}
+    for split in range(splits):
+        options = {"dataset": dataset, "split": split, "rows": rows, "steps": steps, "rate": rate}
+        outcomes[split] = _compare("quality", ["ours"], threads=threads, **options)["ours"]
+    _table(
+        f"{dataset}, {steps} steps",
+        ["split", "RMSE", "log-likelihood", "s training", "s prediction", "variance error"],
+        [
+            [
+                str(split),
+                f"{o['rmse']:.4f}",
+                f"{o['log_likelihood']:.4f}",
+                f"{o['seconds_training']:.0f}",
+                f"{o['seconds_prediction']:.0f}",
+                f"{o['variance_error']:.3f}",
+            ]
+            for split, o in outcomes.items()
+        ],
+    )
+    _finish(f"quality_{dataset}", {"steps": steps, "rate": rate, "rows": rows}, threads, outcomes=outcomes)
+
+
+@app.command()
+def memory(n: int = 200_000, d: int = 8, columns: int = 17, threads: Threads = DEFAULT_THREADS) -> None:
+    """Peak memory of one product and one solver step with the tile cache off."""
+    options = {"n": n, "d": d, "columns": columns}
+    outcome = _compare("memory", ["ours"], threads=threads, **options)["ours"]
+    console.print(outcome)
+    _finish("memory", options, threads, outcome=outcome)
+
+
+@app.command()
+def demo(
+    steps: int = 40, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
+) -> None:
+    """Hourly weather of three airports: train, predict, compare, plot."""
+    demo_module.run(steps=steps, out=out, with_svgp=svgp, console=console)
+
+
+@app.command(hidden=True)
+def contender(case: str, name: str, options: str, output: Path) -> None:
+    """The inside of one contender's process."""
+    run_here(case, name, json.loads(options), output)
+
+
+__all__ = ["app", "epochs_module", "memory_module", "product_module", "quality_module"]
+
+if __name__ == "__main__":
+    app()

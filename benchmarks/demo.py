@@ -1,0 +1,204 @@
+"""The demo: hourly temperature at New York's three airports through 2013, 26,115 observations on a Gaussian process.
+
+Whole days are held out. The rival is a sparse variational Gaussian process of GPyTorch with the same kernel, given
+the same wall-clock time.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import gpytorch
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import gpy_iterative as gpi
+from benchmarks.datasets import Split, airport_weather, standardise
+from benchmarks.quality import scores
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+#: Longitude and latitude in degrees.
+AIRPORTS = {"EWR": (-74.17, 40.69), "JFK": (-73.78, 40.64), "LGA": (-73.87, 40.78)}
+HELD_OUT_EVERY = 7
+WEEK = ("2013-04-08", "2013-04-22")
+
+
+class WeatherRegression(gpytorch.models.ExactGP):
+    """Season, spells of weather and the time of day: three Matern kernels added."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: gpytorch.likelihoods.GaussianLikelihood) -> None:
+        super().__init__(x, y, likelihood)
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = weather_kernel()
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def weather_kernel() -> gpytorch.kernels.Kernel:
+    """Columns: day of the year, cosine and sine of the hour, longitude, latitude, dew point-free."""
+    slow = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(active_dims=(0,)))
+    spells = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=5))
+    slow.base_kernel.lengthscale = 0.5
+    spells.base_kernel.lengthscale = torch.tensor([[0.02, 2.0, 2.0, 4.0, 4.0]])
+    return slow + spells
+
+
+def weather() -> tuple[Split, pd.DataFrame, pd.DataFrame]:
+    """Standardised split, and the frames of its training and test rows."""
+    frame = airport_weather().dropna(subset=["temp"]).reset_index(drop=True)
+    when = pd.to_datetime(frame["time_hour"], utc=True).dt.tz_convert("America/New_York")
+    frame["when"] = when.dt.tz_localize(None)
+    frame["celsius"] = (frame["temp"] - 32) * 5 / 9
+    hours = (frame["when"] - pd.Timestamp("2013-01-01")) / pd.Timedelta(hours=1)
+    angle = 2 * np.pi * (hours % 24) / 24
+    places = np.array([AIRPORTS[origin] for origin in frame["origin"]])
+    x = np.column_stack([hours / 24, np.cos(angle), np.sin(angle), places])
+    day = np.floor(hours / 24).astype(int)
+    # Every seventh day at one airport, a different day at each: its neighbours' weather is known.
+    offset = frame["origin"].map({"EWR": 0, "JFK": 2, "LGA": 4})
+    held_out = ((day + offset) % HELD_OUT_EVERY == 0).to_numpy()
+    y = frame["celsius"].to_numpy()
+    split = standardise("weather", x[~held_out], y[~held_out], x[held_out], y[held_out], torch.float32)
+    return split, frame[~held_out], frame[held_out]
+
+
+def run(*, steps: int, out: Path, with_svgp: bool, console: Console) -> dict[str, tuple[float, float]]:
+    """Trains, predicts, compares and plots. Returns RMSE and log-likelihood of each contender."""
+    split, train_frame, test_frame = weather()
+    console.print(f"{len(split.train_y):,} training rows, {len(split.test_y):,} rows of held-out days")
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = 0.05
+    model = WeatherRegression(split.train_x, split.train_y, likelihood)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    start = time.perf_counter()
+    with _progress(console) as bar:
+        task = bar.add_task("ours", total=steps, figures="")
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = -mll(model(split.train_x), split.train_y)
+            loss.backward()
+            optimizer.step()
+            assert mll.report is not None
+            bar.update(
+                task,
+                advance=1,
+                figures=f"loss {loss.item():.4f}  {mll.report.epochs:.1f} epochs  "
+                f"residual {mll.report.residual_targets:.1g}",
+            )
+    trained = time.perf_counter() - start
+    posterior = mll.posterior()
+    with torch.no_grad():
+        prediction = likelihood(posterior(split.test_x))
+        results = {"ours": scores(prediction.mean, prediction.variance, split.test_y)}
+    seconds = time.perf_counter() - start
+    console.print(
+        f"trained in {trained:.0f} s, predicted in {seconds - trained:.0f} s; peak of what follows is the rival's"
+    )
+
+    if with_svgp:
+        predict = train_svgp(split, seconds, console)
+        with torch.no_grad():
+            results["SVGP, 512 inducing points, same time"] = scores(*predict(split.test_x), split.test_y)
+    for name, (rmse, log_likelihood) in results.items():
+        console.print(f"{name}: RMSE {rmse:.4f}, log-likelihood {log_likelihood:.4f} (standardised)")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "demo.png"
+    plot(path, split, posterior, likelihood, train_frame, test_frame)
+    console.print(f"saved {path}")
+    return results
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[figures]}"),
+        console=console,
+    )
+
+
+class _Svgp(gpytorch.models.ApproximateGP):
+    def __init__(self, inducing: Tensor) -> None:
+        distribution = gpytorch.variational.CholeskyVariationalDistribution(len(inducing))
+        super().__init__(gpytorch.variational.VariationalStrategy(self, inducing, distribution))
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = weather_kernel()
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def train_svgp(split: Split, seconds: float, console: Console) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """As its tutorial does it: mini-batches of 1,024, Adam at 0.01, for so many seconds; returns its predictor."""
+    generator = torch.Generator().manual_seed(0)
+    inducing = split.train_x[torch.randperm(len(split.train_x), generator=generator)[:512]].clone()
+    model, likelihood = _Svgp(inducing), gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = 0.05
+    elbo = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=len(split.train_y))
+    optimizer = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=0.01)
+    loader = DataLoader(TensorDataset(split.train_x, split.train_y), batch_size=1024, shuffle=True, generator=generator)
+    start, passes = time.perf_counter(), 0
+    with _progress(console) as bar:
+        task = bar.add_task("SVGP", total=round(seconds), figures="")
+        while time.perf_counter() - start < seconds:
+            passes += 1
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = -elbo(model(x), y)
+                loss.backward()
+                optimizer.step()
+                bar.update(task, completed=time.perf_counter() - start, figures=f"loss {loss.item():.4f}")
+                if time.perf_counter() - start >= seconds:
+                    break
+    model.eval()
+    likelihood.eval()
+
+    def predict(x: Tensor) -> tuple[Tensor, Tensor]:
+        prediction = likelihood(model(x))
+        return prediction.mean, prediction.variance
+
+    return predict
+
+
+def plot(
+    path: Path,
+    split: Split,
+    posterior: gpi.prediction.PathwisePosterior,
+    likelihood: gpytorch.likelihoods.GaussianLikelihood,
+    train_frame: pd.DataFrame,
+    test_frame: pd.DataFrame,
+) -> None:
+    """Two weeks at one airport: observations, held-out days, and the predictive band."""
+    inside = lambda frame: ((frame["origin"] == "JFK") & frame["when"].between(*WEEK)).to_numpy()
+    train, test = inside(train_frame), inside(test_frame)
+    x = torch.cat([split.train_x[train], split.test_x[test]])
+    when = np.concatenate([train_frame["when"][train].to_numpy(), test_frame["when"][test].to_numpy()])
+    order = np.argsort(when)
+    with torch.no_grad():
+        prediction = likelihood(posterior(x[order]))
+    mean, scale = train_frame["celsius"].mean(), train_frame["celsius"].std(ddof=0)
+    centre = prediction.mean.numpy() * scale + mean
+    spread = 2 * prediction.stddev.numpy() * scale
+    figure, axes = plt.subplots(figsize=(10, 4), layout="constrained")
+    axes.fill_between(when[order], centre - spread, centre + spread, alpha=0.25, lw=0, label="95 % predictive band")
+    axes.plot(when[order], centre, lw=1.2, label="predictive mean")
+    axes.plot(train_frame["when"][train], train_frame["celsius"][train], ".", ms=3, color="0.3", label="observed")
+    axes.plot(test_frame["when"][test], test_frame["celsius"][test], "x", ms=4, color="tab:red", label="held out")
+    axes.set_ylabel("temperature at JFK, °C")
+    axes.legend(ncols=4, loc="upper left", fontsize=8)
+    axes.margins(x=0)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

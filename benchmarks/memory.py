@@ -1,0 +1,28 @@
+"""Memory is linear in n: one product and one step of a solve with nothing kept."""
+
+import time
+
+import torch
+
+import gpy_iterative as gpi
+from benchmarks.runner import Outcome, contender
+from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial_functions import MATERN32
+
+
+@contender("memory", "ours")
+def product_and_step(*, n: int, d: int, columns: int) -> Outcome:
+    """A product with all columns, then one iteration of alternating projections."""
+    generator = torch.Generator().manual_seed(0)
+    x, rhs = torch.randn(n, d, generator=generator), torch.randn(n, columns, generator=generator)
+    kernel = RadialKernelLinearOperator(
+        x, torch.tensor(1.0), function=MATERN32, products=KernelProducts(cache_memory=0)
+    )
+    operator = NoisyLinearOperator(kernel, torch.full((n,), 0.1))
+    start = time.perf_counter()
+    with torch.no_grad():
+        operator._matmul(rhs)
+    product = time.perf_counter() - start
+    solver = gpi.solvers.ConjugateGradients(max_epochs=1, preconditioner=None)
+    solution = solver.solve(operator, rhs)
+    return {"seconds_product": product, "seconds_step": solution.stats.seconds}

@@ -1,0 +1,83 @@
+"""The kernel product alone: our tiles, KeOps, plain row blocks, and the bound that the GEMMs set."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from pykeops.torch import Genred
+from torch import Tensor
+
+from benchmarks.runner import Outcome, contender
+from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial_functions import MATERN32
+
+
+def _problem(n: int, d: int, s: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(n, d, generator=generator) / d**0.5, torch.randn(n, s, generator=generator)
+
+
+def _seconds(function: Callable[[], object], repeats: int) -> Outcome:
+    function()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return {"seconds": times, "best": min(times)}
+
+
+def _ours(products: KernelProducts) -> Callable[..., Outcome]:
+    def run(n: int, d: int, s: int, repeats: int) -> Outcome:
+        x, v = _problem(n, d, s)
+        operator = RadialKernelLinearOperator(x, torch.tensor(1.0), function=MATERN32, products=products)
+        with torch.no_grad():
+            return _seconds(lambda: operator._matmul(v), repeats)
+
+    return run
+
+
+contender("product", "tiles")(_ours(KernelProducts(cache_memory=0)))
+contender("product", "tiles, compiled")(_ours(KernelProducts(cache_memory=0, compile=True)))
+contender("product", "tiles, kept")(_ours(KernelProducts()))
+
+
+@contender("product", "bound: GEMMs alone")
+def bound(n: int, d: int, s: int, repeats: int) -> Outcome:
+    """Distances and product over all n^2 entries, in the same tiles, with no element-wise work."""
+    x, v = _problem(n, d, s)
+    size = KernelProducts().tile_size
+    tile, result = torch.empty(size, size), torch.zeros(n, s)
+
+    def run() -> None:
+        result.zero_()
+        for i in range(0, n, size):
+            for j in range(0, n, size):
+                left, right = x[i : i + size], x[j : j + size]
+                out = tile if left.shape[0] == right.shape[0] == size else torch.empty(left.shape[0], right.shape[0])
+                torch.matmul(left, right.mT, out=out)
+                result[i : i + size].addmm_(out, v[j : j + size])
+
+    return _seconds(run, repeats)
+
+
+@contender("product", "row blocks")
+def row_blocks(n: int, d: int, s: int, repeats: int) -> Outcome:
+    """What one would write first: all columns at once, a thousand rows at a time."""
+    x, v = _problem(n, d, s)
+
+    def run() -> None:
+        for rows in x.split(1000):
+            r = torch.cdist(rows, x) * 3**0.5
+            ((1 + r) * torch.exp(-r)) @ v
+
+    return _seconds(run, repeats)
+
+
+@contender("product", "keops")
+def keops(n: int, d: int, s: int, repeats: int) -> Outcome:
+    """KeOps' generated loop over the same formula."""
+    x, v = _problem(n, d, s)
+    formula = "(IntCst(1)+Sqrt(IntCst(3)*SqDist(x,y)))*Exp(-Sqrt(IntCst(3)*SqDist(x,y)))*v"
+    product = Genred(formula, [f"x=Vi({d})", f"y=Vj({d})", f"v=Vj({s})"], reduction_op="Sum", axis=1)
+    return _seconds(lambda: product(x, x, v, backend="CPU"), repeats)

@@ -1,0 +1,68 @@
+"""Each contender in a process of its own: its time, its peak memory, and what machine it ran on."""
+
+import json
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+Outcome = dict[str, Any]
+
+#: case -> contender -> function of options; filled by the cases' modules.
+CONTENDERS: dict[str, dict[str, Callable[..., Outcome]]] = {}
+
+
+def contender(case: str, name: str) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
+    """Decorator: registers what one process of a case does."""
+
+    def register(function: Callable[..., Outcome]) -> Callable[..., Outcome]:
+        CONTENDERS.setdefault(case, {})[name] = function
+        return function
+
+    return register
+
+
+def run_here(case: str, name: str, options: dict[str, Any], output: Path) -> None:
+    """The inside of a contender's process."""
+    torch.set_num_threads(options.pop("threads"))
+    outcome = CONTENDERS[case][name](**options)
+    outcome["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    output.write_text(json.dumps(outcome))
+
+
+def run_apart(case: str, name: str, **options: Any) -> Outcome:
+    """Runs one contender in a fresh process; an outcome with `error` where it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "outcome.json"
+        command = [sys.executable, "-m", "benchmarks", "contender", case, name, json.dumps(options), str(output)]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode or not output.exists():
+            return {"error": process.stderr.strip().splitlines()[-1:] or [f"exit {process.returncode}"]}
+        return json.loads(output.read_text())
+
+
+def environment(threads: int) -> dict[str, Any]:
+    """What a reader needs to judge a number."""
+    packages = ("torch", "gpytorch", "linear_operator", "pykeops", "gpy_iterative")
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "threads": threads,
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
+
+
+def save(name: str, content: dict[str, Any]) -> Path:
+    """Writes benchmarks/results/NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path

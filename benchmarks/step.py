@@ -1,0 +1,149 @@
+"""One training step: ours, GPyTorch's, and the dense one; seconds, memory, epochs, and the gradient's error."""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch.mlls import MarginalLogLikelihood
+
+import gpy_iterative as gpi
+from benchmarks.datasets import load
+from benchmarks.models import MaternRegression
+from benchmarks.runner import Outcome, contender
+
+#: Steps whose hyperparameters the gradient's error is measured at.
+CHECKPOINTS = (0, 5, 10)
+
+MakeMll = Callable[[MaternRegression, int], MarginalLogLikelihood]
+
+
+def _stock(model: MaternRegression, seed: int) -> MarginalLogLikelihood:
+    torch.manual_seed(seed)
+    return gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+
+
+def _ours(model: MaternRegression, seed: int) -> MarginalLogLikelihood:
+    return gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, generator=seed)
+
+
+def _ours_tight(model: MaternRegression, seed: int) -> MarginalLogLikelihood:
+    solver = gpi.solvers.AlternatingProjections(tolerance=0.01, probe_tolerance=0.01)
+    return gpi.mlls.HutchinsonMarginalLogLikelihood(
+        model.likelihood, model, num_probes=64, solver=solver, generator=seed
+    )
+
+
+def _pathwise(model: MaternRegression, seed: int) -> MarginalLogLikelihood:
+    return gpi.mlls.PathwiseMarginalLogLikelihood(model.likelihood, model, generator=seed)
+
+
+def _tight_settings() -> AbstractContextManager:
+    stack = ExitStack()
+    stack.enter_context(gpytorch.settings.num_trace_samples(64))
+    stack.enter_context(gpytorch.settings.cg_tolerance(0.01))
+    return stack
+
+
+def _dense_settings() -> AbstractContextManager:
+    return gpytorch.settings.fast_computations(False, False, False)
+
+
+METHODS: dict[str, tuple[MakeMll, Callable[[], AbstractContextManager]]] = {
+    "ours": (_ours, nullcontext),
+    "ours, 64 probes at .01": (_ours_tight, nullcontext),
+    "ours, pathwise": (_pathwise, nullcontext),
+    "gpytorch": (_stock, nullcontext),
+    "gpytorch, 64 probes at .01": (_stock, _tight_settings),
+    "gpytorch, Cholesky": (_stock, _dense_settings),
+}
+
+
+def train(method: str, *, dataset: str, split: int, rows: int | None, steps: int, rate: float) -> Outcome:
+    """Adam from the papers' start. One step more than `steps` is taken: the first is told apart."""
+    make, settings = METHODS[method]
+    data = load(dataset, split, rows=rows)
+    model = MaternRegression(data)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    seconds, epochs, losses, checkpoints = [], [], [], []
+    with settings():
+        mll = make(model, 0)
+        for step in range(steps + 1):
+            if step in CHECKPOINTS:
+                checkpoints.append(model.flat_parameters().tolist())
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = -mll(model(data.train_x), data.train_y)
+            loss.backward()
+            optimizer.step()
+            seconds.append(time.perf_counter() - start)
+            losses.append(loss.item())
+            if isinstance(mll, gpi.mlls.IterativeMarginalLogLikelihood) and mll.report is not None:
+                epochs.append(mll.report.epochs)
+    return {
+        "rows": len(data.train_y),
+        "seconds_first": seconds[0],
+        "seconds": seconds[1:],
+        "seconds_mean": statistics.mean(seconds[1:]),
+        "seconds_median": statistics.median(seconds[1:]),
+        "epochs": epochs,
+        "losses": losses,
+        "checkpoints": checkpoints,
+    }
+
+
+def gradients(
+    method: str, *, dataset: str, split: int, rows: int | None, checkpoints: list[list[float]], seeds: int
+) -> Outcome:
+    """The method's gradient at given hyperparameters, cold, once a seed: [checkpoint][seed][parameter]."""
+    make, settings = METHODS[method]
+    data = load(dataset, split, rows=rows)
+    found = []
+    for values in checkpoints:
+        found.append([])
+        for seed in range(seeds):
+            model = MaternRegression(data)
+            model.set_flat_parameters(torch.tensor(values))
+            with settings():
+                (-make(model, seed)(model(data.train_x), data.train_y)).backward()
+            found[-1].append(model.flat_gradient().tolist())
+    return {"gradients": found}
+
+
+def exact_gradients(*, dataset: str, split: int, rows: int | None, checkpoints: list[list[float]]) -> Outcome:
+    """The exact gradient in float64, from a Cholesky factor and the dense inverse."""
+    data = load(dataset, split, rows=rows, dtype=torch.float64)
+    found = []
+    for values in checkpoints:
+        model = MaternRegression(data)
+        model.set_flat_parameters(torch.tensor(values, dtype=torch.float64))
+        mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, solver=gpi.solvers.Cholesky())
+        (-mll(model(data.train_x), data.train_y)).backward()
+        found.append(model.flat_gradient().tolist())
+    return {"gradients": found}
+
+
+def relative_errors(estimates: list[list[list[float]]], exact: list[list[float]]) -> list[float]:
+    """|estimate - exact| / |exact| at every checkpoint: the root mean square over seeds."""
+    errors = []
+    for samples, truth in zip(estimates, exact, strict=True):
+        target = torch.tensor(truth, dtype=torch.float64)
+        difference = torch.tensor(samples, dtype=torch.float64) - target
+        errors.append(float(difference.square().sum(-1).mean().sqrt() / target.norm()))
+    return errors
+
+
+for _method in METHODS:
+
+    def _train(method: str = _method, **options: Any) -> Outcome:
+        return train(method, **options)
+
+    def _gradients(method: str = _method, **options: Any) -> Outcome:
+        return gradients(method, **options)
+
+    contender("step", _method)(_train)
+    contender("gradients", _method)(_gradients)
+contender("gradients", "exact")(exact_gradients)

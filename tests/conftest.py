@@ -1,0 +1,30 @@
+"""One thread a worker, quiet KeOps, and a way to insist on the tests that need pykeops."""
+
+import importlib.util
+import os
+
+import pytest
+
+os.environ.setdefault("KEOPS_VERBOSE", "0")  # read when pykeops is first imported
+
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-keops", action="store_true", help="fail where pykeops is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--require-keops") and importlib.util.find_spec("pykeops") is None:
+        raise pytest.UsageError(
+            "pykeops is not installed, and its tests were insisted upon: install the extra 'keops'."
+        )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
