@@ -91,7 +91,8 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         Args:
             function_dist: the prior `model(train_x)`, [*b, n] (or [*b, n, T] for a multitask model).
             target: [*b, n] (or [*b, n, T]).
-            params, kwargs: passed to the likelihood, as with GPyTorch's ExactMarginalLogLikelihood.
+            params: passed to the likelihood, as with GPyTorch's ExactMarginalLogLikelihood.
+            kwargs: likewise.
 
         Returns:
             [*b]. Priors and added loss terms are included. `.backward()` on it is the method's gradient estimator.
