@@ -1,0 +1,88 @@
+"""The benchmarks' own arithmetic and input: what their numbers rest on."""
+
+import gzip
+import hashlib
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import datasets
+from benchmarks.datasets import Split, airport_weather, load, standardise
+from benchmarks.models import MaternRegression
+from benchmarks.quality import scores
+from benchmarks.step import relative_errors
+
+
+def write(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set of eight rows, two splits, in the published format, with its checksums."""
+    contents = {
+        "data.csv.gz": "\n".join(f"{i},{i % 3},5,{2 * i}" for i in range(8)).encode(),
+        "test_mask.csv.gz": "\n".join(f"{int(i == 0)},{int(i > 5)}" for i in range(8)).encode(),
+    }
+    (folder / name).mkdir()
+    for file, content in contents.items():
+        (folder / name / file).write_bytes(gzip.compress(content))
+    sums = tuple(hashlib.sha256(content).hexdigest() for content in contents.values())
+    monkeypatch.setitem(datasets.CHECKSUMS, name, sums)
+    monkeypatch.setenv("GPY_ITERATIVE_DATA", str(folder))
+
+
+def test_a_split_is_standardised_by_its_training_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "tiny", monkeypatch)
+    split = load("tiny", 1, dtype=torch.float64)
+    assert split.train_x.shape == (6, 3)
+    assert split.test_x.shape == (2, 3)
+    torch.testing.assert_close(split.train_x[:, :2].mean(0), torch.zeros(2).double())
+    torch.testing.assert_close(split.train_x[:, :2].std(0, correction=0), torch.ones(2).double())
+    assert (split.train_x[:, 2] == 0).all()  # a constant column keeps its scale
+    torch.testing.assert_close(split.train_y, split.train_x[:, 0])
+    assert len(load("tiny", 1, rows=3).train_y) == 3
+
+
+def test_missing_and_altered_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "tiny", monkeypatch)
+    with pytest.raises(ValueError, match="Unknown data set 'nothing'"):
+        load("nothing")
+    with pytest.raises(ValueError, match="splits 0 to 1"):
+        load("tiny", 2)
+    (tmp_path / "tiny" / "data.csv.gz").write_bytes(gzip.compress(b"1,2,3"))
+    with pytest.raises(ValueError, match="SHA-256"):
+        load("tiny")
+    (tmp_path / "tiny" / "data.csv.gz").unlink()
+    with pytest.raises(FileNotFoundError, match="GPY_ITERATIVE_DATA"):
+        load("tiny")
+
+
+def test_airport_weather_is_there() -> None:
+    frame = airport_weather()
+    assert len(frame) == 26_115
+    assert set(frame["origin"]) == {"EWR", "JFK", "LGA"}
+
+
+def test_scores() -> None:
+    target = torch.tensor([1.0, 2.0])
+    rmse, log_likelihood = scores(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 4.0]), target)
+    assert rmse == pytest.approx(math.sqrt(0.5))
+    expected = [
+        torch.distributions.Normal(0.0, 1.0).log_prob(target[0]),
+        torch.distributions.Normal(2.0, 2.0).log_prob(target[1]),
+    ]
+    assert log_likelihood == pytest.approx(float(sum(expected)) / 2)
+
+
+def test_relative_errors_are_root_mean_squares_over_seeds() -> None:
+    assert relative_errors([[[3.0, 4.0], [3.0, 5.0]]], [[3.0, 4.0]]) == pytest.approx([math.sqrt(0.5) / 5])
+
+
+def test_flat_parameters_round_trip() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(10, 3)), rng.normal(size=10)
+    split: Split = standardise("random", x, y, x, y, torch.float32)
+    model = MaternRegression(split)
+    assert model.covar_module.outputscale.item() == pytest.approx(1.0)
+    values = torch.arange(model.flat_parameters().numel()).float()
+    model.set_flat_parameters(values)
+    assert torch.equal(model.flat_parameters(), values)
