@@ -7,7 +7,8 @@ from gpy_iterative.spectral.densities import (
     register_spectral_density,
     spectral_density,
 )
-from gpy_iterative.spectral.features import RandomFourierFeatures, has_random_features
+from gpy_iterative.spectral.features import RandomFourierFeatures
+from gpy_iterative.spectral.summands import has_random_features
 
 __all__ = [
     "Draws",
