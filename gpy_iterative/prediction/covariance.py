@@ -55,7 +55,7 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
         return self.test_test.shape
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return self
+        return type(self)(self.test_test.mT, self.test_train, source=self.source, chunk_size=self.chunk_size)
 
     def _diagonal(self) -> Tensor:
         factor = self.source.inverse_factor()
@@ -68,7 +68,7 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
         parts = []
         for start in range(0, size, length):
             rows = slice(start, min(start + length, size))
-            projections = product(row_block(self.test_train, rows), factor.columns)
+            projections = product(row_block(self.test_train, rows), factor.columns.to(self.dtype))
             parts.append(factor.variance(flat[..., rows], projections))
         return torch.cat(parts, dim=-1).reshape(prior_variance.shape)
 
@@ -117,7 +117,8 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
         return self.test_train.dim() < self.test_test.dim()
 
     def _projections(self, factor: InverseFactor) -> Tensor:
-        projections = product(self.test_train, factor.columns)
+        # An operator may have been converted since: product in its own dtype.
+        projections = product(self.test_train, factor.columns.to(self.dtype))
         return projections.reshape(*self.shape[:-1], projections.shape[-1])
 
     def _chunk_length(self, factor: InverseFactor) -> int:
@@ -129,7 +130,7 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
 
 
 def product(operator: LinearOperator, columns: Tensor) -> Tensor:
-    """operator @ columns, past autograd where nothing asks for a gradient: no operator is rebuilt then."""
+    """The product of operator and columns, past autograd where nothing asks for a gradient: no operator is rebuilt then."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operator.representation()):
         return operator @ columns
     with torch.no_grad():

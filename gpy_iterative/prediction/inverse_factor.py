@@ -165,7 +165,7 @@ def _galerkin_basis(operator: LinearOperator, covariance: LowRankPlusDiagonal) -
 
 
 def _solve_right(columns: Tensor, lower: Tensor) -> Tensor:
-    """columns L^-T in float64, rounded once."""
+    """The columns times L^-T in float64, rounded once."""
     return torch.linalg.solve_triangular(lower, columns.mT.double(), upper=False).mT.to(columns.dtype).contiguous()
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.models import ExactGP
-from linear_operator import LinearOperator
+from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 
-from gpy_iterative.linear_operators import KernelProducts, kernel_operator
+from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, kernel_operator
 from gpy_iterative.prediction.training_system import prior_at
 
 
@@ -65,17 +65,15 @@ def joint_prior(
     size = train[0].shape[-2] * outputs
     covariance = joint.lazy_covariance_matrix
     once = replace(products, cache_memory=0)
-    test_train = kernel_operator(covariance[..., size:, :size], once)
+    test_train, test_test = _blocks(covariance, size, once)
     mean = joint.loc[..., size:]
     if is_list:
-        test_covariance = prior_at(model, inputs).lazy_covariance_matrix
+        test_test = kernel_operator(prior_at(model, inputs).lazy_covariance_matrix, once)
         mean = mean.reshape(*batch, num_test * outputs)
     else:
-        test_covariance = covariance[..., size:, size:]
-        full = torch.broadcast_shapes(batch_shape, joint.batch_shape)
-        mean, test_train = _expanded(mean, full), _expanded_operator(test_train, full)
-        batch = full
-    test_test = _expanded_operator(kernel_operator(test_covariance, once), batch)
+        batch = torch.broadcast_shapes(batch_shape, joint.batch_shape)
+        mean, test_train = mean.expand(*batch, mean.shape[-1]), _expanded(test_train, batch)
+    test_test = _expanded(test_test, batch)
     # Copies: variances are evaluated later, at the hyperparameters of now.
     return JointPrior(
         mean,
@@ -123,9 +121,19 @@ def _below(train: Tensor, test: Tensor) -> Tensor:
     return torch.cat([train.expand(*batch, *train.shape[-2:]), test.expand(*batch, *test.shape[-2:])], dim=-2)
 
 
-def _expanded(mean: Tensor, batch: torch.Size) -> Tensor:
-    return mean.expand(*batch, mean.shape[-1])
+def _blocks(covariance: LinearOperator, size: int, products: KernelProducts) -> tuple[LinearOperator, LinearOperator]:
+    """K(x, X) and K(x, x) of a joint covariance whose first `size` rows are the training data."""
+    if covariance.shape[-1] == size:
+        nothing = torch.zeros(*covariance.batch_shape, 0, size, dtype=covariance.dtype, device=covariance.device)
+        return to_linear_operator(nothing), to_linear_operator(nothing[..., :0])
+    whole = kernel_operator(covariance, products)
+    if isinstance(whole, NoisyLinearOperator):  # jitter from the model's own forward stays on the diagonal
+        kernel, jitter = whole.kernel, whole.noise[..., size:]
+        return kernel[..., size:, :size], NoisyLinearOperator(kernel[..., size:, size:], jitter)
+    # GPyTorch's lazy blocks first, operators then: structure such as Kronecker products survives.
+    blocks = covariance[..., size:, :size], covariance[..., size:, size:]
+    return kernel_operator(blocks[0], products), kernel_operator(blocks[1], products)
 
 
-def _expanded_operator(operator: LinearOperator, batch: torch.Size) -> LinearOperator:
+def _expanded(operator: LinearOperator, batch: torch.Size) -> LinearOperator:
     return operator if operator.batch_shape == batch else operator.expand(*batch, *operator.matrix_shape)

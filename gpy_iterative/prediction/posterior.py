@@ -69,6 +69,7 @@ class PathwisePosterior:
     Raises:
         ValueError: options outside their range, NaN in data (see `observation_nan_policy`), shapes that do not fit.
         NonFiniteError, NotPositiveDefiniteError: from the solver.
+
     Warns:
         ConvergenceWarning: a solve that did not reach its tolerance.
     """

@@ -41,7 +41,7 @@ class SamplePaths:
 
     @property
     def num_paths(self) -> int:
-        """k."""
+        """K."""
         return self._update.shape[-1]
 
     def __call__(self, *inputs: Tensor) -> Tensor:

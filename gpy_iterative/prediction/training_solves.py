@@ -30,7 +30,7 @@ class PriorDraws:
 
     @property
     def num_samples(self) -> int:
-        """s."""
+        """S."""
         return self.solutions.shape[-1]
 
 

@@ -1,0 +1,102 @@
+"""Error and cost of predictive variances that no Cholesky factor stands behind."""
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+
+import gpy_iterative as gpi
+from benchmarks.datasets import Split, load, standardise
+from benchmarks.models import MaternRegression
+from gpy_iterative.prediction import PathwisePosterior, VarianceError
+
+#: Rank and number of samples: the default, and what less of either does.
+SETTINGS = ((1024, 128), (512, 128), (512, 32), (256, 128), (128, 128))
+#: Two dimensions and small noise: where random Fourier features do badly.
+PLANE = "plane"
+
+
+def variance_error_table(
+    cases: Sequence[str] = (PLANE, "elevators", "pol", "kin40k", "protein"),
+    settings: Sequence[tuple[int, int]] = SETTINGS,
+    *,
+    rows: int = 1500,
+    num_points: int = 500,
+    steps: int = 60,
+    dtype: torch.dtype = torch.float32,
+) -> pd.DataFrame:
+    """Median and largest |log(variance / exact)| of the latent function, one row a case and setting.
+
+    Args:
+        cases: data sets, and "plane": uniform points in a square, lengthscale 0.2, noise deviation 0.1.
+        settings: pairs of rank and number of samples.
+        rows: training rows; the exact variance needs their Cholesky factor.
+        num_points: test points.
+        steps: of Adam on the exact marginal likelihood, from the papers' start (data sets only).
+        dtype: of everything but the exact factor.
+
+    Returns:
+        Columns case, rows, rank, num_samples, median, largest, seconds_setup (the inverse factor, once),
+        seconds_variance (num_points variances after it).
+    """
+    table = []
+    for case in cases:
+        split, model = _plane(rows, num_points, dtype) if case == PLANE else _fitted(case, rows, dtype, steps)
+        test_x = split.test_x[:num_points]
+        exact = PathwisePosterior(model, model.likelihood, solver=gpi.solvers.Cholesky())(test_x).variance
+        for rank, num_samples in settings:
+            posterior = PathwisePosterior(
+                model,
+                model.likelihood,
+                solver=gpi.solvers.ConjugateGradients(),
+                rank=rank,
+                num_samples=num_samples,
+                exact_below=0,
+            )
+            start = time.perf_counter()
+            posterior.solves.inverse_factor()
+            middle = time.perf_counter()
+            variance = posterior(test_x).variance
+            end = time.perf_counter()
+            error = VarianceError.between(variance, exact)
+            table.append(
+                {
+                    "case": case,
+                    "rows": split.train_x.shape[0],
+                    "rank": rank,
+                    "num_samples": num_samples,
+                    "median": error.median,
+                    "largest": error.largest,
+                    "seconds_setup": middle - start,
+                    "seconds_variance": end - middle,
+                }
+            )
+    return pd.DataFrame(table)
+
+
+def _fitted(case: str, rows: int, dtype: torch.dtype, steps: int) -> tuple[Split, MaternRegression]:
+    """Hyperparameters from a few steps on the exact marginal likelihood."""
+    split = load(case, rows=rows, dtype=dtype)
+    model = MaternRegression(split)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, solver=gpi.solvers.Cholesky())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (-mll(model(split.train_x), split.train_y)).backward()
+        optimizer.step()
+    return split, model
+
+
+def _plane(rows: int, num_points: int, dtype: torch.dtype) -> tuple[Split, MaternRegression]:
+    random = np.random.default_rng(0)
+    x = random.uniform(size=(rows + num_points, 2))
+    y = np.sin(6 * x.sum(1)) + 0.1 * random.normal(size=len(x))
+    split = standardise(PLANE, x[:rows], y[:rows], x[rows:], y[rows:], dtype)
+    model = MaternRegression(split)
+    # 0.2 in the unit square, whose uniform coordinates have the standard deviation 1 / sqrt(12).
+    model.covar_module.base_kernel.lengthscale = 0.2 * math.sqrt(12)
+    model.likelihood.noise = 0.01
+    return split, model
