@@ -4,7 +4,9 @@ Wu et al. 2024, "Large-scale Gaussian processes via alternating projection"; Lin
 scored by the squares of their residuals.
 """
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from linear_operator import LinearOperator
@@ -15,29 +17,43 @@ from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.linear_operators import columns_matmul, principal_block
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
+from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
 
 #: Relative jitters, tried in turn on a block that has no Cholesky factor even in float64.
 JITTERS = (0.0, 1e-6, 1e-5, 1e-4)
+#: The pace is taken over this many epochs; when it promises more than `PATIENCE` further ones, the finish takes over.
+EPOCHS_PER_LOOK = 2.0
+PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
 class _State:
-    """The factors of the blocks that were visited; they outlive rounds and columns."""
+    """Block factors by their number, and the pace; once the finish has taken over, its state in their place."""
 
-    share: float
+    size: int
+    preconditioner: LowRankPlusDiagonal | None
+    shortfall: float
+    steps: int = 0
     factors: dict[int, Tensor] = field(default_factory=dict)
+    finishing: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlternatingProjections(IterativeSolver[_State]):
     """One block of rows solved exactly an iteration, n / block_size iterations an epoch.
 
+    The first digits come fast, and a warm start often needs a fraction of an epoch; but along the smooth directions of
+    a large kernel matrix with little noise the iteration crawls. Preconditioned conjugate gradients do not: when the
+    pace of two epochs promises more than ten further ones, they finish the columns that are left.
+
     Args:
         block_size: rows of a block; clamped at n. Blocks of the tile size are served from kept tiles.
+        finish: what takes over, with its preconditioner (its tolerances and budget do not count); None never does, as
+            in the papers.
 
-    Further options are those of `IterativeSolver`. Memory: six blocks [n, s], and n block_size numbers for the
-    Cholesky factors, which live as long as the solve. A block is factored at its first visit, in float64 where float32
-    would be too coarse for its noise.
+    Further options are those of `IterativeSolver`. Memory: eleven blocks [n, s], and n block_size numbers for the
+    Cholesky factors, which live as long as the projections. A block is factored at its first visit, in float64 where
+    float32 would be too coarse for its noise.
 
     Raises (from `solve`):
         NotPositiveDefiniteError: a block has no Cholesky factor even with a relative jitter of 1e-4. Less jitter than
@@ -45,6 +61,7 @@ class AlternatingProjections(IterativeSolver[_State]):
     """
 
     block_size: int = 1024
+    finish: ConjugateGradients | None = field(default=ConjugateGradients())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,30 +75,53 @@ class AlternatingProjections(IterativeSolver[_State]):
         preconditioner: LowRankPlusDiagonal | None,
         generator: torch.Generator | None,
     ) -> _State:
-        return _State(self.work_per_step(operator))
+        return _State(operator.shape[-1], preconditioner, iterate.shortfall)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
-        return state
+        if self.finish is not None and state.finishing is not None:
+            return replace(state, finishing=self.finish.restart(iterate, state.finishing))
+        return replace(state, shortfall=iterate.shortfall, steps=0)
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
+        if self.finish is not None and state.finishing is not None:
+            return replace(state, finishing=self.finish.step(operator, iterate, state.finishing))
         chosen = self._worst_block(iterate.residual)
-        block = slice(chosen * self.block_size, min((chosen + 1) * self.block_size, len(iterate.residual)))
+        block = slice(chosen * self.block_size, min((chosen + 1) * self.block_size, state.size))
         if chosen not in state.factors:
             state.factors[chosen] = _factor(principal_block(operator, block))
         factor = state.factors[chosen]
         update = torch.cholesky_solve(iterate.residual[block].to(factor.dtype), factor).to(iterate.value.dtype)
         iterate.value[block] += update
         iterate.residual -= columns_matmul(operator, block, update)
-        return state
+        return replace(state, steps=state.steps + 1)
+
+    def after_step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
+        share = self._share(state)
+        if self.finish is None or state.finishing is not None or state.steps * share < EPOCHS_PER_LOOK:
+            return state
+        gained, remaining = math.log(state.shortfall / iterate.shortfall), math.log(iterate.shortfall)
+        if remaining * state.steps * share > PATIENCE * gained:
+            finishing = self.finish.init(operator, iterate, state.preconditioner, None)
+            return replace(state, finishing=finishing, factors={})
+        return replace(state, shortfall=iterate.shortfall, steps=0)
 
     def narrow(self, state: _State, columns: Tensor) -> _State:
+        if self.finish is not None and state.finishing is not None:
+            return replace(state, finishing=self.finish.narrow(state.finishing, columns))
         return state
 
-    def work_per_step(self, operator: LinearOperator) -> float:
-        return min(self.block_size / operator.shape[-1], 1.0)
+    def work_per_step(self, operator: LinearOperator, state: _State) -> float:
+        return self._share(state) if state.finishing is None else 1.0
 
     def work_of_setup(self, state: _State) -> float:
-        return state.share  # the blocks on the diagonal, as if all of them were visited
+        # The blocks on the diagonal, as if all of them had been visited.
+        work = self._share(state)
+        if self.finish is not None and state.finishing is not None:
+            work += self.finish.work_of_setup(state.finishing)
+        return work
+
+    def _share(self, state: _State) -> float:
+        return min(self.block_size / state.size, 1.0)
 
     def _worst_block(self, residual: Tensor) -> int:
         """The block with the largest sum of squares: a sum over columns must not let them cancel."""

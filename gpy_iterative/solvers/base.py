@@ -123,8 +123,12 @@ class IterativeSolver(Solver, Generic[State]):
         """The state of the columns that go on."""
 
     @abstractmethod
-    def work_per_step(self, operator: LinearOperator) -> float:
-        """Epochs of one step."""
+    def work_per_step(self, operator: LinearOperator, state: State) -> float:
+        """Epochs of the next step."""
+
+    def after_step(self, operator: LinearOperator, iterate: Iterate, state: State) -> State:
+        """Called when a step was observed and its finished columns have left, for solvers that watch their pace."""
+        return state
 
     def work_of_setup(self, state: State) -> float:
         """Epochs that went into the state itself: told apart from the iterations', as `overhead`."""
@@ -211,48 +215,50 @@ class IterativeSolver(Solver, Generic[State]):
             recursive=self.recursive,
             initial_guess=initial_guess,
         )
-        work = self.work_per_step(operator)
-        # Counted in steps: adding up fractions of an epoch would miss the budget by rounding.
-        affordable = math.floor(self.max_epochs / work * (1 + 1e-12))
-        state, iterations, diverged, shortfall = None, 0, False, math.inf
+        # A budget of whole steps is not missed by the rounding of their fractions of an epoch.
+        budget = self.max_epochs * (1 + 1e-9)
+        state, iterations, epochs, exhausted, diverged, shortfall = None, 0, 0.0, False, False, math.inf
         for _ in range(MAX_ROUNDS):
             iterate = columns.begin()
-            if iterate is None or iterations >= affordable:
+            if iterate is None or exhausted or diverged:
                 break
             if self.recursive and columns.shortfall() > (1 - LEAST_PROGRESS) * shortfall:
                 break
             shortfall = columns.shortfall()
             if state is None:
                 state = self.init(operator, iterate, preconditioner, generator)
-                columns.overhead += self.work_of_setup(state)
             else:
                 state = self.restart(iterate, state)
-            while iterations < affordable:
+            while True:
+                work = self.work_per_step(operator, state)
+                exhausted = epochs + work > budget
+                if exhausted:
+                    break
                 state = self.step(operator, iterate, state)
-                iterations += 1
+                iterations, epochs = iterations + 1, epochs + work
                 kept = columns.observe(iterate, iterations)
                 if callback is not None:
-                    callback(SolveProgress(iterations, iterations * work, columns.group_norms(running=True)))
+                    callback(SolveProgress(iterations, epochs, columns.group_norms(running=True)))
                 if kept is not None:
                     iterate.keep(kept)
                     if len(kept) == 0:
                         break
                     state = self.narrow(state, kept)
+                state = self.after_step(operator, iterate, state)
                 diverged = self.has_diverged(state)
                 if diverged:
                     break
             columns.end(iterate, iterations)
-            if diverged:
-                break
         if columns.is_done():
             status = SolveStatus.CONVERGED
         elif diverged:
             status = SolveStatus.DIVERGED
         else:
-            status = SolveStatus.BUDGET_EXHAUSTED if iterations >= affordable else SolveStatus.STAGNATED
+            status = SolveStatus.BUDGET_EXHAUSTED if exhausted else SolveStatus.STAGNATED
         value, residual = columns.unscaled()
+        overhead = columns.overhead + (0.0 if state is None else self.work_of_setup(state))
         seconds = time.perf_counter() - start
-        stats = SolveStats(iterations, iterations * work, columns.overhead, columns.group_norms(), seconds)
+        stats = SolveStats(iterations, epochs, overhead, columns.group_norms(), seconds)
         return Solution(value, residual, status, stats)
 
 

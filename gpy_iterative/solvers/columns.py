@@ -20,7 +20,7 @@ from gpy_iterative.solvers.solution import ColumnGroup
 #: Rows on which a running residual is compared with the true one; smaller systems are compared as a whole.
 VERIFIED_ROWS = 1024
 #: A running residual is taken for the true one while it differs by less than this part of the tolerance.
-ALLOWED_DRIFT = 0.01
+ALLOWED_DRIFT = 0.1
 #: A new best iterate is copied when its norm is below this part of the last copy's: few copies, almost the best.
 WORTH_A_COPY = 0.9
 #: How much lower a column aims after its true residual turned out above the tolerance.
@@ -31,12 +31,14 @@ LOWER_AIM = 0.8
 class Iterate:
     """Where an iteration stands: solutions, residuals and right-hand sides of the open columns, [n, s].
 
-    Value and residual belong to the iteration, which may overwrite them; the right-hand sides are read only.
+    Value and residual belong to the iteration, which may overwrite them; the right-hand sides are read only. The
+    shortfall, as last observed, is the largest residual over its tolerance; the iteration is over when it is 1.
     """
 
     value: Tensor
     residual: Tensor
     rhs: Tensor
+    shortfall: float = math.inf
 
     def keep(self, columns: Tensor) -> None:
         """Narrows the block to some of its columns."""
@@ -116,16 +118,18 @@ class Columns:
 
     def shortfall(self) -> float:
         """How far the best iterates are from the tolerance: the largest norm over its tolerance; 1 or less is done."""
+        return self._shortfall(self.norms, self.tolerances)
+
+    def _shortfall(self, norms: Tensor, tolerances: Tensor) -> float:
         if self.stopping == "columns":
-            return float((self.norms / self.tolerances).max())
-        pairs = zip(self.norms.split(self._sizes), self.tolerances.split(self._sizes), strict=True)
+            return float((norms / tolerances).max())
+        pairs = zip(norms.split(self._sizes), tolerances.split(self._sizes), strict=True)
         return max(float(part.mean() / tolerance.mean()) for part, tolerance in pairs if len(part))
 
     def _is_open(self, norms: Tensor, tolerances: Tensor) -> Tensor:
         if self.stopping == "columns":
             return norms > tolerances
-        pairs = zip(norms.split(self._sizes), tolerances.split(self._sizes), strict=True)
-        return torch.full_like(norms, any(bool(n.mean() > t.mean()) for n, t in pairs if len(n)), dtype=torch.bool)
+        return torch.full_like(norms, self._shortfall(norms, tolerances) > 1, dtype=torch.bool)
 
     # A round of iterations: begin, observe after each, end
 
@@ -137,11 +141,13 @@ class Columns:
         self._running = self.norms.clone()
         self._candidate = None if self.recursive else self.value.clone()
         columns = self._open.to(self.rhs.device)
-        return Iterate(self.value[:, columns], self.residual[:, columns], self.rhs[:, columns])
+        value, residual, rhs = (tensor[:, columns] for tensor in (self.value, self.residual, self.rhs))
+        return Iterate(value, residual, rhs, self._shortfall(self._running, self._aims))
 
     def observe(self, iterate: Iterate, iteration: int) -> Tensor | None:
         """Reads the norms after an iteration: the columns of the block that go on, or None when all do."""
         norms = self._running[self._open] = self._norms_of(iterate.residual, iteration)
+        iterate.shortfall = self._shortfall(self._running, self._aims)
         leaving = ~self._is_open(self._running, self._aims)[self._open]
         if self.recursive:
             best = self.norms[self._open]

@@ -68,7 +68,7 @@ class ConjugateGradients(IterativeSolver[_State]):
     def narrow(self, state: _State, columns: Tensor) -> _State:
         return replace(state, direction=state.direction[:, columns], product=state.product[columns])
 
-    def work_per_step(self, operator: LinearOperator) -> float:
+    def work_per_step(self, operator: LinearOperator, state: _State) -> float:
         return 1.0
 
     def work_of_setup(self, state: _State) -> float:

@@ -10,12 +10,19 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.preconditioners import LowRankPlusDiagonal
+from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholeskyFactor
+
+#: How much of one change the next one may be, when what is left is forecast as a geometric series.
+SLOWEST_PACE = 0.95
 
 
 @dataclass(frozen=True)
 class LogDeterminant:
-    """An estimate of log det H and its standard error, both [*b]."""
+    """An estimate of log det H and its standard error, both [*b].
+
+    The error is that of the probes, and of what the quadrature had still to gain when it stopped.
+    """
 
     mean: Tensor
     sem: Tensor
@@ -37,11 +44,12 @@ def stochastic_logdet(
         probes: xi [*b, n, s] with covariance P. The standard error is that of their mean.
         preconditioner: P.
         max_iterations: products with H at the most.
-        tolerance: the quadrature stops when its change is below `tolerance` a datum, or below a tenth of the
-            standard error.
+        tolerance: the quadrature stops when what it has still to gain, by the pace of its last changes, is below
+            `tolerance` a datum, or below a fifth of the probes' standard error.
 
     Cost: one product with s columns an iteration.
     """
+    floor = _smallest_eigenvalue(operator, preconditioner)
     base = preconditioner.logdet()
     solved = preconditioner.solve(probes)
     squared_norm = (probes * solved).sum(-2).clamp_min(0)
@@ -49,7 +57,8 @@ def stochastic_logdet(
     residual, previous = probes, torch.zeros_like(probes)
     diagonals: list[Tensor] = []
     offdiagonals: list[Tensor] = []
-    estimate = torch.zeros_like(squared_norm)
+    estimate = change = remainder = torch.zeros_like(squared_norm[..., 0])
+    samples = torch.zeros_like(squared_norm)
     for iteration in range(min(max_iterations, operator.shape[-1])):
         # A beta of 0 means that the Krylov space is exhausted: its column adds zeros of weight zero.
         inverse = torch.where(beta > 0, 1 / torch.where(beta > 0, beta, torch.ones_like(beta)), torch.zeros_like(beta))
@@ -61,16 +70,32 @@ def stochastic_logdet(
         if iteration:
             residual -= beta.unsqueeze(-2) * previous
         solved, previous = preconditioner.solve(residual), vector
-        updated = _quadrature(diagonals, offdiagonals) * squared_norm
-        change = (updated.mean(-1) - estimate.mean(-1)).abs()
-        estimate = updated
-        if iteration and bool((change <= (0.1 * _sem(estimate)).clamp_min(tolerance * operator.shape[-1])).all()):
+        samples = _quadrature(diagonals, offdiagonals, floor) * squared_norm
+        previous_estimate, previous_change = estimate, change
+        estimate = samples.mean(-1)
+        change = (estimate - previous_estimate).abs()
+        pace = (change / previous_change.clamp_min(torch.finfo(change.dtype).tiny)).clamp_max(SLOWEST_PACE)
+        remainder = change * pace / (1 - pace)
+        enough = (0.2 * _sem(samples)).nan_to_num(0.0).clamp_min(tolerance * operator.shape[-1])
+        # The first change is from zero, and says nothing of the pace.
+        if iteration > 1 and bool((remainder <= enough).all()):
             break
         beta = (residual * solved).sum(-2).clamp_min(0).sqrt()
         # What is left by rounding is no new direction.
         beta = torch.where(beta > 10 * torch.finfo(beta.dtype).eps * alpha.abs(), beta, torch.zeros_like(beta))
         offdiagonals.append(beta)
-    return LogDeterminant(base + estimate.mean(-1), _sem(estimate))
+    return LogDeterminant(base + estimate, torch.hypot(_sem(samples), remainder))
+
+
+def _smallest_eigenvalue(operator: LinearOperator, preconditioner: LowRankPlusDiagonal) -> Tensor:
+    """A lower bound on the spectrum of M, [*b]: below it Ritz values are rounding errors, whose logarithms run wild.
+
+    A pivoted Cholesky factor has K >= L L^T, so that H >= L L^T + noise >= min(noise / d) P.
+    """
+    if isinstance(operator, NoisyLinearOperator) and isinstance(preconditioner, PivotedCholeskyFactor):
+        return (operator.noise / preconditioner.diagonal).amin(-1)
+    diagonal = preconditioner.diagonal
+    return torch.full_like(diagonal[..., 0], torch.finfo(diagonal.dtype).eps)
 
 
 def _sem(samples: Tensor) -> Tensor:
@@ -80,12 +105,12 @@ def _sem(samples: Tensor) -> Tensor:
     return samples.std(-1) / size**0.5
 
 
-def _quadrature(diagonals: list[Tensor], offdiagonals: list[Tensor]) -> Tensor:
+def _quadrature(diagonals: list[Tensor], offdiagonals: list[Tensor], floor: Tensor) -> Tensor:
     """e_1^T log(T) e_1 of the tridiagonal T, [*b, s]."""
     matrix = torch.diag_embed(torch.stack(diagonals, dim=-1).double())
     if offdiagonals:
         off = torch.diag_embed(torch.stack(offdiagonals, dim=-1).double(), offset=1)
         matrix = matrix + off + off.mT
     values, vectors = torch.linalg.eigh(matrix)
-    logs = values.clamp_min(torch.finfo(diagonals[0].dtype).tiny).log()
+    logs = values.maximum(floor.double().unsqueeze(-1).unsqueeze(-1)).log()
     return (vectors[..., 0, :].square() * logs).sum(-1).to(diagonals[0].dtype)

@@ -109,7 +109,7 @@ class StochasticGradientDescent(IterativeSolver[_State]):
             limit=state.limit[columns],
         )
 
-    def work_per_step(self, operator: LinearOperator) -> float:
+    def work_per_step(self, operator: LinearOperator, state: _State) -> float:
         return min(self.batch_size / operator.shape[-1], 1.0)
 
     def work_of_setup(self, state: _State) -> float:
