@@ -14,7 +14,7 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.partial_products import columns_matmul, dense_rows, principal_block, rows_matmul
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial import RadialKernelLinearOperator
-from gpy_iterative.linear_operators.tile_cache import TileCache
+from gpy_iterative.linear_operators.tile_cache import TileCache, TileCaches
 
 __all__ = [
     "GenericKernelLinearOperator",
@@ -23,6 +23,7 @@ __all__ = [
     "NoisyLinearOperator",
     "RadialKernelLinearOperator",
     "TileCache",
+    "TileCaches",
     "columns_matmul",
     "dense_rows",
     "flat_targets",

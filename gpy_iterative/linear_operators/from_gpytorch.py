@@ -32,6 +32,7 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN, RATIONAL_QUADRATIC, RBF
+from gpy_iterative.linear_operators.tile_cache import TileCaches
 
 #: Kernels whose own operator is cheap to evaluate and has a fast product.
 _STRUCTURED = (
@@ -58,12 +59,15 @@ class KernelTerm:
     scale: Tensor | None = None
 
 
-def kernel_operator(covariance: LinearOperator | Tensor, products: KernelProducts) -> LinearOperator:
+def kernel_operator(
+    covariance: LinearOperator | Tensor, products: KernelProducts, caches: TileCaches | None = None
+) -> LinearOperator:
     """The prior covariance as an operator that stores no kernel matrix.
 
     Args:
         covariance: `function_dist.lazy_covariance_matrix`.
         products: how products with kernel matrices are computed.
+        caches: where the operators keep their tiles; None gives each a cache of its own.
 
     Raises:
         ValueError: inputs and kernel parameters of different dtypes.
@@ -74,21 +78,38 @@ def kernel_operator(covariance: LinearOperator | Tensor, products: KernelProduct
             "gpytorch.beta_features.checkpoint_kernel has no use here (nothing of size n x n is stored) and changes "
             "what lazy kernels mean: leave it off."
         )
+    if caches is None:
+        caches = TileCaches()
+    caches.restart()
+    return _read(covariance, _How(products, caches))
+
+
+@dataclass(frozen=True)
+class _How:
+    products: KernelProducts
+    caches: TileCaches
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the next operator."""
+        return {"products": self.products, "cache": self.caches.take()}
+
+
+def _read(covariance: LinearOperator | Tensor, how: _How) -> LinearOperator:
     if isinstance(covariance, LazyEvaluatedKernelTensor):
-        return _of_lazy_kernel(covariance, products)
+        return _of_lazy_kernel(covariance, how)
     if isinstance(covariance, AddedDiagLinearOperator):
         jitter = _diagonal_of(covariance._diag_tensor, covariance.shape)
-        return NoisyLinearOperator(kernel_operator(covariance._linear_op, products), jitter)
+        return NoisyLinearOperator(_read(covariance._linear_op, how), jitter)
     if isinstance(covariance, SumLinearOperator):
-        return _sum([kernel_operator(part, products) for part in covariance.linear_ops])
+        return _sum([_read(part, how) for part in covariance.linear_ops])
     if isinstance(covariance, ConstantMulLinearOperator):
-        return _times(kernel_operator(covariance.base_linear_op, products), covariance._constant)
+        return _times(_read(covariance.base_linear_op, how), covariance._constant)
     if isinstance(covariance, BlockInterleavedLinearOperator):
-        return BlockInterleavedLinearOperator(kernel_operator(covariance.base_linear_op, products))
+        return BlockInterleavedLinearOperator(_read(covariance.base_linear_op, how))
     return to_linear_operator(covariance)
 
 
-def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, products: KernelProducts) -> LinearOperator:
+def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, how: _How) -> LinearOperator:
     x1, x2 = lazy.x1, lazy.x2
     kernel = lazy.kernel
     for name, parameter in kernel.named_parameters():
@@ -104,39 +125,44 @@ def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, products: KernelProducts) -
                 kernel, x1, x2, diag=False, last_dim_is_batch=lazy.last_dim_is_batch, **lazy.params
             )
         return to_linear_operator(evaluated)
-    return operator_of_kernel(kernel, x1, None if same else x2, products)
+    return _of_kernel(kernel, x1, None if same else x2, how)
 
 
 def operator_of_kernel(
     kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts
 ) -> LinearOperator:
+    """The operator k(x1, x2) of one kernel, whose inputs are already reduced to its active dims; x2 None is x1."""
+    return _of_kernel(kernel, x1, x2, _How(products, TileCaches()))
+
+
+def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) -> LinearOperator:
     """The operator of k(x1, x2), whose inputs are already reduced to the kernel's active dims."""
     if type(kernel) is kernels.ScaleKernel:
         # ScaleKernel calls its base's forward: the base's active dims are already selected.
-        return _times(operator_of_kernel(kernel.base_kernel, x1, x2, products), kernel.outputscale)
+        return _times(_of_kernel(kernel.base_kernel, x1, x2, how), kernel.outputscale)
     if type(kernel) is kernels.AdditiveKernel:
         return _sum(
             [
-                operator_of_kernel(part, _active(part, x1), None if x2 is None else _active(part, x2), products)
+                _of_kernel(part, _active(part, x1), None if x2 is None else _active(part, x2), how)
                 for part in kernel.kernels
             ]
         )
     if _is_radial(kernel):
-        return _radial(kernel, x1, x2, products)
+        return _radial(kernel, x1, x2, how)
     if isinstance(kernel, kernels.MultitaskKernel):
-        data = operator_of_kernel(
+        data = _of_kernel(
             kernel.data_covar_module,
             _active(kernel.data_covar_module, x1),
             None if x2 is None else _active(kernel.data_covar_module, x2),
-            products,
+            how,
         )
         return KroneckerProductLinearOperator(data, to_linear_operator(kernel.task_covar_module.covar_matrix))
     if isinstance(kernel, kernels.LCMKernel):
-        return _sum([operator_of_kernel(part, x1, x2, products) for part in kernel.covar_module_list])
+        return _sum([_of_kernel(part, x1, x2, how) for part in kernel.covar_module_list])
     if isinstance(kernel, _STRUCTURED):
         with gpytorch.settings.lazily_evaluate_kernels(False):
             return to_linear_operator(gpytorch.Module.__call__(kernel, x1, x1 if x2 is None else x2))
-    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=products)
+    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, **how.options())
 
 
 def _active(kernel: kernels.Kernel, x: Tensor) -> Tensor:
@@ -159,7 +185,7 @@ def _is_radial(kernel: kernels.Kernel) -> bool:
     return type(kernel) in (kernels.keops.RBFKernel, kernels.keops.MaternKernel)
 
 
-def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts) -> LinearOperator:
+def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) -> LinearOperator:
     function, alpha = RBF, None
     if isinstance(kernel, (kernels.MaternKernel, kernels.keops.MaternKernel)):
         function = MATERN[kernel.nu]
@@ -174,7 +200,7 @@ def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: Ker
         x2=None if x2 is None else (x2 - centre) / lengthscale,
         alpha=alpha,
         function=function,
-        products=products,
+        **how.options(),
     )
 
 
@@ -219,6 +245,7 @@ def noisy_operator(
     function_dist: MultivariateNormal,
     *params: Any,
     products: KernelProducts,
+    caches: TileCaches | None = None,
     observed: Tensor | None = None,
     **kwargs: Any,
 ) -> LinearOperator:
@@ -229,6 +256,7 @@ def noisy_operator(
         function_dist: the prior at the training inputs, [*b, n] or [*b, n, T].
         params, kwargs: the likelihood's own arguments.
         products: how products with kernel matrices are computed.
+        caches: where the operators keep their tiles.
         observed: [n] or [n * T], which data are observed; None is all.
 
     Returns:
@@ -242,13 +270,13 @@ def noisy_operator(
     if not isinstance(noise, DiagLinearOperator):
         if observed is not None:
             raise ValueError("Missing observations need a noise covariance that is diagonal.")
-        return kernel_operator(covariance, products) + noise
+        return kernel_operator(covariance, products, caches) + noise
     variances = noise.diagonal(dim1=-1, dim2=-2)
     _check_noise(variances)
     if observed is not None:
         index = observed.nonzero().squeeze(-1)
         covariance, variances = covariance[..., index, :][..., :, index], variances[..., index]
-    kernel = kernel_operator(covariance, products)
+    kernel = kernel_operator(covariance, products, caches)
     if isinstance(kernel, NoisyLinearOperator):  # jitter from the model's own forward
         kernel, variances = kernel.kernel, variances + kernel.noise
     return NoisyLinearOperator(kernel, variances)

@@ -105,14 +105,20 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     @classmethod
     def of_kernel(
-        cls, kernel: Kernel, x1: Tensor, x2: Tensor | None = None, *, products: KernelProducts | None = None
+        cls,
+        kernel: Kernel,
+        x1: Tensor,
+        x2: Tensor | None = None,
+        *,
+        products: KernelProducts | None = None,
+        cache: TileCache | None = None,
     ) -> "GenericKernelLinearOperator":
         """The operator of a kernel's own parameters."""
         names, parameters = [], []
         for name, parameter in kernel.named_parameters():
             names.append(name)
             parameters.append(parameter)
-        return cls(x1, *parameters, x2=x2, kernel=kernel, names=tuple(names), products=products)
+        return cls(x1, *parameters, x2=x2, kernel=kernel, names=tuple(names), products=products, cache=cache)
 
     @property
     def symmetric(self) -> bool:

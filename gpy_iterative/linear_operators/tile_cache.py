@@ -21,7 +21,8 @@ class TileCache:
     run fills the same buffers at every step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, siblings: "TileCaches | None" = None) -> None:
+        self._siblings = siblings
         self._owner: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
         self._tiles: dict[Key, Tensor] = {}
         self._spare: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
@@ -51,9 +52,9 @@ class TileCache:
             tile = spare.pop()
         else:
             size = shape.numel() * like.element_size()
-            if self._bytes + size > budget:
+            if self._total_bytes() + size > budget:
                 self._drop_spares()
-            if self._bytes + size > budget:
+            if self._total_bytes() + size > budget:
                 return None
             tile = torch.empty(shape, dtype=like.dtype, device=like.device)
             self._bytes += size
@@ -62,12 +63,15 @@ class TileCache:
 
     def clear(self) -> None:
         """Forgets everything and gives the memory back."""
-        self.__init__()
+        self.__init__(self._siblings)
 
     @property
     def num_bytes(self) -> int:
         """Memory held, tiles in use and spare ones."""
         return self._bytes
+
+    def _total_bytes(self) -> int:
+        return self._bytes if self._siblings is None else self._siblings.num_bytes
 
     def _drop_spares(self) -> None:
         for tiles in self._spare.values():
@@ -83,3 +87,44 @@ class TileCache:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TileCache":
         return TileCache()
+
+
+class TileCaches:
+    """One cache for every kernel of a prior, which share a budget and outlive the operators of a training step.
+
+    Operators ask for theirs in the order in which the prior is read, which is the same at every step.
+    """
+
+    def __init__(self) -> None:
+        self._caches: list[TileCache] = []
+        self._taken = 0
+
+    def restart(self) -> None:
+        """The next operator is the first of a prior."""
+        self._taken = 0
+
+    def take(self) -> TileCache:
+        """The cache of the next operator."""
+        if self._taken == len(self._caches):
+            self._caches.append(TileCache(self))
+        self._taken += 1
+        return self._caches[self._taken - 1]
+
+    def clear(self) -> None:
+        """Gives the memory of all of them back."""
+        for cache in self._caches:
+            cache.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held by all of them."""
+        return sum(cache.num_bytes for cache in self._caches)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TileCaches":
+        return TileCaches()

@@ -23,6 +23,7 @@ from torch import Tensor
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.linear_operators import (
     KernelProducts,
+    TileCaches,
     flat_targets,
     kernel_terms,
     noisy_operator,
@@ -79,6 +80,8 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         self._state = TrainingState(make_generator(generator), WarmStart(warm_start))
         self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES)
         self._params: tuple[Any, ...] = ()
+        # Lives as long as the run, so that every step evaluates its tiles into the same memory.
+        self._caches = TileCaches()
         self._has_warned = False
 
     @abstractmethod
@@ -109,7 +112,13 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         num_data = function_dist.event_shape.numel()
         observed = observed_data(function_dist, target)
         operator = noisy_operator(
-            self.likelihood, function_dist, *params, products=self.products, observed=observed, **kwargs
+            self.likelihood,
+            function_dist,
+            *params,
+            products=self.products,
+            caches=self._caches,
+            observed=observed,
+            **kwargs,
         )
         residual = flat_targets(function_dist, target) - function_dist.loc
         if observed is not None:
@@ -143,6 +152,7 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         hyperparameters have not moved since the last solve, else one warm-started solve for the targets; what
         variances and sample paths cost is said in `PathwisePosterior`.
         """
+        self._caches.clear()  # the posterior keeps tiles of its own
         posterior = PathwisePosterior(
             self.model,
             self.likelihood,

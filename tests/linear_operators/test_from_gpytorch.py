@@ -12,6 +12,7 @@ from gpy_iterative.linear_operators import (
     KernelProducts,
     NoisyLinearOperator,
     RadialKernelLinearOperator,
+    TileCaches,
     kernel_operator,
     kernel_terms,
     noisy_operator,
@@ -133,3 +134,19 @@ def test_terms_of_a_sum() -> None:
 def test_a_bare_matrix_has_no_terms() -> None:
     with pytest.raises(SpectralDensityMissingError, match=r"DenseLinearOperator[\s\S]*Hutchinson"):
         kernel_terms(DenseLinearOperator(torch.eye(3)))
+
+
+def test_caches_are_shared_by_the_steps_of_a_run_and_share_a_budget() -> None:
+    x, _ = data(40)
+    kernel = (kernels.RBFKernel() + kernels.MaternKernel()).double()
+    caches = TileCaches()
+    rhs = torch.ones(40, 1).double()
+    budget = KernelProducts(tile_size=8, cache_memory=20 * 8 * 8 * 8)
+    for _ in range(2):
+        operator = kernel_operator(kernel(x), budget, caches)
+        with torch.no_grad():
+            torch.testing.assert_close(operator._matmul(rhs), kernel(x).to_dense() @ rhs)
+        assert caches.num_bytes == budget.cache_memory
+        kernel.kernels[0].lengthscale = 0.4
+    caches.clear()
+    assert caches.num_bytes == 0
