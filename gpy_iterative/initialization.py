@@ -37,7 +37,8 @@ def initialize_from_subsets(
     Each subset is a random training point with its nearest neighbours (Euclidean, standardised inputs); a copy of the
     model is fitted to it by Adam, from the current values. Values are averaged as the user sees them (lengthscale, noise
     variance), not as raw parameters. What a subset does not identify, such as the lengthscale of a column that is constant
-    in it, is averaged over the others, and stays as it is where none does.
+    in it, is averaged over the others, and stays as it is where none does. Meant for kernel, mean and noise parameters: an
+    average of neural networks is no sensible network.
 
     Args:
         model: with training data; inputs [n, d], targets [*b, n] or [n, T].

@@ -120,7 +120,8 @@ class InverseFactorRecipe:
         """The columns for H [*b, n, n], and how the solves went (one a batch member).
 
         Cost for each member: r kernel rows, n r^2 multiply-adds three times, one product with r columns, and one
-        solve of s columns by conjugate gradients whose preconditioner is the factor already made.
+        solve of s columns by conjugate gradients whose preconditioner is the factor already made. Memory: about six
+        blocks [n, r].
         """
         if not operator.batch_shape:
             columns, rank, solution = self._build_one(operator, generator)

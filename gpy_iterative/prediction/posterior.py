@@ -1,6 +1,7 @@
 """The posterior of an exact Gaussian process, from training's own solves."""
 
 import copy
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -99,7 +100,7 @@ class PathwisePosterior:
         self._products = KernelProducts() if products is None else products
         self._recipe = InverseFactorRecipe(rank=rank, num_samples=num_samples)
         self._num_frequencies, self._exact_below = num_frequencies, exact_below
-        self._seed = 0 if generator is None else int(torch.randint(2**62, (), generator=generator))
+        self._seed = _seed(generator)
         enough = prior is not None and prior[0].num_frequencies >= MIN_FREQUENCIES
         self._prior_draws = PriorDraws(*prior) if prior is not None and enough else None
         self._snapshot, self._solves = self._solved(initial_weights)
@@ -187,7 +188,7 @@ class PathwisePosterior:
             error = VarianceError.between(covariance.diagonal(dim1=-2, dim2=-1), exact)
         if error.median > LARGE_VARIANCE_ERROR:
             warnings.warn(
-                f"Predictive variances are off by a factor of {2.718281828**error.median:.2f} in the median. Raise rank "
+                f"Predictive variances are off by a factor of {math.exp(error.median):.2f} in the median. Raise rank "
                 f"(now {self._recipe.rank}) or num_samples (now {self._recipe.num_samples}), or take the empirical "
                 "variance of many sample paths.",
                 VarianceWarning,
@@ -213,6 +214,13 @@ class PathwisePosterior:
             initial_weights=initial_weights,
         )
         return snapshot, solves
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    """One draw: all others follow from it, in whatever order variances and paths are asked for."""
+    if generator is None:
+        return 0
+    return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
 def _graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:

@@ -41,7 +41,7 @@ class SamplePaths:
 
     @property
     def num_paths(self) -> int:
-        """K."""
+        """The number of functions."""
         return self._update.shape[-1]
 
     def __call__(self, *inputs: Tensor) -> Tensor:

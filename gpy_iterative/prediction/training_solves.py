@@ -28,9 +28,14 @@ class PriorDraws:
     draws: Draws
     solutions: Tensor
 
+    def fits(self, system: TrainingSystem) -> bool:
+        """Whether the draws have the shape, dtype and device of a system."""
+        like, solutions = system.residual, self.solutions
+        return (solutions.shape[:-1], solutions.dtype, solutions.device) == (like.shape, like.dtype, like.device)
+
     @property
     def num_samples(self) -> int:
-        """S."""
+        """The number of samples."""
         return self.solutions.shape[-1]
 
 
@@ -92,12 +97,13 @@ class TrainingSolves:
         Args:
             count: samples wanted. Those already solved for are kept, and only the rest is drawn and solved.
             num_frequencies: random frequencies a kernel term, of the first draw; later ones share them.
-            start: draws from other hyperparameters. Their randomness is kept, their solutions start the solve.
+            start: draws from other hyperparameters. Their randomness is kept, their solutions start the solve; ignored
+                where they belong to other data or another dtype.
 
         Raises:
             SpectralDensityMissingError: a kernel has no random features.
         """
-        if self._prior_draws is None and start is not None:
+        if self._prior_draws is None and start is not None and start.fits(self.system):
             self._prior_draws = self._solved(start.distribution, start.draws, start.solutions)
         known = self._prior_draws
         missing = count - (0 if known is None else known.num_samples)
@@ -137,12 +143,6 @@ class TrainingSolves:
         # The solution is wanted, not S^-1 xi, whose cost grows with the square of the frequencies.
         distribution = replace(distribution, corrected=False)
         vectors = distribution.probes(self.system.operator, self.system.terms(), draws).vectors
-        if guess is not None and (guess.shape, guess.dtype, guess.device) != (
-            vectors.shape,
-            vectors.dtype,
-            vectors.device,
-        ):
-            guess = None
         return PriorDraws(distribution, draws, self.solve(vectors, guess))
 
     def _generator(self, stream: int) -> torch.Generator:

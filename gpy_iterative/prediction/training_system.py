@@ -13,7 +13,14 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators import KernelProducts, KernelTerm, flat_targets, kernel_terms, noisy_operator
+from gpy_iterative.linear_operators import (
+    KernelProducts,
+    KernelTerm,
+    flat_targets,
+    kernel_terms,
+    noisy_operator,
+    observed_data,
+)
 from gpy_iterative.prediction.snapshot import same_tensor
 
 
@@ -76,7 +83,12 @@ def training_system(
             f"{tuple(prior.mean.shape)}."
         )
     residual = target - prior.loc
-    observed = _observed(target)
+    observed = observed_data(prior, model.train_targets)
+    if observed is None and torch.isnan(target).any():
+        raise ValueError(
+            "The training targets contain NaN. Under gpytorch.settings.observation_nan_policy('mask') these data are "
+            "dropped; otherwise they have no meaning here."
+        )
     operator = noisy_operator(likelihood, prior, *params, products=products, observed=observed)
     if observed is not None:
         residual = residual[..., observed]
@@ -85,20 +97,6 @@ def training_system(
         operator = operator.expand(*batch, *operator.matrix_shape)
     # Copies: a lazy solve later must see the hyperparameters of now.
     return TrainingSystem(prior, operator.detach().clone(), residual.expand(*batch, residual.shape[-1]), observed)
-
-
-def _observed(target: Tensor) -> Tensor | None:
-    """[n], False where a target of any batch member is NaN; None where none is."""
-    policy = gpytorch.settings.observation_nan_policy.value()
-    missing = torch.isnan(target)
-    if not missing.any():
-        return None
-    if policy != "mask":
-        raise ValueError(
-            f"The training targets contain NaN. With gpytorch.settings.observation_nan_policy('mask') these data are "
-            f"dropped; under {policy!r} they have no meaning here."
-        )
-    return ~missing.reshape(-1, missing.shape[-1]).any(0)
 
 
 def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
@@ -121,14 +119,17 @@ def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
 @contextmanager
 def evaluating(model: ExactGP, likelihood: Likelihood) -> Iterator[None]:
     """Evaluation mode inside, whatever mode it was before outside."""
-    training = [module for module in (model, likelihood) if module.training]
-    for module in training:
-        module.eval()
+    before = [(module, module.training) for module in (model, likelihood)]
+    for module, was_training in before:
+        if was_training:
+            module.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.train()
+        # The model first: it takes its own likelihood along.
+        for module, was_training in before:
+            if module.training != was_training:
+                module.train(was_training)
 
 
 class LikelihoodParams:

@@ -91,6 +91,17 @@ def test_paths_stay_when_the_model_moves() -> None:
     assert (moved.mean(0) - mean).abs().max() < 3
 
 
+def test_paths_of_other_data_and_of_another_dtype() -> None:
+    """Old draws do not fit: new ones are made."""
+    case, x = CASES["rbf"](), held_out_points()
+    posterior = posterior_of(case, Cholesky())
+    posterior.sample_paths(3)
+    case.model.set_train_data(case.x[:30], case.y[:30], strict=False)
+    assert posterior.sample_paths(3)(x).shape == (3, 6)
+    case.model.float()
+    assert posterior.sample_paths(3)(x.float()).dtype == torch.float32
+
+
 def test_differentiable_in_the_inputs() -> None:
     case = CASES["matern-5/2"]()
     paths = posterior_of(case).sample_paths(2)
