@@ -13,15 +13,16 @@ from torch import Tensor
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholeskyFactor
 
-#: How much of one change the next one may be, when what is left is forecast as a geometric series.
-SLOWEST_PACE = 0.95
+#: The share of the bracket between upper and lower quadrature that counts as the error of their mean. Measured on
+#: kernel systems of noise .02 to 1, the error is between a fourth and a thirteenth of the bracket.
+BRACKET_SHARE = 8
 
 
 @dataclass(frozen=True)
 class LogDeterminant:
     """An estimate of log det H and its standard error, both [*b].
 
-    The error is that of the probes, and of what the quadrature had still to gain when it stopped.
+    The error is that of the probes, and of the quadrature where it stopped.
     """
 
     mean: Tensor
@@ -35,7 +36,7 @@ def stochastic_logdet(
     preconditioner: LowRankPlusDiagonal,
     *,
     max_iterations: int = 30,
-    tolerance: float = 1e-4,
+    tolerance: float | None = None,
 ) -> LogDeterminant:
     """An estimate of log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
 
@@ -44,8 +45,12 @@ def stochastic_logdet(
         probes: xi [*b, n, s] with covariance P. The standard error is that of their mean.
         preconditioner: P.
         max_iterations: products with H at the most.
-        tolerance: the quadrature stops when what it has still to gain, by the pace of its last changes, is below
-            `tolerance` a datum, or below a fifth of the probes' standard error.
+        tolerance: the quadrature stops when its own error is below `tolerance` a datum; None: below the probes'
+            standard error.
+
+    The spectrum of M is bounded from below where P is a pivoted Cholesky factor (by 1 where its diagonal is the
+    noise). Then Gauss' rule is an upper and Gauss and Radau's a lower bound; their mean, which is returned, converges
+    several times faster than either.
 
     Cost: one product with s columns an iteration.
     """
@@ -57,8 +62,8 @@ def stochastic_logdet(
     residual, previous = probes, torch.zeros_like(probes)
     diagonals: list[Tensor] = []
     offdiagonals: list[Tensor] = []
-    estimate = change = remainder = torch.zeros_like(squared_norm[..., 0])
     samples = torch.zeros_like(squared_norm)
+    bracket = torch.zeros_like(base)
     for iteration in range(min(max_iterations, operator.shape[-1])):
         # A beta of 0 means that the Krylov space is exhausted: its column adds zeros of weight zero.
         inverse = torch.where(beta > 0, 1 / torch.where(beta > 0, beta, torch.ones_like(beta)), torch.zeros_like(beta))
@@ -70,21 +75,17 @@ def stochastic_logdet(
         if iteration:
             residual -= beta.unsqueeze(-2) * previous
         solved, previous = preconditioner.solve(residual), vector
-        samples = _quadrature(diagonals, offdiagonals, floor) * squared_norm
-        previous_estimate, previous_change = estimate, change
-        estimate = samples.mean(-1)
-        change = (estimate - previous_estimate).abs()
-        pace = (change / previous_change.clamp_min(torch.finfo(change.dtype).tiny)).clamp_max(SLOWEST_PACE)
-        remainder = change * pace / (1 - pace)
-        enough = (0.2 * _sem(samples)).nan_to_num(0.0).clamp_min(tolerance * operator.shape[-1])
-        # The first change is from zero, and says nothing of the pace.
-        if iteration > 1 and bool((remainder <= enough).all()):
-            break
         beta = (residual * solved).sum(-2).clamp_min(0).sqrt()
         # What is left by rounding is no new direction.
         beta = torch.where(beta > 10 * torch.finfo(beta.dtype).eps * alpha.abs(), beta, torch.zeros_like(beta))
+        upper, lower = _quadratures(diagonals, offdiagonals, beta, floor)
+        samples = (upper + lower) / 2 * squared_norm
+        bracket = ((upper - lower) * squared_norm).mean(-1).abs() / BRACKET_SHARE
+        enough = _sem(samples).nan_to_num(0.0) if tolerance is None else tolerance * operator.shape[-1]
+        if bool((bracket <= enough).all()):
+            break
         offdiagonals.append(beta)
-    return LogDeterminant(base + estimate, torch.hypot(_sem(samples), remainder))
+    return LogDeterminant(base + samples.mean(-1), torch.hypot(_sem(samples), bracket))
 
 
 def _smallest_eigenvalue(operator: LinearOperator, preconditioner: LowRankPlusDiagonal) -> Tensor:
@@ -105,12 +106,35 @@ def _sem(samples: Tensor) -> Tensor:
     return samples.std(-1) / size**0.5
 
 
-def _quadrature(diagonals: list[Tensor], offdiagonals: list[Tensor], floor: Tensor) -> Tensor:
-    """e_1^T log(T) e_1 of the tridiagonal T, [*b, s]."""
+def _quadratures(
+    diagonals: list[Tensor], offdiagonals: list[Tensor], beta: Tensor, floor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """e_1^T log(T) e_1 of the tridiagonal T by Gauss' rule and by Gauss and Radau's with a node at the floor, [*b, s].
+
+    The even derivatives of the logarithm are negative and the odd ones positive, so that the first is above
+    and the second below the truth, but for rounding.
+    """
+    matrix = _tridiagonal(diagonals, offdiagonals)
+    floor = floor.double().unsqueeze(-1)
+    size = matrix.shape[-1]
+    last = torch.zeros(size, 1, dtype=matrix.dtype, device=matrix.device)
+    last[-1] = 1
+    # Just below the floor, so that Ritz values which rounding puts on it do no harm.
+    node = floor * (1 - 1e-3)
+    shifted = matrix - node[..., None, None] * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    corner = node + beta.double().square() * torch.linalg.solve(shifted, last.expand(*matrix.shape[:-1], 1))[..., -1, 0]
+    extended = _tridiagonal([*diagonals, corner.to(beta.dtype)], [*offdiagonals, beta])
+    return _log_of_first(matrix, node).to(beta.dtype), _log_of_first(extended, node).to(beta.dtype)
+
+
+def _tridiagonal(diagonals: list[Tensor], offdiagonals: list[Tensor]) -> Tensor:
     matrix = torch.diag_embed(torch.stack(diagonals, dim=-1).double())
     if offdiagonals:
         off = torch.diag_embed(torch.stack(offdiagonals, dim=-1).double(), offset=1)
         matrix = matrix + off + off.mT
+    return matrix
+
+
+def _log_of_first(matrix: Tensor, floor: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(matrix)
-    logs = values.maximum(floor.double().unsqueeze(-1).unsqueeze(-1)).log()
-    return (vectors[..., 0, :].square() * logs).sum(-1).to(diagonals[0].dtype)
+    return (vectors[..., 0, :].square() * values.maximum(floor.unsqueeze(-1)).log()).sum(-1)
