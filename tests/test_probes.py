@@ -1,5 +1,6 @@
 """tr(H^-1 dH) = E[(H^-1 xi)^T dH (S^-1 xi)], for every distribution; and what each costs in variance."""
 
+import copy
 import io
 import itertools
 
@@ -7,9 +8,16 @@ import gpytorch
 import pytest
 import torch
 from gpytorch import kernels
+from linear_operator import to_linear_operator
 
 from gpy_iterative.errors import SpectralDensityMissingError
-from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, kernel_terms, noisy_operator
+from gpy_iterative.linear_operators import (
+    KernelProducts,
+    NoisyLinearOperator,
+    kernel_operator,
+    kernel_terms,
+    noisy_operator,
+)
 from gpy_iterative.probes import (
     ExactPrior,
     Gaussian,
@@ -86,22 +94,144 @@ def test_all_sign_vectors_average_to_the_trace() -> None:
     torch.testing.assert_close(estimates.mean(), torch.linalg.solve(matrix, derivative).trace())
 
 
-def test_given_the_frequencies_the_corrected_form_is_exact_and_the_published_one_is_not() -> None:
-    """Over all of w and e (whose sample moment is made the identity), only the corrected form gives the trace."""
+def identity_draws(draws: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same draws with base vectors whose second moment is the identity: as many probes as base entries.
+
+    A sum over these probes is the expectation over the base vectors, given everything else (frequencies, pivots).
+    """
+    bases = [name for name in BASES if name in draws]
+    sizes = [draws[name].shape[-2] for name in bases]
+    basis = torch.eye(sum(sizes), dtype=torch.float64)
+    batch = draws[bases[0]].shape[:-2]
+    return draws | {
+        name: rows.expand(*batch, *rows.shape) for name, rows in zip(bases, basis.split(sizes), strict=True)
+    }
+
+
+#: Names under which distributions keep vectors of identity covariance.
+BASES = ("base", "factor_base", "weights", "diagonal_base", "noise_base")
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_expectation_given_frequencies_and_pivots_is_exactly_the_trace(name: str) -> None:
+    operator, terms, derivatives, _ = system()
+    distribution = DISTRIBUTIONS[name](1)
+    with torch.no_grad():
+        draws = identity_draws(distribution.draw(operator, terms, torch.Generator().manual_seed(1)))
+        probes = distribution.probes(operator, terms, draws)
+        trace = trace_samples(operator, derivatives, probes).sum(0)
+    exact = truth(operator, derivatives)
+    torch.testing.assert_close(trace, exact, rtol=0, atol=1e-8 * float(exact.abs().max()))
+    if probes.covariance is not None:
+        torch.testing.assert_close(probes.vectors @ probes.vectors.mT, probes.covariance.matmul(torch.eye(N).double()))
+
+
+def test_the_published_form_is_off_for_given_frequencies_and_right_on_average_over_them() -> None:
     operator, terms, derivatives, _ = system()
     exact = truth(operator, derivatives)
-    errors = {}
-    for corrected in (True, False):
-        distribution = RandomFeatures(num_probes=1, num_frequencies=20, corrected=corrected)
-        with torch.no_grad():
-            draws = distribution.draw(operator, terms, torch.Generator().manual_seed(1))
-            features = draws["weights"].shape[0]
-            basis = torch.eye(features + N).double()
-            draws |= {"weights": basis[:features], "noise_base": basis[features:]}
+    distribution = RandomFeatures(num_probes=1, num_frequencies=20, corrected=False)
+    generator, traces = torch.Generator().manual_seed(1), []
+    with torch.no_grad():
+        for _ in range(300):
+            draws = identity_draws(distribution.draw(operator, terms, generator))
             probes = distribution.probes(operator, terms, draws)
-            errors[corrected] = (trace_samples(operator, derivatives, probes).sum(0) - exact).abs().max()
-    assert errors[True] < 1e-8 * exact.abs().max()
-    assert errors[False] > 1e-2 * exact.abs().max()
+            assert probes.dual is None
+            traces.append(trace_samples(operator, derivatives, probes).sum(0))
+    samples = torch.stack(traces)
+    off = (samples - exact).abs().amax(-1) > 1e-2 * exact.abs().max()
+    assert off.double().mean() > 0.9
+    assert_mean_within(samples, exact, max_sem=float(0.05 * exact.abs().max()))
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_batches_hold_members_of_their_own(name: str) -> None:
+    """The expectation is exact for every member of a batch of systems with a noise of their own."""
+    x, _ = data(N)
+    kernel = kernels.ScaleKernel(
+        kernels.MaternKernel(nu=1.5, batch_shape=torch.Size([2])), batch_shape=torch.Size([2])
+    ).double()
+    kernel.base_kernel.lengthscale = torch.tensor([[[0.5]], [[2.0]]])
+    kernel.outputscale = torch.tensor([1.0, 3.0])
+    lazy = kernel(x)
+    noise = 0.1 * torch.linspace(0.5, 1.5, 2 * N).double().reshape(2, N)
+    operator = NoisyLinearOperator(kernel_operator(lazy, KernelProducts(tile_size=16)), noise)
+    derivatives = torch.stack([torch.eye(N), torch.ones(N, N)]).double()
+    distribution = DISTRIBUTIONS[name](2)
+    with torch.no_grad():
+        draws = distribution.draw(operator, kernel_terms(lazy), torch.Generator().manual_seed(1))
+        vectors = distribution.probes(operator, kernel_terms(lazy), draws).vectors
+        assert vectors.shape == (2, N, 2)
+        assert not torch.allclose(vectors[0], vectors[1])
+        probes = distribution.probes(operator, kernel_terms(lazy), identity_draws(draws))
+        for index in range(2):
+            dual = None if probes.dual is None else probes.dual[index].expand_as(probes.vectors[index])
+            trace = trace_samples(operator[index], derivatives, Probes(probes.vectors[index], dual)).sum(0)
+            exact = truth(operator[index], derivatives)
+            torch.testing.assert_close(trace, exact, rtol=0, atol=1e-8 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["rademacher", "gaussian", "preconditioned"])
+def test_any_positive_definite_operator_has_probes(name: str) -> None:
+    operator, _, derivatives, _ = system()
+    opaque = to_linear_operator(operator.to_dense().detach())
+    distribution = DISTRIBUTIONS[name](1)
+    draws = identity_draws(distribution.draw(opaque, None, torch.Generator().manual_seed(1)))
+    trace = trace_samples(opaque, derivatives, distribution.probes(opaque, None, draws)).sum(0)
+    torch.testing.assert_close(trace, truth(opaque, derivatives))
+
+
+def test_the_functions_behind_the_probes_are_the_same_at_other_inputs() -> None:
+    """Xi = f(X) + sqrt(noise) e, and f at test points covaries with it as Phi Phi^T says."""
+    operator, terms, _, kernel = system()
+    distribution = RandomFeatures(num_probes=3, num_frequencies=20)
+    draws = distribution.draw(operator, terms, torch.Generator().manual_seed(1))
+    xi = distribution.probes(operator, terms, draws).vectors
+    noise = operator.noise.sqrt().unsqueeze(-1) * draws["noise_base"]
+    torch.testing.assert_close(distribution.prior_sample(terms, draws) + noise, xi)
+    test_x = data(50)[0][N:]
+    everywhere = distribution.prior_sample(kernel_terms(kernel(data(50)[0])), draws)
+    torch.testing.assert_close(distribution.prior_sample(kernel_terms(kernel(test_x)), draws), everywhere[N:])
+    torch.testing.assert_close(everywhere[:N] + noise, xi)
+
+
+def test_the_corrected_form_in_float32() -> None:
+    """S^-1 xi keeps its digits at a condition number of 1e6."""
+    operator, terms, _, kernel = system(noise=1e-4)
+    distribution = RandomFeatures(num_probes=8, num_frequencies=100)
+    draws = distribution.draw(operator, terms, torch.Generator().manual_seed(1))
+    wide = distribution.probes(operator, terms, draws)
+    narrow_draws = {name: draw if name.startswith("features.") else draw.float() for name, draw in draws.items()}
+    x = data(N)[0].float()
+    single = copy.deepcopy(kernel).float()
+    narrow_operator = NoisyLinearOperator(kernel_operator(single(x), KernelProducts()), operator.noise.float())
+    narrow = distribution.probes(narrow_operator, kernel_terms(single(x)), narrow_draws)
+    assert wide.dual is not None
+    assert narrow.dual is not None
+    assert narrow.dual.dtype == torch.float32
+    for found, right in ((narrow.vectors, wide.vectors), (narrow.dual, wide.dual)):
+        assert (found.double() - right).norm() < 1e-3 * right.norm()
+
+
+def test_the_corrected_variance_is_that_of_the_theory_and_falls_with_more_frequencies() -> None:
+    """tr(A^2) + tr(S A S^-1 A^T) given the frequencies, which the exact prior's 2 tr(A^2) bounds from below."""
+    operator, terms, derivatives, _ = system(noise=0.02)
+    product = torch.linalg.solve(operator.to_dense().detach(), derivatives)
+    squared = torch.einsum("kij,kji->k", product, product)
+    expected = {}
+    for count in (10, 500):
+        distribution = RandomFeatures(num_probes=5000, num_frequencies=count)
+        with torch.no_grad():
+            draws = distribution.draw(operator, terms, torch.Generator().manual_seed(2))
+            probes = distribution.probes(operator, terms, draws)
+            samples = trace_samples(operator, derivatives, probes)
+        assert probes.covariance is not None
+        s = probes.covariance.matmul(torch.eye(N).double())
+        expected[count] = squared + torch.einsum("kij,kij->k", s @ product, product @ torch.linalg.inv(s))
+        deviations = (samples - truth(operator, derivatives)).square()
+        assert_mean_within(deviations, expected[count], max_sem=float(0.1 * expected[count].max()))
+    assert (expected[10] > expected[500]).all()
+    assert (expected[500] < 1.5 * 2 * squared).all()
+    assert (expected[500] >= 2 * squared).all()
 
 
 def test_variances_are_those_of_the_theory() -> None:

@@ -1,20 +1,16 @@
 """Random features have the kernel as their mean, for every kernel that has features and for what is made of them."""
 
-import gpytorch
 import pytest
 import torch
 from gpytorch import kernels
-from scipy import special
 
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators import KernelTerm, kernel_terms
 from gpy_iterative.spectral import (
     RandomFourierFeatures,
-    SpectralDensity,
-    gamma_quantile,
     has_random_features,
-    register_spectral_density,
 )
+from gpy_iterative.spectral import features as spectral_features
 from tests.mlls.gaussian_models import data
 
 KERNELS = {
@@ -61,15 +57,18 @@ def test_features_reproduce_the_kernel(name: str, dtype: torch.dtype) -> None:
 
 
 def test_one_chi_square_for_each_frequency_not_for_each_coordinate() -> None:
-    """The mistake, a product of one-dimensional kernels, is visible at once."""
-    kernel, (x, _) = make("matern-3/2"), data(40)
-    scaled = x / kernel.lengthscale
-    product = torch.ones(40, 40).double()
-    for column in scaled.mT:
-        r = 3**0.5 * (column[:, None] - column[None]).abs()
-        product = product * (1 + r) * torch.exp(-r)
-    phi = features(kernel, x, 100_000)
-    assert (phi @ phi.mT - product).abs().max() > 0.06  # the features themselves are within 0.03
+    """The mistake, whose features are those of a product of one-dimensional kernels, is visible at once."""
+    kernel, (x, _) = kernels.MaternKernel(nu=1.5).double(), data(40, d=5)
+    kernel.lengthscale = 2.5
+    terms, maker = kernel_terms(kernel(x)), RandomFourierFeatures(100_000)
+    generator = torch.Generator().manual_seed(0)
+    draws = maker.draw(terms, generator)
+    right = maker.features(terms, draws)
+    wrong_mixing = torch.randn(3, 5, 100_000, generator=generator, dtype=torch.float64).square().sum(0)
+    wrong = maker.features(terms, draws | {"term0.chi_square": wrong_mixing})
+    matrix = kernel(x).to_dense()
+    assert (right @ right.mT - matrix).abs().max() < 0.03
+    assert (wrong @ wrong.mT - matrix).abs().max() > 0.1
 
 
 def test_scale_of_a_term() -> None:
@@ -80,17 +79,22 @@ def test_scale_of_a_term() -> None:
     torch.testing.assert_close(maker.features(terms, draws), 2 * features(kernel, x, 1000))
 
 
-def test_frozen_draws_move_smoothly_with_the_hyperparameters() -> None:
-    kernel, (x, _) = make("rational quadratic"), data(20)
-    terms = kernel_terms(kernel(x))
-    maker = RandomFourierFeatures(200)
-    draws = maker.draw(terms, torch.Generator().manual_seed(0))
-    before = maker.features(terms, draws)
-    for parameter in kernel.parameters():
-        parameter.data += 1e-5
-    after = maker.features(kernel_terms(kernel(x)), draws)
-    change = (after - before).abs().max()
-    assert 0 < change < 1e-2
+@pytest.mark.parametrize("name", KERNELS)
+def test_frozen_draws_move_smoothly_with_the_hyperparameters(name: str) -> None:
+    """Difference quotients of two step sizes agree, in every hyperparameter at once."""
+    kernel, (x, _) = make(name), data(20)
+    maker = RandomFourierFeatures(100)
+    draws = maker.draw(kernel_terms(kernel(x)), torch.Generator().manual_seed(0))
+    start = [parameter.detach().clone() for parameter in kernel.parameters()]
+
+    def moved(step: float) -> torch.Tensor:
+        for parameter, value in zip(kernel.parameters(), start, strict=True):
+            parameter.data = value + step
+        return maker.features(kernel_terms(kernel(x)), draws)
+
+    wide, narrow = ((moved(step) - moved(-step)) / (2 * step) for step in (2e-5, 1e-5))
+    assert narrow.abs().max() > 1e-3
+    torch.testing.assert_close(wide, narrow, rtol=1e-3, atol=1e-4 * float(narrow.abs().max()))
 
 
 def test_applied_features_are_the_features_times_weights() -> None:
@@ -102,19 +106,91 @@ def test_applied_features_are_the_features_times_weights() -> None:
     torch.testing.assert_close(maker.apply(terms, draws, weights), maker.features(terms, draws) @ weights)
 
 
-@pytest.mark.parametrize("alpha", [0.05, 0.7, 3.0, 200.0])
-def test_gamma_quantile(alpha: float) -> None:
-    probability = torch.linspace(0.01, 0.99, 50).double()
-    expected = torch.from_numpy(special.gammaincinv(alpha, probability.numpy()) / alpha)
-    torch.testing.assert_close(gamma_quantile(probability, torch.tensor([alpha]).double()), expected)
+def test_rows_in_blocks_are_the_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, (x, _) = make("linear"), data(30)
+    terms, maker = kernel_terms(kernel(x)), RandomFourierFeatures(50)
+    draws = maker.draw(terms, torch.Generator().manual_seed(0))
+    whole = maker.features(terms, draws)
+    monkeypatch.setattr(spectral_features, "ENTRIES_AT_A_TIME", 7 * 103)  # 7 rows, and 2 in the last block
+    torch.testing.assert_close(maker.features(terms, draws), whole)
+    torch.testing.assert_close(maker.apply(terms, draws, whole.mT), whole @ whole.mT)
+    nothing = kernel_terms(kernel(x[:0]))
+    assert maker.features(nothing, draws).shape == (0, 103)
+    assert maker.apply(nothing, draws, whole.mT).shape == (0, 30)
 
 
-def test_batches_share_their_draws() -> None:
-    kernel = kernels.RBFKernel(batch_shape=torch.Size([2])).double()
-    kernel.lengthscale = torch.tensor([[[0.5]], [[2.0]]])
+def test_applied_features_are_differentiable_in_the_inputs() -> None:
+    kernel, (x, _) = make("scaled sum"), data(4)
+    maker = RandomFourierFeatures(5)
+    draws = maker.draw(kernel_terms(kernel(x)), torch.Generator().manual_seed(0))
+    weights = torch.randn(20, 2, generator=torch.Generator().manual_seed(1)).double()
+    kernel.requires_grad_(False)
+    function = lambda points: maker.apply(kernel_terms(kernel(points)), draws, weights)
+    assert torch.autograd.gradcheck(function, x.requires_grad_())
+
+
+@pytest.mark.parametrize("name", ["rbf", "rq", "scale of a sum"])
+def test_batches_share_their_draws_and_keep_their_hyperparameters(name: str) -> None:
+    batch = torch.Size([2])
+    kernel = {
+        "rbf": lambda: kernels.RBFKernel(ard_num_dims=3, batch_shape=batch),
+        "rq": lambda: kernels.RQKernel(batch_shape=batch),
+        "scale of a sum": lambda: kernels.ScaleKernel(
+            kernels.MaternKernel(nu=2.5, batch_shape=batch) + kernels.RBFKernel(), batch_shape=batch
+        ),
+    }[name]().double()
+    for parameter in kernel.parameters():
+        parameter.data[1:] += 1.5
     x, _ = data(20)
-    phi = features(kernel, x, 100_000)
-    assert (phi @ phi.mT - kernel(x).to_dense()).abs().max() < 0.03
+    for inputs in (x, torch.stack([x, x.flip(0)])):
+        phi = features(kernel, inputs, 50_000)
+        matrix = kernel(inputs).to_dense()
+        assert matrix.shape == (2, 20, 20)
+        assert (matrix[0] - matrix[1]).abs().max() > 0.05
+        assert (phi @ phi.mT - matrix).abs().max() < 0.03 * matrix.max()
+    assert torch.equal(features(kernel, x, 10), features(kernel, x.expand(2, 20, 3), 10))
+
+
+def test_draws_do_not_depend_on_the_dtype() -> None:
+    """So a model moved to float32 keeps its functions."""
+    x, _ = data(10)
+    draws = [
+        RandomFourierFeatures(20).draw(
+            kernel_terms(make("matern-1/2", dtype)(x.to(dtype))), torch.Generator().manual_seed(0)
+        )
+        for dtype in (torch.float32, torch.float64)
+    ]
+    assert all(torch.equal(draws[0][name], draws[1][name]) for name in draws[0])
+
+
+def test_huge_frequencies_keep_their_phases_in_float32() -> None:
+    """Matern-1/2 draws frequencies of 1e6; float32 phases would be off by more than a turn."""
+    x, _ = data(20)
+    x = x.float()
+    draws = {"term0.normal": torch.tensor([[1e7], [3e6], [2e5]]).double(), "term0.chi_square": torch.ones(1).double()}
+    kernel = kernels.MaternKernel(nu=0.5)
+    phi = RandomFourierFeatures(1).features(kernel_terms(kernel(x)), draws)
+    omega = draws["term0.normal"] / kernel.lengthscale.double()
+    right, careless = x.double() @ omega, x @ omega.float()
+    assert (careless.sin() - right.sin()).abs().max() > 0.5
+    torch.testing.assert_close(phi, torch.cat([right.sin(), right.cos()], dim=-1).float(), rtol=0, atol=1e-5)
+
+
+def test_an_rff_kernel_brings_its_own_features() -> None:
+    kernel, (x, _) = kernels.ScaleKernel(kernels.RFFKernel(num_samples=7, num_dims=3)).double(), data(20)
+    phi = features(kernel, x, 100)
+    assert phi.shape == (20, 14)
+    torch.testing.assert_close(phi @ phi.mT, kernel(x).to_dense())
+
+
+def test_a_factor_of_a_product_of_sums_is_drawn_once() -> None:
+    kernel, (x, _) = make("product of sums"), data(5)
+    draws = RandomFourierFeatures(10).draw(kernel_terms(kernel(x)), torch.Generator().manual_seed(0))
+    assert sorted(name.rpartition(".")[0] for name in draws if "normal" in name) == [
+        "term0.0.0",
+        "term0.0.1",
+        "term0.1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,29 +208,6 @@ def test_kernels_without_a_density(kernel: kernels.Kernel) -> None:
     assert not has_random_features(kernel)
     with pytest.raises(SpectralDensityMissingError, match=r"register_spectral_density[\s\S]*Hutchinson"):
         RandomFourierFeatures(10).draw(kernel_terms(kernel.double()(x)), torch.Generator())
-
-
-def test_a_registered_density_serves_a_users_kernel() -> None:
-    class Laplace1d(kernels.Kernel):
-        has_lengthscale = True
-
-        def forward(self, x1: torch.Tensor, x2: torch.Tensor, **params) -> torch.Tensor:
-            return torch.exp(-(x1.unsqueeze(-2) - x2.unsqueeze(-3)).abs().squeeze(-1) / self.lengthscale)
-
-    @register_spectral_density(Laplace1d)
-    class Cauchy(SpectralDensity):
-        def draw(self, kernel, dims, count, normal, uniform):
-            return {"cauchy": torch.tan(torch.pi * (uniform(dims, count) - 0.5))}
-
-        def frequencies(self, kernel, draws):
-            return draws["cauchy"]
-
-    x, _ = data(30)
-    kernel = Laplace1d().double()
-    phi = features(kernel, x[:, :1], 100_000)
-    assert (phi @ phi.mT - kernel(x[:, :1]).to_dense()).abs().max() < 0.03
-    with gpytorch.settings.debug(False):
-        assert has_random_features(kernel)
 
 
 def test_number_of_frequencies() -> None:
