@@ -11,9 +11,11 @@ from gpy_iterative import (
     solvers,
     spectral,
 )
+from gpy_iterative.initialization import initialize_from_subsets
 
 __all__ = [
     "errors",
+    "initialize_from_subsets",
     "kernels",
     "linear_operators",
     "mlls",

@@ -46,7 +46,8 @@ def initialize_from_subsets(
         subset_size: rows of a subset; clamped at n. Up to 3,000 each step is exact (n^3), beyond it is iterative.
         num_subsets: how many subsets.
         generator: draws the centres; None is seed 0.
-        optimizer_steps, learning_rate: of Adam.
+        optimizer_steps: of Adam.
+        learning_rate: of Adam.
         mll_class: made as `(likelihood, model)`; `functools.partial` passes options.
         params: the likelihood's own arguments, tensors with n rows each.
 

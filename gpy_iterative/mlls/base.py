@@ -36,7 +36,7 @@ from gpy_iterative.mlls.surrogate import surrogate
 from gpy_iterative.mlls.training_state import TrainingState, make_generator
 from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood
 from gpy_iterative.prediction import PathwisePosterior
-from gpy_iterative.probes import Preconditioned, ProbeDistribution
+from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
 from gpy_iterative.solvers import (
     Cholesky,
     LogDeterminant,
@@ -46,6 +46,7 @@ from gpy_iterative.solvers import (
     default_solver,
     stochastic_logdet,
 )
+from gpy_iterative.spectral import Draws
 
 #: Probes of the log-determinant's quadrature. They serve the reported value alone, never the gradient.
 NUM_LOGDET_PROBES = 4
@@ -153,6 +154,7 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         hyperparameters have not moved since the last solve, else one warm-started solve for the targets; what
         variances and sample paths cost is said in `PathwisePosterior`.
         """
+        solutions = self._state.warm_start.latest
         self._caches.clear()  # the posterior keeps tiles of its own
         posterior = PathwisePosterior(
             self.model,
@@ -162,10 +164,18 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
             # Forked, so that looking at predictions in the middle of training does not change the training.
             generator=torch.Generator().manual_seed(self._state.generator.initial_seed() + 1),
             params=self._params,
-            initial_weights=self._state.warm_start.latest_column(0),
+            initial_weights=None if solutions is None else solutions[..., 0],
+            prior=self._prior_samples(),
         )
         posterior.install()
         return posterior
+
+    def _prior_samples(self) -> tuple[RandomFeatures, Draws, Tensor] | None:
+        """The last step's pathwise probes and their solutions: samples that the posterior can go on with."""
+        draws, solutions = self._state.kept_draws("probes"), self._state.warm_start.latest
+        if not isinstance(self.probes, RandomFeatures) or draws is None or solutions is None:
+            return None
+        return self.probes, draws, solutions[..., 1:]
 
     def training_state(self) -> dict[str, Tensor]:
         """Generator, frozen draws and warm start as a plain dict of tensors.

@@ -46,6 +46,10 @@ class TrainingState:
             kept = self.frozen[name] = draw()
         return kept
 
+    def kept_draws(self, name: str) -> Randomness | None:
+        """The draws of the last step."""
+        return self.frozen.get(name)
+
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Moves or converts all tensors, as `nn.Module._apply` does with parameters."""
         self.frozen = {name: {k: function(t) for k, t in draws.items()} for name, draws in self.frozen.items()}

@@ -50,7 +50,8 @@ class PathwisePosterior:
         initial_weights: [*b, n] representer weights of the last training solve, where the solve for the mean starts.
         prior: training's own pathwise probes (distribution, draws, solutions [*b, n, s]): reused as sample paths when
             they have at least 4,000 frequencies.
-        rank, num_samples: of the variances where H is too large to factor, see below.
+        rank: of the variances where H is too large to factor, see below.
+        num_samples: likewise.
         num_frequencies: random frequencies a kernel term, of sample paths.
         exact_below: up to this many data variances come from a Cholesky factor, exactly, whatever the solver.
 

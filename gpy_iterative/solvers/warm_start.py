@@ -37,9 +37,10 @@ class WarmStart:
             return 2 * latest - self._before
         return latest
 
-    def latest_column(self, column: int) -> Tensor | None:
-        """One column of the last solution, [*b, n]."""
-        return None if self._latest is None else self._latest[..., column]
+    @property
+    def latest(self) -> Tensor | None:
+        """The last solution, [*b, n, s]."""
+        return self._latest
 
     def update(self, solutions: Tensor) -> None:
         """Takes the solutions of one solve, [*b, n, s]; the caller leaves them unchanged."""
