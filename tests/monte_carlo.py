@@ -1,6 +1,5 @@
 """The one way in which stochastic claims are tested."""
 
-import torch
 from torch import Tensor
 
 

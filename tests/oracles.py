@@ -55,3 +55,16 @@ def alternating_projections(matrix: Tensor, rhs: Tensor, steps: int, block_size:
         value[block] += torch.linalg.solve(matrix[block][:, block], residual[block])
         residual = rhs - matrix @ value
     return value
+
+
+def stochastic_gradient_descent(
+    matrix: Tensor, rhs: Tensor, batches: list[Tensor], learning_rate: float, momentum: float
+) -> Tensor:
+    """Heavy ball from zero, one step for each batch of rows, [n, s]."""
+    value, velocity = torch.zeros_like(rhs), torch.zeros_like(rhs)
+    for rows in batches:
+        gradient = torch.zeros_like(rhs)
+        gradient[rows] = (matrix @ value - rhs)[rows] / len(rows)
+        velocity = momentum * velocity - learning_rate * gradient
+        value = value + velocity
+    return value

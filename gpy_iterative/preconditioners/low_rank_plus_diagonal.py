@@ -6,6 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from gpy_iterative.errors import NonFiniteError
+
 #: Rows that are converted to float64 at a time.
 CHUNK = 4096
 
@@ -16,6 +18,9 @@ class LowRankPlusDiagonal:
     Args:
         factor: L [*b, n, k].
         diagonal: d [*b, n], positive.
+
+    Raises:
+        NonFiniteError: an entry is not finite, or the diagonal not positive.
 
     Construction costs n k^2 multiply-adds in float64, a solve with s columns 2 n k s in the factor's own dtype.
     With W = d^-1/2 L, S = d^1/2 (I + W W^T) d^1/2; the inner matrix I + W^T W is as ill conditioned as S over its
@@ -29,7 +34,12 @@ class LowRankPlusDiagonal:
         inner = torch.diag_embed(torch.ones_like(factor[..., 0, :], dtype=torch.float64))
         for rows in self._weighted.split(CHUNK, dim=-2):
             inner += rows.mT.double() @ rows.double()
-        self._cholesky = torch.linalg.cholesky(inner)
+        self._cholesky, info = torch.linalg.cholesky_ex(inner)
+        if info.any():  # I + W^T W is positive definite whenever it is finite
+            raise NonFiniteError(
+                "A low rank plus diagonal matrix has entries that are not finite, or a diagonal that is not positive: "
+                "check data, hyperparameters and noise."
+            )
 
     @property
     def rank(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator, dense_rows
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 
@@ -56,6 +57,10 @@ class PivotedCholesky:
 
         Cost: k rows of the kernel matrix and n k^2 multiply-adds, for one member of a batch after the other. Greedy
         search stops early when the rest of the diagonal is rounding noise (duplicate rows); a batch stops together.
+
+        Raises:
+            NonFiniteError: an entry of the factor is not finite.
+            NotPositiveDefiniteError: the given pivots have become linearly dependent.
         """
         noisy = isinstance(operator, NoisyLinearOperator)
         kernel = operator.kernel if noisy else operator
@@ -122,5 +127,9 @@ def _factor_on(kernel: LinearOperator, pivots: Tensor) -> Tensor:
     block = rows[:, pivots]
     jitter = max(1e-10, len(pivots) * torch.finfo(dtype).eps)
     block.diagonal().add_(jitter * block.diagonal().max())
-    lower = torch.linalg.cholesky(block)
+    lower, info = torch.linalg.cholesky_ex(block)
+    if info.any():
+        raise NotPositiveDefiniteError(
+            f"The kernel matrix of {len(pivots)} pivots has no Cholesky factor: choose new pivots, or a lower rank."
+        )
     return torch.linalg.solve_triangular(lower, rows, upper=False).mT.to(dtype)

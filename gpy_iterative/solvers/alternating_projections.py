@@ -13,14 +13,14 @@ from linear_operator import LinearOperator
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gpy_iterative.errors import NotPositiveDefiniteError
+from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators import columns_matmul, principal_block
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
 
 #: Relative jitters, tried in turn on a block that has no Cholesky factor even in float64.
-JITTERS = (0.0, 1e-6, 1e-5, 1e-4)
+JITTERS = (0.0, 1e-8, 1e-6, 1e-4)
 #: The pace is taken over this many epochs; when it promises more than `PATIENCE` further ones, the finish takes over.
 EPOCHS_PER_LOOK = 2.0
 PATIENCE = 10.0
@@ -53,9 +53,10 @@ class AlternatingProjections(IterativeSolver[_State]):
 
     Further options are those of `IterativeSolver`. Memory: eleven blocks [n, s], and n block_size numbers for the
     Cholesky factors, which live as long as the projections. A block is factored at its first visit, in float64 where
-    float32 would be too coarse for its noise.
+    float32 finds no factor.
 
     Raises (from `solve`):
+        NonFiniteError: as every solver, or a block has entries that are not finite.
         NotPositiveDefiniteError: a block has no Cholesky factor even with a relative jitter of 1e-4. Less jitter than
             that changes how the solution is approached, and not the solution.
     """
@@ -131,19 +132,14 @@ class AlternatingProjections(IterativeSolver[_State]):
 
 
 def _factor(block: Tensor) -> Tensor:
-    """The lower Cholesky factor, in the precision and with as much jitter as the arithmetic needs.
-
-    An inexact factor of a block whose noise is within its rounding error may overshoot, and the iteration diverge.
-    """
+    """The lower Cholesky factor, in the precision and with as much jitter as the arithmetic needs."""
+    factor, info = torch.linalg.cholesky_ex(block)
+    if not info:
+        return factor
+    if not torch.isfinite(block).all():
+        raise NonFiniteError("A block of the system has entries that are not finite: check data and hyperparameters.")
+    block = block.double()
     diagonal = block.diagonal()
-    if block.dtype != torch.float64:
-        factor, info = torch.linalg.cholesky_ex(block)
-        # Rounding perturbs eigenvalues by about eps |H|; the last pivots bound the smallest eigenvalue from above.
-        error = torch.finfo(block.dtype).eps * torch.linalg.matrix_norm(block, torch.inf)
-        if not info and factor.diagonal().square().min() > 8 * error:
-            return factor
-        block = block.double()
-        diagonal = block.diagonal()
     scale, added = diagonal.max().clone(), 0.0
     for jitter in JITTERS:
         diagonal.add_((jitter - added) * scale)

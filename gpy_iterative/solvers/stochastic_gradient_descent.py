@@ -95,10 +95,10 @@ class StochasticGradientDescent(IterativeSolver[_State]):
         iterate.value += state.momentum
         iterate.residual[rows] = -gradient
         state = replace(state, position=state.position + self.batch_size)
-        norms = torch.linalg.vector_norm(iterate.residual, dim=0)
-        if state.halvings < MAX_HALVINGS + 1 and not bool((norms <= state.limit).all()):  # also when it is NaN
-            return self._halve(iterate, state)
-        return state
+        growth = (torch.linalg.vector_norm(iterate.residual, dim=0) / state.limit).max()
+        if growth <= 1 or (not torch.isfinite(growth) and state.halvings == MAX_HALVINGS):
+            return state  # what no step size keeps finite is for the loop to report
+        return self._halve(iterate, state)
 
     def narrow(self, state: _State, columns: Tensor) -> _State:
         return replace(

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
+from torch import Tensor
 
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
 from tests.monte_carlo import assert_mean_within
@@ -104,6 +106,75 @@ def test_any_positive_definite_operator() -> None:
     built = PivotedCholesky(rank=20).build(DenseLinearOperator(matrix))
     rhs = torch.ones(60, 1).double()
     torch.testing.assert_close(built.matmul(built.solve(rhs)), rhs)
+
+
+def test_ties_go_to_the_first_row() -> None:
+    # A stationary kernel on a regular grid: all of the diagonal is equal, and then mirror images are.
+    x = torch.arange(16).double()
+    kernel = torch.exp(-(x[:, None] - x[None]).abs())
+    built = PivotedCholesky(rank=3).build(NoisyLinearOperator(DenseLinearOperator(kernel), torch.ones(16).double()))
+    assert built.pivots.tolist() == pivoted_cholesky(kernel, 3)[1]
+    assert built.pivots[0] == 0
+
+
+def test_kernel_is_never_formed() -> None:
+    formed = []
+
+    class Watching(DenseLinearOperator):
+        def to_dense(self) -> Tensor:
+            formed.append(tuple(self.shape))
+            return super().to_dense()
+
+    matrix = problem(60, noise=0.0)[1]
+    PivotedCholesky(rank=7).build(NoisyLinearOperator(Watching(matrix), torch.ones(60).double()))
+    assert formed == [(1, 60)] * 7
+
+
+def test_float32_holds_where_the_noise_is_small() -> None:
+    # Formed in float32, the inner matrix of noise 1e-5 has no Cholesky factor.
+    matrix = 100 * problem(300, noise=0.0)[1]
+    noise = torch.full((300,), 1e-5).double()
+    exact = PivotedCholesky(rank=60).build(NoisyLinearOperator(DenseLinearOperator(matrix), noise))
+    single = LowRankPlusDiagonal(exact.factor.float(), exact.diagonal.float())
+    torch.testing.assert_close(single.logdet().double(), exact.logdet(), rtol=1e-5, atol=1e-2)
+    rhs = torch.cos(torch.arange(300).double()).unsqueeze(-1)
+    error = single.solve(rhs.float()).double() - exact.solve(rhs)
+    assert error.norm() < 1e-3 * exact.solve(rhs).norm()
+
+
+def test_noise_that_has_vanished() -> None:
+    matrix = problem(40, noise=0.0)[1]
+    built = PivotedCholesky(rank=10).build(NoisyLinearOperator(DenseLinearOperator(matrix), torch.zeros(40).double()))
+    assert (built.diagonal > 0).all()
+    assert torch.isfinite(built.solve(torch.ones(40, 1).double())).all()
+
+
+def test_batch_with_duplicate_rows_in_one_member_stops_together() -> None:
+    x = torch.linspace(-1, 1, 5).double().repeat(8)
+    single = torch.exp(-(x[:, None] - x[None]).square())
+    matrices = torch.stack([problem(40, noise=0.0)[1], single])
+    operator = NoisyLinearOperator(DenseLinearOperator(matrices), torch.full((2, 40), 0.1).double())
+    built = PivotedCholesky(rank=20).build(operator, correct_diagonal=True)
+    assert built.factor.shape == (2, 40, 5)
+    dense = built.matmul(torch.eye(40).double())
+    torch.testing.assert_close(dense.diagonal(dim1=-2, dim2=-1), operator.diagonal(dim1=-2, dim2=-1))
+
+
+def test_member_of_a_batch_is_the_same_covariance() -> None:
+    operator = system(40).expand(2, 3, 40, 40)
+    built = PivotedCholesky(rank=10).build(operator)
+    rhs = torch.ones(40, 2).double()
+    member = built[1, 2]
+    assert member.pivots.shape == (10,)
+    torch.testing.assert_close(member.solve(rhs), PivotedCholesky(rank=10).build(system(40)).solve(rhs))
+    torch.testing.assert_close(member.logdet(), built.logdet()[1, 2])
+
+
+def test_what_is_not_finite() -> None:
+    with pytest.raises(NonFiniteError, match="diagonal"):
+        LowRankPlusDiagonal(torch.ones(3, 1), torch.tensor([1.0, torch.nan, 1.0]))
+    with pytest.raises(NonFiniteError, match="diagonal"):
+        LowRankPlusDiagonal(torch.ones(3, 1), torch.tensor([1.0, -1.0, 1.0]))
 
 
 def test_rank_below_one() -> None:

@@ -1,0 +1,159 @@
+"""The shared loop: options, shapes, and residuals that are not what they seem."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.solvers import (
+    AlternatingProjections,
+    ColumnGroup,
+    ConjugateGradients,
+    Iterate,
+    IterativeSolver,
+    Solver,
+    SolveStatus,
+    StochasticGradientDescent,
+    columns,
+)
+from tests.solvers.contract import GROUPS, N, right_hand_sides, system, true_norms
+
+
+@pytest.mark.parametrize(
+    ("solver_class", "options"),
+    [
+        (ConjugateGradients, {"tolerance": 0.0}),
+        (ConjugateGradients, {"tolerance": 1.5}),
+        (ConjugateGradients, {"tolerance": float("nan")}),
+        (ConjugateGradients, {"max_epochs": 0}),
+        (ConjugateGradients, {"stopping": "never"}),
+        (AlternatingProjections, {"block_size": 0}),
+        (AlternatingProjections, {"probe_tolerance": -0.1}),
+        (StochasticGradientDescent, {"batch_size": 0}),
+        (StochasticGradientDescent, {"momentum": 1.0}),
+        (StochasticGradientDescent, {"learning_rate": -1.0}),
+    ],
+)
+def test_options_outside_their_range(solver_class: type[Solver], options: dict) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))}.*{next(iter(options.values()))}"):
+        solver_class(**options)
+
+
+def test_what_does_not_fit_is_refused_before_any_work() -> None:
+    operator, rhs = system(), right_hand_sides()
+    solver = ConjugateGradients()
+    with pytest.raises(ValueError, match="does not fit"):
+        solver.solve(operator, rhs[:-1])
+    with pytest.raises(ValueError, match="add up"):
+        solver.solve(operator, rhs, groups=(ColumnGroup("targets", 1, 0.1),))
+    with pytest.raises(ValueError, match="initial guess"):
+        solver.solve(operator, rhs, initial_guess=rhs[:, :1])
+    with pytest.raises(ValueError, match=r"float32.*float64"):
+        solver.solve(operator, rhs.float())
+    with pytest.raises(ValueError, match="square"):
+        solver.solve(operator[:5, :], rhs[:5])
+
+
+def test_no_autograd_graph_is_kept() -> None:
+    operator, rhs = system(), right_hand_sides().requires_grad_()
+    solution = ConjugateGradients().solve(operator, rhs)
+    assert not solution.value.requires_grad
+    assert not solution.residual.requires_grad
+
+
+def test_a_guess_is_scaled_to_its_best() -> None:
+    operator, rhs = system(), right_hand_sides()
+    exact = torch.linalg.solve(operator.to_dense(), rhs)
+    solution = ConjugateGradients().solve(operator, rhs, initial_guess=exact * torch.tensor([1e-3, -2, 5, 1, 7, 0.1]))
+    assert solution.stats.iterations == 0
+    torch.testing.assert_close(solution.value, exact)
+
+
+def test_columns_that_are_done_leave_the_block() -> None:
+    widths = []
+
+    class Watching(ConjugateGradients):
+        def step(self, operator: LinearOperator, iterate: Iterate, state: Any) -> Any:
+            widths.append(iterate.value.shape[1])
+            return super().step(operator, iterate, state)
+
+    Watching().solve(system(), right_hand_sides(), groups=GROUPS)
+    assert widths[0] == 6
+    assert widths[-1] < 6
+    assert widths == sorted(widths, reverse=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimist(IterativeSolver[None]):
+    """Richardson's iteration on a well conditioned system, telling a residual that is smaller than the true one."""
+
+    told: float = 0.5
+    length: float = 0.05
+
+    def init(self, operator: LinearOperator, iterate: Iterate, preconditioner: Any, generator: Any) -> None:
+        pass
+
+    def restart(self, iterate: Iterate, state: None) -> None:
+        pass
+
+    def step(self, operator: LinearOperator, iterate: Iterate, state: None) -> None:
+        residual = iterate.rhs - operator._matmul(iterate.value)
+        iterate.value = iterate.value + self.length * residual
+        iterate.residual = self.told * (iterate.rhs - operator._matmul(iterate.value))
+
+    def narrow(self, state: None, columns: Tensor) -> None:
+        pass
+
+    def work_per_step(self, operator: LinearOperator, state: None) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimating(Optimist):
+    recursive: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize("solver_class", [Optimist, Estimating])
+def test_rounds_go_on_until_the_true_residual_holds(solver_class: type[Optimist]) -> None:
+    operator, rhs = system(1.0, size=20), right_hand_sides(20)
+    solution = solver_class().solve(operator, rhs)
+    assert solution.status is SolveStatus.CONVERGED
+    assert true_norms(operator, rhs, solution.value).max() <= 0.01
+    assert solution.stats.overhead >= 2
+
+
+def test_a_round_without_progress_is_stagnation() -> None:
+    operator, rhs = system(1.0, size=20), right_hand_sides(20)
+    solution = Optimist(told=0.0, length=1e-6).solve(operator, rhs)
+    assert solution.status is SolveStatus.STAGNATED
+    assert solution.stats.iterations <= 2
+    torch.testing.assert_close(solution.residual, rhs - operator.to_dense() @ solution.value)
+
+
+@pytest.mark.parametrize(
+    ("solver", "setup"),
+    [
+        (ConjugateGradients(preconditioner=None), 0.0),
+        (AlternatingProjections(block_size=20, finish=None), 20 / N),
+    ],
+)
+def test_residuals_of_large_systems_are_verified_on_some_rows(
+    solver: IterativeSolver, setup: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "VERIFIED_ROWS", 12)
+    operator, rhs = system(), right_hand_sides()
+    solution = solver.solve(operator, rhs)
+    assert true_norms(operator, rhs, solution.value).max() <= 0.01 * (1 + 1e-8)
+    torch.testing.assert_close(solution.residual, rhs - operator.to_dense() @ solution.value)
+    assert solution.stats.overhead == pytest.approx(setup + 12 / N)
+
+
+def test_residuals_that_have_drifted_are_found_on_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "VERIFIED_ROWS", 5)
+    operator, rhs = system(1.0, size=20), right_hand_sides(20)
+    solution = Optimist().solve(operator, rhs)
+    assert solution.status is SolveStatus.CONVERGED
+    assert true_norms(operator, rhs, solution.value).max() <= 0.01
