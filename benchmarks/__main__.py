@@ -11,10 +11,12 @@ from rich.table import Table
 
 from benchmarks import demo as demo_module
 from benchmarks import epochs as epochs_module
+from benchmarks import gradient_quality as gradient_quality_module
 from benchmarks import memory as memory_module
 from benchmarks import product as product_module
 from benchmarks import quality as quality_module
 from benchmarks import step as step_module
+from benchmarks import variance as variance_module
 from benchmarks.runner import CONTENDERS, Outcome, environment, run_apart, run_here, save
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
@@ -181,9 +183,23 @@ def memory(n: int = 200_000, d: int = 8, columns: int = 17, threads: Threads = D
     _finish("memory", options, threads, outcome=outcome)
 
 
+@app.command(name="gradient-quality")
+def gradient_quality(rows: int = 1500, num_probes: int = 64, repeats: int = 40, seed: int = 0) -> None:
+    """The gradient's error by probe distribution, at every setting; about half an hour."""
+    gradient_quality_module.run(rows=rows, num_probes=num_probes, repeats=repeats, seed=seed, console=console)
+
+
+@app.command()
+def variance(rows: int = 1500, num_points: int = 500, steps: int = 60) -> None:
+    """The posterior variance's error against the exact one."""
+    frame = variance_module.variance_error_table(rows=rows, num_points=num_points, steps=steps)
+    console.print(frame.to_string())
+    _finish("variance", {"rows": rows, "steps": steps}, torch.get_num_threads(), table=frame.to_dict("records"))
+
+
 @app.command()
 def demo(
-    steps: int = 40, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
+    steps: int = 8, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
 ) -> None:
     """Hourly weather of three airports: train, predict, compare, plot."""
     demo_module.run(steps=steps, out=out, with_svgp=svgp, console=console)
