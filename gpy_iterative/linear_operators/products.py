@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-Backend = Literal["auto", "tiles", "keops"]
+Backend = Literal["auto", "tiles"]
 
 #: What an automatic tile cache may take at the most on a CPU, in bytes.
 MAX_CPU_CACHE = 4 * 1024**3
@@ -17,8 +17,7 @@ class KernelProducts:
     """Options of the kernel products, accepted as `products=` by every mll and by `MatrixFreeKernel`.
 
     Args:
-        backend: "tiles" evaluates square tiles with torch; "keops" generates code for the radial kernels through
-            pykeops (an extra of the package); "auto" is tiles, which measure faster on a CPU.
+        backend: "tiles" evaluates square tiles with torch; "auto" chooses by measurement, which today is tiles.
         tile_size: rows and columns of a tile.
         cache_memory: bytes for evaluated tiles that are kept for the next product; None is half of what is free
             (on a CPU at most 4 GB), 0 keeps none.
