@@ -179,7 +179,7 @@ def plot(
     test_frame: pd.DataFrame,
 ) -> None:
     """Two weeks at one airport: observations, held-out days, and the predictive band."""
-    inside = lambda frame: ((frame["origin"] == "JFK") & frame["when"].between(*WEEK)).to_numpy()
+    inside = lambda frame: ((frame["origin"] == "JFK") & frame["when"].between(*WEEK)).to_numpy(copy=True)
     train, test = inside(train_frame), inside(test_frame)
     x = torch.cat([split.train_x[train], split.test_x[test]])
     when = np.concatenate([train_frame["when"][train].to_numpy(), test_frame["when"][test].to_numpy()])
