@@ -17,7 +17,7 @@ def _run(
     data = load(dataset, rows=rows)
     model = MaternRegression(data)
     solver = gpi.solvers.AlternatingProjections(
-        tolerance=0.01, probe_tolerance=0.01, block_size=block_size, stopping="mean", max_epochs=max_epochs
+        tolerance=0.01, probe_tolerance=0.01, block_size=block_size, stopping="mean", max_epochs=max_epochs, finish=None
     )
     common = {"num_probes": 64, "solver": solver, "warm_start": "previous" if warm else False, "generator": 0}
     if pathwise:
