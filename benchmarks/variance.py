@@ -13,8 +13,8 @@ from benchmarks.datasets import Split, load, standardise
 from benchmarks.models import MaternRegression
 from gpy_iterative.prediction import PathwisePosterior, VarianceError
 
-#: Rank and number of samples: the default, and what less of either does.
-SETTINGS = ((1024, 128), (512, 128), (512, 32), (256, 128), (128, 128))
+#: Rank and number of neighbours: the default, and what less of either does.
+SETTINGS = ((1024, 128), (512, 128), (512, 32), (128, 128), (128, 32))
 #: Two dimensions and small noise: where random Fourier features do badly.
 PLANE = "plane"
 
@@ -32,14 +32,14 @@ def variance_error_table(
 
     Args:
         cases: data sets, and "plane": uniform points in a square, lengthscale 0.2, noise deviation 0.1.
-        settings: pairs of rank and number of samples.
+        settings: pairs of rank and number of neighbours.
         rows: training rows; the exact variance needs their Cholesky factor.
         num_points: test points.
         steps: of Adam on the exact marginal likelihood, from the papers' start (data sets only).
         dtype: of everything but the exact factor.
 
     Returns:
-        Columns case, rows, rank, num_samples, median, largest, seconds_setup (the inverse factor, once),
+        Columns case, rows, rank, num_neighbours, median, largest, seconds_setup (the projection, once),
         seconds_variance (num_points variances after it).
     """
     table = []
@@ -47,17 +47,17 @@ def variance_error_table(
         split, model = _plane(rows, num_points, dtype) if case == PLANE else _fitted(case, rows, dtype, steps)
         test_x = split.test_x[:num_points]
         exact = PathwisePosterior(model, model.likelihood, solver=gpi.solvers.Cholesky())(test_x).variance
-        for rank, num_samples in settings:
+        for rank, num_neighbours in settings:
             posterior = PathwisePosterior(
                 model,
                 model.likelihood,
                 solver=gpi.solvers.ConjugateGradients(),
                 rank=rank,
-                num_samples=num_samples,
+                num_neighbours=num_neighbours,
                 exact_below=0,
             )
             start = time.perf_counter()
-            posterior.solves.inverse_factor()
+            posterior.solves.projection()
             middle = time.perf_counter()
             variance = posterior(test_x).variance
             end = time.perf_counter()
@@ -67,7 +67,7 @@ def variance_error_table(
                     "case": case,
                     "rows": split.train_x.shape[0],
                     "rank": rank,
-                    "num_samples": num_samples,
+                    "num_neighbours": num_neighbours,
                     "median": error.median,
                     "largest": error.largest,
                     "seconds_setup": middle - start,

@@ -7,7 +7,7 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.linear_operators import KernelProducts, kernel_terms
-from gpy_iterative.prediction.covariance import product
+from gpy_iterative.prediction.blocks import product
 from gpy_iterative.prediction.joint_prior import checked_inputs, joint_prior
 from gpy_iterative.prediction.training_solves import PriorDraws
 from gpy_iterative.prediction.training_system import prior_at

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning
-from gpy_iterative.prediction.inverse_factor import InverseFactor, InverseFactorRecipe, exact_inverse_factor
+from gpy_iterative.prediction.projection import Projection, ProjectionRecipe, exact_projection, scatter_rows
 from gpy_iterative.prediction.training_system import TrainingSystem
 from gpy_iterative.probes import RandomFeatures
 from gpy_iterative.solvers import Cholesky, CholeskyFactor, Solution, Solver, SolveStatus
@@ -45,8 +45,8 @@ class TrainingSolves:
     Args:
         system: at the hyperparameters and training data of now.
         solver: for means and sample paths.
-        recipe: for the inverse factor that variances come from.
-        exact_below: up to this many data the inverse factor is exact, from a Cholesky factor, whatever the solver.
+        recipe: of the projection that variances come from.
+        exact_below: up to this many data the projection is exact, from a Cholesky factor, whatever the solver.
         seed: of everything that is drawn; the order in which things are asked for does not matter.
         initial_weights: [*b, m] (or [*b, n] with unobserved data), where the solve for the mean starts; ignored where
             it does not fit.
@@ -59,7 +59,7 @@ class TrainingSolves:
         system: TrainingSystem,
         solver: Solver,
         *,
-        recipe: InverseFactorRecipe,
+        recipe: ProjectionRecipe,
         exact_below: int,
         seed: int,
         initial_weights: Tensor | None = None,
@@ -68,28 +68,25 @@ class TrainingSolves:
         self._recipe, self._seed = recipe, seed
         self._is_exact = isinstance(solver, Cholesky) or system.operator.shape[-1] <= exact_below
         self._cholesky: CholeskyFactor | None = None
-        self._inverse_factor: InverseFactor | None = None
+        self._projection: Projection | None = None
         self._prior_draws: PriorDraws | None = None
         guess = _fitting(initial_weights, system)
         self._solution = self.solve(system.residual.unsqueeze(-1), None if guess is None else guess.unsqueeze(-1))
-        self.weights = system.scatter(self._solution).squeeze(-1)
+        self.weights = scatter_rows(self._solution, system.observed).squeeze(-1)
 
     @property
     def start(self) -> Tensor:
         """Representer weights of the observed data [*b, m], to start a later solve from."""
         return self._solution.squeeze(-1)
 
-    def inverse_factor(self) -> InverseFactor:
-        """H^-1 as columns for all n training data; cost see `InverseFactorRecipe`, once."""
-        if self._inverse_factor is None:
+    def projection(self) -> Projection:
+        """Where variances come from; cost see `ProjectionRecipe`, once."""
+        if self._projection is None:
             if self._is_exact:
-                factor = exact_inverse_factor(self.cholesky())
+                self._projection = exact_projection(self.cholesky(), self.system.observed)
             else:
-                factor, solutions = self._recipe.build(self.system.operator, self._generator(0))
-                for solution in solutions:
-                    _warn_unless_converged(solution, "predictive variances")
-            self._inverse_factor = replace(factor, columns=self.system.scatter(factor.columns))
-        return self._inverse_factor
+                self._projection = self._recipe.build(self.system.operator, self.system.observed)
+        return self._projection
 
     def prior_draws(self, count: int, num_frequencies: int, start: PriorDraws | None = None) -> PriorDraws:
         """At least `count` prior samples and their solves, [*b, m, s].
@@ -128,7 +125,7 @@ class TrainingSolves:
         solution = self.solver.solve(
             self.system.operator, columns, initial_guess=initial_guess, generator=self._generator(0)
         )
-        _warn_unless_converged(solution, "predictions")
+        _warn_unless_converged(solution)
         return solution.value
 
     def cholesky(self) -> CholeskyFactor:
@@ -167,11 +164,11 @@ def _fitting(weights: Tensor | None, system: TrainingSystem) -> Tensor | None:
     return weights.detach().to(system.residual) if weights.shape == system.residual.shape else None
 
 
-def _warn_unless_converged(solution: Solution, purpose: str) -> None:
+def _warn_unless_converged(solution: Solution) -> None:
     if solution.status is not SolveStatus.CONVERGED:
         norms = ", ".join(f"{name} {norm:.2g}" for name, norm in solution.stats.residual_norms.items())
         warnings.warn(
-            f"A linear solve for {purpose} ended with status {solution.status.name.lower()} after "
+            f"A linear solve for predictions ended with status {solution.status.name.lower()} after "
             f"{solution.stats.epochs:.1f} epochs (relative residuals: {norms}). {solution.status.advice}",
             ConvergenceWarning,
             stacklevel=4,

@@ -54,14 +54,6 @@ class TrainingSystem:
         """The prior's kernels at the observed inputs. Raises SpectralDensityMissingError where it is no sum of kernels."""
         return kernel_terms(self.prior.lazy_covariance_matrix, self.observed)
 
-    def scatter(self, columns: Tensor) -> Tensor:
-        """[*b, m, s] to [*b, n, s], with zeros for what is not observed: products with K(x, X) then ignore it."""
-        if self.observed is None:
-            return columns
-        result = columns.new_zeros(*columns.shape[:-2], self.num_train, columns.shape[-1])
-        result[..., self.observed, :] = columns
-        return result
-
 
 @torch.no_grad()
 def training_system(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpy_iterative.prediction.inverse_factor import InverseFactor
+from gpy_iterative.prediction.projection import Projection
 from gpy_iterative.prediction.training_system import TrainingSystem
 from gpy_iterative.solvers import ConjugateGradients
 
@@ -38,20 +38,20 @@ class VarianceError:
 
 @torch.no_grad()
 def solved_variance(
-    system: TrainingSystem, factor: InverseFactor, prior_variance: Tensor, test_train: Tensor
+    system: TrainingSystem, projection: Projection, prior_variance: Tensor, test_train: Tensor
 ) -> Tensor:
     """k(x, x) - k_x^T H^-1 k_x by one column of a block solve a point.
 
-    The factor's exact part is taken off first, k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k' with k' = k_x - H A A^T k_x,
-    so that the solver's tolerance is relative to what is left, not to the prior variance.
+    The projections common to all points are taken off first: k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k' with
+    k' = k_x - H A A^T k_x, so that the solver's tolerance is relative to what is left, not to the prior variance.
 
     Args:
         system: the training system of m observed data.
-        factor: of the same hyperparameters, for all n data.
+        projection: of the same hyperparameters.
         prior_variance: k(x, x) [*b, t].
         test_train: K(x, X) [*b, t, n], dense.
     """
-    columns, basis = test_train.mT, factor.columns[..., : factor.rank]
+    columns, basis = test_train.mT, projection.basis
     if system.observed is not None:
         columns, basis = columns[..., system.observed, :], basis[..., system.observed, :]
     coefficients = basis.mT @ columns

@@ -13,21 +13,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
-from gpy_iterative.prediction.inverse_factor import InverseFactor
 from gpy_iterative.prediction.joint_prior import JointPrior
+from gpy_iterative.prediction.projection import Projection
 from gpy_iterative.solvers import ConjugateGradients
 from tests.mlls.gaussian_models import CASES
 from tests.prediction.test_posterior import held_out_points
 
 
-class Factor:
-    """A source that has its factor ready."""
+class Source:
+    """A source that has its projection ready."""
 
-    def __init__(self, columns: Tensor) -> None:
-        self.columns = columns
+    def __init__(self, basis: Tensor) -> None:
+        self.basis = basis
 
-    def inverse_factor(self) -> InverseFactor:
-        return InverseFactor(self.columns, self.columns.shape[-1])
+    def projection(self) -> Projection:
+        return Projection(self.basis, None)
 
 
 class TestPosteriorCovarianceConforms(LinearOperatorTestCase, unittest.TestCase):
@@ -45,11 +45,11 @@ class TestPosteriorCovarianceConforms(LinearOperatorTestCase, unittest.TestCase)
         return PosteriorCovarianceLinearOperator(
             to_linear_operator(test_test.requires_grad_()),
             to_linear_operator(cross.requires_grad_()),
-            source=Factor(columns),
+            source=Source(columns),
         )
 
     def evaluate_linear_op(self, linear_op: PosteriorCovarianceLinearOperator) -> Tensor:
-        columns = linear_op.source.inverse_factor().columns.to(linear_op.dtype)
+        columns = linear_op.source.projection().basis.to(linear_op.dtype)
         projections = linear_op.test_train.to_dense() @ columns
         return linear_op.test_test.to_dense() - projections @ projections.mT
 
@@ -59,7 +59,7 @@ class TestPosteriorCovarianceConforms(LinearOperatorTestCase, unittest.TestCase)
 def test_chunks_change_nothing(name: str, chunk_size: int) -> None:
     case = CASES[name]()
     posterior = PathwisePosterior(
-        case.model, case.likelihood, solver=ConjugateGradients(), exact_below=0, rank=10, num_samples=20
+        case.model, case.likelihood, solver=ConjugateGradients(), exact_below=0, rank=10, num_neighbours=10
     )
     whole = posterior(held_out_points(7)).lazy_covariance_matrix
     assert isinstance(whole, PosteriorCovarianceLinearOperator)
@@ -90,7 +90,7 @@ def test_variances_need_no_matrix_of_all_points(name: str) -> None:
 
     case = CASES[name]()
     posterior = PathwisePosterior(case.model, case.likelihood, products=KernelProducts(tile_size=16))
-    posterior.solves.inverse_factor()
+    posterior.solves.projection()
     with Largest() as whole:
         expected = posterior(held_out_points(500)).variance
     with Largest() as largest:

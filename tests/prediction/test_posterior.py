@@ -71,7 +71,7 @@ def test_iterative_solver_with_a_complete_subspace(name: str) -> None:
 @pytest.mark.parametrize("name", ["matern-3/2", "product", "fixed-noise", "batch", "multitask", "additive"])
 def test_model_call_equals_the_posterior(name: str) -> None:
     case, x = CASES[name](), held_out_points()
-    posterior = PathwisePosterior(case.model, case.likelihood, solver=TIGHT, exact_below=0, rank=8, num_samples=40)
+    posterior = PathwisePosterior(case.model, case.likelihood, solver=TIGHT, exact_below=0, rank=8, num_neighbours=10)
     posterior.install()
     ours = posterior(x)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_means_alone_cost_no_variance_solve() -> None:
     case = CASES["rbf"]()
     posterior = PathwisePosterior(case.model, case.likelihood, solver=TIGHT, exact_below=0)
     _ = posterior(held_out_points()).mean
-    assert posterior.solves._inverse_factor is None
+    assert posterior.solves._projection is None
 
 
 def test_good_initial_weights_are_kept() -> None:
@@ -175,7 +175,7 @@ def test_batch_of_targets_on_one_kernel() -> None:
 @pytest.mark.parametrize("solver", [Cholesky(), TIGHT])
 def test_gradients_flow_to_the_test_inputs_alone(name: str, solver: Cholesky | ConjugateGradients) -> None:
     case = CASES[name]()
-    posterior = PathwisePosterior(case.model, case.likelihood, solver=solver, exact_below=0, rank=10, num_samples=30)
+    posterior = PathwisePosterior(case.model, case.likelihood, solver=solver, exact_below=0, rank=10, num_neighbours=10)
     x = held_out_points(3).requires_grad_()
 
     def objective(points: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def test_skip_posterior_variances() -> None:
     with gpytorch.settings.skip_posterior_variances(True):
         prediction = posterior(held_out_points())
     assert prediction.covariance_matrix.abs().max() == 0
-    assert posterior.solves._inverse_factor is None
+    assert posterior.solves._projection is None
 
 
 def test_empty_test_set() -> None:
@@ -322,7 +322,7 @@ def test_bad_test_inputs() -> None:
         posterior(x)
 
 
-@pytest.mark.parametrize("option", ["rank", "num_samples", "num_frequencies"])
+@pytest.mark.parametrize("option", ["rank", "num_neighbours", "num_frequencies"])
 def test_bad_options(option: str) -> None:
     case = CASES["rbf"]()
     with pytest.raises(ValueError, match=f"{option} must be at least 1, got 0"):

@@ -81,7 +81,9 @@ def test_acquisition_functions(solver: Cholesky | ConjugateGradients) -> None:
 def test_samples_of_a_distribution() -> None:
     """`rsample` goes through the lazy covariance's root."""
     case = CASES["matern-3/2"]()
-    posterior = PathwisePosterior(case.model, case.likelihood, solver=SOLVERS[1], exact_below=0, rank=5, num_samples=5)
+    posterior = PathwisePosterior(
+        case.model, case.likelihood, solver=SOLVERS[1], exact_below=0, rank=5, num_neighbours=10
+    )
     prediction = posterior(held_out_points(4))
     base = torch.randn(4000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     samples = prediction.rsample(torch.Size([4000]), base_samples=base)

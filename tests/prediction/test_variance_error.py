@@ -14,7 +14,7 @@ from tests.prediction.test_posterior import dense, held_out_points
 def test_equals_the_error_against_dense_variances(name: str) -> None:
     case, x = CASES[name](), held_out_points(9)
     posterior = PathwisePosterior(
-        case.model, case.likelihood, solver=ConjugateGradients(), exact_below=0, rank=12, num_samples=30
+        case.model, case.likelihood, solver=ConjugateGradients(), exact_below=0, rank=5, num_neighbours=3
     )
     _, covariance = dense(case, x)
     truth = covariance.diagonal(dim1=-2, dim2=-1)
@@ -46,7 +46,7 @@ def test_large_errors_warn_with_the_levers() -> None:
     case = CASES["rbf"]()
     case.likelihood.initialize(noise=1e-3)
     posterior = PathwisePosterior(
-        case.model, case.likelihood, exact_below=0, solver=ConjugateGradients(), rank=1, num_samples=1
+        case.model, case.likelihood, exact_below=0, solver=ConjugateGradients(), rank=1, num_neighbours=1
     )
     with pytest.warns(VarianceWarning, match="Raise rank"):
         error = posterior.variance_error(held_out_points(20))

@@ -1,0 +1,299 @@
+"""What the data say about the function at x, through a few projections of them: predictive variances without solves.
+
+The best linear predictor of f(x) from the data y has the weights H^-1 k_x. Any other weights g have the error variance
+
+    E (f(x) - g^T y)^2 = k(x, x) - 2 g^T k_x + g^T H g  =  var(x) + |g - H^-1 k_x|_H^2,
+
+never less than var(x), and off by the square of what is wrong with g. Here g is the best in a space of two parts:
+
+* the span of `rank` vectors C that all x share, from a pivoted Cholesky factor of K: the smooth part of the data. With
+  A^T H A = I on that span, its weights are A A^T k_x.
+* the `num_neighbours` observations that, past those projections, x is most correlated with: the local part. With
+  R = H - H A A^T H and k' = k_x - H A A^T k_x, its weights are R_NN^-1 k'_N, for a set N of x's own.
+
+Long-range and short-range dependence each need one part and defeat the other. Nothing is sampled and no system of the size
+of the data is solved, so small noise and bad conditioning cost nothing.
+
+Galerkin projections of Gaussian processes: Wenger et al. 2022, "Posterior and computational uncertainty in Gaussian
+processes". Global plus local: Sang and Huang 2012, "A full scale approximation of covariance functions for large
+spatial data sets".
+"""
+
+from dataclasses import dataclass
+
+import torch
+from linear_operator import LinearOperator
+from linear_operator.utils.cholesky import psd_safe_cholesky
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.preconditioners import PivotedCholesky
+from gpy_iterative.prediction.blocks import dense, entries, principal_blocks, product
+from gpy_iterative.solvers import CholeskyFactor
+
+#: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
+MAX_PAIRWISE = 2048
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """What the neighbours of a point are looked up in; all over the m observed of n data.
+
+    Attributes:
+        operator: H [*b, m, m].
+        image: H A [*b, m, r].
+        deviation: standard deviations of the data past the projections, diag(R)^1/2 [*b, m].
+        num_neighbours: at the most.
+        observed: [n], or None for all.
+    """
+
+    operator: LinearOperator
+    image: Tensor
+    deviation: Tensor
+    num_neighbours: int
+    observed: Tensor | None
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Predictive covariances from the blocks K(x, x) and K(x, X) of a joint prior.
+
+    Attributes:
+        basis: A [*b, n, r], zero where a datum is not observed.
+        local: None where A is complete: then A A^T = H^-1, and everything is exact.
+    """
+
+    basis: Tensor
+    local: LocalPart | None
+
+    def variance(self, prior_variance: Tensor, test_train: LinearOperator) -> Tensor:
+        """var(x) [*batch, t], never negative.
+
+        Args:
+            prior_variance: k(x, x) [*batch, t].
+            test_train: K(x, X) [*batch, t, n], or [batch * t, n] with all points in one list.
+        """
+        coefficients = product(test_train, self.basis.to(test_train.dtype))
+        explained = coefficients.square().sum(-1)
+        if self.local is not None:
+            neighbours = _Neighbours(self.local, test_train, coefficients, coefficients.shape[:-1])
+            explained = explained + neighbours.explained_variance()
+        return (prior_variance - explained.reshape(prior_variance.shape)).clamp_min(0)
+
+    def covariance(self, prior_covariance: Tensor, test_train: LinearOperator) -> Tensor:
+        """The covariance [*batch, t, t] of the predictors' errors: positive semi-definite, its diagonal as `variance`.
+
+        Args:
+            prior_covariance: K(x, x), dense.
+            test_train: as in `variance`.
+        """
+        points = prior_covariance.shape[:-1]
+        coefficients = product(test_train, self.basis.to(test_train.dtype)).reshape(*points, -1)
+        covariance = prior_covariance - coefficients @ coefficients.mT
+        if self.local is None:
+            return covariance
+        return covariance - _Neighbours(self.local, test_train, coefficients, points).explained_covariance()
+
+    def numbers_per_point(self, num_data: int) -> int:
+        """Memory for one test point, to cut many into chunks."""
+        rank = self.basis.shape[-1]
+        if self.local is None:
+            return rank
+        neighbours = min(self.local.num_neighbours, num_data)
+        return rank + 2 * num_data + neighbours * (2 * neighbours + 2 * rank)
+
+
+@dataclass(frozen=True)
+class ProjectionRecipe:
+    """How a projection is made where H is too large to factor.
+
+    Args:
+        rank: r, projections that all test points share; clamped at n.
+        num_neighbours: observations in each test point's own part; clamped at n.
+
+    Raises:
+        ValueError: an option below 1.
+    """
+
+    rank: int = 1024
+    num_neighbours: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "num_neighbours"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+
+    @torch.no_grad()
+    def build(self, operator: LinearOperator, observed: Tensor | None = None) -> Projection:
+        """The projection for H [*b, m, m] of the observed data.
+
+        Cost for each batch member: r kernel rows, one product with r columns, and a few times n r^2 multiply-adds.
+        Memory: about five blocks [n, r].
+        """
+        batch = operator.batch_shape
+        members = [_galerkin_basis(operator[index], self.rank) for index in _indices(batch)] if batch else []
+        if members:
+            # Factors that ended early are filled up with zero columns, which change nothing.
+            rank = max(basis.shape[-1] for basis, _ in members)
+            basis, image = (
+                torch.stack([pad(part, (0, rank - part.shape[-1])) for part in parts]).reshape(*batch, -1, rank)
+                for parts in zip(*members, strict=True)
+            )
+        else:
+            basis, image = _galerkin_basis(operator, self.rank)
+        size = operator.shape[-1]
+        if basis.shape[-1] >= size:
+            return Projection(scatter_rows(basis, observed), None)
+        diagonal = operator.diagonal(dim1=-2, dim2=-1)
+        # Data inside the span have nothing left to tell; rounding must not make them look telling.
+        rest = torch.maximum(diagonal - image.square().sum(-1), 1e-4 * _noise_floor(operator, diagonal))
+        local = LocalPart(operator, image, rest.sqrt(), min(self.num_neighbours, size), observed)
+        return Projection(scatter_rows(basis, observed), local)
+
+
+def exact_projection(factor: CholeskyFactor, observed: Tensor | None = None) -> Projection:
+    """A = L^-T of a Cholesky factor: complete, n^2 numbers."""
+    identity = torch.eye(factor.lower.shape[-1], dtype=factor.lower.dtype, device=factor.lower.device)
+    basis = factor.whiten(identity.expand(factor.lower.shape)).mT.to(factor.dtype)
+    return Projection(scatter_rows(basis, observed), None)
+
+
+def scatter_rows(columns: Tensor, observed: Tensor | None) -> Tensor:
+    """[*b, m, s] to [*b, n, s], with zeros for what is not observed: products with K(x, X) then ignore it."""
+    if observed is None:
+        return columns
+    result = columns.new_zeros(*columns.shape[:-2], observed.shape[-1], columns.shape[-1])
+    result[..., observed, :] = columns
+    return result
+
+
+class _Neighbours:
+    """The local part of some test points: which data, k' there, and their weights.
+
+    Args:
+        local: of the projection.
+        test_train: K(x, X), which may list the points of a batch.
+        coefficients: A^T k_x [*batch, t, r].
+        points: [*batch, t].
+    """
+
+    def __init__(self, local: LocalPart, test_train: LinearOperator, coefficients: Tensor, points: torch.Size) -> None:
+        self.local, self.test_train, self.coefficients, self.points = local, test_train, coefficients, points
+        self.has_graph = coefficients.requires_grad
+        self.image = local.image.to(coefficients.dtype)
+        with torch.no_grad():
+            rest = dense(test_train)
+            rest = rest if local.observed is None else rest[..., local.observed]
+            self.rest = rest.reshape(*points, -1) - coefficients @ self.image.mT
+            score = self.rest.abs() / local.deviation.to(self.rest.dtype).unsqueeze(-2)
+            self.index = score.topk(local.num_neighbours, dim=-1).indices
+            image = _rows(self.image, self.index)
+            self.blocks = self._blocks(self.index, image).double()
+            self.lower = _factor(self.blocks)
+        self.correlation = self._rest_at(self.index, image).double()
+        self.weights = torch.cholesky_solve(self.correlation.unsqueeze(-1), self.lower).squeeze(-1)
+
+    def explained_variance(self) -> Tensor:
+        """2 g^T k' - g^T R g, [*batch, t]: right also for weights that rounding has touched."""
+        image = (self.blocks @ self.weights.unsqueeze(-1)).squeeze(-1)
+        return (self.weights * (2 * self.correlation - image)).sum(-1).to(self.rest.dtype)
+
+    def explained_covariance(self) -> Tensor:
+        """G^T K' + K'^T G - G^T R G, [*batch, t, t]."""
+        is_small = self.index.shape[-1] * self.index.shape[-2] <= MAX_PAIRWISE
+        cross, square = self._pairwise() if is_small else self._by_products()
+        return (cross + cross.mT - square).to(self.rest.dtype)
+
+    def _pairwise(self) -> tuple[Tensor, Tensor]:
+        """K'^T G and G^T R G through the kernel between all neighbours of all points: (t k)^2 entries."""
+        together = self.index.flatten(-2).unsqueeze(-2)
+        image = _rows(self.image, together)
+        blocks = self._blocks(together, image).squeeze(-3).double()
+        weights = _block_diagonal(self.weights)
+        rest = self._rest_at(together.expand(*self.points, -1), image)
+        return rest.double() @ weights, weights.mT @ (blocks @ weights)
+
+    def _by_products(self) -> tuple[Tensor, Tensor]:
+        """The same through one product with H and one with K(x, X), a column a point."""
+        columns = torch.zeros_like(self.rest).scatter(-1, self.index, self.weights.to(self.rest.dtype)).mT
+        images = self.image.mT @ columns
+        square = columns.mT @ product(self.local.operator, columns) - images.mT @ images
+        columns = scatter_rows(columns, self.local.observed)
+        if self.test_train.dim() > len(self.points):
+            cross = product(self.test_train, columns)
+        else:  # a list of points for a batch: the blocks on the diagonal are what is wanted
+            size = self.points[-1]
+            listed = product(self.test_train, columns.movedim(-2, 0).flatten(1))
+            cross = listed.reshape(-1, size, listed.shape[-1] // size, size)
+            member = torch.arange(cross.shape[0], device=cross.device)
+            cross = cross[member, :, member].reshape(*self.points, size)
+        return cross - self.coefficients @ images, square
+
+    def _rest_at(self, index: Tensor, image: Tensor) -> Tensor:
+        """Each point's k' at data of its own, [*batch, t, k], with a graph where there is one."""
+        if not self.has_graph:
+            return self.rest.gather(-1, index)
+        observed = self.local.observed
+        data = index if observed is None else observed.nonzero().squeeze(-1)[index]
+        rows = data.reshape(*self.test_train.shape[:-1], -1)
+        prior = entries(self.test_train, rows).reshape(index.shape)
+        return prior - (image @ self.coefficients.unsqueeze(-1)).squeeze(-1)
+
+    def _blocks(self, index: Tensor, image: Tensor) -> Tensor:
+        """R at an index [*batch, p, k]: [*batch, p, k, k]."""
+        return principal_blocks(self.local.operator, index).to(image.dtype) - image @ image.mT
+
+
+def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor]:
+    """A with A^T H A = I, in the span of a pivoted Cholesky factor, and H A: [n, r] each."""
+    basis = torch.linalg.qr(PivotedCholesky(rank=rank).build(operator).factor).Q.contiguous()
+    image = operator._matmul(basis)
+    gram = basis.mT.double() @ image.double()
+    lower = psd_safe_cholesky(0.5 * (gram + gram.mT))
+    return _solve_right(basis, lower), _solve_right(image, lower)
+
+
+def _solve_right(columns: Tensor, lower: Tensor) -> Tensor:
+    """The columns times L^-T, in float64, rounded once."""
+    return torch.linalg.solve_triangular(lower, columns.mT.double(), upper=False).mT.to(columns.dtype).contiguous()
+
+
+def _factor(blocks: Tensor) -> Tensor:
+    """Cholesky factors of R_NN [*, k, k], with what rounding may have taken from the diagonal."""
+    diagonal = blocks.diagonal(dim1=-2, dim2=-1)
+    lower, info = torch.linalg.cholesky_ex(blocks)
+    jitter = 1e-6
+    while info.any():
+        # Weights that are a little off cost their square; see the module's first formula.
+        trial = blocks + torch.diag_embed(jitter * diagonal.amax(-1, keepdim=True).clamp_min(1e-30).expand_as(diagonal))
+        lower, info = torch.linalg.cholesky_ex(trial)
+        jitter *= 10
+    return lower
+
+
+def _rows(matrix: Tensor, index: Tensor) -> Tensor:
+    """Rows of [*b, n, r] at an index [*batch, *b, p, k]: [*batch, *b, p, k, r]."""
+    shape = matrix.shape[:-2]
+    batch = [
+        torch.arange(size, device=index.device).view(-1, *[1] * (len(shape) - position + 1))
+        for position, size in enumerate(shape)
+    ]
+    return matrix[(*batch, index)]
+
+
+def _noise_floor(operator: LinearOperator, diagonal: Tensor) -> Tensor:
+    return operator.noise if isinstance(operator, NoisyLinearOperator) else diagonal
+
+
+def _block_diagonal(weights: Tensor) -> Tensor:
+    """[*batch, t, k] to [*batch, t k, t]: the weights of point i in column i, at its own rows."""
+    points, count = weights.shape[-2:]
+    result = weights.new_zeros(*weights.shape[:-2], points, count, points)
+    index = torch.arange(points, device=weights.device)
+    result[..., index, :, index] = weights.movedim(-2, 0)
+    return result.flatten(-3, -2)
+
+
+def _indices(batch_shape: torch.Size) -> list[tuple[int, ...]]:
+    return [tuple(index) for index in torch.ones(batch_shape).nonzero().tolist()]

@@ -1,0 +1,151 @@
+"""Projections of the data against dense algebra: exact where they are complete, never too small where they are not."""
+
+import pytest
+import torch
+from linear_operator import LinearOperator, to_linear_operator
+from torch import Tensor
+
+from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.prediction import projection as projection_module
+from gpy_iterative.prediction.projection import ProjectionRecipe, exact_projection
+from gpy_iterative.solvers import Cholesky
+from tests.oracles import problem
+
+N, T = 60, 8
+NOISE = 0.04
+
+
+def system() -> tuple[NoisyLinearOperator, LinearOperator, Tensor]:
+    """H [n, n]; K(x, X) and K(x, x) of T further points."""
+    _, joint, _ = problem(N + T, noise=NOISE)
+    kernel = joint - NOISE * torch.eye(N + T, dtype=torch.float64)
+    noise = torch.full((N,), NOISE, dtype=torch.float64)
+    operator = NoisyLinearOperator(to_linear_operator(kernel[:N, :N]), noise)
+    return operator, to_linear_operator(kernel[N:, :N]), kernel[N:, N:]
+
+
+def exact_covariance(operator: LinearOperator, cross: LinearOperator, prior: Tensor) -> Tensor:
+    rows = cross.to_dense()
+    return prior - rows @ torch.linalg.solve(operator.to_dense(), rows.mT)
+
+
+def naive_variance(rank: int, neighbours: int) -> Tensor:
+    """Point by point: the best predictor from projections C^T y and the observations that correlate most past them."""
+    operator, cross, prior = system()
+    dense, rows, variances = operator.to_dense(), cross.to_dense(), []
+    basis = ProjectionRecipe(rank=rank).build(operator).basis
+    for row, variance in zip(rows, prior.diagonal(), strict=True):
+        rest = row - dense @ basis @ (basis.mT @ row)
+        inverse = dense - dense @ basis @ basis.mT @ dense
+        nearest = (rest.abs() / inverse.diagonal().sqrt()).argsort(descending=True)[:neighbours]
+        space = torch.cat([basis, torch.eye(N, dtype=torch.float64)[:, nearest]], dim=-1)
+        explained = row @ space @ torch.linalg.solve(space.mT @ dense @ space, space.mT @ row)
+        variances.append(variance - explained)
+    return torch.stack(variances)
+
+
+def test_cholesky_is_exact() -> None:
+    operator, cross, prior = system()
+    projection = exact_projection(Cholesky().factorize(operator))
+    torch.testing.assert_close(projection.basis @ projection.basis.mT, torch.linalg.inv(operator.to_dense()))
+    wanted = exact_covariance(operator, cross, prior)
+    torch.testing.assert_close(projection.covariance(prior, cross), wanted)
+    torch.testing.assert_close(projection.variance(prior.diagonal(), cross), wanted.diagonal())
+
+
+@pytest.mark.parametrize(("rank", "neighbours"), [(1, 1), (1, 20), (10, 5), (40, 1), (40, 19)])
+def test_equals_the_naive_predictor(rank: int, neighbours: int) -> None:
+    operator, cross, prior = system()
+    projection = ProjectionRecipe(rank=rank, num_neighbours=neighbours).build(operator)
+    torch.testing.assert_close(projection.variance(prior.diagonal(), cross), naive_variance(rank, neighbours))
+
+
+@pytest.mark.parametrize(("rank", "neighbours"), [(100, 1), (1, 100), (20, 60)])
+def test_complete_spaces_are_exact(rank: int, neighbours: int) -> None:
+    operator, cross, prior = system()
+    projection = ProjectionRecipe(rank=rank, num_neighbours=neighbours).build(operator)
+    wanted = exact_covariance(operator, cross, prior)
+    torch.testing.assert_close(projection.covariance(prior, cross), wanted)
+    torch.testing.assert_close(projection.variance(prior.diagonal(), cross), wanted.diagonal())
+
+
+@pytest.mark.parametrize("limit", [0, 10_000])
+@pytest.mark.parametrize(("rank", "neighbours"), [(1, 1), (5, 8), (30, 3)])
+def test_covariance_is_that_of_the_predictors_errors(
+    rank: int, neighbours: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By either route: semi-definite, above the exact covariance, with the variances on its diagonal."""
+    monkeypatch.setattr(projection_module, "MAX_PAIRWISE", limit)
+    operator, cross, prior = system()
+    projection = ProjectionRecipe(rank=rank, num_neighbours=neighbours).build(operator)
+    covariance = projection.covariance(prior, cross)
+    exact = exact_covariance(operator, cross, prior)
+    torch.testing.assert_close(covariance.diagonal(), projection.variance(prior.diagonal(), cross))
+    assert torch.linalg.eigvalsh(covariance - exact).min() > -1e-10
+    assert (covariance.diagonal() > exact.diagonal() + 1e-6).any()
+
+
+def test_both_routes_to_a_covariance_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, cross, prior = system()
+    projection = ProjectionRecipe(rank=5, num_neighbours=6).build(operator)
+    pairwise = projection.covariance(prior, cross)
+    monkeypatch.setattr(projection_module, "MAX_PAIRWISE", 0)
+    torch.testing.assert_close(projection.covariance(prior, cross), pairwise)
+    listed = projection.covariance(prior.expand(3, T, T), to_linear_operator(cross.to_dense().repeat(3, 1)))
+    torch.testing.assert_close(listed, pairwise.expand(3, T, T))
+
+
+def test_missing_observations() -> None:
+    operator, cross, prior = system()
+    observed = torch.ones(N, dtype=torch.bool)
+    observed[[3, 30]] = False
+    kept = NoisyLinearOperator(
+        to_linear_operator(operator.kernel.to_dense()[observed][:, observed]), operator.noise[observed]
+    )
+    for recipe in (ProjectionRecipe(rank=5, num_neighbours=100), ProjectionRecipe(rank=100)):
+        projection = recipe.build(kept, observed)
+        wanted = exact_covariance(kept, to_linear_operator(cross.to_dense()[:, observed]), prior)
+        torch.testing.assert_close(projection.covariance(prior, cross), wanted)
+
+
+def test_batches_and_early_stops() -> None:
+    """Members of different numerical rank share one number of columns."""
+    operator, cross, prior = system()
+    twins = operator.kernel.to_dense().clone()
+    twins[1:] = twins[:1]
+    twins[:, 1:] = twins[:, :1]  # one point, sixty times: rank one
+    kernels = torch.stack([operator.kernel.to_dense(), twins])
+    batch = NoisyLinearOperator(to_linear_operator(kernels), operator.noise.expand(2, N))
+    projection = ProjectionRecipe(rank=20, num_neighbours=60).build(batch)
+    crosses = torch.stack([cross.to_dense(), twins[:T]])
+    priors = torch.stack([prior, twins[:T, :T]])
+    wanted = exact_covariance(batch, to_linear_operator(crosses), priors)
+    torch.testing.assert_close(projection.covariance(priors, to_linear_operator(crosses)), wanted)
+    variance = projection.variance(priors.diagonal(dim1=-2, dim2=-1), to_linear_operator(crosses))
+    torch.testing.assert_close(variance, wanted.diagonal(dim1=-2, dim2=-1))
+
+
+def test_duplicate_data_and_points_on_data() -> None:
+    """Neighbours that say the same, and test points that are training points: still right, and never negative."""
+    operator, _, _ = system()
+    kernel = operator.kernel.to_dense()
+    index = torch.arange(N).repeat(2)
+    doubled = NoisyLinearOperator(
+        to_linear_operator(kernel[index][:, index]), torch.full((2 * N,), 1e-6, dtype=torch.float64)
+    )
+    cross = to_linear_operator(kernel[:T][:, index])
+    projection = ProjectionRecipe(rank=10, num_neighbours=12).build(doubled)
+    variance = projection.variance(kernel.diagonal()[:T], cross)
+    exact = exact_covariance(doubled, cross, kernel[:T, :T]).diagonal()
+    assert (variance >= exact - 1e-9).all()
+    torch.testing.assert_close(variance, exact, rtol=0, atol=1e-6)
+
+
+def test_float32() -> None:
+    operator, cross, prior = system()
+    single = NoisyLinearOperator(to_linear_operator(operator.kernel.to_dense().float()), operator.noise.float())
+    projection = ProjectionRecipe(rank=20, num_neighbours=60).build(single)
+    variance = projection.variance(prior.diagonal().float(), to_linear_operator(cross.to_dense().float()))
+    assert variance.dtype == torch.float32
+    truth = exact_covariance(operator, cross, prior).diagonal().float()
+    torch.testing.assert_close(variance, truth, rtol=1e-3, atol=1e-5)
