@@ -27,6 +27,7 @@ from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.prediction.blocks import dense, entries, principal_blocks, product
@@ -34,6 +35,8 @@ from gpy_iterative.solvers import CholeskyFactor
 
 #: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
 MAX_PAIRWISE = 2048
+#: Relative jitters, tried in turn on the covariance of neighbours.
+JITTERS = (0.0, 1e-8, 1e-6, 1e-4, 1e-2)
 
 
 @dataclass(frozen=True)
@@ -260,16 +263,24 @@ def _solve_right(columns: Tensor, lower: Tensor) -> Tensor:
 
 
 def _factor(blocks: Tensor) -> Tensor:
-    """Cholesky factors of R_NN [*, k, k], with what rounding may have taken from the diagonal."""
-    diagonal = blocks.diagonal(dim1=-2, dim2=-1)
-    lower, info = torch.linalg.cholesky_ex(blocks)
-    jitter = 1e-6
-    while info.any():
-        # Weights that are a little off cost their square; see the module's first formula.
-        trial = blocks + torch.diag_embed(jitter * diagonal.amax(-1, keepdim=True).clamp_min(1e-30).expand_as(diagonal))
-        lower, info = torch.linalg.cholesky_ex(trial)
-        jitter *= 10
-    return lower
+    """Cholesky factors of R_NN [*, k, k].
+
+    Rounding, and neighbours that say the same, may leave no positive definite matrix; jitter then makes weights that are a
+    little off, which costs the square of it (see the module's first formula).
+
+    Raises:
+        NonFiniteError: a block has entries that are not finite.
+    """
+    diagonal = blocks.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp_min(torch.finfo(blocks.dtype).tiny)
+    for jitter in JITTERS:
+        added = torch.diag_embed((jitter * diagonal).expand(blocks.shape[:-1]))
+        lower, info = torch.linalg.cholesky_ex(blocks + added)
+        if not info.any():
+            return lower
+    raise NonFiniteError(
+        "The covariance between neighbouring data has no Cholesky factor: kernel values are not finite, or far from those "
+        "of a positive definite kernel. Check data and hyperparameters for extreme values."
+    )
 
 
 def _rows(matrix: Tensor, index: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.prediction import projection as projection_module
 from gpy_iterative.prediction.projection import ProjectionRecipe, exact_projection
@@ -139,6 +140,14 @@ def test_duplicate_data_and_points_on_data() -> None:
     exact = exact_covariance(doubled, cross, kernel[:T, :T]).diagonal()
     assert (variance >= exact - 1e-9).all()
     torch.testing.assert_close(variance, exact, rtol=0, atol=1e-6)
+
+
+def test_entries_that_are_not_finite_raise() -> None:
+    operator, cross, prior = system()
+    projection = ProjectionRecipe(rank=2, num_neighbours=5).build(operator)
+    operator.kernel.to_dense().mul_(torch.nan)
+    with pytest.raises(NonFiniteError, match="hyperparameters"):
+        projection.variance(prior.diagonal(), cross)
 
 
 def test_float32() -> None:
