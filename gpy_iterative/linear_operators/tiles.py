@@ -15,7 +15,6 @@ from torch import Tensor
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache
 
-
 #: What the entries of one tile, rows times columns, are weighted with in a derivative; the caller may overwrite it.
 TileWeights = Callable[[slice, slice], Tensor]
 
