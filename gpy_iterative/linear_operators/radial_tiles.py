@@ -1,11 +1,4 @@
-"""Tiles of a radial kernel matrix: one GEMM and a few in-place passes each.
-
-The squared distances of a tile come from one matrix product of inputs that carry their norms along,
-
-    [-2 x, |x|^2, 1] . [x', 1, |x'|^2] = |x - x'|^2,
-
-with the radial function's own constant folded in.
-"""
+"""Tiles of a radial kernel matrix: squared distances, mostly from one GEMM, and a few in-place passes each."""
 
 from collections.abc import Callable
 from functools import cache as keep
@@ -15,6 +8,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial_functions import RadialFunction
+from gpy_iterative.linear_operators.squared_distances import SquaredDistances
 from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.tiles import Tiles, blocks
 
@@ -50,11 +44,9 @@ class RadialTiles(Tiles):
     ) -> None:
         self.function = function
         self.alpha = None if alpha is None else alpha.detach()
-        scale = function.scale(self.alpha)
-        self._left = _with_norms(x1, scale, is_left=True)
-        self._right = _with_norms(x1 if x2 is None else x2, scale, is_left=False)
-        batch = torch.broadcast_shapes(self._left.shape[:-2], self._right.shape[:-2])
-        shape = torch.Size((*batch, self._left.shape[-2], self._right.shape[-2]))
+        columns = x1 if x2 is None else x2
+        self._distances = SquaredDistances(x1, columns, function.scale(self.alpha))
+        shape = torch.Size((*self._distances.batch_shape, x1.shape[-2], columns.shape[-2]))
         super().__init__(
             shape,
             symmetric=x2 is None,
@@ -84,21 +76,16 @@ class RadialTiles(Tiles):
         return self.function.alpha_derivative(u, self.alpha)
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        u = torch.matmul(self._left[..., rows, :], self._right[..., columns, :].mT).clamp_min_(0)
+        u = self._distances.block(rows, columns).clamp_min_(0)
         if self.symmetric:
             positions = torch.arange(self.shape[-1], device=u.device)
             u.masked_fill_(positions[rows].unsqueeze(-1) == positions[columns], 0.0)
         return self.function.value_(u, torch.empty_like(u), self.alpha)
 
     def _squared_distances(self, i: int, j: int, out: Tensor) -> Tensor:
-        """May be slightly negative; zero on the diagonal, whatever the GEMM's rounding."""
-        u = torch.matmul(self._left[..., self.rows[i], :], self._right[..., self.columns[j], :].mT, out=out)
+        """May be slightly negative; zero on the diagonal, whatever the rounding."""
+        scratch = self.scratch(out.shape, 1)
+        u = self._distances.block(self.rows[i], self.columns[j], out=out, scratch=scratch)
         if self.symmetric and i == j:
             u.diagonal(dim1=-2, dim2=-1).zero_()
         return u
-
-
-def _with_norms(x: Tensor, scale: float | Tensor, *, is_left: bool) -> Tensor:
-    x = x.detach() * (scale**0.5)
-    norms, ones = x.square().sum(-1, keepdim=True), torch.ones_like(x[..., :1])
-    return torch.cat([x.mul(-2), norms, ones] if is_left else [x, ones, norms], dim=-1)
