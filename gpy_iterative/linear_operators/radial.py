@@ -4,7 +4,7 @@ The operator holds scaled inputs and the outputscale. Lengthscales, active dimen
 stay outside, in autograd; the operator differentiates with respect to its scaled inputs in closed form.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from linear_operator import LinearOperator
@@ -100,48 +100,18 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         batch = torch.broadcast_shapes(self.batch_shape, left_vecs.shape[:-2], right_vecs.shape[:-2])
         left_vecs = left_vecs.expand(*batch, *left_vecs.shape[-2:])
         right_vecs = right_vecs.expand(*batch, *right_vecs.shape[-2:])
-        wants_alpha = self.alpha is not None and self.alpha.requires_grad
-        tiles = cast(RadialTiles, self.tiles())
-        x1, x2 = _with_ones(self.x1), _with_ones(self.x1 if self.x2 is None else self.x2)
-        dx1 = x1.new_zeros(*batch, self.shape[-2], self.x1.shape[-1])
-        dx2 = dx1 if self.symmetric else x2.new_zeros(*batch, self.shape[-1], self.x1.shape[-1])
-        # Sums of many products: kept in float64, on the scale of one number a batch member.
-        dscale = x1.new_zeros(batch, dtype=torch.float64)
-        dalpha = x1.new_zeros(batch, dtype=torch.float64)
-        if self.symmetric:
-            # Pairs (i, j) and (j, i) of a symmetric matrix in one tile: L R^T + R L^T.
-            left_vecs, right_vecs = (
-                torch.cat([left_vecs, right_vecs], dim=-1),
-                torch.cat([right_vecs, left_vecs], dim=-1),
-            )
-        for i, j in tiles.pairs():
-            rows, columns = tiles.rows[i], tiles.columns[j]
-            weights = left_vecs[..., rows, :] @ right_vecs[..., columns, :].mT
-            if self.symmetric and i == j:
-                weights.mul_(0.5)
-            if wants_alpha:
-                dalpha += (tiles.alpha_derivative(i, j) * weights).sum((-2, -1), dtype=torch.float64)
-            value, derivative = tiles.value_and_derivative(i, j)
-            if self.outputscale.requires_grad:
-                dscale += torch.linalg.vecdot(value.flatten(-2), weights.flatten(-2))
-            weights.mul_(derivative)
-            _add_input_derivative(dx1[..., rows, :], weights, x1[..., rows, :], x2[..., columns, :])
-            _add_input_derivative(dx2[..., columns, :], weights.mT, x2[..., columns, :], x1[..., rows, :])
-
+        tensors = {"x1": self.x1, "outputscale": self.outputscale, "alpha": self.alpha, "x2": self.x2}
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        wanted = {name for name, tensor in tensors.items() if tensor.requires_grad}
+        if not wanted:
+            return (None,) * len(tensors)
+        found = self.tiles().derivative(left_vecs, right_vecs, value="outputscale" in wanted, alpha="alpha" in wanted)
         scale = self.outputscale
-        factor = 2 * scale.unsqueeze(-1).unsqueeze(-1)
-        gradients = {
-            "x1": dx1 * factor,
-            "outputscale": dscale,
-            "alpha": (dalpha * scale).unsqueeze(-1),
-            "x2": dx2 * factor,
-        }
-        tensors = {"x1": self.x1, "outputscale": scale, "alpha": self.alpha, "x2": self.x2}
-        return tuple(
-            _sum_to(gradients[name], tensor) if tensor.requires_grad else None
-            for name, tensor in tensors.items()
-            if tensor is not None
-        )
+        factor = scale.unsqueeze(-1).unsqueeze(-1)
+        gradients = {"x1": found.x1 * factor, "outputscale": found.value, "alpha": (found.alpha * scale).unsqueeze(-1)}
+        if found.x2 is not None:
+            gradients["x2"] = found.x2 * factor
+        return tuple(_sum_to(gradients[name], tensor) if name in wanted else None for name, tensor in tensors.items())
 
     # Parts of the matrix
 
@@ -223,17 +193,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         for rows in blocks(self.shape[-2], self.products.tile_size):
             result[..., rows, :] = self.tiles().block(rows, slice(None))
         return result.mul_(self.tile_scale)
-
-
-def _with_ones(x: Tensor) -> Tensor:
-    return torch.cat([x.detach(), torch.ones_like(x[..., :1])], dim=-1)
-
-
-def _add_input_derivative(result: Tensor, weights: Tensor, x: Tensor, other: Tensor) -> None:
-    """Result += diag(G 1) x - G x' for G = weights; x and x' carry a column of ones."""
-    product = weights @ other
-    result += product[..., -1:] * x[..., :-1]
-    result -= product[..., :-1]
 
 
 def _sum_to(gradient: Tensor, tensor: Tensor) -> Tensor:

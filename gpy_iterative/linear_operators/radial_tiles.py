@@ -8,6 +8,7 @@ with the radial function's own constant folded in.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache as keep
 
 import torch
@@ -29,6 +30,23 @@ def _fused(function: RadialFunction) -> Callable[[Tensor, Tensor | None], Tensor
     return torch.compile(evaluate, dynamic=True)
 
 
+@dataclass(frozen=True)
+class RadialDerivative:
+    """The derivative of sum_ij W_ij f(|x1_i - x2_j|^2) for weights W = L R^T.
+
+    Attributes:
+        x1: with respect to x1, [*b, n, d]; of a symmetric matrix through its rows and its columns.
+        x2: with respect to x2, [*b, m, d]; None for a symmetric matrix.
+        value: the sum itself, [*b] in float64.
+        alpha: with respect to alpha, [*b] in float64.
+    """
+
+    x1: Tensor
+    x2: Tensor | None
+    value: Tensor
+    alpha: Tensor
+
+
 class RadialTiles(Tiles):
     """f(|x1_i - x2_j|^2) in tiles, without the outputscale; symmetric when x2 is None.
 
@@ -48,11 +66,12 @@ class RadialTiles(Tiles):
         products: KernelProducts,
         cache: TileCache,
     ) -> None:
+        self.x1, self.x2 = x1.detach(), None if x2 is None else x2.detach()
         self.function = function
         self.alpha = None if alpha is None else alpha.detach()
         scale = function.scale(self.alpha)
-        self._left = _with_norms(x1, scale, is_left=True)
-        self._right = _with_norms(x1 if x2 is None else x2, scale, is_left=False)
+        self._left = _with_norms(self.x1, scale, is_left=True)
+        self._right = _with_norms(self.x1 if self.x2 is None else self.x2, scale, is_left=False)
         batch = torch.broadcast_shapes(self._left.shape[:-2], self._right.shape[:-2])
         shape = torch.Size((*batch, self._left.shape[-2], self._right.shape[-2]))
         super().__init__(
@@ -83,6 +102,38 @@ class RadialTiles(Tiles):
         u = self._squared_distances(i, j, self.scratch(self.tile_shape(i, j), 0)).clamp_min_(0)
         return self.function.alpha_derivative(u, self.alpha)
 
+    def derivative(self, left: Tensor, right: Tensor, *, value: bool, alpha: bool) -> RadialDerivative:
+        """The derivative for W = left right^T, in one pass.
+
+        Args:
+            left, right: [*b, n, s] and [*b, m, s], with all batch dimensions.
+            value, alpha: whether these parts are wanted; they are 0 where not.
+        """
+        x1 = _with_ones(self.x1)
+        x2 = x1 if self.x2 is None else _with_ones(self.x2)
+        batch = left.shape[:-2]
+        dx1 = x1.new_zeros(*batch, self.shape[-2], self.x1.shape[-1])
+        dx2 = dx1 if self.symmetric else x2.new_zeros(*batch, self.shape[-1], self.x1.shape[-1])
+        # Sums of many products: kept in float64, on the scale of one number a batch member.
+        dvalue = x1.new_zeros(batch, dtype=torch.float64)
+        dalpha = x1.new_zeros(batch, dtype=torch.float64)
+        if self.symmetric:
+            left, right = both_sides(left, right)
+        for i, j in self.pairs():
+            rows, columns = self.rows[i], self.columns[j]
+            weights = left[..., rows, :] @ right[..., columns, :].mT
+            if self.symmetric and i == j:
+                weights.mul_(0.5)
+            if alpha:
+                dalpha += (self.alpha_derivative(i, j) * weights).sum((-2, -1), dtype=torch.float64)
+            function_value, function_derivative = self.value_and_derivative(i, j)
+            if value:
+                dvalue += torch.linalg.vecdot(function_value.flatten(-2), weights.flatten(-2))
+            weights.mul_(function_derivative)
+            _add_input_derivative(dx1[..., rows, :], weights, x1[..., rows, :], x2[..., columns, :])
+            _add_input_derivative(dx2[..., columns, :], weights.mT, x2[..., columns, :], x1[..., rows, :])
+        return RadialDerivative(2 * dx1, None if self.symmetric else 2 * dx2, dvalue, dalpha)
+
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         u = torch.matmul(self._left[..., rows, :], self._right[..., columns, :].mT).clamp_min_(0)
         if self.symmetric:
@@ -99,6 +150,22 @@ class RadialTiles(Tiles):
 
 
 def _with_norms(x: Tensor, scale: float | Tensor, *, is_left: bool) -> Tensor:
-    x = x.detach() * (scale**0.5)
+    x = x * (scale**0.5)
     norms, ones = x.square().sum(-1, keepdim=True), torch.ones_like(x[..., :1])
     return torch.cat([x.mul(-2), norms, ones] if is_left else [x, ones, norms], dim=-1)
+
+
+def both_sides(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of L R^T + R L^T, the weights of the pairs (i, j) and (j, i) of a symmetric matrix together."""
+    return torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1)
+
+
+def _with_ones(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
+
+
+def _add_input_derivative(result: Tensor, weights: Tensor, x: Tensor, other: Tensor) -> None:
+    """Result += diag(G 1) x - G x' for G = weights; x and x' carry a column of ones."""
+    product = weights @ other
+    result += product[..., -1:] * x[..., :-1]
+    result -= product[..., :-1]

@@ -14,6 +14,8 @@ from torch import Tensor
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache
 
+Rows = slice | Tensor
+
 
 def blocks(size: int, length: int) -> list[slice]:
     """Contiguous slices of the given length that cover range(size); the last may be shorter."""
@@ -104,6 +106,58 @@ class Tiles(ABC):
             if self.symmetric and i != j:
                 add_product(result[..., columns], rhs[..., rows], tile)
         return result.mT
+
+    # Parts of the matrix, without batch dimensions
+
+    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        """Those rows of the matrix times rhs [m, s]."""
+        if not isinstance(rows, slice):
+            return self.block(rows, slice(None)) @ rhs
+        size = len(range(*rows.indices(self.shape[-2])))
+        rhs = rhs.mT.contiguous()  # as in `matmul`
+        result = rhs.new_zeros(rhs.shape[-2], size)
+        for i, part, outer in _overlaps(self.rows, rows):
+            for j, columns in enumerate(self.columns):
+                if self.symmetric and i > j:
+                    add_product(result[:, outer], rhs[:, columns], self.tile(j, i)[:, part])
+                else:
+                    add_product(result[:, outer], rhs[:, columns], self.tile(i, j)[part, :].mT)
+        return result.mT
+
+    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        """Those columns of the matrix times rhs [len(columns), s]."""
+        rhs = rhs.mT.contiguous()
+        result = rhs.new_zeros(rhs.shape[-2], self.shape[-2])
+        for j, part, outer in _overlaps(self.columns, columns):
+            for i, rows in enumerate(self.rows):
+                if self.symmetric and i > j:
+                    add_product(result[:, rows], rhs[:, outer], self.tile(j, i)[part, :])
+                else:
+                    add_product(result[:, rows], rhs[:, outer], self.tile(i, j)[:, part].mT)
+        return result.mT
+
+    def principal_block(self, block: slice) -> Tensor:
+        """The block on the diagonal, as a dense tensor: the caller's to overwrite."""
+        if not self.symmetric:
+            raise ValueError("A rectangular kernel matrix has no principal blocks.")
+        overlaps = _overlaps(self.rows, block)
+        if len(overlaps) != 1:
+            return self.block(block, block)
+        i, part, _ = overlaps[0]
+        return self.tile(i, i)[part, part].clone()
+
+
+def _overlaps(tiles: list[slice], wanted: slice) -> list[tuple[int, slice, slice]]:
+    """(tile, slice inside the tile, slice inside `wanted`) for every tile that `wanted` touches."""
+    size = tiles[-1].stop if tiles else 0
+    start, stop, _ = wanted.indices(size)
+    length = tiles[0].stop if tiles else 1
+    overlaps = []
+    for index in range(start // length, -(-stop // length)):
+        first, last = max(start, tiles[index].start), min(stop, tiles[index].stop)
+        inner = slice(first - tiles[index].start, last - tiles[index].start)
+        overlaps.append((index, inner, slice(first - start, last - start)))
+    return overlaps
 
 
 def add_product(result: Tensor, left: Tensor, right: Tensor) -> None:
