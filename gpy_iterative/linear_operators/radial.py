@@ -12,13 +12,14 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial_functions import RadialFunction
+from gpy_iterative.linear_operators.radial_keops import RadialKeOps
 from gpy_iterative.linear_operators.radial_tiles import RadialTiles
 from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.tiles import TiledLinearOperator, blocks
 
 
 class RadialKernelLinearOperator(TiledLinearOperator):
-    """outputscale * f(|x1_i - x2_j|^2), in tiles.
+    """outputscale * f(|x1_i - x2_j|^2), in tiles or by KeOps.
 
     Args:
         x1: inputs divided by the lengthscale and centred, [*b, n, d]. Centring is the caller's: without it float32
@@ -32,6 +33,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
     A product with s columns costs n m (d + s) multiply-adds and a few element-wise passes the first time, n m s
     once all tiles are kept; memory O((n + m)(d + s)) and the tile cache. The derivative costs one further pass.
+    KeOps evaluates every entry anew for each product, and keeps none.
     """
 
     def __init__(
@@ -63,7 +65,8 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return self.outputscale.detach().unsqueeze(-1).unsqueeze(-1)
 
     def _make_tiles(self) -> RadialTiles:
-        return RadialTiles(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
+        engine = RadialKeOps if self.products.backend == "keops" else RadialTiles
+        return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
 
     def _size(self) -> torch.Size:
         columns = self.x1 if self.x2 is None else self.x2

@@ -25,15 +25,20 @@ def _shape(alpha: Tensor | None) -> Tensor:
 class KeOpsFormulas:
     """A radial function in KeOps' language (https://www.kernel-operations.io/keops/api/math-operations.html).
 
+    KeOps computes its fractions in float32 whatever the inputs' dtype: they serve halves, which are exact, and any
+    other denominator is taken out of the formulas.
+
     Attributes:
         value: f, of `{u}` and the variable `alpha`.
         derivative: df/dq (not df/du); 0 at u = 0 where the true one is unbounded.
         alpha_derivative: df/dalpha at fixed q; None where there is no alpha.
+        multiple: the formulas are of so many times the function.
     """
 
     value: str
     derivative: str
     alpha_derivative: str | None = None
+    multiple: int = 1
 
 
 @dataclass(frozen=True)
@@ -139,8 +144,9 @@ class _Matern52(RadialFunction):
     """(1 + r + r^2/3) exp(-r), r = sqrt(5 q)."""
 
     keops = KeOpsFormulas(
-        "(IntCst(1) + Sqrt({u}) + RatCst(1,3) * {u}) * Exp(-Sqrt({u}))",
-        "RatCst(-5,6) * (IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))",
+        "(IntCst(3) + IntCst(3) * Sqrt({u}) + {u}) * Exp(-Sqrt({u}))",
+        "RatCst(-5,2) * (IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))",
+        multiple=3,
     )
 
     def scale(self, alpha: Tensor | None) -> float:
