@@ -7,6 +7,7 @@ what needs no program (how columns are split into widths) is tested without one:
 
 import unittest
 from collections.abc import Callable
+from pathlib import Path
 
 import gpytorch
 import pytest
@@ -208,6 +209,28 @@ def test_columns_are_covered_once_by_few_widths(size: int, monkeypatch: pytest.M
     assert [column for part, _ in blocks for column in range(part.start, part.stop)] == list(range(size))
     assert all(part.stop - part.start <= width for part, width in blocks)
     assert {width for _, width in blocks} <= set(keops_sums.WIDTHS)
+
+
+def test_programs_are_compiled_on_one_row_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str | int] = []
+
+    class Lock:
+        def __init__(self, path: Path) -> None:
+            assert path.parent.is_dir()
+
+        def __enter__(self) -> None:
+            events.append("locked")
+
+        def __exit__(self, *error: object) -> None:
+            events.append("released")
+
+    monkeypatch.setattr(keops_sums, "FileLock", Lock)
+    monkeypatch.setattr(keops_sums, "Genred", lambda *_, **__: lambda x: events.append(len(x)))
+    program = keops_sums._Program("formula", [])
+    for dtype in (torch.float32, torch.float64):
+        for _ in range(2):
+            program(torch.zeros(5, 1, dtype=dtype))
+    assert events == 2 * ["locked", 1, "released", 5, 5]
 
 
 # Models
