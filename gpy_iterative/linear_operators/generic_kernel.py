@@ -15,7 +15,8 @@ from torch.func import functional_call
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator, Tiles, TileWeights, blocks
+from gpy_iterative.linear_operators.tile_weights import TileWeights
+from gpy_iterative.linear_operators.tiles import TiledLinearOperator, Tiles, blocks
 
 
 class _KernelFunction(torch.nn.Module):
@@ -27,7 +28,8 @@ class _KernelFunction(torch.nn.Module):
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False) -> Tensor:
         # gpytorch.Module.__call__, not the kernel's own: active dims are selected once, by the caller.
-        with gpytorch.settings.lazily_evaluate_kernels(False):
+        # Dense blocks are wanted: GPyTorch's KeOps kernels would compile several programs to make them.
+        with gpytorch.settings.lazily_evaluate_kernels(False), gpytorch.settings.use_keops(False):
             return to_dense(gpytorch.Module.__call__(self.kernel, x1, x2, diag=diag))
 
 
@@ -83,6 +85,9 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     A product costs one evaluation of the kernel the first time and n m s multiply-adds once its tiles are kept; the
     derivative one further evaluation with autograd, a tile at a time. Memory is a few tiles and the tile cache.
+
+    Raises:
+        ValueError: the backend is "keops", which knows only radial kernels.
     """
 
     def __init__(
@@ -96,6 +101,11 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         cache: TileCache | None = None,
     ) -> None:
         products = KernelProducts() if products is None else products
+        if products.backend == "keops":
+            raise ValueError(
+                f"{type(kernel).__name__} has no KeOps formula: use KernelProducts(backend='auto'), which evaluates any "
+                "kernel in tiles. KeOps serves RBF, Matern and RQ kernels, their scales and their sums."
+            )
         cache = TileCache() if cache is None else cache
         tensors = {} if x2 is None else {"x2": x2}
         super().__init__(x1, *parameters, **tensors, kernel=kernel, names=names, products=products, cache=cache)
@@ -160,7 +170,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         return self.evaluate(self.x1, self.columns) @ rhs
 
-    def _tile_derivatives(self, weights: TileWeights, batch: torch.Size) -> tuple[Tensor | None, ...]:
+    def _tile_derivatives(self, weights: TileWeights) -> tuple[Tensor | None, ...]:
         tensors = self.representation()
         wanted = [tensor.requires_grad for tensor in tensors]
         if not any(wanted):
@@ -169,7 +179,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         tiles = self.tiles()
         assert isinstance(tiles, KernelTiles)
         for i, j in tiles.pairs():
-            weight = weights(tiles.rows[i], tiles.columns[j])
+            weight = weights.tile(tiles.rows[i], tiles.columns[j])
             self._add_tile_derivative(gradients, wanted, tiles.input_rows[i], tiles.input_columns[j], weight)
         return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True))
 
