@@ -23,7 +23,7 @@ try:
 except ImportError:
     Genred, get_build_folder = None, None
 
-#: Numbers of columns that are compiled. On a CPU 1 column costs as much as 8, and 64 about twice that.
+#: Numbers of columns that are compiled. On a CPU 1 column costs as much as 8, and 64 two to three times that.
 WIDTHS = (8, 32, 64)
 
 
