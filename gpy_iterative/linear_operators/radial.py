@@ -84,13 +84,17 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         """Plain autograd, O(n m) memory: the reference that `_bilinear_derivative` is tested against."""
+        return self._differentiable_values() @ rhs
+
+    def _differentiable_values(self) -> Tensor:
+        """The matrix [*b, n, m], with the graph to every tensor of the representation."""
         if self.x2 is None:
             distances = (self.x1.unsqueeze(-2) - self.x1.unsqueeze(-3)).square().sum(-1)
         else:
             norms = self.x1.square().sum(-1).unsqueeze(-1) + self.x2.square().sum(-1).unsqueeze(-2)
             distances = (norms - 2 * self.x1 @ self.x2.mT).clamp_min(0)
         values = self.function.value(distances * self.function.scale(self.alpha), self.alpha)
-        return (self.outputscale.unsqueeze(-1).unsqueeze(-1) * values) @ rhs
+        return self.outputscale.unsqueeze(-1).unsqueeze(-1) * values
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return self._transpose_nonbatch()._matmul(rhs)
@@ -186,7 +190,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     def to_dense(self) -> Tensor:
         """The matrix [*b, n, m]; O(n m) memory, differentiable."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.representation()):
-            return self._differentiable_matmul(torch.eye(self.shape[-1], dtype=self.dtype, device=self.device))
+            return self._differentiable_values()
         result = self.x1.new_empty(self.shape)
         for rows in blocks(self.shape[-2], self.products.tile_size):
             result[..., rows, :] = self.tiles().block(rows, slice(None))

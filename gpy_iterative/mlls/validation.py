@@ -74,6 +74,12 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
         raise ValueError(
             "observation_nan_policy('fill') has no meaning for a marginal likelihood; use 'mask', which drops the rows."
         )
+    if policy == "ignore" and torch.isnan(target).any():
+        index = tuple(torch.isnan(target).nonzero()[0].tolist())
+        raise ValueError(
+            f"target must be finite, but target{list(index)} is nan. If it is a missing observation, train and predict "
+            "under gpytorch.settings.observation_nan_policy('mask'), which drops it."
+        )
     if policy == "ignore":
         check_finite("target", target)
     elif torch.isinf(target).any():

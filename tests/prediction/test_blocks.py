@@ -20,7 +20,7 @@ def operators(name: str) -> tuple[LinearOperator, LinearOperator]:
     products = KernelProducts(tile_size=16)
     prior = prior_at(case.model, [case.x])
     joint = joint_prior(case.model, [held_out_points(6)], prior.batch_shape, products)
-    return noisy_operator(case.likelihood, prior, products=products), joint.test_train
+    return noisy_operator(case.likelihood, prior, *case.params, products=products), joint.test_train
 
 
 def index_of(shape: tuple[int, ...], size: int) -> torch.Tensor:
