@@ -79,7 +79,7 @@ class Projection:
         """
         coefficients = product(test_train, self.basis.to(test_train.dtype))
         explained = coefficients.square().sum(-1)
-        if self.local is not None:
+        if self.local is not None and explained.numel():
             neighbours = _Neighbours(self.local, test_train, coefficients, coefficients.shape[:-1])
             explained = explained + neighbours.explained_variance()
         return (prior_variance - explained.reshape(prior_variance.shape)).clamp_min(0)
@@ -92,9 +92,9 @@ class Projection:
             test_train: as in `variance`.
         """
         points = prior_covariance.shape[:-1]
-        coefficients = product(test_train, self.basis.to(test_train.dtype)).reshape(*points, -1)
+        coefficients = product(test_train, self.basis.to(test_train.dtype)).reshape(*points, self.basis.shape[-1])
         covariance = prior_covariance - coefficients @ coefficients.mT
-        if self.local is None:
+        if self.local is None or not points.numel():
             return covariance
         return covariance - _Neighbours(self.local, test_train, coefficients, points).explained_covariance()
 
