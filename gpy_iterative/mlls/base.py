@@ -128,8 +128,12 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         if residual.shape[:-1] != operator.batch_shape:
             operator = operator.expand(*residual.shape[:-1], *operator.matrix_shape)
 
-        with torch.no_grad():
-            estimate = self._estimate(operator, function_dist, observed, residual.detach())
+        # What a run keeps (draws, solutions, tiles) must not be inference tensors: later steps could not use them.
+        is_inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.no_grad():
+            estimate = self._estimate(
+                operator.clone() if is_inference else operator, function_dist, observed, residual.detach()
+            )
         self._params = params
         result = surrogate(operator, estimate.value, estimate.left, estimate.right, estimate.weights, residual)
         result = self._add_other_terms(result, params).div_(num_data)

@@ -166,9 +166,11 @@ class PathwisePosterior:
             raise ValueError(f"num_paths must be at least 1, got {num_paths}.")
         solves = self.solves
         draws = self._prior_draws = solves.prior_draws(num_paths, self._num_frequencies, self._prior_draws)
-        update = solves.weights.unsqueeze(-1) - scatter_rows(draws.solutions[..., :num_paths], solves.system.observed)
-        with evaluating(self.model, self.likelihood):
+        # The functions outlive an inference mode around this call, and are differentiable outside of it.
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model, self.likelihood):
             model = copy.deepcopy(self.model)
+            solutions = draws.solutions[..., :num_paths]
+            update = solves.weights.unsqueeze(-1) - scatter_rows(solutions, solves.system.observed)
         return SamplePaths(model, draws, update, self._products)
 
     def variance_error(self, *inputs: Tensor, num_points: int = 32) -> VarianceError:
@@ -201,6 +203,8 @@ class PathwisePosterior:
     def _joint(self, *inputs: Tensor) -> JointPrior:
         return joint_prior(self.model, inputs, self.solves.system.batch_shape, self._products)
 
+    @torch.inference_mode(False)  # what is solved now may be differentiated through later
+    @torch.no_grad()
     def _solved(self, initial_weights: Tensor | None) -> tuple[ModelSnapshot, TrainingSolves]:
         with evaluating(self.model, self.likelihood):
             snapshot = ModelSnapshot.of(self.model, self.likelihood)
