@@ -13,6 +13,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.probes import Probes
 from gpy_iterative.solvers import (
     Cholesky,
@@ -36,6 +37,9 @@ class DensityEstimate:
         left, right: [*b, n, k].
         solutions: [*b, n, 1 + s], the solves as a warm start wants them; None for the exact estimate.
         status, stats: of the solve.
+
+    Raises:
+        NonFiniteError: value or weights are not finite.
     """
 
     value: Tensor
@@ -46,6 +50,14 @@ class DensityEstimate:
     solutions: Tensor | None
     status: SolveStatus
     stats: SolveStats
+
+    def __post_init__(self) -> None:
+        for name, tensor in (("value", self.value), ("solve for y - mean", self.weights)):
+            if not torch.isfinite(tensor).all():
+                raise NonFiniteError(
+                    f"The log marginal likelihood's {name} is not finite: data or hyperparameters are too large for "
+                    f"{tensor.dtype}. Standardise the targets, bound the hyperparameters, or use float64."
+                )
 
 
 def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky) -> DensityEstimate:
