@@ -34,7 +34,7 @@ from gpy_iterative.mlls.progress import Progress, SolveBar
 from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
 from gpy_iterative.mlls.surrogate import surrogate
 from gpy_iterative.mlls.training_state import TrainingState, make_generator
-from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood
+from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_inputs, check_likelihood
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
 from gpy_iterative.solvers import (
@@ -72,13 +72,14 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         progress: Progress,
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
+        check_inputs(model)  # now: of NaN inputs GPyTorch says later that they are not the training inputs
         super().__init__(likelihood, model)
         self.probes = probes
         self.solver = solver
         self.products = KernelProducts() if products is None else products
         self.progress = progress
         self.report: MarginalLogLikelihoodReport | None = None
-        self._state = TrainingState(make_generator(generator), WarmStart(warm_start))
+        self._state = TrainingState(make_generator(generator), WarmStart(warm_start), repr(probes))
         # Without the missing diagonal the spectrum is bounded by 1 from below, which the quadrature makes use of.
         self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES, correct_diagonal=False)
         self._params: tuple[Any, ...] = ()
@@ -166,7 +167,7 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
             solver=self.solver,
             products=self.products,
             # Forked, so that looking at predictions in the middle of training does not change the training.
-            generator=torch.Generator().manual_seed(self._state.generator.initial_seed() + 1),
+            generator=torch.Generator().manual_seed((self._state.generator.initial_seed() + 1) % 2**64),
             params=self._params,
             initial_weights=None if solutions is None else solutions[..., 0],
             prior=self._prior_samples(),
@@ -189,7 +190,10 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         return self._state.to_dict()
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Takes what `training_state()` gave. Raises ValueError, and changes nothing, for anything else."""
+        """Takes what `training_state()` gave.
+
+        Raises ValueError, and changes nothing, for anything else, the state of other probes included.
+        """
         self._state.load_dict(state)
 
     def _estimate(

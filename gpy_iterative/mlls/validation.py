@@ -7,6 +7,7 @@ from gpytorch.likelihoods import _GaussianLikelihoodBase
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
+from gpy_iterative.prediction import PosteriorCovarianceLinearOperator
 
 
 def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.nn.Module, mll: str) -> None:
@@ -38,6 +39,23 @@ def check_hyperparameters(model: torch.nn.Module) -> None:
             )
 
 
+def check_inputs(model: gpytorch.models.ExactGP) -> None:
+    """Raises ValueError with the first training input that is not finite."""
+    for i, inputs in enumerate(model.train_inputs or ()):
+        if inputs.is_floating_point():
+            check_finite("train_inputs" if len(model.train_inputs) == 1 else f"train_inputs[{i}]", inputs)
+
+
+def check_prior(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
+    """Raises RuntimeError for the posterior at the training data, which evaluation mode gives in place of the prior."""
+    is_posterior = isinstance(function_dist.lazy_covariance_matrix, PosteriorCovarianceLinearOperator)
+    if is_posterior and model.train_targets is not None and torch.equal(target, model.train_targets):
+        raise RuntimeError(
+            "This is the model's posterior at its training data, not its prior: the model is in evaluation mode, into "
+            "which mll.posterior() has put it. Call model.train() and likelihood.train() before training goes on."
+        )
+
+
 def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
     """Shapes, dtypes, devices and finiteness of what `mll(model(train_x), train_y)` was called with.
 
@@ -48,6 +66,7 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
             "An exact marginal log likelihood works on the prior that an ExactGP returns, a MultivariateNormal; "
             f"got {type(function_dist).__name__}."
         )
+    check_prior(model, function_dist, target)
     event_shape, mean = function_dist.event_shape, function_dist.mean
     if target.shape[-len(event_shape) :] != event_shape:
         raise ValueError(
@@ -66,9 +85,7 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
         if ours != theirs:
             raise ValueError(f"The model's output has {what} {ours}, the target {theirs}.")
 
-    for i, inputs in enumerate(model.train_inputs or ()):
-        if inputs.is_floating_point():
-            check_finite("train_inputs" if len(model.train_inputs) == 1 else f"train_inputs[{i}]", inputs)
+    check_inputs(model)
     policy = gpytorch.settings.observation_nan_policy.value()
     if policy == "fill":
         raise ValueError(

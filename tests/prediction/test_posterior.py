@@ -313,6 +313,8 @@ def test_bad_test_inputs() -> None:
     x = held_out_points()
     with pytest.raises(ValueError, match="do not fit the training inputs"):
         posterior(x[:, :2])
+    with pytest.raises(ValueError, match=r"\(\) do not fit the training inputs"):
+        posterior(x[0, 0])
     with pytest.raises(ValueError, match="dtype"):
         posterior(x.float())
     with pytest.raises(ValueError, match="1 training inputs"):
