@@ -166,7 +166,8 @@ class RandomFeatures(ProbeDistribution):
             vectors = self.prior_sample(terms, draws) + noise.sqrt().unsqueeze(-1) * draws["noise_base"]
             return Probes(vectors, None)
         features = RandomFourierFeatures(self.num_frequencies).features(terms, _feature_draws(draws))
-        covariance = LowRankPlusDiagonal(features, noise.expand(*features.shape[:-1]))
+        shape = torch.broadcast_shapes(noise.shape, features.shape[:-1])  # a batch of targets may meet one prior
+        covariance = LowRankPlusDiagonal(features.expand(*shape, features.shape[-1]), noise.expand(shape))
         vectors = covariance.sample(draws["weights"], draws["noise_base"])
         return Probes(vectors, covariance.solve(vectors), covariance)
 

@@ -74,7 +74,8 @@ def test_predictions_and_paths_are_differentiable_afterwards(options: dict) -> N
     torch.testing.assert_close(prediction.variance, variance)
     torch.testing.assert_close(paths(x), values)
     (prediction.variance.sum() + prediction.mean.sum() + paths(x).sum()).backward()
-    assert x.grad is not None and torch.isfinite(x.grad).all()
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()
 
 
 def test_tiles_of_inference_tensors_are_never_taken_for_current() -> None:
