@@ -6,6 +6,8 @@ from typing import Literal, get_args
 
 import torch
 
+from gpy_iterative.options import check_count
+
 Backend = Literal["auto", "tiles"]
 
 #: What an automatic tile cache may take at the most on a CPU, in bytes.
@@ -37,8 +39,7 @@ class KernelProducts:
     def __post_init__(self) -> None:
         if self.backend not in get_args(Backend):
             raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
-        if self.tile_size < 1:
-            raise ValueError(f"tile_size must be at least 1, got {self.tile_size}.")
+        check_count("tile_size", self.tile_size)
         if self.cache_memory is not None and self.cache_memory < 0:
             raise ValueError(f"cache_memory must not be negative, got {self.cache_memory}.")
         if self.precision != "native":

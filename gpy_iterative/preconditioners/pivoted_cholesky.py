@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator, dense_rows
+from gpy_iterative.options import check_count
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 
 
@@ -39,8 +40,7 @@ class PivotedCholesky:
     rank: int = 100
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank}.")
+        check_count("rank", self.rank)
 
     @torch.no_grad()
     def build(
