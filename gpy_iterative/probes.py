@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators import KernelTerm, NoisyLinearOperator
+from gpy_iterative.options import check_count
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
 from gpy_iterative.solvers import Cholesky
 from gpy_iterative.spectral import Draws, RandomFourierFeatures
@@ -55,8 +56,7 @@ class ProbeDistribution(ABC):
     num_probes: int
 
     def __post_init__(self) -> None:
-        if self.num_probes < 1:
-            raise ValueError(f"num_probes must be at least 1, got {self.num_probes}.")
+        check_count("num_probes", self.num_probes)
 
     @property
     def needs_terms(self) -> bool:

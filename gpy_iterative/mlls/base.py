@@ -35,6 +35,7 @@ from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
 from gpy_iterative.mlls.surrogate import surrogate
 from gpy_iterative.mlls.training_state import TrainingState, make_generator
 from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_inputs, check_likelihood
+from gpy_iterative.options import check_instance
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
 from gpy_iterative.solvers import (
@@ -73,6 +74,8 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
         check_inputs(model)  # now: of NaN inputs GPyTorch says later that they are not the training inputs
+        check_instance("solver", solver, Solver, "ConjugateGradients()")
+        check_instance("products", products, KernelProducts, "KernelProducts()")
         super().__init__(likelihood, model)
         self.probes = probes
         self.solver = solver

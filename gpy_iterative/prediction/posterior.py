@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import VarianceWarning
 from gpy_iterative.linear_operators import KernelProducts
+from gpy_iterative.options import check_count, check_instance
 from gpy_iterative.prediction.blocks import product
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.prediction.joint_prior import JointPrior, checked_inputs, fixed_parameters, joint_prior
@@ -94,8 +95,9 @@ class PathwisePosterior:
         num_frequencies: int = 8192,
         exact_below: int = EXACT_BELOW,
     ) -> None:
-        if num_frequencies < 1:
-            raise ValueError(f"num_frequencies must be at least 1, got {num_frequencies}.")
+        check_count("num_frequencies", num_frequencies)
+        check_instance("solver", solver, Solver, "ConjugateGradients()")
+        check_instance("products", products, KernelProducts, "KernelProducts()")
         if exact_below < 0:
             raise ValueError(f"exact_below must not be negative, got {exact_below}.")
         self.model, self.likelihood = model, likelihood
@@ -162,8 +164,7 @@ class PathwisePosterior:
                 sample at the test points themselves: `posterior(x).rsample()`.
             ValueError: num_paths below 1.
         """
-        if num_paths < 1:
-            raise ValueError(f"num_paths must be at least 1, got {num_paths}.")
+        check_count("num_paths", num_paths)
         solves = self.solves
         draws = self._prior_draws = solves.prior_draws(num_paths, self._num_frequencies, self._prior_draws)
         # The functions outlive an inference mode around this call, and are differentiable outside of it.

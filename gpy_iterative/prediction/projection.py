@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.options import check_count
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.prediction.blocks import dense, entries, principal_blocks, product
 from gpy_iterative.solvers import CholeskyFactor
@@ -124,8 +125,7 @@ class ProjectionRecipe:
 
     def __post_init__(self) -> None:
         for name in ("rank", "num_neighbours"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            check_count(name, getattr(self, name))
 
     @torch.no_grad()
     def build(self, operator: LinearOperator, observed: Tensor | None = None) -> Projection:

@@ -177,10 +177,12 @@ def test_non_finite_hyperparameter_is_a_nan_error_and_leaves_the_warm_start() ->
     ("mll_class", "options"),
     [
         (MLLS[0], {"num_probes": 0}),
+        (MLLS[0], {"num_probes": 1.5}),
         (MLLS[0], {"probes": "cauchy"}),
         (MLLS[0], {"warm_start": "hot"}),
         (MLLS[1], {"num_probes": 0}),
         (MLLS[1], {"num_frequencies": 0}),
+        (MLLS[1], {"num_frequencies": 2.5}),
         (MLLS[1], {"prior": "improper"}),
         (MLLS[1], {"warm_start": "hot"}),
     ],
@@ -188,6 +190,18 @@ def test_non_finite_hyperparameter_is_a_nan_error_and_leaves_the_warm_start() ->
 def test_options_outside_their_range(mll_class: type, options: dict) -> None:
     with pytest.raises(ValueError, match=str(next(iter(options.values())))):
         case_and_mll(mll_class, **options)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize(
+    "options", [{"solver": "cg"}, {"solver": gpi.solvers.ConjugateGradients}, {"products": "tiles"}], ids=str
+)
+def test_a_name_or_a_class_is_no_object(mll_class: type, options: dict) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(options))} must be None or a"):
+        case_and_mll(mll_class, **options)
+    case, _ = case_and_mll()
+    with pytest.raises(TypeError, match=f"{next(iter(options))} must be None or a"):
+        gpi.prediction.PathwisePosterior(case.model, case.likelihood, **options)
 
 
 @pytest.mark.parametrize("mll_class", MLLS)
