@@ -14,11 +14,11 @@ from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.mlls.training_state import make_generator
-from gpy_iterative.mlls.validation import check_inputs
-from gpy_iterative.options import check_count
+from gpy_iterative.prediction import check_inputs
 
 #: A parameter that moved by less than this share of one step of the optimiser was not identified by its subset.
 UNMOVED = 1e-3

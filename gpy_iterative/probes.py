@@ -18,9 +18,9 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators import KernelTerm, NoisyLinearOperator
-from gpy_iterative.options import check_count
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
 from gpy_iterative.solvers import Cholesky
 from gpy_iterative.spectral import Draws, RandomFourierFeatures

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-from gpy_iterative.options import check_count
+from gpy_iterative.checks import check_count
 
 Backend = Literal["auto", "tiles"]
 

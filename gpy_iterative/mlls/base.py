@@ -20,6 +20,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_instance
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.linear_operators import (
     KernelProducts,
@@ -34,9 +35,8 @@ from gpy_iterative.mlls.progress import Progress, SolveBar
 from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
 from gpy_iterative.mlls.surrogate import surrogate
 from gpy_iterative.mlls.training_state import TrainingState, make_generator
-from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_inputs, check_likelihood
-from gpy_iterative.options import check_instance
-from gpy_iterative.prediction import PathwisePosterior
+from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood
+from gpy_iterative.prediction import PathwisePosterior, check_inputs
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
 from gpy_iterative.solvers import (
     Cholesky,

@@ -6,8 +6,9 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import _GaussianLikelihoodBase
 from torch import Tensor
 
+from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
-from gpy_iterative.prediction import PosteriorCovarianceLinearOperator
+from gpy_iterative.prediction import PosteriorCovarianceLinearOperator, check_inputs
 
 
 def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.nn.Module, mll: str) -> None:
@@ -21,14 +22,6 @@ def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.n
         raise TypeError(f"{mll} needs a gpytorch.models.ExactGP, got {type(model).__name__}.")
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
-    """Raises ValueError with the first bad index."""
-    finite = torch.isfinite(tensor)
-    if not finite.all():
-        index = tuple((~finite).nonzero()[0].tolist())
-        raise ValueError(f"{name} must be finite, but {name}{list(index)} is {tensor[index].item()}.")
-
-
 def check_hyperparameters(model: torch.nn.Module) -> None:
     """Raises NonFiniteError, which BoTorch's line search steps over, with the parameter's name."""
     for name, parameter in model.named_parameters():
@@ -37,13 +30,6 @@ def check_hyperparameters(model: torch.nn.Module) -> None:
                 f"The parameter {name} is not finite. A smaller learning rate, or a bound on the parameter, "
                 "keeps the optimiser from leaving the domain."
             )
-
-
-def check_inputs(model: gpytorch.models.ExactGP) -> None:
-    """Raises ValueError with the first training input that is not finite."""
-    for i, inputs in enumerate(model.train_inputs or ()):
-        if inputs.is_floating_point():
-            check_finite("train_inputs" if len(model.train_inputs) == 1 else f"train_inputs[{i}]", inputs)
 
 
 def check_prior(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:

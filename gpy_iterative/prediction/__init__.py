@@ -4,6 +4,7 @@ from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperato
 from gpy_iterative.prediction.posterior import PathwisePosterior
 from gpy_iterative.prediction.sample_paths import SamplePaths
 from gpy_iterative.prediction.strategy import PathwisePredictionStrategy
+from gpy_iterative.prediction.training_system import check_inputs
 from gpy_iterative.prediction.variance_error import VarianceError
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "PosteriorCovarianceLinearOperator",
     "SamplePaths",
     "VarianceError",
+    "check_inputs",
 ]

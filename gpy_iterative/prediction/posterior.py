@@ -15,9 +15,9 @@ from linear_operator import LinearOperator
 from linear_operator.operators import ZeroLinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_count, check_instance
 from gpy_iterative.errors import VarianceWarning
 from gpy_iterative.linear_operators import KernelProducts
-from gpy_iterative.options import check_count, check_instance
 from gpy_iterative.prediction.blocks import product
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.prediction.joint_prior import JointPrior, checked_inputs, fixed_parameters, joint_prior

@@ -27,9 +27,9 @@ from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator
-from gpy_iterative.options import check_count
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.prediction.blocks import dense, entries, principal_blocks, product
 from gpy_iterative.solvers import CholeskyFactor

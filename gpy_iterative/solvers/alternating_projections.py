@@ -13,9 +13,9 @@ from linear_operator import LinearOperator
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gpy_iterative.checks import check_count, check_instance
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators import columns_matmul, principal_block
-from gpy_iterative.options import check_count, check_instance
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients

@@ -10,7 +10,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.options import check_instance
+from gpy_iterative.checks import check_instance
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 

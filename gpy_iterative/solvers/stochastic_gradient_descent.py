@@ -12,8 +12,8 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators import rows_matmul
-from gpy_iterative.options import check_count
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators import KernelTerm
-from gpy_iterative.options import check_count
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.spectral.summands import Summand, summands
 

@@ -324,6 +324,18 @@ def test_bad_test_inputs() -> None:
         posterior(x)
 
 
+@pytest.mark.parametrize("solver", [Cholesky(), TIGHT])
+def test_bad_training_data_are_named(solver: Cholesky | ConjugateGradients) -> None:
+    case = CASES["rbf"]()
+    case.model.train_targets[3] = torch.inf
+    with pytest.raises(ValueError, match=r"train_targets\[3\] is inf"):
+        PathwisePosterior(case.model, case.likelihood, solver=solver)
+    case = CASES["rbf"]()
+    case.model.train_inputs[0][4, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"train_inputs\[4, 1\] is nan"):
+        PathwisePosterior(case.model, case.likelihood, solver=solver)
+
+
 @pytest.mark.parametrize("option", ["rank", "num_neighbours", "num_frequencies"])
 def test_bad_options(option: str) -> None:
     case = CASES["rbf"]()
