@@ -36,8 +36,9 @@ from gpy_iterative.solvers import CholeskyFactor
 
 #: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
 MAX_PAIRWISE = 2048
-#: Relative jitters, tried in turn on the covariance of neighbours.
-JITTERS = (0.0, 1e-8, 1e-6, 1e-4, 1e-2)
+#: Relative jitters, tried in turn on a covariance of neighbours that has no Cholesky factor. In float32, little noise may
+#: leave hardly more than rounding errors past the projections: the last ones then take little from the neighbours.
+JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 
 
 @dataclass(frozen=True)
@@ -271,12 +272,17 @@ def _factor(blocks: Tensor) -> Tensor:
     Raises:
         NonFiniteError: a block has entries that are not finite.
     """
-    diagonal = blocks.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp_min(torch.finfo(blocks.dtype).tiny)
+    scale = blocks.diagonal(dim1=-2, dim2=-1).abs().amax(-1).clamp_min(torch.finfo(blocks.dtype).tiny)
+    added = torch.zeros_like(scale)
+    lower, info = torch.linalg.cholesky_ex(blocks)
     for jitter in JITTERS:
-        added = torch.diag_embed((jitter * diagonal).expand(blocks.shape[:-1]))
-        lower, info = torch.linalg.cholesky_ex(blocks + added)
         if not info.any():
             return lower
+        # Each block for itself: what a point gets must not depend on those it is asked for with.
+        added = torch.where(info > 0, jitter * scale, added)
+        lower, info = torch.linalg.cholesky_ex(blocks + torch.diag_embed(added.unsqueeze(-1).expand(blocks.shape[:-1])))
+    if not info.any():
+        return lower
     raise NonFiniteError(
         "The covariance between neighbouring data has no Cholesky factor: kernel values are not finite, or far from those "
         "of a positive definite kernel. Check data and hyperparameters for extreme values."
