@@ -63,8 +63,8 @@ class DensityEstimate:
 def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky) -> DensityEstimate:
     """Value and gradient without any randomness, by a Cholesky factor of the dense H.
 
-    Cost O(n^3) time and about 4 n^2 float64 numbers of memory; `operator` [*b, n, n], `residual` [*b, n].
-    Raises NotPositiveDefiniteError when H has no factor even after the jitter ladder.
+    Cost O(n^3) time and, with the backward pass, up to 9 n^2 float64 numbers of memory; `operator` [*b, n, n],
+    `residual` [*b, n]. Raises NotPositiveDefiniteError when H has no factor even after the jitter ladder.
     """
     start = time.perf_counter()
     factor = solver.factorize(operator)
