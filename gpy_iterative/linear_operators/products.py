@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.keops import require_pykeops
 
 Backend = Literal["auto", "tiles", "keops"]
@@ -42,8 +43,7 @@ class KernelProducts:
     def __post_init__(self) -> None:
         if self.backend not in get_args(Backend):
             raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
-        if self.tile_size < 1:
-            raise ValueError(f"tile_size must be at least 1, got {self.tile_size}.")
+        check_count("tile_size", self.tile_size)
         if self.cache_memory is not None and self.cache_memory < 0:
             raise ValueError(f"cache_memory must not be negative, got {self.cache_memory}.")
         if self.precision != "native":

@@ -12,7 +12,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tile_cache import TileCache
+from gpy_iterative.linear_operators.tile_cache import TileCache, version
 from gpy_iterative.linear_operators.tile_weights import BilinearWeights, MatrixWeights, TileWeights
 
 Rows = slice | Tensor
@@ -48,7 +48,7 @@ class Tiles(ABC):
     ) -> None:
         self.shape, self.symmetric, self.rows, self.columns = shape, symmetric, rows, columns
         self.products, self.cache = products, cache
-        self._owner, self._versions = owner, [tensor._version for tensor in owner]
+        self._owner, self._versions = owner, [version(tensor) for tensor in owner]
         self._like = owner[0]
         self._budget = products.cache_budget(self._like.device)
         self._scratch: dict[tuple[torch.Size, int], Tensor] = {}
@@ -63,7 +63,7 @@ class Tiles(ABC):
 
     def is_current(self) -> bool:
         """Whether the tensors are still as they were; in-place changes make the tiles stale."""
-        return self._versions == [tensor._version for tensor in self._owner]
+        return self._versions == [version(tensor) for tensor in self._owner]
 
     def tile(self, i: int, j: int) -> Tensor:
         """The tile (i, j), i <= j when symmetric; valid until the next call, and not to be overwritten."""

@@ -20,6 +20,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_instance
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.linear_operators import (
     KernelProducts,
@@ -35,7 +36,7 @@ from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
 from gpy_iterative.mlls.surrogate import surrogate
 from gpy_iterative.mlls.training_state import TrainingState, make_generator
 from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood
-from gpy_iterative.prediction import PathwisePosterior
+from gpy_iterative.prediction import PathwisePosterior, check_inputs
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
 from gpy_iterative.solvers import (
     Cholesky,
@@ -72,13 +73,16 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         progress: Progress,
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
+        check_inputs(model)  # now: of NaN inputs GPyTorch says later that they are not the training inputs
+        check_instance("solver", solver, Solver, "ConjugateGradients()")
+        check_instance("products", products, KernelProducts, "KernelProducts()")
         super().__init__(likelihood, model)
         self.probes = probes
         self.solver = solver
         self.products = KernelProducts() if products is None else products
         self.progress = progress
         self.report: MarginalLogLikelihoodReport | None = None
-        self._state = TrainingState(make_generator(generator), WarmStart(warm_start))
+        self._state = TrainingState(make_generator(generator), WarmStart(warm_start), repr(probes))
         # Without the missing diagonal the spectrum is bounded by 1 from below, which the quadrature makes use of.
         self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES, correct_diagonal=False)
         self._params: tuple[Any, ...] = ()
@@ -128,8 +132,12 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         if residual.shape[:-1] != operator.batch_shape:
             operator = operator.expand(*residual.shape[:-1], *operator.matrix_shape)
 
-        with torch.no_grad():
-            estimate = self._estimate(operator, function_dist, observed, residual.detach())
+        # What a run keeps (draws, solutions, tiles) must not be inference tensors: later steps could not use them.
+        is_inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.no_grad():
+            estimate = self._estimate(
+                operator.clone() if is_inference else operator, function_dist, observed, residual.detach()
+            )
         self._params = params
         result = surrogate(operator, estimate.value, estimate.left, estimate.right, estimate.weights, residual)
         result = self._add_other_terms(result, params).div_(num_data)
@@ -162,7 +170,7 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
             solver=self.solver,
             products=self.products,
             # Forked, so that looking at predictions in the middle of training does not change the training.
-            generator=torch.Generator().manual_seed(self._state.generator.initial_seed() + 1),
+            generator=torch.Generator().manual_seed((self._state.generator.initial_seed() + 1) % 2**64),
             params=self._params,
             initial_weights=None if solutions is None else solutions[..., 0],
             prior=self._prior_samples(),
@@ -185,7 +193,10 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         return self._state.to_dict()
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Takes what `training_state()` gave. Raises ValueError, and changes nothing, for anything else."""
+        """Takes what `training_state()` gave.
+
+        Raises ValueError, and changes nothing, for anything else, the state of other probes included.
+        """
         self._state.load_dict(state)
 
     def _estimate(
