@@ -389,5 +389,6 @@ def kernel_terms(covariance: LinearOperator | Tensor, observed: Tensor | None = 
         ]
     raise SpectralDensityMissingError(
         f"The prior covariance contains a {type(covariance).__name__}, which is no kernel and has no random features. "
-        "HutchinsonMarginalLogLikelihood needs none; PathwiseMarginalLogLikelihood(prior='exact') serves small data."
+        "HutchinsonMarginalLogLikelihood needs none; PathwiseMarginalLogLikelihood(prior='exact') serves small data; "
+        "posterior(x).rsample() draws from a posterior without them."
     )
