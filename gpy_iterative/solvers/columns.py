@@ -18,7 +18,7 @@ from gpy_iterative.linear_operators import rows_matmul
 from gpy_iterative.solvers.solution import ColumnGroup
 
 #: Rows, evenly spread, on which a running residual is compared with the true one; smaller systems are compared as a whole.
-VERIFIED_ROWS = 512
+VERIFIED_ROWS = 256
 #: A running residual is taken for the true one while it differs by less than this part of the tolerance.
 ALLOWED_DRIFT = 0.1
 #: A new best iterate is copied when its norm is below this part of the last copy's: few copies, almost the best.
