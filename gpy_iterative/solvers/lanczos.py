@@ -16,8 +16,7 @@ from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholeskyFa
 #: The share of the bracket between upper and lower quadrature that counts as the error of their mean. Measured on
 #: kernel systems of noise .02 to 1, the error is between a fourth and a thirteenth of the bracket.
 BRACKET_SHARE = 8
-#: The quadrature stops where its error is so many standard errors of the probes: a further product would lower the sum of
-#: both errors by a few per cent.
+#: The quadrature stops where its error is so many standard errors of the probes. The reported error counts both.
 WORTH_OF_ERROR = 1.5
 
 
