@@ -201,7 +201,7 @@ def variance(rows: int = 1500, num_points: int = 500, steps: int = 60) -> None:
 
 @app.command()
 def demo(
-    steps: int = 8, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
+    steps: int = 3, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
 ) -> None:
     """Hourly weather of three airports: train, predict, compare, plot."""
     demo_module.run(steps=steps, out=out, with_svgp=svgp, console=console)

@@ -81,8 +81,8 @@ def run(*, steps: int, out: Path, with_svgp: bool, console: Console) -> dict[str
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 
     start = time.perf_counter()
-    with console.status("start: fits to three neighbourhoods of 1,500 rows"):
-        gpi.initialize_from_subsets(model, likelihood, subset_size=1500, num_subsets=3, optimizer_steps=40)
+    with console.status("start: fits to two neighbourhoods of 1,500 rows"):
+        gpi.initialize_from_subsets(model, likelihood, subset_size=1500, num_subsets=2, optimizer_steps=30)
     started = time.perf_counter()
     with _progress(console) as bar:
         task = bar.add_task("ours", total=steps, figures="")

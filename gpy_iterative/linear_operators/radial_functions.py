@@ -7,6 +7,7 @@ place, in few passes, on squared distances into which its own constant is alread
 Beside each function stand the same formulas in the language of KeOps, which compiles them to one loop.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -41,11 +42,19 @@ class KeOpsFormulas:
     multiple: int = 1
 
 
+#: The largest r of which exp(-r) is taken, 2e-22.
+FARTHEST = 50.0
+
+
 @dataclass(frozen=True)
 class RadialFunction(ABC):
     """One radial function; `u = scale * q` is its argument everywhere, with u >= 0."""
 
     name: str
+
+    #: Beyond it f counts as constant: so far below rounding that nothing is lost, and so far above the smallest numbers
+    #: that the tiles, and what they are multiplied by, stay clear of denormal numbers, which are many times slower.
+    largest: ClassVar[float] = math.inf
 
     #: None for a function that only tiles can evaluate.
     keops: ClassVar[KeOpsFormulas | None] = None
@@ -79,6 +88,7 @@ def _safe_sqrt(u: Tensor) -> Tensor:
 class _Gaussian(RadialFunction):
     """exp(-q/2)."""
 
+    largest = FARTHEST
     keops = KeOpsFormulas("Exp(-{u})", "RatCst(-1,2) * Exp(-{u})")
 
     def scale(self, alpha: Tensor | None) -> float:
@@ -99,6 +109,7 @@ class _Gaussian(RadialFunction):
 class _Matern12(RadialFunction):
     """exp(-r); not differentiable at 0, where its derivative counts as 0."""
 
+    largest = FARTHEST**2
     keops = KeOpsFormulas("Exp(-Sqrt({u}))", "RatCst(-1,2) * Exp(-Sqrt({u})) * Rsqrt({u})")  # Rsqrt(0) is 0
 
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
@@ -120,6 +131,7 @@ class _Matern12(RadialFunction):
 class _Matern32(RadialFunction):
     """(1 + r) exp(-r), r = sqrt(3 q)."""
 
+    largest = FARTHEST**2
     keops = KeOpsFormulas("(IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))", "RatCst(-3,2) * Exp(-Sqrt({u}))")
 
     def scale(self, alpha: Tensor | None) -> float:
@@ -143,6 +155,7 @@ class _Matern32(RadialFunction):
 class _Matern52(RadialFunction):
     """(1 + r + r^2/3) exp(-r), r = sqrt(5 q)."""
 
+    largest = FARTHEST**2
     keops = KeOpsFormulas(
         "(IntCst(3) + IntCst(3) * Sqrt({u}) + {u}) * Exp(-Sqrt({u}))",
         "RatCst(-5,2) * (IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))",

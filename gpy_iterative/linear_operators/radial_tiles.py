@@ -20,7 +20,7 @@ def _fused(function: RadialFunction) -> Callable[[Tensor, Tensor | None], Tensor
     """Clamp and radial function in one compiled loop."""
 
     def evaluate(u: Tensor, alpha: Tensor | None) -> Tensor:
-        return function.value(u.clamp_min(0), alpha)
+        return function.value(u.clamp(0, function.largest), alpha)
 
     return torch.compile(evaluate, dynamic=True)
 
@@ -81,18 +81,18 @@ class RadialTiles(Tiles):
     def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
         if self.products.compile:
             return out.copy_(_fused(self.function)(self._squared_distances(i, j, out), self.alpha))
-        u = self._squared_distances(i, j, out).clamp_min_(0)
+        u = self._squared_distances(i, j, out).clamp_(0, self.function.largest)
         return self.function.value_(u, self.scratch(out.shape, 1), self.alpha)
 
     def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
         """F and df/dq of one tile, valid until the next call; the caller may overwrite them."""
         shape = self.tile_shape(i, j)
-        u = self._squared_distances(i, j, self.scratch(shape, 0)).clamp_min_(0)
+        u = self._squared_distances(i, j, self.scratch(shape, 0)).clamp_(0, self.function.largest)
         return self.function.value_and_derivative_(u, self.scratch(shape, 1), self.alpha)
 
     def alpha_derivative(self, i: int, j: int) -> Tensor:
         """df/dalpha of one tile."""
-        u = self._squared_distances(i, j, self.scratch(self.tile_shape(i, j), 0)).clamp_min_(0)
+        u = self._squared_distances(i, j, self.scratch(self.tile_shape(i, j), 0)).clamp_(0, self.function.largest)
         return self.function.alpha_derivative(u, self.alpha)
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
@@ -123,7 +123,7 @@ class RadialTiles(Tiles):
         return RadialDerivative(2 * dx1.mT, None if self.symmetric else 2 * dx2.mT, dvalue, dalpha)
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        u = self._distances.block(rows, columns).clamp_min_(0)
+        u = self._distances.block(rows, columns).clamp_(0, self.function.largest)
         if self.symmetric:
             positions = torch.arange(self.shape[-1], device=u.device)
             u.masked_fill_(positions[rows].unsqueeze(-1) == positions[columns], 0.0)

@@ -37,7 +37,7 @@ def stochastic_logdet(
     probes: Tensor,
     preconditioner: LowRankPlusDiagonal,
     *,
-    max_iterations: int = 30,
+    max_iterations: int = 20,
     tolerance: float | None = None,
 ) -> LogDeterminant:
     """An estimate of log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.

@@ -269,3 +269,14 @@ def test_dense_values_are_differentiable_and_need_no_product(
         torch.autograd.grad((weights * values).sum(), operator.representation()), expected, strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.name)
+def test_far_points_make_no_denormal_numbers(function: RadialFunction) -> None:
+    x = torch.tensor([[0.0], [12.0], [95.0], [1e4]])
+    alpha = torch.ones(1) if function is RATIONAL_QUADRATIC else None
+    operator = RadialKernelLinearOperator(x, torch.tensor(1.0), alpha=alpha, function=function)
+    with torch.no_grad():
+        matrix = operator.to_dense()
+    assert (matrix >= 1e-30).all()
+    torch.testing.assert_close(matrix.double(), dense(operator.double()), atol=1e-7, rtol=1e-4)
