@@ -29,7 +29,7 @@ class Truncation(Protocol):
     """What a distribution of J in {1, 2, ...} has to offer: any object with these two methods."""
 
     def log_survival(self, steps: Tensor) -> Tensor:
-        """The logarithm of P(J >= j) for integers j [*], in float64 [*]: 0 for j = 1, never increasing, -inf beyond the support."""
+        """The logarithm of P(J >= j) for integers [*]: 0 for j = 1, never increasing, -inf past the end; float64."""
         ...
 
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
