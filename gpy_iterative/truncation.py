@@ -178,6 +178,32 @@ class ExponentialTruncation:
         return steps.log() if self.rate == 0 else torch.log(-torch.expm1(-self.rate * steps))
 
 
+def within(truncation: Truncation, num_rows: int, dtype: torch.dtype) -> Truncation:
+    """The truncation of a series for a system of n rows: see `ExponentialTruncation.within`; others are as they are."""
+    return truncation.within(num_rows, dtype) if isinstance(truncation, ExponentialTruncation) else truncation
+
+
+def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
+    """The logarithms of S_j for j = 1, ..., the largest of the draws `stops`.
+
+    Raises:
+        ValueError: draws that are no positive integers, or a survival function that contradicts them.
+    """
+    name = type(truncation).__name__
+    if stops.dtype != torch.int64 or stops.numel() == 0 or int(stops.min()) < 1:
+        raise ValueError(f"{name}.sample must return int64 draws of at least 1, got {stops.dtype}: {stops.tolist()}.")
+    table = truncation.log_survival(torch.arange(1, int(stops.max()) + 1)).double().cpu()
+    wrong = ~torch.isfinite(table) | (table > torch.cat([table.new_zeros(1), table[:-1]]) + 1e-12)
+    wrong[0] |= bool(table[0] != 0)
+    if wrong.any():
+        step = int(wrong.nonzero()[0]) + 1
+        raise ValueError(
+            f"{name}.log_survival must be 0 for j = 1, never increase, and be finite up to the largest draw "
+            f"{int(stops.max())}; for j = {step} it is {float(table[step - 1])}."
+        )
+    return table
+
+
 @dataclass(frozen=True)
 class FixedTruncation:
     """Always the same number of steps: biased, all weights are 1.
