@@ -10,6 +10,7 @@ from gpy_iterative.linear_operators.from_gpytorch import (
     operator_of_kernel,
 )
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
+from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.partial_products import columns_matmul, dense_rows, principal_block, rows_matmul
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -29,6 +30,7 @@ __all__ = [
     "flat_targets",
     "kernel_operator",
     "kernel_terms",
+    "matrix_derivative",
     "noisy_operator",
     "observed_data",
     "operator_of_kernel",

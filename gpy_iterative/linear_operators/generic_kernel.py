@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator, Tiles, blocks
+from gpy_iterative.linear_operators.tiles import TiledLinearOperator, Tiles, TileWeights, blocks
 
 
 class _KernelFunction(torch.nn.Module):
@@ -160,30 +160,17 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         return self.evaluate(self.x1, self.columns) @ rhs
 
-    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        if left_vecs.dim() == 1:
-            left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
+    def _tile_derivatives(self, weights: TileWeights, batch: torch.Size) -> tuple[Tensor | None, ...]:
         tensors = self.representation()
         wanted = [tensor.requires_grad for tensor in tensors]
         if not any(wanted):
             return (None,) * len(tensors)
         gradients = [torch.zeros_like(tensor) for tensor in tensors]
-        batch = torch.broadcast_shapes(left_vecs.shape[:-2], right_vecs.shape[:-2])
-        left_vecs = left_vecs.expand(*batch, *left_vecs.shape[-2:])
-        right_vecs = right_vecs.expand(*batch, *right_vecs.shape[-2:])
-        if self.symmetric:
-            # Pairs (i, j) and (j, i) of a symmetric matrix in one tile: L R^T + R L^T.
-            left_vecs, right_vecs = (
-                torch.cat([left_vecs, right_vecs], dim=-1),
-                torch.cat([right_vecs, left_vecs], dim=-1),
-            )
         tiles = self.tiles()
         assert isinstance(tiles, KernelTiles)
         for i, j in tiles.pairs():
-            weights = left_vecs[..., tiles.rows[i], :] @ right_vecs[..., tiles.columns[j], :].mT
-            if self.symmetric and i == j:
-                weights = 0.5 * weights
-            self._add_tile_derivative(gradients, wanted, tiles.input_rows[i], tiles.input_columns[j], weights)
+            weight = weights(tiles.rows[i], tiles.columns[j])
+            self._add_tile_derivative(gradients, wanted, tiles.input_rows[i], tiles.input_columns[j], weight)
         return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True))
 
     def _add_tile_derivative(

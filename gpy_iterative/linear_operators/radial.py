@@ -14,7 +14,7 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial_functions import RadialFunction
 from gpy_iterative.linear_operators.radial_tiles import RadialTiles
 from gpy_iterative.linear_operators.tile_cache import TileCache
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator, blocks
+from gpy_iterative.linear_operators.tiles import TiledLinearOperator, TileWeights, blocks
 
 
 class RadialKernelLinearOperator(TiledLinearOperator):
@@ -93,48 +93,35 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
     # Derivative
 
-    @torch.no_grad()
-    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        if left_vecs.dim() == 1:
-            left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
-        batch = torch.broadcast_shapes(self.batch_shape, left_vecs.shape[:-2], right_vecs.shape[:-2])
-        left_vecs = left_vecs.expand(*batch, *left_vecs.shape[-2:])
-        right_vecs = right_vecs.expand(*batch, *right_vecs.shape[-2:])
+    def _tile_derivatives(self, weights: TileWeights, batch: torch.Size) -> tuple[Tensor | None, ...]:
         wants_alpha = self.alpha is not None and self.alpha.requires_grad
         tiles = cast(RadialTiles, self.tiles())
+        # Coordinates contiguous, as in Tiles.matmul.
         x1, x2 = _with_ones(self.x1), _with_ones(self.x1 if self.x2 is None else self.x2)
-        dx1 = x1.new_zeros(*batch, self.shape[-2], self.x1.shape[-1])
-        dx2 = dx1 if self.symmetric else x2.new_zeros(*batch, self.shape[-1], self.x1.shape[-1])
+        dx1 = x1.new_zeros(*batch, self.x1.shape[-1], self.shape[-2])
+        dx2 = dx1 if self.symmetric else x2.new_zeros(*batch, self.x1.shape[-1], self.shape[-1])
         # Sums of many products: kept in float64, on the scale of one number a batch member.
         dscale = x1.new_zeros(batch, dtype=torch.float64)
         dalpha = x1.new_zeros(batch, dtype=torch.float64)
-        if self.symmetric:
-            # Pairs (i, j) and (j, i) of a symmetric matrix in one tile: L R^T + R L^T.
-            left_vecs, right_vecs = (
-                torch.cat([left_vecs, right_vecs], dim=-1),
-                torch.cat([right_vecs, left_vecs], dim=-1),
-            )
         for i, j in tiles.pairs():
             rows, columns = tiles.rows[i], tiles.columns[j]
-            weights = left_vecs[..., rows, :] @ right_vecs[..., columns, :].mT
-            if self.symmetric and i == j:
-                weights.mul_(0.5)
+            weight = weights(rows, columns)
             if wants_alpha:
-                dalpha += (tiles.alpha_derivative(i, j) * weights).sum((-2, -1), dtype=torch.float64)
+                dalpha += (tiles.alpha_derivative(i, j) * weight).sum((-2, -1), dtype=torch.float64)
             value, derivative = tiles.value_and_derivative(i, j)
             if self.outputscale.requires_grad:
-                dscale += torch.linalg.vecdot(value.flatten(-2), weights.flatten(-2))
-            weights.mul_(derivative)
-            _add_input_derivative(dx1[..., rows, :], weights, x1[..., rows, :], x2[..., columns, :])
-            _add_input_derivative(dx2[..., columns, :], weights.mT, x2[..., columns, :], x1[..., rows, :])
+                dscale += torch.linalg.vecdot(value.flatten(-2), weight.flatten(-2))
+            weight.mul_(derivative)
+            _add_input_derivative(dx1[..., rows], weight, x1[..., rows], x2[..., columns])
+            _add_input_derivative(dx2[..., columns], weight.mT, x2[..., columns], x1[..., rows])
 
         scale = self.outputscale
         factor = 2 * scale.unsqueeze(-1).unsqueeze(-1)
         gradients = {
-            "x1": dx1 * factor,
+            "x1": dx1.mT * factor,
             "outputscale": dscale,
             "alpha": (dalpha * scale).unsqueeze(-1),
-            "x2": dx2 * factor,
+            "x2": dx2.mT * factor,
         }
         tensors = {"x1": self.x1, "outputscale": scale, "alpha": self.alpha, "x2": self.x2}
         return tuple(
@@ -226,14 +213,15 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
 
 def _with_ones(x: Tensor) -> Tensor:
-    return torch.cat([x.detach(), torch.ones_like(x[..., :1])], dim=-1)
+    """The coordinates [*b, d + 1, n] of inputs [*b, n, d], and ones."""
+    return torch.cat([x.detach(), torch.ones_like(x[..., :1])], dim=-1).mT.contiguous()
 
 
 def _add_input_derivative(result: Tensor, weights: Tensor, x: Tensor, other: Tensor) -> None:
-    """Result += diag(G 1) x - G x' for G = weights; x and x' carry a column of ones."""
-    product = weights @ other
-    result += product[..., -1:] * x[..., :-1]
-    result -= product[..., :-1]
+    """Result += diag(G 1) x - G x' for G = weights, coordinate by coordinate; x and x' carry a row of ones."""
+    product = other @ weights.mT
+    result += product[..., -1:, :] * x[..., :-1, :]
+    result -= product[..., :-1, :]
 
 
 def _sum_to(gradient: Tensor, tensor: Tensor) -> Tensor:

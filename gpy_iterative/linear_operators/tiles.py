@@ -5,6 +5,7 @@ are kept in a `TileCache` as far as its budget goes; the rest is evaluated again
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache
+
+#: What the entries of one tile, rows times columns, are weighted with in a derivative; the caller may overwrite it.
+TileWeights = Callable[[slice, slice], Tensor]
 
 
 def blocks(size: int, length: int) -> list[slice]:
@@ -117,8 +121,9 @@ def add_product(result: Tensor, left: Tensor, right: Tensor) -> None:
 class TiledLinearOperator(LinearOperator):
     """A linear operator whose products are made of tiles, times a scale.
 
-    Subclasses make the tiles (`_make_tiles`), say by what to multiply them (`tile_scale`), and give the
-    plain autograd product that every derivative is defined by (`_differentiable_matmul`).
+    Subclasses make the tiles (`_make_tiles`), say by what to multiply them (`tile_scale`), differentiate a weighted sum
+    of them (`_tile_derivatives`), and give the plain autograd product that every derivative is defined by
+    (`_differentiable_matmul`).
     """
 
     symmetric: bool
@@ -127,6 +132,14 @@ class TiledLinearOperator(LinearOperator):
         raise NotImplementedError
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _tile_derivatives(self, weights: TileWeights, batch: torch.Size) -> tuple[Tensor | None, ...]:
+        """The derivatives of the sum of all tiles, weighted, with respect to `representation()`.
+
+        `batch` is the weights' batch shape. Of a symmetric matrix only the tiles `pairs()` are asked for, and their
+        weights stand for both (i, j) and (j, i).
+        """
         raise NotImplementedError
 
     @property
@@ -151,3 +164,33 @@ class TiledLinearOperator(LinearOperator):
             return self._differentiable_matmul(rhs)
         with torch.no_grad():
             return self.tiles().matmul(rhs) * self.tile_scale
+
+    @torch.no_grad()
+    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        if left_vecs.dim() == 1:
+            left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
+        batch = torch.broadcast_shapes(self.batch_shape, left_vecs.shape[:-2], right_vecs.shape[:-2])
+        left, right = (vectors.expand(*batch, *vectors.shape[-2:]) for vectors in (left_vecs, right_vecs))
+        if self.symmetric:
+            # Pairs (i, j) and (j, i) of a symmetric matrix in one tile: L R^T + R L^T.
+            left, right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1)
+
+        def weights(rows: slice, columns: slice) -> Tensor:
+            product = left[..., rows, :] @ right[..., columns, :].mT
+            return product.mul_(0.5) if self.symmetric and rows == columns else product
+
+        return self._tile_derivatives(weights, batch)
+
+    @torch.no_grad()
+    def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
+        """See `gpy_iterative.linear_operators.matrix_derivative`."""
+        batch = torch.broadcast_shapes(self.batch_shape, weights.shape[:-2])
+        matrix = weights.expand(*batch, *weights.shape[-2:])
+
+        def of_tile(rows: slice, columns: slice) -> Tensor:
+            tile = matrix[..., rows, columns]
+            if self.symmetric and rows != columns:
+                return tile + matrix[..., columns, rows].mT
+            return tile.clone()
+
+        return self._tile_derivatives(of_tile, batch)

@@ -27,13 +27,13 @@ from gpy_iterative.solvers import (
 
 @dataclass(frozen=True)
 class DensityEstimate:
-    """log N(residual; 0, H), whose derivative is `sum_k left_k^T dH right_k`.
+    """log N(residual; 0, H), whose derivative is `sum_k left_k^T dH right_k` (see `gpy_iterative.mlls.surrogate`).
 
     Attributes:
         value: [*b], not divided by n.
         value_sem: [*b], its standard error.
         weights: a = H^-1 residual, [*b, n].
-        left, right: [*b, n, k].
+        left, right: [*b, n, k]; the exact estimate has the weights of all entries of dH, [*b, n, n], and None.
         solutions: [*b, n, 1 + s], the solves as a warm start wants them; None for the exact estimate.
         status, stats: of the solve.
     """
@@ -42,7 +42,7 @@ class DensityEstimate:
     value_sem: Tensor
     weights: Tensor
     left: Tensor
-    right: Tensor
+    right: Tensor | None
     solutions: Tensor | None
     status: SolveStatus
     stats: SolveStats
@@ -60,15 +60,14 @@ def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky)
     weights = column.squeeze(-1)
     num_data = residual.shape[-1]
     value = -0.5 * ((residual * weights).sum(-1) + factor.logdet() + num_data * math.log(2 * math.pi))
-    identity = torch.eye(num_data, dtype=residual.dtype, device=residual.device).expand(operator.shape)
     error = torch.linalg.vector_norm(residual - operator._matmul(column).squeeze(-1), dim=-1)
     relative = error / torch.linalg.vector_norm(residual, dim=-1).clamp_min(torch.finfo(error.dtype).tiny)
     return DensityEstimate(
         value=value,
         value_sem=torch.zeros_like(value),
         weights=weights,
-        left=torch.cat([0.5 * column, -0.5 * factor.inverse()], dim=-1),
-        right=torch.cat([column, identity], dim=-1),
+        left=(column @ column.mT).sub_(factor.inverse()).mul_(0.5),
+        right=None,
         solutions=None,
         status=SolveStatus.CONVERGED,
         stats=SolveStats(0, 0.0, 1.0, {"targets": float(relative.max())}, time.perf_counter() - start),

@@ -5,8 +5,9 @@ The gradient of the log marginal likelihood with respect to everything is the gr
     1/2 a^T H a - 1/(2s) sum_j w_j^T H z_j - a^T (y - mean)
 
 in which a = H^-1 (y - mean), w_j = H^-1 xi_j and z_j = S^-1 xi_j are held fixed. Every term that
-contains H is a row of `left` times H times the same row of `right`, so the whole derivative is one
-closed-form pass of the operator: no second graph, no n x n matrix.
+contains H is a column of `left` times H times the same column of `right`, so the whole derivative is one
+closed-form pass of the operator: no second graph, no n x n matrix. (Where H^-1 is known as a matrix, the weight of
+every entry of dH is, and the pass takes these.)
 """
 
 from typing import Any
@@ -15,12 +16,16 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators import matrix_derivative
+
 
 class _BilinearSurrogate(torch.autograd.Function):
-    """Returns `value`; differentiates as sum_k left_k^T H right_k."""
+    """Returns `value`; differentiates as sum_k left_k^T H right_k, or as sum_ij left_ij H_ij without `right`."""
 
     @staticmethod
-    def forward(ctx: Any, tree: Any, value: Tensor, left: Tensor, right: Tensor, *representation: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, tree: Any, value: Tensor, left: Tensor, right: Tensor | None, *representation: Tensor
+    ) -> Tensor:
         ctx.tree = tree
         # Saved through autograd, so that parameters changed in place between forward and backward
         # raise an error instead of giving a gradient of two different models.
@@ -37,12 +42,13 @@ class _BilinearSurrogate(torch.autograd.Function):
         (gradient,) = gradients
         left, right, *representation = ctx.saved_tensors
         operator = ctx.tree(*representation)
-        derivatives = operator._bilinear_derivative(gradient[..., None, None] * left, right)
+        left = gradient[..., None, None] * left
+        derivatives = matrix_derivative(operator, left) if right is None else operator._bilinear_derivative(left, right)
         return (None, None, None, None, *derivatives)
 
 
 def surrogate(
-    operator: LinearOperator, value: Tensor, left: Tensor, right: Tensor, weights: Tensor, residual: Tensor
+    operator: LinearOperator, value: Tensor, left: Tensor, right: Tensor | None, weights: Tensor, residual: Tensor
 ) -> Tensor:
     """The log marginal likelihood's value, with its gradient estimator attached.
 
@@ -50,7 +56,8 @@ def surrogate(
         operator: H [*b, n, n], with the graph to the user's parameters.
         value: [*b], detached.
         left: [*b, n, k], detached.
-        right: [*b, n, k], detached: d/dtheta of the result is sum_k left_k^T dH/dtheta right_k.
+        right: [*b, n, k], detached: d/dtheta of the result is sum_k left_k^T dH/dtheta right_k. With None, left is
+            the whole weight matrix [*b, n, n] and d/dtheta of the result sum_ij left_ij dH_ij/dtheta.
         weights: a = H^-1 (y - mean) [*b, n], detached.
         residual: y - mean [*b, n], with the graph to the mean's parameters (and the targets, if they have one).
 
