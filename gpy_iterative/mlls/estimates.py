@@ -13,6 +13,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.mlls.report import FrequencyReport, TruncationReport
 from gpy_iterative.probes import Probes
 from gpy_iterative.solvers import (
     Cholesky,
@@ -36,6 +37,7 @@ class DensityEstimate:
         left, right: [*b, n, k]; the exact estimate has the weights of all entries of dH, [*b, n, n], and None.
         solutions: [*b, n, 1 + s], the solves as a warm start wants them; None for the exact estimate.
         status, stats: of the solve.
+        truncation: what was drawn, of a randomly truncated series.
     """
 
     value: Tensor
@@ -46,6 +48,7 @@ class DensityEstimate:
     solutions: Tensor | None
     status: SolveStatus
     stats: SolveStats
+    truncation: TruncationReport | FrequencyReport | None = None
 
 
 def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky) -> DensityEstimate:
