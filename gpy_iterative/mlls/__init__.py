@@ -3,8 +3,10 @@
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
 from gpy_iterative.mlls.hutchinson import HutchinsonMarginalLogLikelihood
 from gpy_iterative.mlls.pathwise import PathwiseMarginalLogLikelihood
+from gpy_iterative.mlls.random_features import RFFMarginalLogLikelihood
 from gpy_iterative.mlls.report import FrequencyReport, MarginalLogLikelihoodReport, TruncationReport
 from gpy_iterative.mlls.russian_roulette import RussianRouletteMarginalLogLikelihood
+from gpy_iterative.mlls.single_sample_rff import SingleSampleRFFMarginalLogLikelihood
 from gpy_iterative.mlls.truncated_cg import TruncatedCGMarginalLogLikelihood
 
 __all__ = [
@@ -14,7 +16,9 @@ __all__ = [
     "IterativeMarginalLogLikelihood",
     "MarginalLogLikelihoodReport",
     "PathwiseMarginalLogLikelihood",
+    "RFFMarginalLogLikelihood",
     "RussianRouletteMarginalLogLikelihood",
+    "SingleSampleRFFMarginalLogLikelihood",
     "TruncatedCGMarginalLogLikelihood",
     "TruncationReport",
 ]

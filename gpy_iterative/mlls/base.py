@@ -29,10 +29,9 @@ from gpy_iterative.linear_operators import (
     noisy_operator,
     observed_data,
 )
-from gpy_iterative.mlls.estimates import DensityEstimate, advice, exact_estimate, stochastic_estimate
+from gpy_iterative.mlls.estimates import DensityEstimate, Estimate, advice, exact_estimate, stochastic_estimate
 from gpy_iterative.mlls.progress import Progress, SolveBar
 from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
-from gpy_iterative.mlls.surrogate import surrogate
 from gpy_iterative.mlls.training_state import TrainingState, make_generator
 from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood
 from gpy_iterative.prediction import PathwisePosterior
@@ -83,12 +82,8 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
     @abstractmethod
     def _estimate(
         self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor
-    ) -> DensityEstimate:
-        """The log density of N(0, H) at the residual [*b, n], and the factors of its gradient; called without autograd."""
-
-    def _with_gradient(self, estimate: DensityEstimate, operator: LinearOperator, residual: Tensor) -> Tensor:
-        """The estimate's value [*b], connected with the parameters behind operator and residual."""
-        return surrogate(operator, estimate.value, estimate.left, estimate.right, estimate.weights, residual)
+    ) -> Estimate:
+        """The log density of N(0, H) at the residual [*b, n], and what its gradient needs; called without autograd."""
 
     def forward(self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
         """An estimate of the log marginal likelihood divided by the number of data.
@@ -131,7 +126,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         with torch.no_grad():
             estimate = self._estimate(operator, function_dist, observed, residual.detach())
         self._params = params
-        result = self._with_gradient(estimate, operator, residual)
+        result = estimate.with_gradient(operator, residual)
         result = self._add_other_terms(result, params).div_(num_data)
         self._warn_once(estimate)
         self.report = MarginalLogLikelihoodReport(
@@ -190,7 +185,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         """Takes what `training_state()` gave. Raises ValueError, and changes nothing, for anything else."""
         self._state.load_dict(state)
 
-    def _warn_once(self, estimate: DensityEstimate) -> None:
+    def _warn_once(self, estimate: Estimate) -> None:
         fell_short = estimate.status not in (SolveStatus.CONVERGED, SolveStatus.TRUNCATED)
         if fell_short and not self._has_warned:
             warnings.warn(advice(estimate), ConvergenceWarning, stacklevel=3)

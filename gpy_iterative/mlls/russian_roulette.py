@@ -15,7 +15,7 @@ from gpytorch.models import ExactGP
 
 from gpy_iterative.errors import VarianceWarning
 from gpy_iterative.linear_operators import KernelProducts
-from gpy_iterative.mlls.estimates import DensityEstimate
+from gpy_iterative.mlls.estimates import Estimate
 from gpy_iterative.mlls.report import TruncationReport
 from gpy_iterative.mlls.series import SeriesMarginalLogLikelihood, Value
 from gpy_iterative.preconditioners import PivotedCholesky
@@ -103,7 +103,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             generator=generator,
         )
 
-    def _warn_once(self, estimate: DensityEstimate) -> None:
+    def _warn_once(self, estimate: Estimate) -> None:
         report = estimate.truncation
         if not isinstance(report, TruncationReport) or self._has_warned:
             return

@@ -113,15 +113,8 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     def _estimate(
         self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor
     ) -> DensityEstimate:
-        state = self._state
-        before = state.generator.get_state(), dict(state.frozen), state.shape
-        try:
+        with self._state.unchanged_by_failure():
             return self._truncated_estimate(operator, residual)
-        except Exception:
-            # A failed step leaves no trace: the next one draws what this one did.
-            state.generator.set_state(before[0])
-            state.frozen, state.shape = before[1], before[2]
-            raise
 
     def _truncated_estimate(self, operator: LinearOperator, residual: Tensor) -> DensityEstimate:
         start = time.perf_counter()
