@@ -166,11 +166,11 @@ def test_value_and_gradient_are_unbiased(probabilities) -> None:
     case = rff_case(n=40)
     case.likelihood.noise = 0.5
     expected, expected_gradients = exact(case)
-    options = {"min_frequencies": 200, "frequency_step": 50, "max_frequencies": 350}
+    options = {"min_frequencies": 1000, "frequency_step": 250, "max_frequencies": 1750}
     mll = SingleSample(case.likelihood, case.model, probabilities=probabilities, generator=0, **options)
     biased = RFF(case.likelihood, case.model, num_frequencies=40, generator=0)
     values, biased_values, gradients = [], [], {}
-    for _ in range(200):
+    for _ in range(100):
         value, found = value_and_gradients(mll, case)
         values.append(value)
         for name, gradient in found.items():
