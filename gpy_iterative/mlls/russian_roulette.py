@@ -51,6 +51,9 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         products: how kernel products are computed.
         generator: a generator, or the seed of one. The global generator is never touched.
 
+    With `resample=False` the draws are in `training_state()` ("series.target_stops", "series.probe_stops" and the probes'
+    randomness), where others can be put in their place.
+
     A step costs E[largest J] products with H, of which only open columns take part, and one derivative pass with
     M - 1 + num_probes pairs of columns. `report.truncation` has the draws, the variance and the decay.
 
