@@ -78,9 +78,12 @@ def run(*, steps: int, out: Path, with_svgp: bool, console: Console) -> dict[str
     likelihood.noise = 0.05
     model = WeatherRegression(split.train_x, split.train_y, likelihood)
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 
     start = time.perf_counter()
+    with console.status("start: fits to three neighbourhoods of 1,500 rows"):
+        gpi.initialize_from_subsets(model, likelihood, subset_size=1500, num_subsets=3, optimizer_steps=40)
+    started = time.perf_counter()
     with _progress(console) as bar:
         task = bar.add_task("ours", total=steps, figures="")
         for _ in range(steps):
@@ -95,13 +98,16 @@ def run(*, steps: int, out: Path, with_svgp: bool, console: Console) -> dict[str
                 figures=f"loss {loss.item():.4f}  {mll.report.epochs:.1f} epochs  "
                 f"residual {mll.report.residual_targets:.1g}",
             )
-    trained = time.perf_counter() - start
+    trained = time.perf_counter() - started
     posterior = mll.posterior()
     with torch.no_grad():
         prediction = likelihood(posterior(split.test_x))
         results = {"ours": scores(prediction.mean, prediction.variance, split.test_y)}
     seconds = time.perf_counter() - start
-    console.print(f"trained in {trained:.0f} s, predicted in {seconds - trained:.0f} s")
+    console.print(
+        f"started in {started - start:.0f} s, trained in {trained:.0f} s, "
+        f"predicted in {seconds - trained - (started - start):.0f} s"
+    )
 
     if with_svgp:
         predict = train_svgp(split, seconds, console)

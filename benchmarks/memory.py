@@ -12,7 +12,7 @@ from gpy_iterative.linear_operators.radial_functions import MATERN32
 
 @contender("memory", "ours")
 def product_and_step(*, n: int, d: int, columns: int) -> Outcome:
-    """A product with all columns, then one iteration of alternating projections."""
+    """A product with all columns, then one iteration of conjugate gradients."""
     generator = torch.Generator().manual_seed(0)
     x, rhs = torch.randn(n, d, generator=generator), torch.randn(n, columns, generator=generator)
     kernel = RadialKernelLinearOperator(

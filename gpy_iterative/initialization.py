@@ -5,6 +5,7 @@ Processes", arXiv 2405.18457, appendix B) for data of hundreds of thousands of r
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -13,8 +14,11 @@ from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
+from gpy_iterative.mlls.training_state import make_generator
+from gpy_iterative.prediction import check_inputs
 
 #: A parameter that moved by less than this share of one step of the optimiser was not identified by its subset.
 UNMOVED = 1e-3
@@ -25,7 +29,7 @@ def initialize_from_subsets(
     likelihood: Likelihood,
     subset_size: int = 10_000,
     num_subsets: int = 10,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | int | None = None,
     *,
     optimizer_steps: int = 100,
     learning_rate: float = 0.1,
@@ -45,14 +49,15 @@ def initialize_from_subsets(
         likelihood: the model's.
         subset_size: rows of a subset; clamped at n. Up to 3,000 each step is exact (n^3), beyond it is iterative.
         num_subsets: how many subsets.
-        generator: draws the centres; None is seed 0.
+        generator: draws the centres; a generator or the seed of one, None is seed 0.
         optimizer_steps: of Adam.
         learning_rate: of Adam.
         mll_class: made as `(likelihood, model)`; `functools.partial` passes options.
         params: the likelihood's own arguments, tensors with n rows each.
 
     Raises:
-        ValueError: options outside their range, a model without training data or with batches of inputs.
+        ValueError: options outside their range, a model without training data or with batches of inputs, inputs that
+            are not finite.
         NonFiniteError: a fit ended in a hyperparameter that is not finite. The user's model is as it was, as after
             any other error.
 
@@ -63,12 +68,11 @@ def initialize_from_subsets(
         ("num_subsets", num_subsets),
         ("optimizer_steps", optimizer_steps),
     ):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
-    if not learning_rate > 0:
-        raise ValueError(f"learning_rate must be positive, got {learning_rate}.")
+        check_count(name, value)
+    if not 0 < learning_rate < math.inf:
+        raise ValueError(f"learning_rate must be positive and finite, got {learning_rate}.")
     columns = _standardised_columns(model)
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    generator = make_generator(0 if generator is None else generator)
     start = _values(model, likelihood)
     totals = {name: torch.zeros_like(value) for name, value in start.items()}
     counts = {name: torch.zeros_like(value) for name, value in start.items()}
@@ -93,6 +97,7 @@ def _standardised_columns(model: ExactGP) -> Tensor:
     """All training inputs side by side, [n, d], each column with mean 0 and deviation 1 (or 0)."""
     if not model.train_inputs or model.train_targets is None:
         raise ValueError("The model has no training data: call model.set_train_data(inputs, targets) first.")
+    check_inputs(model)
     for inputs in model.train_inputs:
         if inputs.dim() != 2:
             raise ValueError(f"Subsets need training inputs [n, d], got {tuple(inputs.shape)}.")

@@ -18,6 +18,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators import KernelTerm, NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
@@ -55,8 +56,7 @@ class ProbeDistribution(ABC):
     num_probes: int
 
     def __post_init__(self) -> None:
-        if self.num_probes < 1:
-            raise ValueError(f"num_probes must be at least 1, got {self.num_probes}.")
+        check_count("num_probes", self.num_probes)
 
     @property
     def needs_terms(self) -> bool:
@@ -166,7 +166,8 @@ class RandomFeatures(ProbeDistribution):
             vectors = self.prior_sample(terms, draws) + noise.sqrt().unsqueeze(-1) * draws["noise_base"]
             return Probes(vectors, None)
         features = RandomFourierFeatures(self.num_frequencies).features(terms, _feature_draws(draws))
-        covariance = LowRankPlusDiagonal(features, noise.expand(*features.shape[:-1]))
+        shape = torch.broadcast_shapes(noise.shape, features.shape[:-1])  # a batch of targets may meet one prior
+        covariance = LowRankPlusDiagonal(features.expand(*shape, features.shape[-1]), noise.expand(shape))
         vectors = covariance.sample(draws["weights"], draws["noise_base"])
         return Probes(vectors, covariance.solve(vectors), covariance)
 

@@ -16,6 +16,8 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
+
 #: Below this argument the two functions of `_geometric_*` are taken from their power series, exact to rounding.
 SERIES_BELOW = 0.02
 #: What is left of the survival function where an infinite sum over it is cut.
@@ -57,12 +59,9 @@ class ExponentialTruncation:
     max_steps: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("min_steps", "max_steps"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ValueError(f"{name} must be an integer, got {value!r}: it counts the steps of a series.")
-        if self.min_steps < 1:
-            raise ValueError(f"min_steps must be at least 1, got {self.min_steps}: a series has a first term.")
+        check_count("min_steps", self.min_steps)
+        if self.max_steps is not None:
+            check_count("max_steps", self.max_steps)
         if self.max_steps is not None and self.max_steps < self.min_steps:
             raise ValueError(
                 f"max_steps must not be below min_steps = {self.min_steps}, got {self.max_steps}; None is no end."
@@ -159,8 +158,7 @@ class ExponentialTruncation:
 
     def expected_max(self, count: int) -> float:
         """E of the largest of `count` independent draws: what one run for all of them costs. A sum over the support."""
-        if count < 1:
-            raise ValueError(f"count must be at least 1, got {count}.")
+        check_count("count", count)
         last = self.max_steps
         if last is None:
             last = self.min_steps + math.ceil(math.log(count / NEGLIGIBLE) / self.rate)
@@ -215,8 +213,7 @@ class FixedTruncation:
     num_steps: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1:
-            raise ValueError(f"num_steps must be an integer and at least 1, got {self.num_steps!r}.")
+        check_count("num_steps", self.num_steps)
 
     def log_survival(self, steps: Tensor) -> Tensor:
         """0 up to `num_steps`, -inf beyond."""

@@ -28,6 +28,11 @@ def _import(*names: str) -> list[Any]:
     return modules
 
 
-acquisition, models, transforms, sampling = _import(
-    "botorch.acquisition", "botorch.models", "botorch.models.transforms", "botorch.sampling"
+acquisition, models, transforms, sampling, fit, optim = _import(
+    "botorch.acquisition",
+    "botorch.models",
+    "botorch.models.transforms",
+    "botorch.sampling",
+    "botorch.fit",
+    "botorch.optim.fit",
 )

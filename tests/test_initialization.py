@@ -174,3 +174,21 @@ def test_models_without_data() -> None:
     with pytest.raises(ValueError, match="no training data"):
         initialize_from_subsets(model, likelihood)
     assert gpytorch.settings.debug.on()
+
+
+def test_a_seed_is_as_good_as_a_generator() -> None:
+    fitted = []
+    for generator in (3, torch.Generator().manual_seed(3)):
+        case = regression(kernels.RBFKernel(), n=20)
+        initialize_from_subsets(
+            case.model, case.likelihood, subset_size=8, num_subsets=2, generator=generator, optimizer_steps=2
+        )
+        fitted.append([parameter.clone() for parameter in case.model.parameters()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*fitted, strict=True))
+
+
+def test_nan_inputs_are_named() -> None:
+    case = regression(kernels.RBFKernel(), n=20)
+    case.model.train_inputs[0][4, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"train_inputs\[4, 1\] is nan"):
+        initialize_from_subsets(case.model, case.likelihood, subset_size=8, num_subsets=1)

@@ -14,15 +14,15 @@ from gpytorch import kernels
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.likelihoods import Likelihood, MultitaskGaussianLikelihood
+from gpytorch.likelihoods.noise_models import FixedGaussianNoise, HeteroskedasticNoise, MultitaskHomoskedasticNoise
 from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import (
     AddedDiagLinearOperator,
-    BlockInterleavedLinearOperator,
     ConstantMulLinearOperator,
     DiagLinearOperator,
     KroneckerProductLinearOperator,
+    MaskedLinearOperator,
     SumLinearOperator,
-    ZeroLinearOperator,
 )
 from torch import Tensor
 
@@ -104,9 +104,24 @@ def _read(covariance: LinearOperator | Tensor, how: _How) -> LinearOperator:
         return _sum([_read(part, how) for part in covariance.linear_ops])
     if isinstance(covariance, ConstantMulLinearOperator):
         return _times(_read(covariance.base_linear_op, how), covariance._constant)
-    if isinstance(covariance, BlockInterleavedLinearOperator):
-        return BlockInterleavedLinearOperator(_read(covariance.base_linear_op, how))
-    return to_linear_operator(covariance)
+    covariance = to_linear_operator(covariance)
+    if not _is_lazy(covariance):
+        return covariance
+    # Any other composition (batches summed or interleaved, masks, ...) of kernels that nobody has evaluated yet.
+    parts = [_read(part, how) if isinstance(part, LinearOperator) else part for part in covariance._args]
+    options = {
+        name: _read(part, how) if isinstance(part, LinearOperator) else part
+        for name, part in covariance._kwargs.items()
+    }
+    return type(covariance)(*parts, **options)
+
+
+def _is_lazy(covariance: LinearOperator) -> bool:
+    """Whether some part of it is a kernel that nobody has evaluated yet."""
+    parts = (*covariance._args, *covariance._kwargs.values())
+    return isinstance(covariance, LazyEvaluatedKernelTensor) or any(
+        _is_lazy(part) for part in parts if isinstance(part, LinearOperator)
+    )
 
 
 def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, how: _How) -> LinearOperator:
@@ -149,15 +164,11 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How)
         )
     if _is_radial(kernel):
         return _radial(kernel, x1, x2, how)
-    if isinstance(kernel, kernels.MultitaskKernel):
-        data = _of_kernel(
-            kernel.data_covar_module,
-            _active(kernel.data_covar_module, x1),
-            None if x2 is None else _active(kernel.data_covar_module, x2),
-            how,
-        )
+    if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
+        # It calls its data kernel's forward, past the data kernel's active dims; so do predictions with model(x).
+        data = _of_kernel(kernel.data_covar_module, x1, x2, how)
         return KroneckerProductLinearOperator(data, to_linear_operator(kernel.task_covar_module.covar_matrix))
-    if isinstance(kernel, kernels.LCMKernel):
+    if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
         return _sum([_of_kernel(part, x1, x2, how) for part in kernel.covar_module_list])
     if isinstance(kernel, _STRUCTURED):
         with gpytorch.settings.lazily_evaluate_kernels(False):
@@ -224,7 +235,19 @@ def _diagonal_of(diagonal: LinearOperator, shape: torch.Size) -> Tensor:
 def noise_operator(
     likelihood: Likelihood, function_dist: MultivariateNormal, *params: Any, **kwargs: Any
 ) -> LinearOperator:
-    """The likelihood's noise covariance [*b, n, n], without evaluating the prior."""
+    """The likelihood's noise covariance [*b, n, n], without evaluating the prior.
+
+    Raises:
+        ValueError: noise that depends on inputs which were not passed, or fixed noise of another size than the data.
+    """
+    num_data = function_dist.loc.shape[-1]
+    noise_model = getattr(likelihood, "noise_covar", None)
+    is_given = kwargs.get("noise") is not None
+    if not (params or is_given) and isinstance(noise_model, (HeteroskedasticNoise, MultitaskHomoskedasticNoise)):
+        raise ValueError(
+            f"The noise of {type(likelihood).__name__} depends on the inputs (or task indices) of the data, which were "
+            "not passed: call the marginal log likelihood as mll(model(x), y, x), as with GPyTorch's own."
+        )
     if isinstance(likelihood, MultitaskGaussianLikelihood):
         interleaved = getattr(function_dist, "_interleaved", True)
         noise = likelihood._shaped_noise_covar(
@@ -232,10 +255,17 @@ def noise_operator(
         )
     else:
         noise = likelihood._shaped_noise_covar(function_dist.mean.shape, *params, **kwargs)
-    if isinstance(noise, ZeroLinearOperator):
+    if isinstance(noise_model, FixedGaussianNoise) and not is_given and noise_model.noise.shape[-1] != num_data:
+        # GPyTorch leaves such noise out, and then trains on the rest.
         raise ValueError(
-            f"The fixed noise of the likelihood does not fit the model's output of shape "
-            f"{tuple(function_dist.mean.shape)}: it needs one noise variance for every datum. For other data pass noise=."
+            f"The likelihood has {noise_model.noise.shape[-1]} fixed noise variances, which does not fit the model's "
+            f"output of shape {tuple(function_dist.mean.shape)}: it needs one noise variance for every datum. For other "
+            "data pass noise=."
+        )
+    if noise.shape[-1:] != (num_data,):
+        raise ValueError(
+            f"The likelihood's noise has shape {tuple(noise.shape)}, the model's output {tuple(function_dist.mean.shape)}: "
+            "they must be about the same data. Inputs that the noise depends on are passed as mll(model(x), y, x)."
         )
     return noise
 
@@ -268,18 +298,31 @@ def noisy_operator(
     noise = noise_operator(likelihood, function_dist, *params, **kwargs)
     covariance = function_dist.lazy_covariance_matrix
     if not isinstance(noise, DiagLinearOperator):
-        if observed is not None:
-            raise ValueError("Missing observations need a noise covariance that is diagonal.")
-        return kernel_operator(covariance, products, caches) + noise
+        whole = kernel_operator(covariance, products, caches) + noise
+        return whole if observed is None else MaskedLinearOperator(whole, observed, observed)
     variances = noise.diagonal(dim1=-1, dim2=-2)
     _check_noise(variances)
+    kernel = kernel_operator(covariance if observed is None else _masked(covariance, observed), products, caches)
     if observed is not None:
-        index = observed.nonzero().squeeze(-1)
-        covariance, variances = covariance[..., index, :][..., :, index], variances[..., index]
-    kernel = kernel_operator(covariance, products, caches)
+        variances = variances[..., observed]
     if isinstance(kernel, NoisyLinearOperator):  # jitter from the model's own forward
         kernel, variances = kernel.kernel, variances + kernel.noise
     return NoisyLinearOperator(kernel, variances)
+
+
+def _masked(covariance: LinearOperator | Tensor, observed: Tensor) -> LinearOperator:
+    """The rows and columns of observed data: taken from the inputs of kernels, cut out of everything else."""
+    if isinstance(covariance, LazyEvaluatedKernelTensor) and covariance.shape[-1] == covariance.x1.shape[-2]:
+        index = observed.nonzero().squeeze(-1)
+        return covariance[..., index, :][..., :, index]
+    if isinstance(covariance, AddedDiagLinearOperator):
+        jitter = _diagonal_of(covariance._diag_tensor, covariance.shape)[..., observed]
+        return AddedDiagLinearOperator(_masked(covariance._linear_op, observed), DiagLinearOperator(jitter))
+    if isinstance(covariance, SumLinearOperator):
+        return SumLinearOperator(*(_masked(part, observed) for part in covariance.linear_ops))
+    if isinstance(covariance, ConstantMulLinearOperator):
+        return ConstantMulLinearOperator(_masked(covariance.base_linear_op, observed), covariance._constant)
+    return MaskedLinearOperator(to_linear_operator(covariance), observed, observed)
 
 
 def _check_noise(noise: Tensor) -> None:
@@ -304,13 +347,23 @@ def flat_targets(function_dist: MultivariateNormal, target: Tensor) -> Tensor:
 def observed_data(function_dist: MultivariateNormal, target: Tensor) -> Tensor | None:
     """Which of the data (in the order of `function_dist.loc`, [n] bool) are observed; None when all are.
 
-    A datum counts as missing when its target is NaN in any member of a batch, as in GPyTorch, and only under
-    `observation_nan_policy("mask")`.
+    A datum counts as missing when its target is NaN, and only under GPyTorch's `observation_nan_policy`: under "mask"
+    when it is NaN in any member of a batch, under "fill" when it is in all.
+
+    Raises:
+        ValueError: under "fill", targets that are NaN in some members of a batch and present in others.
     """
-    if gpytorch.settings.observation_nan_policy.value() != "mask":
+    policy = gpytorch.settings.observation_nan_policy.value()
+    if policy == "ignore":
         return None
     present = ~torch.isnan(flat_targets(function_dist, target))
-    observed = present.reshape(-1, present.shape[-1]).all(0)
+    present = present.reshape(-1, present.shape[-1])
+    observed = present.all(0)
+    if policy == "fill" and not torch.equal(observed, present.any(0)):
+        raise ValueError(
+            "Under observation_nan_policy('fill') the members of a batch must miss the same targets here: they share one "
+            "linear system. Use observation_nan_policy('mask'), which drops a datum for all members, or one model each."
+        )
     return None if bool(observed.all()) else observed
 
 
@@ -321,7 +374,7 @@ def kernel_terms(covariance: LinearOperator | Tensor, observed: Tensor | None = 
         SpectralDensityMissingError: a part of the covariance is no kernel but a matrix that the model built.
     """
     if observed is not None:
-        return kernel_terms(covariance[..., observed.nonzero().squeeze(-1), :])
+        return kernel_terms(_masked(covariance, observed))
     if isinstance(covariance, LazyEvaluatedKernelTensor):
         return [KernelTerm(covariance.kernel, covariance.x1)]
     if isinstance(covariance, AddedDiagLinearOperator):
@@ -336,5 +389,6 @@ def kernel_terms(covariance: LinearOperator | Tensor, observed: Tensor | None = 
         ]
     raise SpectralDensityMissingError(
         f"The prior covariance contains a {type(covariance).__name__}, which is no kernel and has no random features. "
-        "HutchinsonMarginalLogLikelihood needs none; PathwiseMarginalLogLikelihood(prior='exact') serves small data."
+        "HutchinsonMarginalLogLikelihood needs none; PathwiseMarginalLogLikelihood(prior='exact') serves small data; "
+        "posterior(x).rsample() draws from a posterior without them."
     )

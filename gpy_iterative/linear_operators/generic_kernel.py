@@ -15,7 +15,8 @@ from torch.func import functional_call
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator, Tiles, TileWeights, blocks
+from gpy_iterative.linear_operators.tile_weights import TileWeights
+from gpy_iterative.linear_operators.tiles import TiledLinearOperator, Tiles, blocks
 
 
 class _KernelFunction(torch.nn.Module):
@@ -27,7 +28,8 @@ class _KernelFunction(torch.nn.Module):
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False) -> Tensor:
         # gpytorch.Module.__call__, not the kernel's own: active dims are selected once, by the caller.
-        with gpytorch.settings.lazily_evaluate_kernels(False):
+        # Dense blocks are wanted: GPyTorch's KeOps kernels would compile several programs to make them.
+        with gpytorch.settings.lazily_evaluate_kernels(False), gpytorch.settings.use_keops(False):
             return to_dense(gpytorch.Module.__call__(self.kernel, x1, x2, diag=diag))
 
 
@@ -80,9 +82,15 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         names: the parameters' names, `[name for name, _ in kernel.named_parameters()]`.
         products: how products are computed.
         cache: shared by all rebuilds of the operator; None starts an empty one.
+        members: indices of batch dimensions, one applied after the other: the operator is these members of the batch.
 
     A product costs one evaluation of the kernel the first time and n m s multiply-adds once its tiles are kept; the
-    derivative one further evaluation with autograd, a tile at a time. Memory is a few tiles and the tile cache.
+    derivative one further evaluation with autograd, a tile at a time. Memory is a few tiles and the tile cache. A member
+    of a batch costs the evaluation of the whole batch: which part of a kernel's parameters belongs to it, only the kernel
+    knows.
+
+    Raises:
+        ValueError: the backend is "keops", which knows only radial kernels.
     """
 
     def __init__(
@@ -94,13 +102,20 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         names: tuple[str, ...],
         products: KernelProducts | None = None,
         cache: TileCache | None = None,
+        members: tuple[tuple[Any, ...], ...] = (),
     ) -> None:
         products = KernelProducts() if products is None else products
+        if products.backend == "keops":
+            raise ValueError(
+                f"{type(kernel).__name__} has no KeOps formula: use KernelProducts(backend='auto'), which evaluates any "
+                "kernel in tiles. KeOps serves RBF, Matern and RQ kernels, their scales and their sums."
+            )
         cache = TileCache() if cache is None else cache
         tensors = {} if x2 is None else {"x2": x2}
-        super().__init__(x1, *parameters, **tensors, kernel=kernel, names=names, products=products, cache=cache)
+        options = {"kernel": kernel, "names": names, "products": products, "cache": cache, "members": members}
+        super().__init__(x1, *parameters, **tensors, **options)
         self.x1, self.x2, self.parameters = x1, x2, parameters
-        self.kernel, self.names, self.products, self.cache = kernel, names, products, cache
+        self.kernel, self.names, self.products, self.cache, self.members = kernel, names, products, cache, members
         self._function = _KernelFunction(kernel)
 
     @classmethod
@@ -138,7 +153,17 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
         """The dense k(x1, x2), differentiable in inputs and parameters."""
         parameters = self.parameters if parameters is None else parameters
-        return functional_call(self._function, self._named(parameters), (x1, x2))
+        values = functional_call(self._function, self._named(parameters), (x1, x2))
+        return self._of_members(values.expand(*self._whole_batch(), *values.shape[-2:])) if self.members else values
+
+    def _whole_batch(self) -> torch.Size:
+        """The batch shape of the kernel on these inputs, before any members are picked."""
+        return torch.broadcast_shapes(self.x1.shape[:-2], self.columns.shape[:-2], self.kernel.batch_shape)
+
+    def _of_members(self, values: Tensor) -> Tensor:
+        for index in self.members:
+            values = values[index]
+        return values
 
     def _named(self, parameters: tuple[Tensor, ...]) -> dict[str, Tensor]:
         return {f"kernel.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
@@ -151,16 +176,28 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     def _size(self) -> torch.Size:
         outputs, columns = self._outputs(), self.columns
-        batch = torch.broadcast_shapes(self.x1.shape[:-2], columns.shape[:-2], self.kernel.batch_shape)
+        batch = self._whole_batch()
+        if self.members:
+            batch = self._of_members(self.x1.new_empty(()).expand(batch)).shape
         return torch.Size((*batch, self.x1.shape[-2] * outputs, columns.shape[-2] * outputs))
 
-    def _rebuild(self, x1: Tensor, x2: Tensor | None) -> LinearOperator:
-        return type(self)(x1, *self.parameters, x2=x2, kernel=self.kernel, names=self.names, products=self.products)
+    def _rebuild(
+        self, x1: Tensor, x2: Tensor | None, members: tuple[tuple[Any, ...], ...] | None = None
+    ) -> LinearOperator:
+        return type(self)(
+            x1,
+            *self.parameters,
+            x2=x2,
+            kernel=self.kernel,
+            names=self.names,
+            products=self.products,
+            members=self.members if members is None else members,
+        )
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         return self.evaluate(self.x1, self.columns) @ rhs
 
-    def _tile_derivatives(self, weights: TileWeights, batch: torch.Size) -> tuple[Tensor | None, ...]:
+    def _tile_derivatives(self, weights: TileWeights) -> tuple[Tensor | None, ...]:
         tensors = self.representation()
         wanted = [tensor.requires_grad for tensor in tensors]
         if not any(wanted):
@@ -169,7 +206,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         tiles = self.tiles()
         assert isinstance(tiles, KernelTiles)
         for i, j in tiles.pairs():
-            weight = weights(tiles.rows[i], tiles.columns[j])
+            weight = weights.tile(tiles.rows[i], tiles.columns[j])
             self._add_tile_derivative(gradients, wanted, tiles.input_rows[i], tiles.input_columns[j], weight)
         return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True))
 
@@ -206,17 +243,18 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             )
         named = self._named(self.parameters)
         diagonal = functional_call(self._function, named, (self.x1, self.x1), {"diag": True})
-        if diagonal.shape != self.shape[:-1]:
+        whole = torch.Size((*self._whole_batch(), self.shape[-1]))
+        if diagonal.shape != whole:
             if diagonal.shape[-2:] == self.shape[-2:]:  # a kernel that overlooks `diag`
                 diagonal = diagonal.diagonal(dim1=-2, dim2=-1)
-            diagonal = diagonal.expand(self.shape[:-1])
-        return diagonal
+            diagonal = diagonal.expand(whole)
+        return self._of_members(diagonal)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         outputs = self._outputs()
-        if any(index != slice(None) for index in batch_indices):
-            # A kernel's parameters cannot be indexed from outside; picked members stay differentiable.
-            return super()._getitem(row_index, col_index, *batch_indices)
+        if not all(isinstance(index, slice) and index == slice(None) for index in batch_indices):
+            picked = self._rebuild(self.x1, self.x2, (*self.members, batch_indices))
+            return picked._getitem(row_index, col_index, *[slice(None)] * len(picked.batch_shape))
         rows = _input_index(row_index, outputs, self.shape[-2])
         columns = _input_index(col_index, outputs, self.shape[-1])
         if rows is None or columns is None:
@@ -225,8 +263,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self._rebuild(self.x1[..., rows, :], None if principal else self.columns[..., columns, :])
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
-        if batch_indices or self._outputs() > 1:
-            return super()._get_indices(row_index, col_index, *batch_indices)
+        if self.batch_shape or self.members or self._outputs() > 1:
+            return self.to_dense()[(*batch_indices, row_index, col_index)]
         # One by one, as a batch of matrices with one entry each.
         x1, x2 = self.x1[row_index].unsqueeze(-2), self.columns[col_index].unsqueeze(-2)
         return self.evaluate(x1, x2)[..., 0, 0]
@@ -235,7 +273,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self if self.symmetric else self._rebuild(self.columns, self.x1)
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
-        if len(batch_shape) < len(self.kernel.batch_shape):
+        if self.members or len(batch_shape) < len(self.kernel.batch_shape):
             return super()._expand_batch(batch_shape)
         expand = lambda x: x.expand(*batch_shape, *x.shape[-2:])
         return self._rebuild(expand(self.x1), None if self.x2 is None else expand(self.x2))

@@ -10,9 +10,7 @@ from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator, add_product
-
-Rows = slice | Tensor
+from gpy_iterative.linear_operators.tiles import Rows, TiledLinearOperator
 
 
 @singledispatch
@@ -46,61 +44,17 @@ def _(operator: TiledLinearOperator, rows: Tensor) -> Tensor:
 
 @rows_matmul.register
 def _(operator: TiledLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
-    tiles = operator.tiles()
-    if not isinstance(rows, slice):
-        return (tiles.block(rows, slice(None)) @ rhs).mul_(operator.tile_scale)
-    size = len(range(*rows.indices(operator.shape[-2])))
-    # Columns contiguous, as in Tiles.matmul.
-    rhs = rhs.mT.contiguous()
-    result = rhs.new_zeros(rhs.shape[-2], size)
-    for i, part, outer in _overlaps(tiles.rows, rows):
-        for j, columns in enumerate(tiles.columns):
-            if operator.symmetric and i > j:
-                add_product(result[:, outer], rhs[:, columns], tiles.tile(j, i)[:, part])
-            else:
-                add_product(result[:, outer], rhs[:, columns], tiles.tile(i, j)[part, :].mT)
-    return result.mul_(operator.tile_scale).mT
+    return operator.tiles().rows_matmul(rows, rhs).mul_(operator.tile_scale)
 
 
 @columns_matmul.register
 def _(operator: TiledLinearOperator, columns: slice, rhs: Tensor) -> Tensor:
-    tiles = operator.tiles()
-    rhs = rhs.mT.contiguous()
-    result = rhs.new_zeros(rhs.shape[-2], operator.shape[-2])
-    for j, part, outer in _overlaps(tiles.columns, columns):
-        for i, rows in enumerate(tiles.rows):
-            if operator.symmetric and i > j:
-                add_product(result[:, rows], rhs[:, outer], tiles.tile(j, i)[part, :])
-            else:
-                add_product(result[:, rows], rhs[:, outer], tiles.tile(i, j)[:, part].mT)
-    return result.mul_(operator.tile_scale).mT
+    return operator.tiles().columns_matmul(columns, rhs).mul_(operator.tile_scale)
 
 
 @principal_block.register
 def _(operator: TiledLinearOperator, block: slice) -> Tensor:
-    if not operator.symmetric:
-        raise ValueError("A rectangular kernel matrix has no principal blocks.")
-    tiles = operator.tiles()
-    overlaps = list(_overlaps(tiles.rows, block))
-    if len(overlaps) == 1:
-        i, part, _ = overlaps[0]
-        values = tiles.tile(i, i)[part, part].clone()
-    else:
-        values = tiles.block(block, block)
-    return values.mul_(operator.tile_scale)
-
-
-def _overlaps(tiles: list[slice], wanted: slice) -> list[tuple[int, slice, slice]]:
-    """(tile, slice inside the tile, slice inside `wanted`) for every tile that `wanted` touches."""
-    size = tiles[-1].stop if tiles else 0
-    start, stop, _ = wanted.indices(size)
-    length = tiles[0].stop if tiles else 1
-    overlaps = []
-    for index in range(start // length, -(-stop // length)):
-        first, last = max(start, tiles[index].start), min(stop, tiles[index].stop)
-        inner = slice(first - tiles[index].start, last - tiles[index].start)
-        overlaps.append((index, inner, slice(first - start, last - start)))
-    return overlaps
+    return operator.tiles().principal_block(block).mul_(operator.tile_scale)
 
 
 @rows_matmul.register
@@ -133,4 +87,4 @@ def _(operator: ConstantMulLinearOperator, block: slice) -> Tensor:
     return operator._constant * principal_block(operator.base_linear_op, block)
 
 
-__all__ = ["columns_matmul", "dense_rows", "principal_block", "rows_matmul"]
+__all__ = ["Rows", "columns_matmul", "dense_rows", "principal_block", "rows_matmul"]

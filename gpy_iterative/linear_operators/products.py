@@ -6,7 +6,10 @@ from typing import Literal, get_args
 
 import torch
 
-Backend = Literal["auto", "tiles"]
+from gpy_iterative.checks import check_count
+from gpy_iterative.linear_operators.keops import require_pykeops
+
+Backend = Literal["auto", "tiles", "keops"]
 
 #: What an automatic tile cache may take at the most on a CPU, in bytes.
 MAX_CPU_CACHE = 4 * 1024**3
@@ -17,7 +20,9 @@ class KernelProducts:
     """Options of the kernel products, accepted as `products=` by every mll and by `MatrixFreeKernel`.
 
     Args:
-        backend: "tiles" evaluates square tiles with torch; "auto" chooses by measurement, which today is tiles.
+        backend: "tiles" evaluates square tiles with torch; "keops" compiles radial kernels to one loop (needs the extra
+            `keops` and, at run time, a C++ compiler; other options then concern only dense blocks that a solver asks
+            for); "auto" chooses by measurement, which today is tiles.
         tile_size: rows and columns of a tile.
         cache_memory: bytes for evaluated tiles that are kept for the next product; None is half of what is free
             (on a CPU at most 4 GB), 0 keeps none.
@@ -26,6 +31,7 @@ class KernelProducts:
 
     Raises:
         ValueError: an option outside its range.
+        ImportError: the backend is "keops", and pykeops is not installed.
     """
 
     backend: Backend = "auto"
@@ -37,12 +43,13 @@ class KernelProducts:
     def __post_init__(self) -> None:
         if self.backend not in get_args(Backend):
             raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
-        if self.tile_size < 1:
-            raise ValueError(f"tile_size must be at least 1, got {self.tile_size}.")
+        check_count("tile_size", self.tile_size)
         if self.cache_memory is not None and self.cache_memory < 0:
             raise ValueError(f"cache_memory must not be negative, got {self.cache_memory}.")
         if self.precision != "native":
             raise ValueError(f"precision must be 'native', got {self.precision!r}.")
+        if self.backend == "keops":
+            require_pykeops()
 
     def cache_budget(self, device: torch.device) -> int:
         """Bytes that a tile cache on this device may take now."""

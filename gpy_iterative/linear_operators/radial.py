@@ -4,7 +4,7 @@ The operator holds scaled inputs and the outputscale. Lengthscales, active dimen
 stay outside, in autograd; the operator differentiates with respect to its scaled inputs in closed form.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from linear_operator import LinearOperator
@@ -12,13 +12,15 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial_functions import RadialFunction
+from gpy_iterative.linear_operators.radial_keops import RadialKeOps
 from gpy_iterative.linear_operators.radial_tiles import RadialTiles
 from gpy_iterative.linear_operators.tile_cache import TileCache
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator, TileWeights, blocks
+from gpy_iterative.linear_operators.tile_weights import TileWeights
+from gpy_iterative.linear_operators.tiles import TiledLinearOperator, blocks
 
 
 class RadialKernelLinearOperator(TiledLinearOperator):
-    """outputscale * f(|x1_i - x2_j|^2), in tiles.
+    """outputscale * f(|x1_i - x2_j|^2), in tiles or by KeOps.
 
     Args:
         x1: inputs divided by the lengthscale and centred, [*b, n, d]. Centring is the caller's: without it float32
@@ -32,6 +34,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
     A product with s columns costs n m (d + s) multiply-adds and a few element-wise passes the first time, n m s
     once all tiles are kept; memory O((n + m)(d + s)) and the tile cache. The derivative costs one further pass.
+    KeOps evaluates every entry anew for each product, and keeps none.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return self.outputscale.detach().unsqueeze(-1).unsqueeze(-1)
 
     def _make_tiles(self) -> RadialTiles:
-        return RadialTiles(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
+        engine = RadialKeOps if self.products.backend == "keops" else RadialTiles
+        return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
 
     def _size(self) -> torch.Size:
         columns = self.x1 if self.x2 is None else self.x2
@@ -80,55 +84,36 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         """Plain autograd, O(n m) memory: the reference that `_bilinear_derivative` is tested against."""
+        return self._differentiable_values() @ rhs
+
+    def _differentiable_values(self) -> Tensor:
+        """The matrix [*b, n, m], with the graph to every tensor of the representation."""
         if self.x2 is None:
             distances = (self.x1.unsqueeze(-2) - self.x1.unsqueeze(-3)).square().sum(-1)
         else:
             norms = self.x1.square().sum(-1).unsqueeze(-1) + self.x2.square().sum(-1).unsqueeze(-2)
             distances = (norms - 2 * self.x1 @ self.x2.mT).clamp_min(0)
         values = self.function.value(distances * self.function.scale(self.alpha), self.alpha)
-        return (self.outputscale.unsqueeze(-1).unsqueeze(-1) * values) @ rhs
+        return self.outputscale.unsqueeze(-1).unsqueeze(-1) * values
 
     def _t_matmul(self, rhs: Tensor) -> Tensor:
         return self._transpose_nonbatch()._matmul(rhs)
 
     # Derivative
 
-    def _tile_derivatives(self, weights: TileWeights, batch: torch.Size) -> tuple[Tensor | None, ...]:
-        wants_alpha = self.alpha is not None and self.alpha.requires_grad
-        tiles = cast(RadialTiles, self.tiles())
-        # Coordinates contiguous, as in Tiles.matmul.
-        x1, x2 = _with_ones(self.x1), _with_ones(self.x1 if self.x2 is None else self.x2)
-        dx1 = x1.new_zeros(*batch, self.x1.shape[-1], self.shape[-2])
-        dx2 = dx1 if self.symmetric else x2.new_zeros(*batch, self.x1.shape[-1], self.shape[-1])
-        # Sums of many products: kept in float64, on the scale of one number a batch member.
-        dscale = x1.new_zeros(batch, dtype=torch.float64)
-        dalpha = x1.new_zeros(batch, dtype=torch.float64)
-        for i, j in tiles.pairs():
-            rows, columns = tiles.rows[i], tiles.columns[j]
-            weight = weights(rows, columns)
-            if wants_alpha:
-                dalpha += (tiles.alpha_derivative(i, j) * weight).sum((-2, -1), dtype=torch.float64)
-            value, derivative = tiles.value_and_derivative(i, j)
-            if self.outputscale.requires_grad:
-                dscale += torch.linalg.vecdot(value.flatten(-2), weight.flatten(-2))
-            weight.mul_(derivative)
-            _add_input_derivative(dx1[..., rows], weight, x1[..., rows], x2[..., columns])
-            _add_input_derivative(dx2[..., columns], weight.mT, x2[..., columns], x1[..., rows])
-
+    def _tile_derivatives(self, weights: TileWeights) -> tuple[Tensor | None, ...]:
+        tensors = {"x1": self.x1, "outputscale": self.outputscale, "alpha": self.alpha, "x2": self.x2}
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        wanted = {name for name, tensor in tensors.items() if tensor.requires_grad}
+        if not wanted:
+            return (None,) * len(tensors)
+        found = self.tiles().derivative(weights, value="outputscale" in wanted, alpha="alpha" in wanted)
         scale = self.outputscale
-        factor = 2 * scale.unsqueeze(-1).unsqueeze(-1)
-        gradients = {
-            "x1": dx1.mT * factor,
-            "outputscale": dscale,
-            "alpha": (dalpha * scale).unsqueeze(-1),
-            "x2": dx2.mT * factor,
-        }
-        tensors = {"x1": self.x1, "outputscale": scale, "alpha": self.alpha, "x2": self.x2}
-        return tuple(
-            _sum_to(gradients[name], tensor) if tensor.requires_grad else None
-            for name, tensor in tensors.items()
-            if tensor is not None
-        )
+        factor = scale.unsqueeze(-1).unsqueeze(-1)
+        gradients = {"x1": found.x1 * factor, "outputscale": found.value, "alpha": (found.alpha * scale).unsqueeze(-1)}
+        if found.x2 is not None:
+            gradients["x2"] = found.x2 * factor
+        return tuple(_sum_to(gradients[name], tensor) if name in wanted else None for name, tensor in tensors.items())
 
     # Parts of the matrix
 
@@ -205,23 +190,11 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     def to_dense(self) -> Tensor:
         """The matrix [*b, n, m]; O(n m) memory, differentiable."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.representation()):
-            return self._differentiable_matmul(torch.eye(self.shape[-1], dtype=self.dtype, device=self.device))
+            return self._differentiable_values()
         result = self.x1.new_empty(self.shape)
         for rows in blocks(self.shape[-2], self.products.tile_size):
             result[..., rows, :] = self.tiles().block(rows, slice(None))
         return result.mul_(self.tile_scale)
-
-
-def _with_ones(x: Tensor) -> Tensor:
-    """The coordinates [*b, d + 1, n] of inputs [*b, n, d], and ones."""
-    return torch.cat([x.detach(), torch.ones_like(x[..., :1])], dim=-1).mT.contiguous()
-
-
-def _add_input_derivative(result: Tensor, weights: Tensor, x: Tensor, other: Tensor) -> None:
-    """Result += diag(G 1) x - G x' for G = weights, coordinate by coordinate; x and x' carry a row of ones."""
-    product = other @ weights.mT
-    result += product[..., -1:, :] * x[..., :-1, :]
-    result -= product[..., :-1, :]
 
 
 def _sum_to(gradient: Tensor, tensor: Tensor) -> Tensor:

@@ -3,10 +3,13 @@
 A tile's element-wise work is most of what a kernel product costs beside its GEMMs, so each function works in
 place, in few passes, on squared distances into which its own constant is already folded: `scale` times q.
 `alpha` is the rational quadratic's shape parameter and None for all others.
+
+Beside each function stand the same formulas in the language of KeOps, which compiles them to one loop.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,10 +22,33 @@ def _shape(alpha: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
+class KeOpsFormulas:
+    """A radial function in KeOps' language (https://www.kernel-operations.io/keops/api/math-operations.html).
+
+    KeOps computes its fractions in float32 whatever the inputs' dtype: they serve halves, which are exact, and any
+    other denominator is taken out of the formulas.
+
+    Attributes:
+        value: f, of `{u}` and the variable `alpha`.
+        derivative: df/dq (not df/du); 0 at u = 0 where the true one is unbounded.
+        alpha_derivative: df/dalpha at fixed q; None where there is no alpha.
+        multiple: the formulas are of so many times the function.
+    """
+
+    value: str
+    derivative: str
+    alpha_derivative: str | None = None
+    multiple: int = 1
+
+
+@dataclass(frozen=True)
 class RadialFunction(ABC):
     """One radial function; `u = scale * q` is its argument everywhere, with u >= 0."""
 
     name: str
+
+    #: None for a function that only tiles can evaluate.
+    keops: ClassVar[KeOpsFormulas | None] = None
 
     def scale(self, alpha: Tensor | None) -> float | Tensor:
         """The constant that is folded into the squared distances: [] or [*b, 1, 1]."""
@@ -53,6 +79,8 @@ def _safe_sqrt(u: Tensor) -> Tensor:
 class _Gaussian(RadialFunction):
     """exp(-q/2)."""
 
+    keops = KeOpsFormulas("Exp(-{u})", "RatCst(-1,2) * Exp(-{u})")
+
     def scale(self, alpha: Tensor | None) -> float:
         return 0.5
 
@@ -70,6 +98,8 @@ class _Gaussian(RadialFunction):
 @dataclass(frozen=True)
 class _Matern12(RadialFunction):
     """exp(-r); not differentiable at 0, where its derivative counts as 0."""
+
+    keops = KeOpsFormulas("Exp(-Sqrt({u}))", "RatCst(-1,2) * Exp(-Sqrt({u})) * Rsqrt({u})")  # Rsqrt(0) is 0
 
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         return torch.exp(-_safe_sqrt(u))
@@ -89,6 +119,8 @@ class _Matern12(RadialFunction):
 @dataclass(frozen=True)
 class _Matern32(RadialFunction):
     """(1 + r) exp(-r), r = sqrt(3 q)."""
+
+    keops = KeOpsFormulas("(IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))", "RatCst(-3,2) * Exp(-Sqrt({u}))")
 
     def scale(self, alpha: Tensor | None) -> float:
         return 3.0
@@ -110,6 +142,12 @@ class _Matern32(RadialFunction):
 @dataclass(frozen=True)
 class _Matern52(RadialFunction):
     """(1 + r + r^2/3) exp(-r), r = sqrt(5 q)."""
+
+    keops = KeOpsFormulas(
+        "(IntCst(3) + IntCst(3) * Sqrt({u}) + {u}) * Exp(-Sqrt({u}))",
+        "RatCst(-5,2) * (IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))",
+        multiple=3,
+    )
 
     def scale(self, alpha: Tensor | None) -> float:
         return 5.0
@@ -133,6 +171,12 @@ class _Matern52(RadialFunction):
 @dataclass(frozen=True)
 class _RationalQuadratic(RadialFunction):
     """(1 + q / (2 alpha))^-alpha."""
+
+    keops = KeOpsFormulas(
+        "Exp(-alpha * Log(IntCst(1) + {u}))",
+        "RatCst(-1,2) * Exp(-alpha * Log(IntCst(1) + {u})) * Inv(IntCst(1) + {u})",
+        "Exp(-alpha * Log(IntCst(1) + {u})) * ({u} * Inv(IntCst(1) + {u}) - Log(IntCst(1) + {u}))",
+    )
 
     def scale(self, alpha: Tensor | None) -> Tensor:
         return 0.5 / _shape(alpha)

@@ -1,13 +1,7 @@
-"""Tiles of a radial kernel matrix: one GEMM and a few in-place passes each.
-
-The squared distances of a tile come from one matrix product of inputs that carry their norms along,
-
-    [-2 x, |x|^2, 1] . [x', 1, |x'|^2] = |x - x'|^2,
-
-with the radial function's own constant folded in.
-"""
+"""Tiles of a radial kernel matrix: squared distances, mostly from one GEMM, and a few in-place passes each."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache as keep
 
 import torch
@@ -15,7 +9,9 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial_functions import RadialFunction
+from gpy_iterative.linear_operators.squared_distances import SquaredDistances
 from gpy_iterative.linear_operators.tile_cache import TileCache
+from gpy_iterative.linear_operators.tile_weights import TileWeights
 from gpy_iterative.linear_operators.tiles import Tiles, blocks
 
 
@@ -27,6 +23,23 @@ def _fused(function: RadialFunction) -> Callable[[Tensor, Tensor | None], Tensor
         return function.value(u.clamp_min(0), alpha)
 
     return torch.compile(evaluate, dynamic=True)
+
+
+@dataclass(frozen=True)
+class RadialDerivative:
+    """The derivative of sum_ij W_ij f(|x1_i - x2_j|^2) for weights W.
+
+    Attributes:
+        x1: with respect to x1, [*b, n, d]; of a symmetric matrix through its rows and its columns.
+        x2: with respect to x2, [*b, m, d]; None for a symmetric matrix.
+        value: the sum itself, [*b] in float64.
+        alpha: with respect to alpha, [*b] in float64.
+    """
+
+    x1: Tensor
+    x2: Tensor | None
+    value: Tensor
+    alpha: Tensor
 
 
 class RadialTiles(Tiles):
@@ -48,13 +61,12 @@ class RadialTiles(Tiles):
         products: KernelProducts,
         cache: TileCache,
     ) -> None:
+        self.x1, self.x2 = x1.detach(), None if x2 is None else x2.detach()
         self.function = function
         self.alpha = None if alpha is None else alpha.detach()
-        scale = function.scale(self.alpha)
-        self._left = _with_norms(x1, scale, is_left=True)
-        self._right = _with_norms(x1 if x2 is None else x2, scale, is_left=False)
-        batch = torch.broadcast_shapes(self._left.shape[:-2], self._right.shape[:-2])
-        shape = torch.Size((*batch, self._left.shape[-2], self._right.shape[-2]))
+        columns = self.x1 if self.x2 is None else self.x2
+        self._distances = SquaredDistances(self.x1, columns, function.scale(self.alpha))
+        shape = torch.Size((*self._distances.batch_shape, x1.shape[-2], columns.shape[-2]))
         super().__init__(
             shape,
             symmetric=x2 is None,
@@ -83,22 +95,56 @@ class RadialTiles(Tiles):
         u = self._squared_distances(i, j, self.scratch(self.tile_shape(i, j), 0)).clamp_min_(0)
         return self.function.alpha_derivative(u, self.alpha)
 
+    def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
+        """The derivative for W = weights, in one pass.
+
+        `value` and `alpha` say whether these parts are wanted; they are 0 where not.
+        """
+        # Coordinates contiguous, as in Tiles.matmul.
+        x1 = _with_ones(self.x1)
+        x2 = x1 if self.x2 is None else _with_ones(self.x2)
+        batch, dimension = weights.batch_shape, self.x1.shape[-1]
+        dx1 = x1.new_zeros(*batch, dimension, self.shape[-2])
+        dx2 = dx1 if self.symmetric else x2.new_zeros(*batch, dimension, self.shape[-1])
+        # Sums of many products: kept in float64, on the scale of one number a batch member.
+        dvalue = x1.new_zeros(batch, dtype=torch.float64)
+        dalpha = x1.new_zeros(batch, dtype=torch.float64)
+        for i, j in self.pairs():
+            rows, columns = self.rows[i], self.columns[j]
+            tile = weights.tile(rows, columns)
+            if alpha:
+                dalpha += (self.alpha_derivative(i, j) * tile).sum((-2, -1), dtype=torch.float64)
+            function_value, function_derivative = self.value_and_derivative(i, j)
+            if value:
+                dvalue += torch.linalg.vecdot(function_value.flatten(-2), tile.flatten(-2))
+            tile.mul_(function_derivative)
+            _add_input_derivative(dx1[..., rows], tile, x1[..., rows], x2[..., columns])
+            _add_input_derivative(dx2[..., columns], tile.mT, x2[..., columns], x1[..., rows])
+        return RadialDerivative(2 * dx1.mT, None if self.symmetric else 2 * dx2.mT, dvalue, dalpha)
+
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        u = torch.matmul(self._left[..., rows, :], self._right[..., columns, :].mT).clamp_min_(0)
+        u = self._distances.block(rows, columns).clamp_min_(0)
         if self.symmetric:
             positions = torch.arange(self.shape[-1], device=u.device)
             u.masked_fill_(positions[rows].unsqueeze(-1) == positions[columns], 0.0)
         return self.function.value_(u, torch.empty_like(u), self.alpha)
 
     def _squared_distances(self, i: int, j: int, out: Tensor) -> Tensor:
-        """May be slightly negative; zero on the diagonal, whatever the GEMM's rounding."""
-        u = torch.matmul(self._left[..., self.rows[i], :], self._right[..., self.columns[j], :].mT, out=out)
+        """May be slightly negative; zero on the diagonal, whatever the rounding."""
+        scratch = self.scratch(out.shape, 1)
+        u = self._distances.block(self.rows[i], self.columns[j], out=out, scratch=scratch)
         if self.symmetric and i == j:
             u.diagonal(dim1=-2, dim2=-1).zero_()
         return u
 
 
-def _with_norms(x: Tensor, scale: float | Tensor, *, is_left: bool) -> Tensor:
-    x = x.detach() * (scale**0.5)
-    norms, ones = x.square().sum(-1, keepdim=True), torch.ones_like(x[..., :1])
-    return torch.cat([x.mul(-2), norms, ones] if is_left else [x, ones, norms], dim=-1)
+def _with_ones(x: Tensor) -> Tensor:
+    """The coordinates [*b, d + 1, n] of inputs [*b, n, d], and ones."""
+    return torch.cat([x, torch.ones_like(x[..., :1])], dim=-1).mT.contiguous()
+
+
+def _add_input_derivative(result: Tensor, weights: Tensor, x: Tensor, other: Tensor) -> None:
+    """Result += diag(G 1) x - G x' for G = weights, coordinate by coordinate; x and x' carry a row of ones."""
+    product = other @ weights.mT
+    result += product[..., -1:, :] * x[..., :-1, :]
+    result -= product[..., :-1, :]

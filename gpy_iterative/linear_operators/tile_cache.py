@@ -14,6 +14,11 @@ from torch import Tensor
 Key = tuple[int, int]
 
 
+def version(tensor: Tensor) -> object:
+    """What changes whenever the tensor is written to. Inference tensors do not keep count: they differ every time."""
+    return object() if tensor.is_inference() else tensor._version
+
+
 class TileCache:
     """Tiles by (row, column), up to a number of bytes.
 
@@ -23,7 +28,7 @@ class TileCache:
 
     def __init__(self, siblings: "TileCaches | None" = None) -> None:
         self._siblings = siblings
-        self._owner: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
+        self._owner: tuple[tuple[weakref.ref[Tensor], object], ...] = ()
         self._tiles: dict[Key, Tensor] = {}
         self._spare: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
         self._bytes = 0
@@ -31,14 +36,14 @@ class TileCache:
     def claim(self, *tensors: Tensor) -> None:
         """Makes the cache serve these tensors; tiles of any others are dropped."""
         same = len(self._owner) == len(tensors) and all(
-            reference() is tensor and version == tensor._version
-            for (reference, version), tensor in zip(self._owner, tensors, strict=True)
+            reference() is tensor and known == version(tensor)
+            for (reference, known), tensor in zip(self._owner, tensors, strict=True)
         )
         if not same:
             for tile in self._tiles.values():
                 self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
             self._tiles.clear()
-            self._owner = tuple((weakref.ref(tensor), tensor._version) for tensor in tensors)
+            self._owner = tuple((weakref.ref(tensor), version(tensor)) for tensor in tensors)
 
     def get(self, key: Key) -> Tensor | None:
         return self._tiles.get(key)

@@ -5,7 +5,6 @@ are kept in a `TileCache` as far as its budget goes; the rest is evaluated again
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tile_cache import TileCache
+from gpy_iterative.linear_operators.tile_cache import TileCache, version
+from gpy_iterative.linear_operators.tile_weights import BilinearWeights, MatrixWeights, TileWeights
 
-#: What the entries of one tile, rows times columns, are weighted with in a derivative; the caller may overwrite it.
-TileWeights = Callable[[slice, slice], Tensor]
+Rows = slice | Tensor
 
 
 def blocks(size: int, length: int) -> list[slice]:
@@ -49,7 +48,7 @@ class Tiles(ABC):
     ) -> None:
         self.shape, self.symmetric, self.rows, self.columns = shape, symmetric, rows, columns
         self.products, self.cache = products, cache
-        self._owner, self._versions = owner, [tensor._version for tensor in owner]
+        self._owner, self._versions = owner, [version(tensor) for tensor in owner]
         self._like = owner[0]
         self._budget = products.cache_budget(self._like.device)
         self._scratch: dict[tuple[torch.Size, int], Tensor] = {}
@@ -64,7 +63,7 @@ class Tiles(ABC):
 
     def is_current(self) -> bool:
         """Whether the tensors are still as they were; in-place changes make the tiles stale."""
-        return self._versions == [tensor._version for tensor in self._owner]
+        return self._versions == [version(tensor) for tensor in self._owner]
 
     def tile(self, i: int, j: int) -> Tensor:
         """The tile (i, j), i <= j when symmetric; valid until the next call, and not to be overwritten."""
@@ -109,6 +108,58 @@ class Tiles(ABC):
                 add_product(result[..., columns], rhs[..., rows], tile)
         return result.mT
 
+    # Parts of the matrix, without batch dimensions
+
+    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        """Those rows of the matrix times rhs [m, s]."""
+        if not isinstance(rows, slice):
+            return self.block(rows, slice(None)) @ rhs
+        size = len(range(*rows.indices(self.shape[-2])))
+        rhs = rhs.mT.contiguous()  # as in `matmul`
+        result = rhs.new_zeros(rhs.shape[-2], size)
+        for i, part, outer in _overlaps(self.rows, rows):
+            for j, columns in enumerate(self.columns):
+                if self.symmetric and i > j:
+                    add_product(result[:, outer], rhs[:, columns], self.tile(j, i)[:, part])
+                else:
+                    add_product(result[:, outer], rhs[:, columns], self.tile(i, j)[part, :].mT)
+        return result.mT
+
+    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        """Those columns of the matrix times rhs [len(columns), s]."""
+        rhs = rhs.mT.contiguous()
+        result = rhs.new_zeros(rhs.shape[-2], self.shape[-2])
+        for j, part, outer in _overlaps(self.columns, columns):
+            for i, rows in enumerate(self.rows):
+                if self.symmetric and i > j:
+                    add_product(result[:, rows], rhs[:, outer], self.tile(j, i)[part, :])
+                else:
+                    add_product(result[:, rows], rhs[:, outer], self.tile(i, j)[:, part].mT)
+        return result.mT
+
+    def principal_block(self, block: slice) -> Tensor:
+        """The block on the diagonal, as a dense tensor: the caller's to overwrite."""
+        if not self.symmetric:
+            raise ValueError("A rectangular kernel matrix has no principal blocks.")
+        overlaps = _overlaps(self.rows, block)
+        if len(overlaps) != 1:
+            return self.block(block, block)
+        i, part, _ = overlaps[0]
+        return self.tile(i, i)[part, part].clone()
+
+
+def _overlaps(tiles: list[slice], wanted: slice) -> list[tuple[int, slice, slice]]:
+    """(tile, slice inside the tile, slice inside `wanted`) for every tile that `wanted` touches."""
+    size = tiles[-1].stop if tiles else 0
+    start, stop, _ = wanted.indices(size)
+    length = tiles[0].stop if tiles else 1
+    overlaps = []
+    for index in range(start // length, -(-stop // length)):
+        first, last = max(start, tiles[index].start), min(stop, tiles[index].stop)
+        inner = slice(first - tiles[index].start, last - tiles[index].start)
+        overlaps.append((index, inner, slice(first - start, last - start)))
+    return overlaps
+
 
 def add_product(result: Tensor, left: Tensor, right: Tensor) -> None:
     """Result += left @ right, in place where no batch dimension stands in the way."""
@@ -134,12 +185,8 @@ class TiledLinearOperator(LinearOperator):
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _tile_derivatives(self, weights: TileWeights, batch: torch.Size) -> tuple[Tensor | None, ...]:
-        """The derivatives of the sum of all tiles, weighted, with respect to `representation()`.
-
-        `batch` is the weights' batch shape. Of a symmetric matrix only the tiles `pairs()` are asked for, and their
-        weights stand for both (i, j) and (j, i).
-        """
+    def _tile_derivatives(self, weights: TileWeights) -> tuple[Tensor | None, ...]:
+        """The derivatives of the sum of all entries, weighted, with respect to `representation()`."""
         raise NotImplementedError
 
     @property
@@ -169,28 +216,11 @@ class TiledLinearOperator(LinearOperator):
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         if left_vecs.dim() == 1:
             left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
-        batch = torch.broadcast_shapes(self.batch_shape, left_vecs.shape[:-2], right_vecs.shape[:-2])
-        left, right = (vectors.expand(*batch, *vectors.shape[-2:]) for vectors in (left_vecs, right_vecs))
-        if self.symmetric:
-            # Pairs (i, j) and (j, i) of a symmetric matrix in one tile: L R^T + R L^T.
-            left, right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1)
-
-        def weights(rows: slice, columns: slice) -> Tensor:
-            product = left[..., rows, :] @ right[..., columns, :].mT
-            return product.mul_(0.5) if self.symmetric and rows == columns else product
-
-        return self._tile_derivatives(weights, batch)
+        return self._tile_derivatives(
+            BilinearWeights(left_vecs, right_vecs, self.batch_shape, symmetric=self.symmetric)
+        )
 
     @torch.no_grad()
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
         """See `gpy_iterative.linear_operators.matrix_derivative`."""
-        batch = torch.broadcast_shapes(self.batch_shape, weights.shape[:-2])
-        matrix = weights.expand(*batch, *weights.shape[-2:])
-
-        def of_tile(rows: slice, columns: slice) -> Tensor:
-            tile = matrix[..., rows, columns]
-            if self.symmetric and rows != columns:
-                return tile + matrix[..., columns, rows].mT
-            return tile.clone()
-
-        return self._tile_derivatives(of_tile, batch)
+        return self._tile_derivatives(MatrixWeights(weights, self.batch_shape, symmetric=self.symmetric))

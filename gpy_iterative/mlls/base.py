@@ -20,6 +20,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_instance
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.linear_operators import (
     KernelProducts,
@@ -34,7 +35,7 @@ from gpy_iterative.mlls.progress import Progress, SolveBar
 from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
 from gpy_iterative.mlls.training_state import TrainingState, make_generator
 from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood
-from gpy_iterative.prediction import PathwisePosterior
+from gpy_iterative.prediction import PathwisePosterior, check_inputs
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
 from gpy_iterative.solvers import (
     Cholesky,
@@ -54,8 +55,8 @@ NUM_LOGDET_PROBES = 4
 class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
     """Base of the marginal log likelihoods of exact Gaussian processes.
 
-    A subclass estimates the log density of the targets (`_estimate`). Everything else, checks, gradient, report,
-    posterior and resume, is here.
+    A subclass estimates the log density of the targets (`_estimate`), and describes the distribution of what it draws,
+    which a training state has to fit. Everything else, checks, gradient, report, posterior and resume, is here.
     """
 
     def __init__(
@@ -67,13 +68,17 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         warm_start: Literal["extrapolated", "previous", False],
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
+        distribution: str,
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
+        check_inputs(model)  # now: of NaN inputs GPyTorch says later that they are not the training inputs
+        check_instance("solver", solver, Solver, "ConjugateGradients()")
+        check_instance("products", products, KernelProducts, "KernelProducts()")
         super().__init__(likelihood, model)
         self.solver = solver
         self.products = KernelProducts() if products is None else products
         self.report: MarginalLogLikelihoodReport | None = None
-        self._state = TrainingState(make_generator(generator), WarmStart(warm_start))
+        self._state = TrainingState(make_generator(generator), WarmStart(warm_start), distribution)
         self._params: tuple[Any, ...] = ()
         # Lives as long as the run, so that every step evaluates its tiles into the same memory.
         self._caches = TileCaches()
@@ -123,8 +128,12 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         if residual.shape[:-1] != operator.batch_shape:
             operator = operator.expand(*residual.shape[:-1], *operator.matrix_shape)
 
-        with torch.no_grad():
-            estimate = self._estimate(operator, function_dist, observed, residual.detach())
+        # What a run keeps (draws, solutions, tiles) must not be inference tensors: later steps could not use them.
+        is_inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.no_grad():
+            estimate = self._estimate(
+                operator.clone() if is_inference else operator, function_dist, observed, residual.detach()
+            )
         self._params = params
         result = estimate.with_gradient(operator, residual)
         result = self._add_other_terms(result, params).div_(num_data)
@@ -158,7 +167,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
             solver=self._prediction_solver(),
             products=self.products,
             # Forked, so that looking at predictions in the middle of training does not change the training.
-            generator=torch.Generator().manual_seed(self._state.generator.initial_seed() + 1),
+            generator=torch.Generator().manual_seed((self._state.generator.initial_seed() + 1) % 2**64),
             params=self._params,
             initial_weights=None if solutions is None else solutions[..., 0],
             prior=self._prior_samples(),
@@ -182,7 +191,10 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         return self._state.to_dict()
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Takes what `training_state()` gave. Raises ValueError, and changes nothing, for anything else."""
+        """Takes what `training_state()` gave.
+
+        Raises ValueError, and changes nothing, for anything else, the state of other probes included.
+        """
         self._state.load_dict(state)
 
     def _warn_once(self, estimate: Estimate) -> None:
@@ -216,7 +228,13 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         progress: Progress,
     ) -> None:
         super().__init__(
-            likelihood, model, solver=solver, warm_start=warm_start, products=products, generator=generator
+            likelihood,
+            model,
+            solver=solver,
+            warm_start=warm_start,
+            products=products,
+            generator=generator,
+            distribution=repr(probes),
         )
         self.probes = probes
         self.progress = progress

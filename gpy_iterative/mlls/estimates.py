@@ -14,6 +14,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.mlls.report import FrequencyReport, TruncationReport
 from gpy_iterative.mlls.surrogate import surrogate
 from gpy_iterative.probes import Probes
@@ -68,6 +69,9 @@ class DensityEstimate:
         solutions: [*b, n, 1 + s], the solves as a warm start wants them; None for the exact estimate.
         status, stats: of the solve.
         truncation: what was drawn, of a randomly truncated series.
+
+    Raises:
+        NonFiniteError: value or weights are not finite.
     """
 
     value: Tensor
@@ -84,12 +88,20 @@ class DensityEstimate:
         """The value [*b], connected with the parameters behind H and the residual."""
         return surrogate(operator, self.value, self.left, self.right, self.weights, residual)
 
+    def __post_init__(self) -> None:
+        for name, tensor in (("value", self.value), ("solve for y - mean", self.weights)):
+            if not torch.isfinite(tensor).all():
+                raise NonFiniteError(
+                    f"The log marginal likelihood's {name} is not finite: data or hyperparameters are too large for "
+                    f"{tensor.dtype}. Standardise the targets, bound the hyperparameters, or use float64."
+                )
+
 
 def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky) -> DensityEstimate:
     """Value and gradient without any randomness, by a Cholesky factor of the dense H.
 
-    Cost O(n^3) time and about 4 n^2 float64 numbers of memory; `operator` [*b, n, n], `residual` [*b, n].
-    Raises NotPositiveDefiniteError when H has no factor even after the jitter ladder.
+    Cost O(n^3) time and, with the backward pass, up to 9 n^2 float64 numbers of memory; `operator` [*b, n, n],
+    `residual` [*b, n]. Raises NotPositiveDefiniteError when H has no factor even after the jitter ladder.
     """
     start = time.perf_counter()
     factor = solver.factorize(operator)

@@ -43,7 +43,8 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an option outside its range.
+        ValueError: an option outside its range, training inputs that are not finite.
+        TypeError: a model that is no ExactGP, a solver or products of another type.
     """
 
     def __init__(

@@ -45,7 +45,8 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
         SpectralDensityMissingError: at the first step, a kernel without a spectral density (`prior="features"`).
-        ValueError: an option outside its range.
+        ValueError: an option outside its range, training inputs that are not finite.
+        TypeError: a model that is no ExactGP, a solver or products of another type.
     """
 
     def __init__(

@@ -100,10 +100,19 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         solver: Solver | None,
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
+        distribution: str,
     ) -> None:
         if max_frequencies is not None:
             RandomFourierFeatures(max_frequencies)  # validates
-        super().__init__(likelihood, model, solver=solver, warm_start=False, products=products, generator=generator)
+        super().__init__(
+            likelihood,
+            model,
+            solver=solver,
+            warm_start=False,
+            products=products,
+            generator=generator,
+            distribution=distribution,
+        )
         self.max_frequencies, self.resample = max_frequencies, resample
 
     @abstractmethod
@@ -207,6 +216,7 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             solver=solver,
             products=products,
             generator=generator,
+            distribution=f"random features of {num_frequencies} frequencies",
         )
         self.num_frequencies = num_frequencies
 

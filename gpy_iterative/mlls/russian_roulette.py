@@ -13,6 +13,7 @@ import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import VarianceWarning
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.estimates import Estimate
@@ -83,6 +84,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         products: KernelProducts | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
+        check_count("num_truncations", num_truncations)
         if num_truncations < 2:
             raise ValueError(
                 f"num_truncations must be at least 2, got {num_truncations}: the gradient's quadratic term needs two "

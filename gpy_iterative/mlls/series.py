@@ -23,6 +23,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_instance
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood
 from gpy_iterative.mlls.estimates import DensityEstimate
@@ -86,6 +87,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             )
         if value not in (*get_args(get_args(Value)[0]), None):
             raise ValueError(f"value must be 'unbiased', 'truncated' or None, got {value!r}.")
+        check_instance("preconditioner", preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
         if tolerance is not None and not 0 < tolerance < 1:
             raise ValueError(f"tolerance must lie between 0 and 1, got {tolerance}.")
         if not resample and isinstance(truncation, AutomaticTruncation):
@@ -93,11 +95,19 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                 "resample=False freezes the draws, which AutomaticTruncation redistributes every step: give an "
                 "ExponentialTruncation instead."
             )
-        super().__init__(likelihood, model, solver=solver, warm_start=False, products=products, generator=generator)
         probes: ProbeDistribution = Rademacher(num_probes=num_probes)
         if preconditioner is not None:
             # P in the probes and in the recurrence is one matrix; its diagonal is the noise.
             probes = Preconditioned(num_probes=num_probes, rank=preconditioner.rank, correct_diagonal=False)
+        super().__init__(
+            likelihood,
+            model,
+            solver=solver,
+            warm_start=False,
+            products=products,
+            generator=generator,
+            distribution=f"{probes!r}, {num_truncations} truncations, {'shared' if shares_truncation else 'independent'}",
+        )
         self.probes = probes
         self.truncation = truncation
         self.num_truncations = num_truncations
@@ -221,12 +231,13 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         runs = [member.series for member in members]
         steps = torch.stack([series.steps for series in runs]).reshape(*batch, -1)
         converged = torch.stack([series.converged for series in runs]).reshape(*batch, -1)
-        rank = 0 if not isinstance(self.probes, Preconditioned) else min(self.probes.rank, steps.shape[-1])
+        size = len(members[0].weights)
+        rank = min(self.probes.rank, size) if isinstance(self.probes, Preconditioned) else 0
         stats = [
             SolveStats(
                 iterations=series.iterations,
                 epochs=float(series.iterations),
-                overhead=rank / len(series.sums),
+                overhead=rank / size,
                 residual_norms={"targets": float(series.norms[0]), "probes": float(series.norms[1:].amax())},
                 seconds=series.seconds,
             )

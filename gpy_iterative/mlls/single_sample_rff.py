@@ -11,6 +11,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators import KernelProducts, KernelTerm, NoisyLinearOperator
 from gpy_iterative.mlls.estimates import DensityEstimate, exact_estimate
 from gpy_iterative.mlls.feature_density import FeatureDensity, FeatureDensityTerm
@@ -76,9 +77,8 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         products: KernelProducts | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        for name, count in (("min_frequencies", min_frequencies), ("frequency_step", frequency_step)):
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}.")
+        check_count("min_frequencies", min_frequencies)
+        check_count("frequency_step", frequency_step)
         second = min_frequencies + frequency_step
         if max_frequencies is not None and max_frequencies < second:
             raise ValueError(
@@ -100,6 +100,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             solver=solver,
             products=products,
             generator=generator,
+            distribution=f"a single sample from {min_frequencies} frequencies on, in steps of {frequency_step}",
         )
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
         self.probabilities, self.exact_last, self._adapts = probabilities, exact_last, adapts

@@ -26,24 +26,26 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
 class TrainingState:
     """Generator, frozen draws and warm start of one marginal log likelihood.
 
-    Frozen draws belong to a problem of one shape, dtype and device; for another they are drawn anew.
+    Frozen draws belong to a problem of one shape, dtype and device; for another they are drawn anew. They belong to one
+    probe distribution, too, whose description travels along.
     """
 
     generator: torch.Generator
     warm_start: WarmStart
+    distribution: str
     frozen: dict[str, Randomness] = field(default_factory=dict)
     shape: torch.Size | None = None
+    like: Tensor | None = None  # empty, of the problem's dtype and device; draws may have another dtype
 
     def draws_for(
         self, name: str, like: Tensor, shape: torch.Size, draw: Callable[[], Randomness], *, keep: bool = True
     ) -> Randomness:
         """The frozen draws called `name`, or new ones where there are none for this problem (or `keep` is off)."""
-        if shape != self.shape:
+        if shape != self.shape or self.like is None or (self.like.dtype, self.like.device) != (like.dtype, like.device):
             self.frozen.clear()
-            self.shape = shape
+            self.shape, self.like = shape, like.new_empty(0)
         kept = self.frozen.get(name) if keep else None
-        floats = [tensor for tensor in (kept or {}).values() if tensor.is_floating_point()]
-        if kept is None or any(t.dtype != like.dtype or t.device != like.device for t in floats):
+        if kept is None:
             kept = self.frozen[name] = draw()
         return kept
 
@@ -65,25 +67,34 @@ class TrainingState:
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Moves or converts all tensors, as `nn.Module._apply` does with parameters."""
         self.frozen = {name: {k: function(t) for k, t in draws.items()} for name, draws in self.frozen.items()}
+        self.like = None if self.like is None else function(self.like)
         self.warm_start.apply(function)
 
     def to_dict(self) -> dict[str, Tensor]:
         """Tensors only, so that `torch.save` and `torch.load(weights_only=True)` take it."""
-        state = {"generator": self.generator.get_state()}
-        if self.shape is not None:
-            state["shape"] = torch.tensor(self.shape)
+        described = torch.tensor(list(self.distribution.encode()), dtype=torch.uint8)
+        state = {"generator": self.generator.get_state(), "distribution": described}
+        if self.shape is not None and self.like is not None:
+            state |= {"shape": torch.tensor(self.shape), "like": self.like.clone()}
         for name, draws in self.frozen.items():
             state |= {f"{name}.{key}": tensor.clone() for key, tensor in draws.items()}
         return state | {f"warm_start.{key}": tensor.clone() for key, tensor in self.warm_start.tensors().items()}
 
     def load_dict(self, state: dict[str, Tensor]) -> None:
         """The inverse of `to_dict`. Raises ValueError, and changes nothing, when the dict is not one of its own."""
-        if "generator" not in state:
-            raise ValueError("This is no training state: it has no entry 'generator'. Take it from training_state().")
+        for name in ("generator", "distribution"):
+            if name not in state or state[name].dtype != torch.uint8:
+                raise ValueError(f"This is no training state: it has no entry {name!r}. Take it from training_state().")
+        distribution = bytes(state["distribution"].tolist()).decode(errors="replace")
+        if distribution != self.distribution:
+            raise ValueError(
+                f"This is the training state of probes {distribution}; here they are {self.distribution}. Make the "
+                "marginal log likelihood with the options of the run that is to go on."
+            )
         frozen: dict[str, Randomness] = {}
         solutions: dict[str, Tensor] = {}
         for key, tensor in state.items():
-            if key in ("generator", "shape"):
+            if key in ("generator", "distribution", "shape", "like"):
                 continue
             name, _, part = key.partition(".")
             if not part:
@@ -91,5 +102,6 @@ class TrainingState:
             (solutions if name == "warm_start" else frozen.setdefault(name, {}))[part] = tensor.clone()
         self.generator.set_state(state["generator"].cpu())
         self.shape = torch.Size(state["shape"].tolist()) if "shape" in state else None
+        self.like = state["like"].clone() if "like" in state else None
         self.frozen = frozen
         self.warm_start.load_tensors(solutions)

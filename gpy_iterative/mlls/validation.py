@@ -6,7 +6,9 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import _GaussianLikelihoodBase
 from torch import Tensor
 
+from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
+from gpy_iterative.prediction import PosteriorCovarianceLinearOperator, check_inputs
 
 
 def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.nn.Module, mll: str) -> None:
@@ -20,14 +22,6 @@ def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.n
         raise TypeError(f"{mll} needs a gpytorch.models.ExactGP, got {type(model).__name__}.")
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
-    """Raises ValueError with the first bad index."""
-    finite = torch.isfinite(tensor)
-    if not finite.all():
-        index = tuple((~finite).nonzero()[0].tolist())
-        raise ValueError(f"{name} must be finite, but {name}{list(index)} is {tensor[index].item()}.")
-
-
 def check_hyperparameters(model: torch.nn.Module) -> None:
     """Raises NonFiniteError, which BoTorch's line search steps over, with the parameter's name."""
     for name, parameter in model.named_parameters():
@@ -36,6 +30,16 @@ def check_hyperparameters(model: torch.nn.Module) -> None:
                 f"The parameter {name} is not finite. A smaller learning rate, or a bound on the parameter, "
                 "keeps the optimiser from leaving the domain."
             )
+
+
+def check_prior(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
+    """Raises RuntimeError for the posterior at the training data, which evaluation mode gives in place of the prior."""
+    is_posterior = isinstance(function_dist.lazy_covariance_matrix, PosteriorCovarianceLinearOperator)
+    if is_posterior and model.train_targets is not None and torch.equal(target, model.train_targets):
+        raise RuntimeError(
+            "This is the model's posterior at its training data, not its prior: the model is in evaluation mode, into "
+            "which mll.posterior() has put it. Call model.train() and likelihood.train() before training goes on."
+        )
 
 
 def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
@@ -48,6 +52,7 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
             "An exact marginal log likelihood works on the prior that an ExactGP returns, a MultivariateNormal; "
             f"got {type(function_dist).__name__}."
         )
+    check_prior(model, function_dist, target)
     event_shape, mean = function_dist.event_shape, function_dist.mean
     if target.shape[-len(event_shape) :] != event_shape:
         raise ValueError(
@@ -66,13 +71,17 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
         if ours != theirs:
             raise ValueError(f"The model's output has {what} {ours}, the target {theirs}.")
 
-    for i, inputs in enumerate(model.train_inputs or ()):
-        if inputs.is_floating_point():
-            check_finite("train_inputs" if len(model.train_inputs) == 1 else f"train_inputs[{i}]", inputs)
+    check_inputs(model)
     policy = gpytorch.settings.observation_nan_policy.value()
     if policy == "fill":
         raise ValueError(
             "observation_nan_policy('fill') has no meaning for a marginal likelihood; use 'mask', which drops the rows."
+        )
+    if policy == "ignore" and torch.isnan(target).any():
+        index = tuple(torch.isnan(target).nonzero()[0].tolist())
+        raise ValueError(
+            f"target must be finite, but target{list(index)} is nan. If it is a missing observation, train and predict "
+            "under gpytorch.settings.observation_nan_policy('mask'), which drops it."
         )
     if policy == "ignore":
         check_finite("target", target)

@@ -12,7 +12,8 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.errors import NotPositiveDefiniteError
+from gpy_iterative.checks import check_count
+from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator, dense_rows
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 
@@ -39,8 +40,7 @@ class PivotedCholesky:
     rank: int = 100
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank}.")
+        check_count("rank", self.rank)
 
     @torch.no_grad()
     def build(
@@ -128,6 +128,8 @@ def _factor_on(kernel: LinearOperator, pivots: Tensor) -> Tensor:
     jitter = max(1e-10, len(pivots) * torch.finfo(dtype).eps)
     block.diagonal().add_(jitter * block.diagonal().max())
     lower, info = torch.linalg.cholesky_ex(block)
+    if not torch.isfinite(block).all():
+        raise NonFiniteError("The kernel matrix has entries that are not finite: check data and hyperparameters.")
     if info.any():
         raise NotPositiveDefiniteError(
             f"The kernel matrix of {len(pivots)} pivots has no Cholesky factor: choose new pivots, or a lower rank."

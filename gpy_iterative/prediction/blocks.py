@@ -10,6 +10,7 @@ from linear_operator import LinearOperator
 from linear_operator.operators import (
     BlockInterleavedLinearOperator,
     ConstantMulLinearOperator,
+    InterpolatedLinearOperator,
     KroneckerProductLinearOperator,
     SumLinearOperator,
 )
@@ -20,6 +21,9 @@ from gpy_iterative.linear_operators import (
     NoisyLinearOperator,
     RadialKernelLinearOperator,
 )
+
+#: Numbers that a step of evaluating blocks may hold at a time.
+MAX_NUMBERS = 2**25
 
 
 def product(operator: LinearOperator, columns: Tensor) -> Tensor:
@@ -104,6 +108,9 @@ def _(operator: RadialKernelLinearOperator, index: Tensor) -> Tensor:
 def _(operator: GenericKernelLinearOperator, index: Tensor) -> Tensor:
     if operator.shape[-1] != operator.x1.shape[-2]:  # several outputs an input
         return dense(operator)[index.unsqueeze(-1), index.unsqueeze(-2)]
+    if operator.members:  # each block evaluates the whole batch that the operator is a member of
+        points = (operator.x1[..., part, :] for part in index)
+        return torch.stack([operator.evaluate(x, x) for x in points])
     x = operator.x1[index]
     return operator.evaluate(x, x)
 
@@ -116,6 +123,22 @@ def _(operator: SumLinearOperator, index: Tensor) -> Tensor:
 @_blocks.register
 def _(operator: ConstantMulLinearOperator, index: Tensor) -> Tensor:
     return operator._constant * _blocks(operator.base_linear_op, index)
+
+
+@_blocks.register
+def _(operator: InterpolatedLinearOperator, index: Tensor) -> Tensor:
+    # A datum's column of the grid's covariance times its interpolation weights, once; then, for every pair, a few of its
+    # entries. Pair by pair from the start, the grid would be evaluated once for every pair of interpolation points.
+    grid, count = operator.base_linear_op, operator.left_interp_indices.shape[-1]
+    data, position = index.unique(return_inverse=True)
+    if len(index) > 1 and max(grid.shape[-1] * len(data), index.numel() * index.shape[-1] * count) > MAX_NUMBERS:
+        return torch.cat([_blocks(operator, part) for part in index.tensor_split(2)])
+    weights = torch.zeros(len(data), grid.shape[-1], dtype=operator.dtype, device=operator.device)
+    weights.scatter_add_(-1, operator.right_interp_indices[data], operator.right_interp_values[data])
+    columns = grid._matmul(weights.mT)
+    nodes, shares = operator.left_interp_indices[index], operator.left_interp_values[index]  # [p, k, count]
+    found = columns[nodes.unsqueeze(-2), position.unsqueeze(-2).unsqueeze(-1)]
+    return (found * shares.unsqueeze(-2)).sum(-1)
 
 
 def _same(index: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Te
         raise ValueError(f"The model has {len(train)} training inputs; got {len(inputs)} test inputs.")
     inputs = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
     for x, known in zip(inputs, train, strict=True):
-        if x.shape[-1] != known.shape[-1]:
+        if x.shape[-1:] != known.shape[-1:]:
             raise ValueError(f"Test inputs {tuple(x.shape)} do not fit the training inputs {tuple(known.shape)}.")
         for what in ("dtype", "device"):
             if getattr(x, what) != getattr(known, what):

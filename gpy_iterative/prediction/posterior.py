@@ -15,6 +15,7 @@ from linear_operator import LinearOperator
 from linear_operator.operators import ZeroLinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_count, check_instance
 from gpy_iterative.errors import VarianceWarning
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction.blocks import product
@@ -94,8 +95,9 @@ class PathwisePosterior:
         num_frequencies: int = 8192,
         exact_below: int = EXACT_BELOW,
     ) -> None:
-        if num_frequencies < 1:
-            raise ValueError(f"num_frequencies must be at least 1, got {num_frequencies}.")
+        check_count("num_frequencies", num_frequencies)
+        check_instance("solver", solver, Solver, "ConjugateGradients()")
+        check_instance("products", products, KernelProducts, "KernelProducts()")
         if exact_below < 0:
             raise ValueError(f"exact_below must not be negative, got {exact_below}.")
         self.model, self.likelihood = model, likelihood
@@ -162,13 +164,14 @@ class PathwisePosterior:
                 sample at the test points themselves: `posterior(x).rsample()`.
             ValueError: num_paths below 1.
         """
-        if num_paths < 1:
-            raise ValueError(f"num_paths must be at least 1, got {num_paths}.")
+        check_count("num_paths", num_paths)
         solves = self.solves
         draws = self._prior_draws = solves.prior_draws(num_paths, self._num_frequencies, self._prior_draws)
-        update = solves.weights.unsqueeze(-1) - scatter_rows(draws.solutions[..., :num_paths], solves.system.observed)
-        with evaluating(self.model, self.likelihood):
+        # The functions outlive an inference mode around this call, and are differentiable outside of it.
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model, self.likelihood):
             model = copy.deepcopy(self.model)
+            solutions = draws.solutions[..., :num_paths]
+            update = solves.weights.unsqueeze(-1) - scatter_rows(solutions, solves.system.observed)
         return SamplePaths(model, draws, update, self._products)
 
     def variance_error(self, *inputs: Tensor, num_points: int = 32) -> VarianceError:
@@ -201,6 +204,8 @@ class PathwisePosterior:
     def _joint(self, *inputs: Tensor) -> JointPrior:
         return joint_prior(self.model, inputs, self.solves.system.batch_shape, self._products)
 
+    @torch.inference_mode(False)  # what is solved now may be differentiated through later
+    @torch.no_grad()
     def _solved(self, initial_weights: Tensor | None) -> tuple[ModelSnapshot, TrainingSolves]:
         with evaluating(self.model, self.likelihood):
             snapshot = ModelSnapshot.of(self.model, self.likelihood)

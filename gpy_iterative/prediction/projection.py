@@ -27,6 +27,7 @@ from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import PivotedCholesky
@@ -35,8 +36,9 @@ from gpy_iterative.solvers import CholeskyFactor
 
 #: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
 MAX_PAIRWISE = 2048
-#: Relative jitters, tried in turn on the covariance of neighbours.
-JITTERS = (0.0, 1e-8, 1e-6, 1e-4, 1e-2)
+#: Relative jitters, tried in turn on a covariance of neighbours that has no Cholesky factor. In float32, little noise may
+#: leave hardly more than rounding errors past the projections: the last ones then take little from the neighbours.
+JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Projection:
         """
         coefficients = product(test_train, self.basis.to(test_train.dtype))
         explained = coefficients.square().sum(-1)
-        if self.local is not None:
+        if self.local is not None and explained.numel():
             neighbours = _Neighbours(self.local, test_train, coefficients, coefficients.shape[:-1])
             explained = explained + neighbours.explained_variance()
         return (prior_variance - explained.reshape(prior_variance.shape)).clamp_min(0)
@@ -92,9 +94,9 @@ class Projection:
             test_train: as in `variance`.
         """
         points = prior_covariance.shape[:-1]
-        coefficients = product(test_train, self.basis.to(test_train.dtype)).reshape(*points, -1)
+        coefficients = product(test_train, self.basis.to(test_train.dtype)).reshape(*points, self.basis.shape[-1])
         covariance = prior_covariance - coefficients @ coefficients.mT
-        if self.local is None:
+        if self.local is None or not points.numel():
             return covariance
         return covariance - _Neighbours(self.local, test_train, coefficients, points).explained_covariance()
 
@@ -124,8 +126,7 @@ class ProjectionRecipe:
 
     def __post_init__(self) -> None:
         for name in ("rank", "num_neighbours"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+            check_count(name, getattr(self, name))
 
     @torch.no_grad()
     def build(self, operator: LinearOperator, observed: Tensor | None = None) -> Projection:
@@ -271,12 +272,17 @@ def _factor(blocks: Tensor) -> Tensor:
     Raises:
         NonFiniteError: a block has entries that are not finite.
     """
-    diagonal = blocks.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp_min(torch.finfo(blocks.dtype).tiny)
+    scale = blocks.diagonal(dim1=-2, dim2=-1).abs().amax(-1).clamp_min(torch.finfo(blocks.dtype).tiny)
+    added = torch.zeros_like(scale)
+    lower, info = torch.linalg.cholesky_ex(blocks)
     for jitter in JITTERS:
-        added = torch.diag_embed((jitter * diagonal).expand(blocks.shape[:-1]))
-        lower, info = torch.linalg.cholesky_ex(blocks + added)
         if not info.any():
             return lower
+        # Each block for itself: what a point gets must not depend on those it is asked for with.
+        added = torch.where(info > 0, jitter * scale, added)
+        lower, info = torch.linalg.cholesky_ex(blocks + torch.diag_embed(added.unsqueeze(-1).expand(blocks.shape[:-1])))
+    if not info.any():
+        return lower
     raise NonFiniteError(
         "The covariance between neighbouring data has no Cholesky factor: kernel values are not finite, or far from those "
         "of a positive definite kernel. Check data and hyperparameters for extreme values."

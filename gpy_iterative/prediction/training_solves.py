@@ -79,6 +79,8 @@ class TrainingSolves:
         """Representer weights of the observed data [*b, m], to start a later solve from."""
         return self._solution.squeeze(-1)
 
+    @torch.inference_mode(False)  # kept for later calls, which may ask for gradients
+    @torch.no_grad()
     def projection(self) -> Projection:
         """Where variances come from; cost see `ProjectionRecipe`, once."""
         if self._projection is None:
@@ -88,6 +90,8 @@ class TrainingSolves:
                 self._projection = self._recipe.build(self.system.operator, self.system.observed)
         return self._projection
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def prior_draws(self, count: int, num_frequencies: int, start: PriorDraws | None = None) -> PriorDraws:
         """At least `count` prior samples and their solves, [*b, m, s].
 
@@ -128,6 +132,8 @@ class TrainingSolves:
         _warn_unless_converged(solution)
         return solution.value
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def cholesky(self) -> CholeskyFactor:
         """The dense factor of H, made once."""
         if self._cholesky is None:

@@ -13,6 +13,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_finite
 from gpy_iterative.linear_operators import (
     KernelProducts,
     KernelTerm,
@@ -55,6 +56,13 @@ class TrainingSystem:
         return kernel_terms(self.prior.lazy_covariance_matrix, self.observed)
 
 
+def check_inputs(model: ExactGP) -> None:
+    """Raises ValueError with the first training input that is not finite."""
+    for i, inputs in enumerate(model.train_inputs or ()):
+        if inputs.is_floating_point():
+            check_finite("train_inputs" if len(model.train_inputs) == 1 else f"train_inputs[{i}]", inputs)
+
+
 @torch.no_grad()
 def training_system(
     model: ExactGP, likelihood: Likelihood, params: Sequence[Any], products: KernelProducts
@@ -62,11 +70,12 @@ def training_system(
     """The system at the current hyperparameters; model and likelihood are in evaluation mode.
 
     Raises:
-        ValueError: a model without training data, targets of another shape than the prior, NaN targets unless
-            GPyTorch's `observation_nan_policy` is "mask", noise that is not positive.
+        ValueError: a model without training data, inputs that are not finite, targets of another shape than the prior,
+            infinite ones, NaN targets unless GPyTorch's `observation_nan_policy` is "mask", noise that is not positive.
     """
     if model.train_inputs is None or model.train_targets is None:
         raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
+    check_inputs(model)
     prior = prior_at(model, list(model.train_inputs))
     target = flat_targets(prior, model.train_targets)
     if target.shape[-1:] != prior.loc.shape[-1:]:
@@ -81,6 +90,7 @@ def training_system(
             "The training targets contain NaN. Under gpytorch.settings.observation_nan_policy('mask') these data are "
             "dropped; otherwise they have no meaning here."
         )
+    check_finite("train_targets", torch.where(torch.isnan(model.train_targets), 0, model.train_targets))
     operator = noisy_operator(likelihood, prior, *params, products=products, observed=observed)
     if observed is not None:
         residual = residual[..., observed]

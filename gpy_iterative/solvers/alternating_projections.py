@@ -13,6 +13,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gpy_iterative.checks import check_count, check_instance
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators import columns_matmul, principal_block
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
@@ -66,8 +67,8 @@ class AlternatingProjections(IterativeSolver[_State]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {self.block_size}.")
+        check_count("block_size", self.block_size)
+        check_instance("finish", self.finish, ConjugateGradients, "ConjugateGradients()")
 
     def init(
         self,

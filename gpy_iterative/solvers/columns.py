@@ -62,7 +62,7 @@ class Columns:
         overhead: passes over the matrix that were spent here.
 
     Raises:
-        NonFiniteError: a right-hand side or the guess is not finite.
+        NonFiniteError: a right-hand side, its norm or the guess is not finite.
     """
 
     def __init__(
@@ -80,6 +80,8 @@ class Columns:
         self.tolerances = torch.tensor([g.tolerance for g in groups for _ in range(g.size)], dtype=torch.float64)
         self._aims = self.tolerances.clone()
         self.overhead = 0.0
+        self._open = torch.arange(rhs.shape[-1])
+        self._norms_of(rhs, iteration=0)  # a norm that overflows would scale its column to zero
         norms = torch.linalg.vector_norm(rhs, dim=-2)
         # A zero column has the solution zero; its scale only has to be harmless.
         self.scale = torch.where(norms > 0, norms, torch.ones_like(norms))
@@ -88,7 +90,6 @@ class Columns:
             self.value, self.residual = torch.zeros_like(self.rhs), self.rhs.clone()
         else:
             self.value, self.residual = self._scaled_start(initial_guess / self.scale)
-        self._open = torch.arange(rhs.shape[-1])
         self.norms = self._norms_of(self.residual, iteration=0)
         self._running = self.norms.clone()
         self._round = self._open

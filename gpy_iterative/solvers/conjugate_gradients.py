@@ -9,6 +9,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_instance
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.conjugate_directions import ConjugateDirections
@@ -33,6 +34,10 @@ class ConjugateGradients(IterativeSolver[_State]):
     """
 
     preconditioner: PivotedCholesky | None = field(default=PivotedCholesky(rank=100))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_instance("preconditioner", self.preconditioner, PivotedCholesky, "PivotedCholesky(rank=100)")
 
     def init(
         self,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators import KernelTerm
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.spectral.summands import Summand, summands
@@ -37,8 +38,7 @@ class RandomFourierFeatures:
     num_frequencies: int
 
     def __post_init__(self) -> None:
-        if self.num_frequencies < 1:
-            raise ValueError(f"num_frequencies must be at least 1, got {self.num_frequencies}.")
+        check_count("num_frequencies", self.num_frequencies)
 
     def draw(self, terms: Sequence[KernelTerm], generator: torch.Generator) -> Draws:
         """Randomness for one prior: float64 tensors that know nothing of the hyperparameters or the number of data.

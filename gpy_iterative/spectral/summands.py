@@ -160,5 +160,6 @@ def _missing(kernel: kernels.Kernel, where: str = "here") -> SpectralDensityMiss
     return SpectralDensityMissingError(
         f"{type(kernel).__name__} has no registered spectral density {where}, so no random features. Register one with "
         "gpy_iterative.spectral.register_spectral_density, or take HutchinsonMarginalLogLikelihood, which needs none; "
-        "PathwiseMarginalLogLikelihood(prior='exact') serves small data."
+        "PathwiseMarginalLogLikelihood(prior='exact') serves small data; posterior(x).rsample() draws from a posterior "
+        "without them."
     )

@@ -4,7 +4,13 @@ import gpytorch
 import pytest
 import torch
 from gpytorch import kernels
-from linear_operator.operators import DenseLinearOperator, KroneckerProductLinearOperator, SumLinearOperator
+from linear_operator.operators import (
+    DenseLinearOperator,
+    KroneckerProductLinearOperator,
+    MaskedLinearOperator,
+    SumBatchLinearOperator,
+    SumLinearOperator,
+)
 
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators import (
@@ -150,3 +156,22 @@ def test_caches_are_shared_by_the_steps_of_a_run_and_share_a_budget() -> None:
         kernel.kernels[0].lengthscale = 0.4
     caches.clear()
     assert caches.num_bytes == 0
+
+
+def test_compositions_of_lazy_kernels_stay_free_of_their_matrices() -> None:
+    x, _ = data(20)
+    shape = torch.Size([3])
+    kernel = kernels.ScaleKernel(kernels.RBFKernel(batch_shape=shape), batch_shape=shape).double()
+    summed = kernel_operator(kernel(x.mT.unsqueeze(-1)).sum(-3), PRODUCTS)
+    assert isinstance(summed, SumBatchLinearOperator)
+    assert isinstance(summed.base_linear_op, RadialKernelLinearOperator)
+    mask = torch.arange(20) < 7
+    masked = kernel_operator(MaskedLinearOperator(kernel(x), mask, mask), PRODUCTS)
+    assert isinstance(masked.base, RadialKernelLinearOperator)
+
+
+def test_multitask_kernels_overlook_active_dims_as_gpytorch_does() -> None:
+    x, _ = data(10)
+    kernel = kernels.MultitaskKernel(kernels.RBFKernel(active_dims=(0,)), num_tasks=2).double()
+    with torch.no_grad():
+        torch.testing.assert_close(kernel_operator(kernel(x), PRODUCTS).to_dense(), kernel(x).to_dense())

@@ -123,3 +123,20 @@ class TestGeneric(_Conformance, LinearOperatorTestCase, unittest.TestCase):
 
 class TestGenericRectangular(_Conformance, RectangularLinearOperatorTestCase, unittest.TestCase):
     x2_shape = (4, 2)
+
+
+@pytest.mark.parametrize("index", [1, slice(0, 2), torch.tensor([2, 0])])
+def test_members_of_a_batch_keep_products_and_gradients(index: int | slice | Tensor) -> None:
+    operator = operator_of("batch")
+    matrix, member = reference(operator)[index], operator[index]
+    assert isinstance(member, GenericKernelLinearOperator)
+    assert member.shape == matrix.shape
+    rhs = inputs(13, 2, seed=5).double()
+    with torch.no_grad():
+        torch.testing.assert_close(member._matmul(rhs), matrix @ rhs)
+        torch.testing.assert_close(member.diagonal(dim1=-1, dim2=-2), matrix.diagonal(dim1=-1, dim2=-2))
+        torch.testing.assert_close(member[..., 3:9, 2:].to_dense(), matrix[..., 3:9, 2:])
+    left = rhs.expand(*matrix.shape[:-1], 2)
+    expected = torch.autograd.grad((left * (matrix @ left)).sum(), operator.representation())
+    for ours, theirs in zip(member._bilinear_derivative(left, left), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-7)

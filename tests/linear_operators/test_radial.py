@@ -245,3 +245,27 @@ def test_float32_far_from_the_origin_needs_only_centring() -> None:
 def test_options_outside_their_range(options: dict) -> None:
     with pytest.raises(ValueError, match=str(next(iter(options.values())))):
         KernelProducts(**options)
+
+
+@pytest.mark.parametrize("rectangular", [False, True])
+def test_dense_values_are_differentiable_and_need_no_product(
+    rectangular: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator = RadialKernelLinearOperator(
+        inputs(6, 2).double().requires_grad_(),
+        torch.tensor([1.5, 0.7]).double().requires_grad_(),
+        x2=inputs(4, 2, seed=1).double().requires_grad_() if rectangular else None,
+        function=MATERN52,
+        products=SMALL_TILES,
+    )
+    weights = inputs(*operator.shape, seed=2).double()
+    expected = torch.autograd.grad((weights * dense(operator)).sum(), operator.representation())
+    with torch.no_grad():
+        operator.to_dense()  # leaves nothing behind that would be returned without a graph
+    monkeypatch.setattr(RadialKernelLinearOperator, "_matmul", None)
+    values = operator.to_dense()
+    assert values.shape == operator.shape
+    for ours, theirs in zip(
+        torch.autograd.grad((weights * values).sum(), operator.representation()), expected, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)

@@ -9,10 +9,13 @@ import torch
 from gpytorch import kernels
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import (
+    DirichletClassificationLikelihood,
     FixedNoiseGaussianLikelihood,
     GaussianLikelihood,
     MultitaskGaussianLikelihood,
+    _GaussianLikelihoodBase,
 )
+from gpytorch.likelihoods.noise_models import HeteroskedasticNoise
 from torch import Tensor
 
 
@@ -52,15 +55,36 @@ class SumInForward(Regression):
 
 
 class MultitaskRegression(gpytorch.models.ExactGP):
-    """Two tasks, Kronecker covariance."""
+    """Two tasks, Kronecker covariance unless the kernel is another one."""
 
-    def __init__(self, x: Tensor, y: Tensor, likelihood: Any):
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        likelihood: Any,
+        kernel: kernels.Kernel | None = None,
+        mean: gpytorch.means.Mean | None = None,
+    ):
         super().__init__(x, y, likelihood)
-        self.mean_module = gpytorch.means.MultitaskMean(gpytorch.means.ConstantMean(), num_tasks=2)
-        self.covar_module = kernels.MultitaskKernel(kernels.RBFKernel(), num_tasks=2, rank=1)
+        self.mean_module = mean or gpytorch.means.MultitaskMean(gpytorch.means.ConstantMean(), num_tasks=2)
+        self.covar_module = kernel or kernels.MultitaskKernel(kernels.RBFKernel(), num_tasks=2, rank=1)
 
     def forward(self, x: Tensor) -> MultitaskMultivariateNormal:
         return MultitaskMultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+class IndependentOutputs(Regression):
+    """Two outputs as a batch of two models."""
+
+    def forward(self, x: Tensor) -> MultitaskMultivariateNormal:
+        return MultitaskMultivariateNormal.from_batch_mvn(super().forward(x))
+
+
+class SummedBatch(Regression):
+    """One kernel for every input dimension, evaluated as a batch and summed: additive structure."""
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        return MultivariateNormal(self.mean_module(x), self.covar_module(x.mT.unsqueeze(-1)).sum(-3))
 
 
 @dataclass(frozen=True)
@@ -97,14 +121,58 @@ def regression(kernel: kernels.Kernel, n: int = 40, dtype: torch.dtype = torch.f
     return Case(model, likelihood, x, y)
 
 
-def _batch() -> Case:
+TWO = torch.Size([2])
+
+
+def _batch(base: kernels.Kernel | None = None) -> Case:
     x, y = data()
-    shape = torch.Size([2])
-    likelihood = GaussianLikelihood(batch_shape=shape)
-    kernel = kernels.ScaleKernel(kernels.RBFKernel(ard_num_dims=3, batch_shape=shape), batch_shape=shape)
+    likelihood = GaussianLikelihood(batch_shape=TWO)
+    kernel = kernels.ScaleKernel(base or kernels.RBFKernel(ard_num_dims=3, batch_shape=TWO), batch_shape=TWO)
     model = Regression(x, torch.stack([y, y.flip(0)]), likelihood, kernel, (2,)).double()
     _move(model)
     return Case(model, likelihood, x, torch.stack([y, y.flip(0)]))
+
+
+def _batch_of_products() -> Case:
+    return _batch(kernels.PeriodicKernel(batch_shape=TWO) * kernels.RBFKernel(batch_shape=TWO))
+
+
+def _independent_outputs() -> Case:
+    x, y = data(25)
+    targets = torch.stack([y, y.flip(0)], dim=-1)
+    likelihood = MultitaskGaussianLikelihood(num_tasks=2)
+    kernel = kernels.ScaleKernel(kernels.MaternKernel(batch_shape=TWO), batch_shape=TWO)
+    model = IndependentOutputs(x, targets, likelihood, kernel, (2,)).double()
+    _move(model)
+    return Case(model, likelihood, x, targets)
+
+
+def _summed_batch() -> Case:
+    x, y = data()
+    likelihood, shape = GaussianLikelihood(), torch.Size([3])
+    kernel = kernels.ScaleKernel(kernels.RBFKernel(batch_shape=shape), batch_shape=shape)
+    model = SummedBatch(x, y, likelihood, kernel).double()
+    _move(model)
+    return Case(model, likelihood, x, y)
+
+
+def _dirichlet_classification() -> Case:
+    x, y = data()
+    likelihood = DirichletClassificationLikelihood((y > 0).long(), learn_additional_noise=True, dtype=torch.float64)
+    kernel = kernels.ScaleKernel(kernels.RBFKernel(batch_shape=TWO), batch_shape=TWO)
+    model = Regression(x, likelihood.transformed_targets, likelihood, kernel, (2,)).double()
+    _move(model)
+    return Case(model, likelihood, x, likelihood.transformed_targets)
+
+
+def _heteroskedastic() -> Case:
+    """The noise is another GP's posterior mean, at inputs that the likelihood is called with."""
+    x, y = data()
+    noise_model = Regression(x, torch.cos(x[:, 1]) - 2, GaussianLikelihood(), kernels.RBFKernel()).double()
+    likelihood = _GaussianLikelihoodBase(HeteroskedasticNoise(noise_model))
+    model = Regression(x, y, likelihood, kernels.ScaleKernel(kernels.RBFKernel())).double()
+    _move(model)
+    return Case(model, likelihood, x, y, (x,))
 
 
 def _deep() -> Case:
@@ -133,11 +201,28 @@ def _fixed_noise() -> Case:
     return Case(model, likelihood, x, y)
 
 
-def _multitask() -> Case:
+def _multitask(kernel: kernels.Kernel | None = None) -> Case:
     x, y = data(25)
     targets = torch.stack([y, y.flip(0)], dim=-1)
     likelihood = MultitaskGaussianLikelihood(num_tasks=2)
-    model = MultitaskRegression(x, targets, likelihood).double()
+    model = MultitaskRegression(x, targets, likelihood, kernel).double()
+    _move(model)
+    return Case(model, likelihood, x, targets)
+
+
+def _coregionalization() -> Case:
+    # GPyTorch overlooks active dims of a multitask kernel's data kernel; the same number is wanted here.
+    parts = [kernels.MaternKernel(nu=1.5), kernels.PeriodicKernel(active_dims=(1,))]
+    return _multitask(kernels.LCMKernel(parts, num_tasks=2, rank=1))
+
+
+def _derivatives() -> Case:
+    """Observations of a function and of its gradient."""
+    x, y = data(12)
+    targets = torch.stack([y, y.flip(0), y.cos(), y.sin()], dim=-1)
+    likelihood = MultitaskGaussianLikelihood(num_tasks=4)
+    kernel = kernels.ScaleKernel(kernels.RBFKernelGrad(ard_num_dims=3))
+    model = MultitaskRegression(x, targets, likelihood, kernel, gpytorch.means.ConstantMeanGrad()).double()
     _move(model)
     return Case(model, likelihood, x, targets)
 
@@ -171,6 +256,12 @@ def _inducing_points() -> Case:
     return Case(model, likelihood, x, y)
 
 
+def _fourier_features() -> kernels.Kernel:
+    kernel = kernels.RFFKernel(num_samples=15, num_dims=3)
+    kernel.randn_weights = torch.randn(kernel.randn_weights.shape, generator=torch.Generator().manual_seed(0))
+    return kernels.ScaleKernel(kernel)
+
+
 def _scaled(kernel: Callable[[], kernels.Kernel]) -> Callable[[], Case]:
     return lambda: regression(kernels.ScaleKernel(kernel()))
 
@@ -196,4 +287,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "multitask-low-rank-noise": _multitask_low_rank_noise,
     "priors": _with_priors,
     "inducing-points": _inducing_points,
+    "coregionalization": _coregionalization,
+    "derivatives": _derivatives,
+    "independent-outputs": _independent_outputs,
+    "summed-batch": _summed_batch,
+    "batch-of-products": _batch_of_products,
+    "dirichlet-classification": _dirichlet_classification,
+    "heteroskedastic": _heteroskedastic,
+    "random-fourier-features": lambda: regression(_fourier_features()),
+    "piecewise-polynomial": _scaled(lambda: kernels.PiecewisePolynomialKernel(q=2)),
 }

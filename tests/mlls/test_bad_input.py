@@ -39,6 +39,66 @@ def test_bad_inputs() -> None:
         mll(case.model(x), case.y)
 
 
+def test_nan_inputs_are_named_when_the_mll_is_made() -> None:
+    # Later GPyTorch says that they are not the training inputs: NaN does not equal itself.
+    x, y = data(30)
+    x[4, 1] = torch.nan
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x, y, likelihood, kernels.RBFKernel()).double()
+    for mll_class in MLLS:
+        with pytest.raises(ValueError, match=r"train_inputs\[4, 1\] is nan"):
+            mll_class(likelihood, model)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize("solver", [None, ITERATIVE, gpi.solvers.AlternatingProjections(block_size=8)])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1e25), (torch.float64, 1e160), (torch.float64, 1e200)])
+def test_overflow_is_an_error_and_leaves_the_warm_start(
+    mll_class: type, solver: gpi.solvers.Solver | None, dtype: torch.dtype, scale: float
+) -> None:
+    case = regression(kernels.ScaleKernel(kernels.RBFKernel()), n=30, dtype=dtype)
+    mll = mll_class(case.likelihood, case.model, solver=solver, generator=0)
+    mll(case.model(case.x), case.y)
+    before, report = mll.training_state(), mll.report
+    with pytest.raises(gpi.errors.NonFiniteError, match=r"not finite|is (inf|nan)"):
+        mll(case.model(case.x), scale * case.y)
+    after = mll.training_state()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert mll.report is report
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize("solver", [None, ITERATIVE])
+def test_lengthscale_that_underflows_to_zero(mll_class: type, solver: gpi.solvers.Solver | None) -> None:
+    case, mll = case_and_mll(mll_class, solver=solver)
+    mll(case.model(case.x), case.y)
+    case.model.covar_module.base_kernel.raw_lengthscale.data.fill_(-1e4)
+    with pytest.raises(gpi.errors.NonFiniteError, match="hyperparameters"):
+        mll(case.model(case.x), case.y)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize("solver", [None, ITERATIVE])
+def test_training_on_after_a_posterior_asks_for_train_mode(mll_class: type, solver: gpi.solvers.Solver | None) -> None:
+    case, mll = case_and_mll(mll_class, solver=solver)
+    value = mll(case.model(case.x), case.y)
+    mll.posterior()
+    with (
+        pytest.warns(gpytorch.utils.warnings.GPInputWarning),
+        pytest.raises(RuntimeError, match=r"model\.train\(\)"),
+    ):
+        mll(case.model(case.x), case.y)
+    mll.train()
+    torch.testing.assert_close(mll(case.model(case.x), case.y), value, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("solver", [None, ITERATIVE])
+def test_a_negative_seed_is_a_seed(solver: gpi.solvers.Solver | None) -> None:
+    case, mll = case_and_mll(generator=-1, solver=solver)
+    mll(case.model(case.x), case.y)
+    assert mll.posterior()(case.x[:2]).variance.shape == (2,)
+
+
 def test_target_of_shape_n_by_1_is_not_n_problems() -> None:
     case, mll = case_and_mll()
     with pytest.raises(ValueError, match=r"squeeze"):
@@ -117,10 +177,12 @@ def test_non_finite_hyperparameter_is_a_nan_error_and_leaves_the_warm_start() ->
     ("mll_class", "options"),
     [
         (MLLS[0], {"num_probes": 0}),
+        (MLLS[0], {"num_probes": 1.5}),
         (MLLS[0], {"probes": "cauchy"}),
         (MLLS[0], {"warm_start": "hot"}),
         (MLLS[1], {"num_probes": 0}),
         (MLLS[1], {"num_frequencies": 0}),
+        (MLLS[1], {"num_frequencies": 2.5}),
         (MLLS[1], {"prior": "improper"}),
         (MLLS[1], {"warm_start": "hot"}),
     ],
@@ -128,6 +190,18 @@ def test_non_finite_hyperparameter_is_a_nan_error_and_leaves_the_warm_start() ->
 def test_options_outside_their_range(mll_class: type, options: dict) -> None:
     with pytest.raises(ValueError, match=str(next(iter(options.values())))):
         case_and_mll(mll_class, **options)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize(
+    "options", [{"solver": "cg"}, {"solver": gpi.solvers.ConjugateGradients}, {"products": "tiles"}], ids=str
+)
+def test_a_name_or_a_class_is_no_object(mll_class: type, options: dict) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(options))} must be None or a"):
+        case_and_mll(mll_class, **options)
+    case, _ = case_and_mll()
+    with pytest.raises(TypeError, match=f"{next(iter(options))} must be None or a"):
+        gpi.prediction.PathwisePosterior(case.model, case.likelihood, **options)
 
 
 @pytest.mark.parametrize("mll_class", MLLS)

@@ -169,3 +169,22 @@ def test_float32_agrees_with_float64() -> None:
         assert value.dtype == dtype
         results[dtype] = torch.cat([value[None], *(g.reshape(-1) for g in gradients.values())]).double()
     torch.testing.assert_close(results[torch.float32], results[torch.float64], rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("options", [{"corrected": True}, {"corrected": False}, {"prior": "exact"}])
+def test_pathwise_probes_for_a_batch_of_targets_on_one_prior(options: dict) -> None:
+    case = regression(kernels.ScaleKernel(kernels.RBFKernel()), n=30)
+    targets = torch.stack([case.y, 2 * case.y, case.y.flip(0)])
+    solver = gpi.solvers.ConjugateGradients(tolerance=1e-8)
+    mll = gpi.mlls.PathwiseMarginalLogLikelihood(
+        case.likelihood, case.model, solver=solver, num_frequencies=50, generator=0, **options
+    )
+    value = mll(case.model(case.x), targets)
+    value.sum().backward()
+    constant = case.model.mean_module.raw_constant
+    estimated = constant.grad.clone()
+    constant.grad = None
+    exact = gpi.mlls.PathwiseMarginalLogLikelihood(case.likelihood, case.model)(case.model(case.x), targets)
+    exact.sum().backward()
+    torch.testing.assert_close(estimated, constant.grad)  # the mean's gradient has no probes in it
+    assert ((value - exact).abs() <= 6 * mll.report.value_sem + 1e-6).all()

@@ -123,6 +123,45 @@ def test_a_foreign_training_state_is_refused() -> None:
         mll.load_training_state({"weights": torch.ones(2)})
 
 
+@pytest.mark.parametrize("other", ["probes", "class", "generator"])
+def test_a_training_state_that_does_not_fit_is_refused_and_changes_nothing(other: str) -> None:
+    case = matern_case(20)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=ITERATIVE, generator=0)
+    mll_class = gpi.mlls.PathwiseMarginalLogLikelihood if other == "class" else gpi.mlls.HutchinsonMarginalLogLikelihood
+    foreign = mll_class(case.likelihood, case.model, num_probes=5, solver=ITERATIVE, generator=1)
+    for each in (mll, foreign):
+        each(case.model(case.x), case.y)
+    before, state = mll.training_state(), foreign.training_state()
+    if other == "generator":
+        state = before | {"generator": torch.zeros(3)}
+    with pytest.raises(ValueError, match="training state"):
+        mll.load_training_state(state)
+    after = mll.training_state()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize(
+    "mll_class", [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_draws_stay_frozen_in_every_dtype(mll_class: type, dtype: torch.dtype, resumed: bool) -> None:
+    # Features are drawn in float64 whatever the data's dtype: that is no reason to draw them anew.
+    case = regression(kernels.ScaleKernel(kernels.MaternKernel(nu=1.5)), n=30, dtype=dtype)
+    mll = mll_class(case.likelihood, case.model, solver=ITERATIVE, generator=0)
+    mll(case.model(case.x), case.y)
+    before = mll.training_state()
+    if resumed:
+        mll = mll_class(case.likelihood, case.model, solver=ITERATIVE, generator=1)
+        mll.load_training_state(before)
+    mll(case.model(case.x), case.y)
+    after = mll.training_state()
+    for key in before:
+        if not key.startswith("warm_start"):
+            assert torch.equal(before[key], after[key]), key
+
+
 def test_state_dict_stays_that_of_the_stock_mll() -> None:
     case = matern_case(30)
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=ITERATIVE, generator=0)

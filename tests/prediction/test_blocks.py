@@ -4,8 +4,10 @@ import gpytorch
 import pytest
 import torch
 from linear_operator import LinearOperator
+from linear_operator.operators import InterpolatedLinearOperator
 
 from gpy_iterative.linear_operators import KernelProducts, noisy_operator
+from gpy_iterative.prediction import blocks
 from gpy_iterative.prediction.blocks import entries, principal_blocks, row_block, row_group
 from gpy_iterative.prediction.joint_prior import joint_prior
 from gpy_iterative.prediction.training_system import prior_at
@@ -20,7 +22,7 @@ def operators(name: str) -> tuple[LinearOperator, LinearOperator]:
     products = KernelProducts(tile_size=16)
     prior = prior_at(case.model, [case.x])
     joint = joint_prior(case.model, [held_out_points(6)], prior.batch_shape, products)
-    return noisy_operator(case.likelihood, prior, products=products), joint.test_train
+    return noisy_operator(case.likelihood, prior, *case.params, products=products), joint.test_train
 
 
 def index_of(shape: tuple[int, ...], size: int) -> torch.Tensor:
@@ -74,3 +76,21 @@ def test_interleaved_batches_are_cut_at_whole_points() -> None:
     operator = prior.lazy_covariance_matrix.evaluate_kernel()
     assert row_group(operator) == 3
     torch.testing.assert_close(row_block(operator, slice(3, 12)).to_dense(), operator.to_dense()[3:12])
+
+
+@pytest.mark.parametrize("max_numbers", [2**25, 50])
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_blocks_of_an_interpolated_kernel(max_numbers: int, dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MAX_NUMBERS", max_numbers)
+    kernel = gpytorch.kernels.GridInterpolationKernel(
+        gpytorch.kernels.RBFKernel(), grid_size=8, num_dims=dimensions, grid_bounds=[(-4.0, 4.0)] * dimensions
+    ).double()
+    x = torch.randn(20, dimensions, generator=torch.Generator().manual_seed(0)).double().clamp(-3, 3)
+    with torch.no_grad():
+        operator = kernel(x).evaluate_kernel()
+        assert isinstance(operator, InterpolatedLinearOperator)
+        index = index_of((7, 5), 20)
+        dense = operator.to_dense()
+        torch.testing.assert_close(
+            principal_blocks(operator, index), dense[index.unsqueeze(-1), index.unsqueeze(-2)], rtol=1e-6, atol=1e-8
+        )

@@ -313,6 +313,8 @@ def test_bad_test_inputs() -> None:
     x = held_out_points()
     with pytest.raises(ValueError, match="do not fit the training inputs"):
         posterior(x[:, :2])
+    with pytest.raises(ValueError, match=r"\(\) do not fit the training inputs"):
+        posterior(x[0, 0])
     with pytest.raises(ValueError, match="dtype"):
         posterior(x.float())
     with pytest.raises(ValueError, match="1 training inputs"):
@@ -320,6 +322,18 @@ def test_bad_test_inputs() -> None:
     x[2, 1] = torch.nan
     with pytest.raises(ValueError, match=r"x\[2, 1\]"):
         posterior(x)
+
+
+@pytest.mark.parametrize("solver", [Cholesky(), TIGHT])
+def test_bad_training_data_are_named(solver: Cholesky | ConjugateGradients) -> None:
+    case = CASES["rbf"]()
+    case.model.train_targets[3] = torch.inf
+    with pytest.raises(ValueError, match=r"train_targets\[3\] is inf"):
+        PathwisePosterior(case.model, case.likelihood, solver=solver)
+    case = CASES["rbf"]()
+    case.model.train_inputs[0][4, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"train_inputs\[4, 1\] is nan"):
+        PathwisePosterior(case.model, case.likelihood, solver=solver)
 
 
 @pytest.mark.parametrize("option", ["rank", "num_neighbours", "num_frequencies"])

@@ -158,3 +158,15 @@ def test_float32() -> None:
     assert variance.dtype == torch.float32
     truth = exact_covariance(operator, cross, prior).diagonal().float()
     torch.testing.assert_close(variance, truth, rtol=1e-3, atol=1e-5)
+
+
+def test_rounding_in_one_block_of_neighbours_changes_no_other() -> None:
+    # float32 with noise of 1e-4 leaves such blocks: past the projections hardly more than rounding errors.
+    good = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
+    rounded = torch.tensor([[1.0, 1.5], [1.5, 1.0]], dtype=torch.float64)
+    lower = projection_module._factor(torch.stack([good, rounded]))
+    assert torch.equal(lower[0], torch.linalg.cholesky(good))
+    assert torch.isfinite(lower[1]).all()
+    rest = lower[1] @ lower[1].mT - rounded
+    assert (rest.diagonal() > 0).all()
+    torch.testing.assert_close(rest, torch.diag_embed(rest.diagonal()))

@@ -1,0 +1,29 @@
+"""Options and data are checked where they are given, so that a slip is told there and not hours into a run."""
+
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is a whole number of at least 1."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a whole number, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def check_instance(name: str, value: Any, kind: type, example: str) -> None:
+    """Raises TypeError unless the value is None or of a kind: an object, not its name and not its class."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be None or a {kind.__name__} such as {example}, got {value!r}.")
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raises ValueError with the first bad index."""
+    finite = torch.isfinite(tensor)
+    if not finite.all():
+        index = tuple((~finite).nonzero()[0].tolist())
+        raise ValueError(f"{name} must be finite, but {name}{list(index)} is {tensor[index].item()}.")

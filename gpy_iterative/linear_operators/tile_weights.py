@@ -1,0 +1,61 @@
+"""The weights of a matrix's entries in a derivative, tile by tile."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class TileWeights(ABC):
+    """W of the sum over all entries, W_ij K_ij, that is differentiated.
+
+    Attributes:
+        batch_shape: of W and K together.
+    """
+
+    batch_shape: torch.Size
+
+    @abstractmethod
+    def tile(self, rows: slice, columns: slice) -> Tensor:
+        """W of one tile; of a symmetric matrix's, what stands for (i, j) and (j, i) together. The caller's to overwrite."""
+
+
+class BilinearWeights(TileWeights):
+    """W = L R^T.
+
+    Args:
+        left, right: [*b, n, s] and [*b, m, s].
+        batch_shape: of the matrix.
+        symmetric: whether the matrix is symmetric, and is visited in its upper triangle.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor, batch_shape: torch.Size, *, symmetric: bool) -> None:
+        self.batch_shape = torch.broadcast_shapes(batch_shape, left.shape[:-2], right.shape[:-2])
+        self.left, self.right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
+        self._symmetric = symmetric
+        if symmetric:
+            self._rows, self._columns = self.both_sides()
+        else:
+            self._rows, self._columns = self.left, self.right
+
+    def both_sides(self) -> tuple[Tensor, Tensor]:
+        """The factors of W + W^T, the weights of the pairs (i, j) and (j, i) together."""
+        return torch.cat([self.left, self.right], dim=-1), torch.cat([self.right, self.left], dim=-1)
+
+    def tile(self, rows: slice, columns: slice) -> Tensor:
+        product = self._rows[..., rows, :] @ self._columns[..., columns, :].mT
+        return product.mul_(0.5) if self._symmetric and rows == columns else product
+
+
+class MatrixWeights(TileWeights):
+    """W as a dense matrix [*b, n, m]; the other arguments are those of `BilinearWeights`."""
+
+    def __init__(self, matrix: Tensor, batch_shape: torch.Size, *, symmetric: bool) -> None:
+        self.batch_shape = torch.broadcast_shapes(batch_shape, matrix.shape[:-2])
+        self._matrix, self._symmetric = matrix.expand(*self.batch_shape, *matrix.shape[-2:]), symmetric
+
+    def tile(self, rows: slice, columns: slice) -> Tensor:
+        tile = self._matrix[..., rows, columns]
+        if self._symmetric and rows != columns:
+            return tile + self._matrix[..., columns, rows].mT
+        return tile.clone()

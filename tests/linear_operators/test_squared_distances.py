@@ -1,0 +1,56 @@
+"""Squared distances in float32 are right to a small part of a squared lengthscale, however far the inputs stretch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial_functions import MATERN32
+from gpy_iterative.linear_operators.squared_distances import SquaredDistances
+
+#: Four times what is allowed on average: a few roundings of norms above the average may come together.
+ERROR = 1.2e-4
+
+
+def points(seed: int, rows: int, spreads: list[float]) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, len(spreads), generator=generator).sub(0.5) * torch.tensor(spreads)
+
+
+def exact(x1: Tensor, x2: Tensor) -> Tensor:
+    return (x1.double().unsqueeze(-2) - x2.double().unsqueeze(-3)).square().sum(-1)
+
+
+@pytest.mark.parametrize("spreads", [[1.0, 2.0], [1000.0, 2.0, 3.0], [500.0, 800.0], []])
+def test_neighbours_keep_their_distance(spreads: list[float]) -> None:
+    x1 = points(0, 300, spreads)
+    x2 = x1 + 0.1 * points(1, 300, [1.0] * len(spreads))
+    found = SquaredDistances(x1, x2, 3.0).block(slice(None), slice(None)).double() / 3
+    truth = exact(x1, x2)
+    near = truth < 1
+    assert near.any()
+    assert (found - truth)[near].abs().max() <= ERROR
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=ERROR)
+
+
+def test_blocks_of_a_batch_and_of_single_rows() -> None:
+    x = torch.stack([points(0, 20, [900.0, 1.0]), points(1, 20, [1.0, 1.0])])
+    distances = SquaredDistances(x, x, torch.tensor([[[1.0]], [[2.0]]]))
+    assert distances.batch_shape == (2,)
+    rows = torch.tensor([3, 17, 5])
+    truth = exact(x, x) * torch.tensor([[[1.0]], [[2.0]]])
+    found = distances.block(rows, slice(4, 11)).double()
+    torch.testing.assert_close(found, truth[:, rows, 4:11], rtol=1e-4, atol=ERROR)
+
+
+def test_a_year_of_hours_is_positive_definite_in_float32() -> None:
+    """Neighbours a hundredth of a lengthscale apart, a thousand lengthscales in all, and the smallest usual noise."""
+    hours = torch.linspace(-500.0, 500.0, 100_001)[:1000] + 0.0
+    x = torch.stack([hours - 400.0, torch.zeros_like(hours)], dim=-1)
+    far = torch.cat([x, -x])
+    operator = RadialKernelLinearOperator(
+        far, torch.tensor(1.0), function=MATERN32, products=KernelProducts(tile_size=512)
+    )
+    with torch.no_grad():
+        matrix = operator.to_dense().double()
+    assert torch.linalg.eigvalsh(matrix).min() > -1e-4

@@ -1,0 +1,48 @@
+"""Counts are whole numbers, objects are no names: told when an option is given, not in the middle of a run."""
+
+from collections.abc import Callable
+
+import numpy
+import pytest
+from gpytorch import kernels
+
+import gpy_iterative as gpi
+from tests.mlls.gaussian_models import regression
+
+COUNTS = [
+    ("rank", gpi.preconditioners.PivotedCholesky),
+    ("block_size", gpi.solvers.AlternatingProjections),
+    ("batch_size", gpi.solvers.StochasticGradientDescent),
+    ("tile_size", gpi.linear_operators.KernelProducts),
+    ("num_probes", gpi.probes.Rademacher),
+    ("num_frequencies", gpi.spectral.RandomFourierFeatures),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), COUNTS)
+def test_counts(name: str, options: Callable) -> None:
+    for bad, message in ((0, "at least 1, got 0"), (-3, "got -3"), (1.5, "whole number, got 1.5"), ("4", "got '4'")):
+        with pytest.raises(ValueError, match=f"{name} must be .*{message}"):
+            options(**{name: bad})
+    options(**{name: numpy.int64(4)})
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        (gpi.solvers.AlternatingProjections, "finish", "cg"),
+        (gpi.solvers.ConjugateGradients, "preconditioner", 100),
+    ],
+)
+def test_parts_of_a_solver(options: Callable, name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be None or a"):
+        options(**{name: value})
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, float("nan"), float("inf")])
+def test_learning_rates(rate: float) -> None:
+    case = regression(kernels.RBFKernel())
+    with pytest.raises(ValueError, match="learning_rate"):
+        gpi.solvers.StochasticGradientDescent(learning_rate=rate)
+    with pytest.raises(ValueError, match="learning_rate"):
+        gpi.initialize_from_subsets(case.model, case.likelihood, subset_size=10, num_subsets=1, learning_rate=rate)
