@@ -131,11 +131,13 @@ def epochs(
     steps: int = 30,
     block_size: int = 512,
     max_epochs: int = 1000,
+    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name, beside 'standard, cold'.")] = None,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """Epochs of alternating projections: pathwise or standard probes, warm or cold."""
     options = {"dataset": dataset, "rows": rows, "steps": steps, "block_size": block_size, "max_epochs": max_epochs}
-    outcomes = _compare("epochs", list(CONTENDERS["epochs"]), threads=threads, **options)
+    names = [name for name in CONTENDERS["epochs"] if name == "standard, cold" or only is None or name in only]
+    outcomes = _compare("epochs", names, threads=threads, **options)
     reference = outcomes["standard, cold"]["total"]
     _table(
         f"{dataset}, {rows} rows, {steps} steps, blocks of {block_size}",

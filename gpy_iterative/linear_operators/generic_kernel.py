@@ -61,11 +61,20 @@ class KernelTiles(Tiles):
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         with torch.no_grad():
             if self._outputs > 1:
-                # Rows of one input belong together: evaluate whole inputs, then pick.
-                every = self._operator.evaluate(self._operator.x1, self._operator.columns)
-                return every[..., rows, :][..., columns].clone()
+                return self._block_of_outputs(rows, columns)
             x1, x2 = self._operator.x1[..., rows, :], self._operator.columns[..., columns, :]
             return self._operator.evaluate(x1, x2).expand(*self.shape[:-2], -1, -1).clone()
+
+    def _block_of_outputs(self, rows: slice | Tensor, columns: slice) -> Tensor:
+        """Rows of one input belong together: whole inputs are evaluated, and rows picked from them."""
+        operator, outputs = self._operator, self._outputs
+        if len(self.rows) == len(self.columns) == 1:
+            return operator.evaluate(operator.x1, operator.columns)[..., rows, :][..., columns].clone()
+        if isinstance(rows, slice):
+            rows = torch.arange(self.shape[-2], device=operator.device)[rows]
+        inputs, position = (rows // outputs).unique(return_inverse=True)
+        every = operator.evaluate(operator.x1[..., inputs, :], operator.columns)
+        return every[..., position * outputs + rows % outputs, :][..., columns].clone()
 
     def _scaled(self, part: slice) -> slice:
         return slice(part.start * self._outputs, part.stop * self._outputs)

@@ -63,7 +63,8 @@ class MarginalLogLikelihoodReport:
             None where there are no probes (Cholesky).
         value: [*b], what `forward` returned: the log marginal likelihood with priors and added loss terms,
             divided by the number of data.
-        value_sem: [*b], standard error of `value`, from the log-determinant's probes (0 for Cholesky).
+        value_sem: [*b], standard error of `value`, estimated from the log-determinant's four probes (0 for Cholesky):
+            it is itself uncertain, and errors of twice as much are no surprise.
         seconds: wall-clock time of the forward pass.
         truncation: of the methods that truncate at random, what was drawn.
     """

@@ -52,6 +52,8 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
             "An exact marginal log likelihood works on the prior that an ExactGP returns, a MultivariateNormal; "
             f"got {type(function_dist).__name__}."
         )
+    if not isinstance(target, torch.Tensor):
+        raise ValueError(f"The targets must be a tensor [*b, n], got {type(target).__name__}.")
     check_prior(model, function_dist, target)
     event_shape, mean = function_dist.event_shape, function_dist.mean
     if target.shape[-len(event_shape) :] != event_shape:

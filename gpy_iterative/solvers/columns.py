@@ -17,8 +17,8 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import rows_matmul
 from gpy_iterative.solvers.solution import ColumnGroup
 
-#: Rows on which a running residual is compared with the true one; smaller systems are compared as a whole.
-VERIFIED_ROWS = 1024
+#: Rows, evenly spread, on which a running residual is compared with the true one; smaller systems are compared as a whole.
+VERIFIED_ROWS = 256
 #: A running residual is taken for the true one while it differs by less than this part of the tolerance.
 ALLOWED_DRIFT = 0.1
 #: A new best iterate is copied when its norm is below this part of the last copy's: few copies, almost the best.
@@ -200,10 +200,10 @@ class Columns:
         columns, size = self._on_device(self._round), self.rhs.shape[0]
         value = self.value[:, columns]
         if size > VERIFIED_ROWS:
-            rows = slice(0, VERIFIED_ROWS)
+            rows = torch.linspace(0, size - 1, VERIFIED_ROWS, device=self.rhs.device).long()
             self.overhead += VERIFIED_ROWS / size
-            true = self.rhs[rows, columns] - rows_matmul(self.operator, rows, value)
-            drift = torch.linalg.vector_norm(true - self.residual[rows, columns], dim=0).double().cpu()
+            true = self.rhs[rows][:, columns] - rows_matmul(self.operator, rows, value)
+            drift = torch.linalg.vector_norm(true - self.residual[rows][:, columns], dim=0).double().cpu()
             if (drift * math.sqrt(size / VERIFIED_ROWS) <= ALLOWED_DRIFT * self.tolerances[self._round]).all():
                 return
         residual = self.rhs[:, columns] - self.operator._matmul(value)

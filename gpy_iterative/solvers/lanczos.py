@@ -16,6 +16,8 @@ from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholeskyFa
 #: The share of the bracket between upper and lower quadrature that counts as the error of their mean. Measured on
 #: kernel systems of noise .02 to 1, the error is between a fourth and a thirteenth of the bracket.
 BRACKET_SHARE = 8
+#: The quadrature stops where its error is so many standard errors of the probes. The reported error counts both.
+WORTH_OF_ERROR = 1.5
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ def stochastic_logdet(
         probes: xi [*b, n, s] with covariance P. The standard error is that of their mean.
         preconditioner: P.
         max_iterations: products with H at the most.
-        tolerance: the quadrature stops when its own error is below `tolerance` a datum; None: below the probes'
-            standard error.
+        tolerance: the quadrature stops when its own error is below `tolerance` a datum; None: when it is comparable
+            with the probes' standard error.
 
     The spectrum of M is bounded from below where P is a pivoted Cholesky factor (by 1 where its diagonal is the
     noise). Then Gauss' rule is an upper and Gauss and Radau's a lower bound; their mean, which is returned, converges
@@ -81,7 +83,7 @@ def stochastic_logdet(
         upper, lower = _quadratures(diagonals, offdiagonals, beta, floor)
         samples = (upper + lower) / 2 * squared_norm
         bracket = ((upper - lower) * squared_norm).mean(-1).abs() / BRACKET_SHARE
-        enough = _sem(samples).nan_to_num(0.0) if tolerance is None else tolerance * operator.shape[-1]
+        enough = WORTH_OF_ERROR * _sem(samples).nan_to_num(0.0) if tolerance is None else tolerance * operator.shape[-1]
         if bool((bracket <= enough).all()):
             break
         offdiagonals.append(beta)

@@ -140,3 +140,15 @@ def test_members_of_a_batch_keep_products_and_gradients(index: int | slice | Ten
     expected = torch.autograd.grad((left * (matrix @ left)).sum(), operator.representation())
     for ours, theirs in zip(member._bilinear_derivative(left, left), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-7)
+
+
+def test_rows_of_a_kernel_with_several_outputs_take_no_full_matrix() -> None:
+    operator = operator_of("gradients")
+    assert len(operator.tiles().rows) > 1
+    evaluated = []
+    evaluate = operator.evaluate
+    operator.evaluate = lambda x1, x2, *rest: evaluated.append(x1.shape[-2]) or evaluate(x1, x2, *rest)  # pyright: ignore
+    matrix = reference(operator)
+    for rows in (torch.tensor([38, 0, 7, 8, 7]), slice(4, 9)):
+        torch.testing.assert_close(operator.tiles().block(rows, slice(None)), matrix.detach()[rows])
+    assert max(evaluated) <= 4

@@ -30,6 +30,13 @@ def test_bad_target_values() -> None:
         mll(case.model(case.x), case.y)
 
 
+def test_targets_that_are_no_tensor() -> None:
+    case, mll = case_and_mll()
+    for target in (None, case.y.tolist()):
+        with pytest.raises(ValueError, match=f"must be a tensor.*{type(target).__name__}"):
+            mll(case.model(case.x), target)
+
+
 def test_bad_inputs() -> None:
     case, mll = case_and_mll()
     x = case.x.clone()
