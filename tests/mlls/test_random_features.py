@@ -364,3 +364,15 @@ def test_leading_frequencies_of_sums_and_exact_features() -> None:
         with pytest.raises(ValueError, match=str(count)):
             features.leading(terms, count)
     assert columns.tolist()[:4] == [0, 1, 6, 7]
+
+
+def test_frozen_draws_in_float32_and_evaluation_without_autograd() -> None:
+    case = rff_case(dtype=torch.float32)
+    frozen = SingleSample(case.likelihood, case.model, generator=0, resample=False, **GRID)
+    value = frozen(case.model(case.x), case.y)
+    with torch.no_grad():
+        without = frozen(case.model(case.x), case.y)
+    assert not without.requires_grad
+    torch.testing.assert_close(without, value.detach())
+    with torch.inference_mode():
+        torch.testing.assert_close(frozen(case.model(case.x), case.y), value.detach())

@@ -525,3 +525,14 @@ def test_truncated_baseline_equals_its_formula() -> None:
     found = gradients["likelihood.noise_covar.raw_noise"]
     torch.testing.assert_close(found, (by_noise * slope).reshape(found.shape), rtol=1e-6, atol=1e-9)
     assert mll.report.truncation.truncation == FixedTruncation(5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_evaluation_without_autograd(dtype: torch.dtype) -> None:
+    case = smooth_case(dtype)
+    mll = roulette(case, resample=False, truncation=ExponentialTruncation(30, 0.05))
+    value = mll(case.model(case.x), case.y)
+    with torch.no_grad():
+        assert torch.equal(mll(case.model(case.x), case.y), value.detach())
+    with torch.inference_mode():
+        torch.testing.assert_close(mll(case.model(case.x), case.y), value.detach())
