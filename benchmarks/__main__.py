@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import bias as bias_module
 from benchmarks import demo as demo_module
 from benchmarks import epochs as epochs_module
 from benchmarks import gradient_quality as gradient_quality_module
@@ -16,6 +17,8 @@ from benchmarks import memory as memory_module
 from benchmarks import product as product_module
 from benchmarks import quality as quality_module
 from benchmarks import step as step_module
+from benchmarks import truncation_cost as truncation_cost_module
+from benchmarks import truncation_table as table_module
 from benchmarks import variance as variance_module
 from benchmarks.runner import CONTENDERS, Outcome, environment, run_apart, run_here, save
 
@@ -200,6 +203,101 @@ def variance(rows: int = 1500, num_points: int = 500, steps: int = 60) -> None:
 
 
 @app.command()
+def bias(
+    dataset: str = "pol",
+    rows: Annotated[int, typer.Option(help="First rows of the data.")] = 1000,
+    draws: Annotated[int, typer.Option(help="Independent estimates of each contender.")] = 200,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for the two pictures of the documentation.")] = None,
+) -> None:
+    """Bias of value and gradient: truncated CG, Russian roulette, random features, single sample."""
+    path = bias_module.run(dataset=dataset, rows=rows, draws=draws, pictures=pictures, console=console)
+    console.print(f"saved {path}")
+
+
+@app.command(name="truncation-cost")
+def truncation_cost(
+    dataset: str = "pol", rows: int | None = 4000, repeats: int = 20, threads: Threads = DEFAULT_THREADS
+) -> None:
+    """Seconds of a step: Russian roulette beside truncated CG, with the expected length of its run."""
+    options = {"dataset": dataset, "rows": rows, "repeats": repeats}
+    outcome = _compare("truncation-cost", ["all"], threads=threads, **options)["all"]
+    if "error" in outcome:
+        raise typer.Exit(1)
+    reference = outcome["CG, 100 steps"]
+    _table(
+        f"{dataset}, {rows or 'all'} rows, {repeats} steps each, rate 0.05, 80 steps at the least",
+        ["truncations", "s / step", "over CG", "its run's length / 100", "expected length / 100"],
+        [
+            [
+                name,
+                f"{o['seconds']:.3f}",
+                f"{o['seconds'] / reference['seconds']:.2f}",
+                f"{o['length'] / 100:.2f}",
+                f"{o['expected_length'] / 100:.2f}",
+            ]
+            for name, o in outcome.items()
+            if name != "peak_memory_mb"
+        ],
+    )
+    _finish(f"truncation_cost_{dataset}", options, threads, outcome=outcome)
+
+
+@app.command(name="truncation-table")
+def truncation_table(
+    dataset: Annotated[list[str] | None, typer.Option(help="Data sets; all six by default.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="rr-cg, cg, cholesky; all by default.")] = None,
+    rows: Annotated[int | None, typer.Option(help="First training rows only.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Adam steps; the paper's 1500 or 800 by default.")] = None,
+    rate: Annotated[float, typer.Option(help="Learning rate, a tenth of it from 50, 70 and 90 % on.")] = 0.01,
+    splits: Annotated[int, typer.Option(help="Random splits, by seed; the paper has three.")] = 3,
+    cholesky_rows: Annotated[int, typer.Option(help="No Cholesky beyond.")] = table_module.CHOLESKY_ROWS,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """RMSE and NLL by the protocol of Potapczynski et al. 2021, beside theirs. Goes on where it was interrupted."""
+    progress = table_module.Progress()
+    shown = []
+    for name in dataset or list(table_module.PUBLISHED):
+        for kind in method or list(table_module.METHODS):
+            for seed in range(splits):
+                options = {
+                    "dataset": name,
+                    "seed": seed,
+                    "rows": rows,
+                    "steps": steps or table_module.STEPS[name],
+                    "rate": rate,
+                }
+                key = progress.key(kind, options)
+                if kind == "cholesky" and table_module.training_rows(name, rows) > cholesky_rows:
+                    continue
+                if key not in progress.runs:
+                    outcome = _compare("truncation-table", [kind], threads=threads, **options)[kind]
+                    if "error" in outcome:
+                        continue
+                    progress.record(key, outcome, environment(threads))
+                done = progress.runs[key]
+                published = table_module.PUBLISHED[name].get(kind)
+                shown.append(
+                    [
+                        name,
+                        str(done["train_rows"]),
+                        str(options["steps"]),
+                        str(seed),
+                        kind,
+                        f"{done['rmse']:.3f}",
+                        f"{published[0]:.3f}" if published else "",
+                        f"{done['nll']:.3f}",
+                        f"{published[1]:.3f}" if published else "",
+                        f"{done['seconds_training'] / 60:.1f}",
+                    ]
+                )
+    _table(
+        f"Adam at {rate}; the published figures are means over three splits, with all rows and steps",
+        ["data", "rows", "steps", "split", "method", "RMSE", "published", "NLL", "published", "minutes"],
+        shown,
+    )
+
+
+@app.command()
 def demo(
     steps: int = 3, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
 ) -> None:
@@ -213,7 +311,14 @@ def contender(case: str, name: str, options: str, output: Path) -> None:
     run_here(case, name, json.loads(options), output)
 
 
-__all__ = ["app", "epochs_module", "memory_module", "product_module", "quality_module"]
+__all__ = [
+    "app",
+    "epochs_module",
+    "memory_module",
+    "product_module",
+    "quality_module",
+    "truncation_cost_module",
+]
 
 if __name__ == "__main__":
     app()

@@ -1,4 +1,4 @@
-"""The one model of the training benchmarks: Matern-3/2 with a lengthscale per input."""
+"""The models of the benchmarks: Matern-3/2 with a lengthscale per input, and a plain squared exponential."""
 
 import gpytorch
 import torch
@@ -38,3 +38,24 @@ class MaternRegression(gpytorch.models.ExactGP):
         sizes = [parameter.numel() for parameter in self.parameters()]
         for parameter, part in zip(self.parameters(), values.split(sizes), strict=True):
             parameter.data.copy_(part.view_as(parameter))
+
+
+class SquaredExponentialRegression(gpytorch.models.ExactGP):
+    """A scaled RBF kernel, the model of Potapczynski et al. 2021.
+
+    Args:
+        x, y: training data.
+        ard: a lengthscale for each input (their trainings), or one for all (their figure 1).
+        constant: a learned constant mean, or zero.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, *, ard: bool, constant: bool) -> None:
+        likelihood = gpytorch.likelihoods.GaussianLikelihood().to(x)
+        super().__init__(x, y, likelihood)
+        self.mean_module = gpytorch.means.ConstantMean() if constant else gpytorch.means.ZeroMean()
+        base = gpytorch.kernels.RBFKernel(ard_num_dims=x.shape[-1] if ard else None)
+        self.covar_module = gpytorch.kernels.ScaleKernel(base)
+        self.to(x)
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))

@@ -10,6 +10,7 @@ from gpy_iterative import (
     probes,
     solvers,
     spectral,
+    truncation,
 )
 from gpy_iterative.initialization import initialize_from_subsets
 
@@ -24,4 +25,5 @@ __all__ = [
     "probes",
     "solvers",
     "spectral",
+    "truncation",
 ]

@@ -68,3 +68,17 @@ def stochastic_gradient_descent(
         velocity = momentum * velocity - learning_rate * gradient
         value = value + velocity
     return value
+
+
+def krylov_logarithms(lengths: Tensor, products: Tensor) -> Tensor:
+    """e_1^T log(T_j) e_1 [J] of one column of conjugate gradients, by the eigenvalues of every leading block."""
+    beta = products[1:] / products[:-1]
+    diagonal = 1 / lengths
+    diagonal[1:] += beta / lengths[:-1]
+    beside = beta.sqrt() / lengths[:-1]
+    matrix = torch.diag(diagonal) + torch.diag(beside, 1) + torch.diag(beside, -1)
+    result = []
+    for j in range(1, len(lengths) + 1):
+        values, vectors = torch.linalg.eigh(matrix[:j, :j])
+        result.append(vectors[0].square() @ values.log())
+    return torch.stack(result)

@@ -1,13 +1,24 @@
 """Marginal log likelihoods: what a training loop calls in place of GPyTorch's own."""
 
-from gpy_iterative.mlls.base import IterativeMarginalLogLikelihood
+from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
 from gpy_iterative.mlls.hutchinson import HutchinsonMarginalLogLikelihood
 from gpy_iterative.mlls.pathwise import PathwiseMarginalLogLikelihood
-from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
+from gpy_iterative.mlls.random_features import RFFMarginalLogLikelihood
+from gpy_iterative.mlls.report import FrequencyReport, MarginalLogLikelihoodReport, TruncationReport
+from gpy_iterative.mlls.russian_roulette import RussianRouletteMarginalLogLikelihood
+from gpy_iterative.mlls.single_sample_rff import SingleSampleRFFMarginalLogLikelihood
+from gpy_iterative.mlls.truncated_cg import TruncatedCGMarginalLogLikelihood
 
 __all__ = [
+    "FrequencyReport",
+    "GaussianMarginalLogLikelihood",
     "HutchinsonMarginalLogLikelihood",
     "IterativeMarginalLogLikelihood",
     "MarginalLogLikelihoodReport",
     "PathwiseMarginalLogLikelihood",
+    "RFFMarginalLogLikelihood",
+    "RussianRouletteMarginalLogLikelihood",
+    "SingleSampleRFFMarginalLogLikelihood",
+    "TruncatedCGMarginalLogLikelihood",
+    "TruncationReport",
 ]

@@ -1,4 +1,4 @@
-"""The step that all marginal log likelihoods with probes share.
+"""The step that all marginal log likelihoods share, and what those with probes and a solver add to it.
 
 `model(train_x)` gives a prior; its lazy covariance and the likelihood's noise become H; the probes are
 drawn or rebuilt from their frozen randomness; one solve answers for the targets and the probes together;
@@ -30,10 +30,9 @@ from gpy_iterative.linear_operators import (
     noisy_operator,
     observed_data,
 )
-from gpy_iterative.mlls.estimates import DensityEstimate, advice, exact_estimate, stochastic_estimate
+from gpy_iterative.mlls.estimates import DensityEstimate, Estimate, advice, exact_estimate, stochastic_estimate
 from gpy_iterative.mlls.progress import Progress, SolveBar
 from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
-from gpy_iterative.mlls.surrogate import surrogate
 from gpy_iterative.mlls.training_state import TrainingState, make_generator
 from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood
 from gpy_iterative.prediction import PathwisePosterior, check_inputs
@@ -53,11 +52,11 @@ from gpy_iterative.spectral import Draws
 NUM_LOGDET_PROBES = 4
 
 
-class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
-    """Base of the marginal log likelihoods that estimate the gradient's trace term from probes.
+class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
+    """Base of the marginal log likelihoods of exact Gaussian processes.
 
-    A subclass says where the probes come from and how exactly they need to be solved (`_probe_tolerance`).
-    Everything else, value, gradient, warm start, report and resume, is here.
+    A subclass estimates the log density of the targets (`_estimate`), and describes the distribution of what it draws,
+    which a training state has to fit. Everything else, checks, gradient, report, posterior and resume, is here.
     """
 
     def __init__(
@@ -65,34 +64,31 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         likelihood: Likelihood,
         model: ExactGP,
         *,
-        probes: ProbeDistribution,
         solver: Solver | None,
         warm_start: Literal["extrapolated", "previous", False],
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
-        progress: Progress,
+        distribution: str,
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
         check_inputs(model)  # now: of NaN inputs GPyTorch says later that they are not the training inputs
         check_instance("solver", solver, Solver, "ConjugateGradients()")
         check_instance("products", products, KernelProducts, "KernelProducts()")
         super().__init__(likelihood, model)
-        self.probes = probes
         self.solver = solver
         self.products = KernelProducts() if products is None else products
-        self.progress = progress
         self.report: MarginalLogLikelihoodReport | None = None
-        self._state = TrainingState(make_generator(generator), WarmStart(warm_start), repr(probes))
-        # Without the missing diagonal the spectrum is bounded by 1 from below, which the quadrature makes use of.
-        self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES, correct_diagonal=False)
+        self._state = TrainingState(make_generator(generator), WarmStart(warm_start), distribution)
         self._params: tuple[Any, ...] = ()
         # Lives as long as the run, so that every step evaluates its tiles into the same memory.
         self._caches = TileCaches()
         self._has_warned = False
 
     @abstractmethod
-    def _probe_tolerance(self, solver: Solver) -> float:
-        """The relative residual to which probes are solved when `solver.probe_tolerance` is None."""
+    def _estimate(
+        self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor
+    ) -> Estimate:
+        """The log density of N(0, H) at the residual [*b, n], and what its gradient needs; called without autograd."""
 
     def forward(self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
         """An estimate of the log marginal likelihood divided by the number of data.
@@ -139,7 +135,7 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
                 operator.clone() if is_inference else operator, function_dist, observed, residual.detach()
             )
         self._params = params
-        result = surrogate(operator, estimate.value, estimate.left, estimate.right, estimate.weights, residual)
+        result = estimate.with_gradient(operator, residual)
         result = self._add_other_terms(result, params).div_(num_data)
         self._warn_once(estimate)
         self.report = MarginalLogLikelihoodReport(
@@ -151,6 +147,7 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
             value=result.detach().clone(),
             value_sem=estimate.value_sem / num_data,
             seconds=time.perf_counter() - start,
+            truncation=estimate.truncation,
         )
         return result
 
@@ -167,7 +164,7 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         posterior = PathwisePosterior(
             self.model,
             self.likelihood,
-            solver=self.solver,
+            solver=self._prediction_solver(),
             products=self.products,
             # Forked, so that looking at predictions in the middle of training does not change the training.
             generator=torch.Generator().manual_seed((self._state.generator.initial_seed() + 1) % 2**64),
@@ -178,12 +175,13 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         posterior.install()
         return posterior
 
+    def _prediction_solver(self) -> Solver | None:
+        """Of the posterior's means and sample paths."""
+        return self.solver
+
     def _prior_samples(self) -> tuple[RandomFeatures, Draws, Tensor] | None:
-        """The last step's pathwise probes and their solutions: samples that the posterior can go on with."""
-        draws, solutions = self._state.kept_draws("probes"), self._state.warm_start.latest
-        if not isinstance(self.probes, RandomFeatures) or draws is None or solutions is None:
-            return None
-        return self.probes, draws, solutions[..., 1:]
+        """Prior samples and their solutions that the posterior can go on with."""
+        return None
 
     def training_state(self) -> dict[str, Tensor]:
         """Generator, frozen draws and warm start as a plain dict of tensors.
@@ -198,6 +196,61 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         Raises ValueError, and changes nothing, for anything else, the state of other probes included.
         """
         self._state.load_dict(state)
+
+    def _warn_once(self, estimate: Estimate) -> None:
+        fell_short = estimate.status not in (SolveStatus.CONVERGED, SolveStatus.TRUNCATED)
+        if fell_short and not self._has_warned:
+            warnings.warn(advice(estimate), ConvergenceWarning, stacklevel=3)
+            self._has_warned = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GaussianMarginalLogLikelihood":
+        super()._apply(fn, recurse)
+        self._state.apply(fn)
+        return self
+
+
+class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
+    """Base of the marginal log likelihoods that estimate the gradient's trace term from probes.
+
+    A subclass says where the probes come from and how exactly they need to be solved (`_probe_tolerance`).
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        model: ExactGP,
+        *,
+        probes: ProbeDistribution,
+        solver: Solver | None,
+        warm_start: Literal["extrapolated", "previous", False],
+        products: KernelProducts | None,
+        generator: torch.Generator | int | None,
+        progress: Progress,
+    ) -> None:
+        super().__init__(
+            likelihood,
+            model,
+            solver=solver,
+            warm_start=warm_start,
+            products=products,
+            generator=generator,
+            distribution=repr(probes),
+        )
+        self.probes = probes
+        self.progress = progress
+        # Without the missing diagonal the spectrum is bounded by 1 from below, which the quadrature makes use of.
+        self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES, correct_diagonal=False)
+
+    @abstractmethod
+    def _probe_tolerance(self, solver: Solver) -> float:
+        """The relative residual to which probes are solved when `solver.probe_tolerance` is None."""
+
+    def _prior_samples(self) -> tuple[RandomFeatures, Draws, Tensor] | None:
+        """The last step's pathwise probes and their solutions: samples that the posterior can go on with."""
+        draws, solutions = self._state.kept_draws("probes"), self._state.warm_start.latest
+        if not isinstance(self.probes, RandomFeatures) or draws is None or solutions is None:
+            return None
+        return self.probes, draws, solutions[..., 1:]
 
     def _estimate(
         self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor
@@ -237,13 +290,3 @@ class IterativeMarginalLogLikelihood(ExactMarginalLogLikelihood):
         )
         probes = self.logdet_probes.probes(operator, None, randomness)
         return stochastic_logdet(operator, probes.vectors, preconditioner=probes.covariance)
-
-    def _warn_once(self, estimate: DensityEstimate) -> None:
-        if estimate.status is not SolveStatus.CONVERGED and not self._has_warned:
-            warnings.warn(advice(estimate), ConvergenceWarning, stacklevel=3)
-            self._has_warned = True
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IterativeMarginalLogLikelihood":
-        super()._apply(fn, recurse)
-        self._state.apply(fn)
-        return self

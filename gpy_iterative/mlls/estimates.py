@@ -8,12 +8,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.mlls.report import FrequencyReport, TruncationReport
+from gpy_iterative.mlls.surrogate import surrogate
 from gpy_iterative.probes import Probes
 from gpy_iterative.solvers import (
     Cholesky,
@@ -24,6 +27,34 @@ from gpy_iterative.solvers import (
     SolveStats,
     SolveStatus,
 )
+
+
+class Estimate(Protocol):
+    """The log density of N(0, H) at a residual: what a step reports of it, and its gradient."""
+
+    @property
+    def value_sem(self) -> Tensor:
+        """The value's standard error, [*b], not divided by n."""
+        ...
+
+    @property
+    def status(self) -> SolveStatus:
+        """How the solve ended."""
+        ...
+
+    @property
+    def stats(self) -> SolveStats:
+        """What the solve took."""
+        ...
+
+    @property
+    def truncation(self) -> TruncationReport | FrequencyReport | None:
+        """What was drawn, of the methods that truncate at random."""
+        ...
+
+    def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
+        """The value [*b], connected with the parameters behind H and the residual."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +68,7 @@ class DensityEstimate:
         left, right: [*b, n, k]; the exact estimate has the weights of all entries of dH, [*b, n, n], and None.
         solutions: [*b, n, 1 + s], the solves as a warm start wants them; None for the exact estimate.
         status, stats: of the solve.
+        truncation: what was drawn, of a randomly truncated series.
 
     Raises:
         NonFiniteError: value or weights are not finite.
@@ -50,6 +82,11 @@ class DensityEstimate:
     solutions: Tensor | None
     status: SolveStatus
     stats: SolveStats
+    truncation: TruncationReport | FrequencyReport | None = None
+
+    def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
+        """The value [*b], connected with the parameters behind H and the residual."""
+        return surrogate(operator, self.value, self.left, self.right, self.weights, residual)
 
     def __post_init__(self) -> None:
         for name, tensor in (("value", self.value), ("solve for y - mean", self.weights)):
@@ -140,7 +177,7 @@ def stochastic_estimate(
     )
 
 
-def advice(estimate: DensityEstimate) -> str:
+def advice(estimate: Estimate) -> str:
     """One sentence for a user whose solve did not end well."""
     norms = ", ".join(f"{name} {norm:.2g}" for name, norm in estimate.stats.residual_norms.items())
     return (

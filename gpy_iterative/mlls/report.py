@@ -5,6 +5,49 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gpy_iterative.solvers import SolveStatus
+from gpy_iterative.truncation import Truncation
+
+
+@dataclass(frozen=True)
+class TruncationReport:
+    """A truncated conjugate gradient series: what was drawn, what was run, and the variance that this leaves.
+
+    Attributes:
+        truncation: the distribution of the draws.
+        target_steps: J of each truncation of the targets' series, [*b, M].
+        probe_steps: J of each probe, [*b, s].
+        steps: that were run, of the targets and of each probe, [*b, 1 + s].
+        converged: which of these series ended before they were cut, [*b, 1 + s].
+        relative_variance: of one truncation of H^-1 (y - mean), E|x - E x|^2 over |E x|^2 in the norm of H, [*b]: from
+            the terms that were run.
+        decay_rate: log(rho) of the targets' series, whose terms fall as rho^-j, [*b]. The variance stays finite for a
+            truncation of a rate below 2 log(rho); log(rho) itself is best.
+    """
+
+    truncation: Truncation
+    target_steps: Tensor
+    probe_steps: Tensor
+    steps: Tensor
+    converged: Tensor
+    relative_variance: Tensor
+    decay_rate: Tensor
+
+
+@dataclass(frozen=True)
+class FrequencyReport:
+    """A random feature step.
+
+    Attributes:
+        num_frequencies: of the largest feature matrix that was used.
+        grid_index: which increment of the grid was drawn; None where there is no grid.
+        probability: of that draw; None likewise.
+        is_exact: whether the increment's upper end was the exact likelihood.
+    """
+
+    num_frequencies: int
+    grid_index: int | None = None
+    probability: float | None = None
+    is_exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -23,6 +66,7 @@ class MarginalLogLikelihoodReport:
         value_sem: [*b], standard error of `value`, estimated from the log-determinant's four probes (0 for Cholesky):
             it is itself uncertain, and errors of twice as much are no surprise.
         seconds: wall-clock time of the forward pass.
+        truncation: of the methods that truncate at random, what was drawn.
     """
 
     status: SolveStatus
@@ -33,6 +77,7 @@ class MarginalLogLikelihoodReport:
     value: Tensor
     value_sem: Tensor
     seconds: float
+    truncation: TruncationReport | FrequencyReport | None = None
 
     def __str__(self) -> str:
         value, sem = self.value.mean().item(), self.value_sem.mean().item()

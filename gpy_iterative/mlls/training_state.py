@@ -1,6 +1,7 @@
 """Everything that makes a run with frozen randomness resume exactly: a plain dict of tensors, in and out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -51,6 +52,17 @@ class TrainingState:
     def kept_draws(self, name: str) -> Randomness | None:
         """The draws of the last step."""
         return self.frozen.get(name)
+
+    @contextmanager
+    def unchanged_by_failure(self) -> Iterator[None]:
+        """What raises inside leaves no trace: the next step draws what the failed one did."""
+        before, position = dict(vars(self), frozen=dict(self.frozen)), self.generator.get_state()
+        try:
+            yield
+        except Exception:
+            vars(self).update(before)
+            self.generator.set_state(position)
+            raise
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Moves or converts all tensors, as `nn.Module._apply` does with parameters."""

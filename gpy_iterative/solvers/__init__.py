@@ -5,7 +5,13 @@ from gpy_iterative.solvers.base import Iterate, IterativeSolver, Solver
 from gpy_iterative.solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.solvers.default import EXACT_BELOW, default_solver
+from gpy_iterative.solvers.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.solvers.lanczos import LogDeterminant, stochastic_logdet
+from gpy_iterative.solvers.series import (
+    Series,
+    conjugate_gradient_series,
+    russian_roulette_solve,
+)
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.solvers.stochastic_gradient_descent import StochasticGradientDescent
 from gpy_iterative.solvers.warm_start import WarmStart
@@ -20,6 +26,7 @@ __all__ = [
     "Iterate",
     "IterativeSolver",
     "LogDeterminant",
+    "Series",
     "Solution",
     "SolveProgress",
     "SolveStats",
@@ -27,6 +34,9 @@ __all__ = [
     "Solver",
     "StochasticGradientDescent",
     "WarmStart",
+    "conjugate_gradient_series",
     "default_solver",
+    "krylov_logarithm_terms",
+    "russian_roulette_solve",
     "stochastic_logdet",
 ]

@@ -1,7 +1,6 @@
 """Preconditioned conjugate gradients on a block of columns, each with its own step sizes.
 
-Gardner et al. 2018 (batched, with a pivoted Cholesky preconditioner); Lin et al. 2024, algorithm 1, with the first
-direction preconditioned.
+Gardner et al. 2018 (batched, with a pivoted Cholesky preconditioner); the recurrence is in `conjugate_directions`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -13,19 +12,15 @@ from torch import Tensor
 from gpy_iterative.checks import check_instance
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
+from gpy_iterative.solvers.conjugate_directions import ConjugateDirections
 
 
 @dataclass(frozen=True)
 class _State:
-    """Directions [n, s], r^T P^-1 r [s], P, and how much of the matrix it took to build P here."""
+    """The recurrence, and how much of the matrix it took to build its preconditioner here."""
 
-    direction: Tensor
-    product: Tensor
-    preconditioner: LowRankPlusDiagonal | None
+    directions: ConjugateDirections
     setup: float
-
-    def precondition(self, residual: Tensor) -> Tensor:
-        return residual if self.preconditioner is None else self.preconditioner.solve(residual)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,38 +50,21 @@ class ConjugateGradients(IterativeSolver[_State]):
         if preconditioner is None and self.preconditioner is not None:
             preconditioner = self.preconditioner.build(operator)
             setup = preconditioner.rank / operator.shape[-1]
-        return self._begin(iterate, preconditioner, setup)
+        return _State(ConjugateDirections.begin(iterate.residual, preconditioner), setup)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
-        return self._begin(iterate, state.preconditioner, state.setup)
+        return replace(state, directions=ConjugateDirections.begin(iterate.residual, state.directions.preconditioner))
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
-        image = operator._matmul(state.direction)
-        length = _ratio(state.product, (state.direction * image).sum(0))
-        iterate.value.addcmul_(state.direction, length)
-        iterate.residual.addcmul_(image, -length)
-        preconditioned = state.precondition(iterate.residual)
-        product = (iterate.residual * preconditioned).sum(0)
-        direction = torch.addcmul(preconditioned, _ratio(product, state.product), state.direction)
-        return replace(state, direction=direction, product=product)
+        following, length = state.directions.advance(operator, iterate.residual)
+        iterate.value.addcmul_(state.directions.direction, length)
+        return replace(state, directions=following)
 
     def narrow(self, state: _State, columns: Tensor) -> _State:
-        return replace(state, direction=state.direction[:, columns], product=state.product[columns])
+        return replace(state, directions=state.directions.narrow(columns))
 
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
         return 1.0
 
     def work_of_setup(self, state: _State) -> float:
         return state.setup
-
-    def _begin(self, iterate: Iterate, preconditioner: LowRankPlusDiagonal | None, setup: float) -> _State:
-        state = _State(iterate.residual, iterate.residual.new_zeros(()), preconditioner, setup)
-        # Preconditioned, unlike in the printed algorithm, which diverges. Cloned: the step overwrites the residual.
-        direction = state.precondition(iterate.residual).clone()
-        return replace(state, direction=direction, product=(iterate.residual * direction).sum(0))
-
-
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Zero where a column is done exactly (0 / 0); NaN stays NaN."""
-    is_zero = denominator == 0
-    return torch.where(is_zero, torch.zeros_like(numerator), numerator / denominator.masked_fill(is_zero, 1))

@@ -11,6 +11,10 @@ class SolveStatus(Enum):
     """How a solve ended; `.advice` says what to do about it."""
 
     CONVERGED = "The true residual of every column is within its tolerance."
+    TRUNCATED = (
+        "A series was cut where its truncation said, as intended. More steps (min_steps, num_steps), a lower rate or a "
+        "stronger preconditioner lower its error."
+    )
     BUDGET_EXHAUSTED = (
         "The budget ran out before the tolerance was reached. Raise max_epochs, loosen the tolerance, keep the "
         "noise away from zero (a noise constraint), or take a stronger preconditioner or larger blocks."

@@ -6,6 +6,7 @@ smoothly, while they are trained. Rahimi and Recht 2007, "Random features for la
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from gpytorch import kernels
@@ -15,7 +16,13 @@ Draws = dict[str, Tensor]
 
 
 class SpectralDensity(ABC):
-    """The distribution of omega in k(x - x') = E[cos(omega^T (x - x') / lengthscale)]."""
+    """The distribution of omega in k(x - x') = E[cos(omega^T (x - x') / lengthscale)].
+
+    Attributes:
+        without_gradient: parameters of the kernel that `frequencies` depends on and is not differentiable in.
+    """
+
+    without_gradient: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
@@ -97,6 +104,8 @@ class GammaMixture(SpectralDensity):
 
     alpha is trained, so the uniform behind u is what is frozen, and u is its quantile at the current alpha.
     """
+
+    without_gradient = ("raw_alpha",)
 
     def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
         return {"normal": normal(dims, count), "uniform": uniform(count)}

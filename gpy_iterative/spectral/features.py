@@ -83,6 +83,46 @@ class RandomFourierFeatures:
             result[..., rows, :] = block
         return result
 
+    def differentiable(self, terms: Sequence[KernelTerm], draws: Draws) -> Tensor:
+        """Phi [*b, n, features] with the graph to the inputs and hyperparameters: about four times the memory of Phi.
+
+        Raises:
+            SpectralDensityMissingError: a hyperparameter is trained that frequencies are not differentiable in.
+        """
+        for summand in summands(terms):
+            for factor in summand.factors:
+                factor.check_differentiable()
+        blocks = [block for _, block in self._blocks(terms, draws)]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
+
+    def leading(self, terms: Sequence[KernelTerm], num_frequencies: int) -> tuple[Tensor, Tensor]:
+        """The features of the first so many frequencies, as a part of all of them.
+
+        Returns:
+            Columns of Phi, [k], and what to multiply each with, [k]: with fewer frequencies each counts for more.
+
+        Raises:
+            ValueError: more frequencies than there are.
+        """
+        if not 1 <= num_frequencies <= self.num_frequencies:
+            raise ValueError(
+                f"num_frequencies must lie between 1 and {self.num_frequencies}, those that were drawn; got "
+                f"{num_frequencies}."
+            )
+        device = terms[0].inputs.device
+        columns, scales, start = [], [], 0
+        for summand in summands(terms):
+            size = summand.num_features(self.num_frequencies)
+            scale = 1.0
+            own = torch.arange(start, start + size, device=device)
+            if summand.exact is None:  # sines, then cosines
+                own = torch.cat([half[:num_frequencies] for half in own.split(self.num_frequencies)])
+                scale = (self.num_frequencies / num_frequencies) ** 0.5
+            columns.append(own)
+            scales.append(torch.full((len(own),), scale, dtype=torch.float64, device=device))
+            start += size
+        return torch.cat(columns), torch.cat(scales)
+
     def apply(self, terms: Sequence[KernelTerm], draws: Draws, weights: Tensor) -> Tensor:
         """Phi @ weights [*b, n, s], a few thousand rows at a time, differentiable in the inputs of the terms.
 

@@ -38,6 +38,16 @@ class Factor:
         omega = self.density.frequencies(self.kernel, draws).double()
         return omega / self.kernel.lengthscale.double().mT if self.kernel.has_lengthscale else omega
 
+    def check_differentiable(self) -> None:
+        """SpectralDensityMissingError where a parameter is trained that the frequencies have no gradient in."""
+        for name in self.density.without_gradient:
+            if getattr(self.kernel, name).requires_grad:
+                raise SpectralDensityMissingError(
+                    f"The frequencies of {type(self.kernel).__name__} have no gradient in its parameter {name}. Fix it "
+                    f"(kernel.{name}.requires_grad_(False)), or take RussianRouletteMarginalLogLikelihood or "
+                    "HutchinsonMarginalLogLikelihood, which need no random features."
+                )
+
 
 @dataclass(frozen=True)
 class Summand:
