@@ -299,7 +299,7 @@ def truncation_table(
 
 @app.command()
 def demo(
-    steps: int = 3, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
+    steps: int = 5, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
 ) -> None:
     """Hourly weather of three airports: train, predict, compare, plot."""
     demo_module.run(steps=steps, out=out, with_svgp=svgp, console=console)
