@@ -194,6 +194,10 @@ class _Neighbours:
             self.index = score.topk(local.num_neighbours, dim=-1).indices
             image = _rows(self.image, self.index)
             self.blocks = self._blocks(self.index, image).double()
+            # What rounding has left of R, eps times the largest eigenvalue of H, counts as noise: weights then stay so
+            # small that it does not add up. That eigenvalue is about the largest |H a|^2 of a column with a^T H a = 1.
+            rounding = torch.finfo(self.image.dtype).eps * self.image.square().sum(-2).amax(-1)
+            self.blocks.diagonal(dim1=-2, dim2=-1).add_(rounding.double()[..., None, None])
             self.lower = _factor(self.blocks)
         self.correlation = self._rest_at(self.index, image).double()
         self.weights = torch.cholesky_solve(self.correlation.unsqueeze(-1), self.lower).squeeze(-1)

@@ -1,15 +1,20 @@
 """Projections of the data against dense algebra: exact where they are complete, never too small where they are not."""
 
+import gpytorch
+import numpy as np
 import pytest
 import torch
 from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 
+import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.prediction import projection as projection_module
 from gpy_iterative.prediction.projection import ProjectionRecipe, exact_projection
 from gpy_iterative.solvers import Cholesky
+from tests.mlls.gaussian_models import Regression
 from tests.oracles import problem
 
 N, T = 60, 8
@@ -170,3 +175,24 @@ def test_rounding_in_one_block_of_neighbours_changes_no_other() -> None:
     rest = lower[1] @ lower[1].mT - rounded
     assert (rest.diagonal() > 0).all()
     torch.testing.assert_close(rest, torch.diag_embed(rest.diagonal()))
+
+
+def test_rounding_does_not_add_up_where_neighbours_are_nearly_explained() -> None:
+    """Two dimensions, little noise, float32, a rank that leaves next to nothing: one point here once had variance 0."""
+    random = np.random.default_rng(0)
+    x = random.uniform(size=(2000, 2))
+    y = np.sin(6 * x.sum(1)) + 0.1 * random.normal(size=len(x))
+    mean, deviation = x[:1500].mean(0), x[:1500].std(0)
+    points = torch.from_numpy((x - mean) / deviation).float()
+    targets = torch.from_numpy(y).float()[:1500]
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = 0.01
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))
+    kernel.outputscale, kernel.base_kernel.lengthscale = 1.0, 0.2 * 12**0.5
+    model = Regression(points[:1500], targets, likelihood, kernel)
+    exact = PathwisePosterior(model, likelihood, solver=gpi.solvers.Cholesky())(points[1500:]).variance
+    posterior = PathwisePosterior(
+        model, likelihood, solver=gpi.solvers.ConjugateGradients(), rank=512, num_neighbours=128, exact_below=0
+    )
+    variance = posterior(points[1500:]).variance
+    assert (variance / exact).log().abs().max() < 0.05
