@@ -38,7 +38,9 @@ from gpy_iterative.mlls.validation import check_data, check_hyperparameters, che
 from gpy_iterative.prediction import PathwisePosterior, check_inputs
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
 from gpy_iterative.solvers import (
+    EXACT_BELOW,
     Cholesky,
+    ConjugateGradients,
     LogDeterminant,
     Solver,
     SolveStatus,
@@ -176,8 +178,10 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         return posterior
 
     def _prediction_solver(self) -> Solver | None:
-        """Of the posterior's means and sample paths."""
-        return self.solver
+        """Of the posterior's means and sample paths: those of an estimate that has no solves to tolerance of its own."""
+        if self.solver is not None or self.model.train_targets.numel() <= EXACT_BELOW:
+            return self.solver
+        return ConjugateGradients(tolerance=1e-4)
 
     def _prior_samples(self) -> tuple[RandomFeatures, Draws, Tensor] | None:
         """Prior samples and their solutions that the posterior can go on with."""
@@ -240,6 +244,9 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         self.progress = progress
         # Without the missing diagonal the spectrum is bounded by 1 from below, which the quadrature makes use of.
         self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES, correct_diagonal=False)
+
+    def _prediction_solver(self) -> Solver | None:
+        return self.solver
 
     @abstractmethod
     def _probe_tolerance(self, solver: Solver) -> float:

@@ -24,7 +24,7 @@ from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood
 from gpy_iterative.mlls.estimates import DensityEstimate
 from gpy_iterative.mlls.feature_density import FeatureDensity, FeatureDensityTerm
 from gpy_iterative.mlls.report import FrequencyReport
-from gpy_iterative.solvers import EXACT_BELOW, ConjugateGradients, Solver, SolveStats, SolveStatus
+from gpy_iterative.solvers import Solver, SolveStats, SolveStatus
 from gpy_iterative.spectral import Draws, RandomFourierFeatures
 
 _FEATURES = "features."
@@ -130,11 +130,6 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         draws: Draws,
     ) -> tuple[list[tuple[float, FeatureDensityTerm]], tuple[float, DensityEstimate] | None, FrequencyReport]:
         """The weighted densities of this step, and what to report."""
-
-    def _prediction_solver(self) -> Solver | None:
-        if self.solver is not None or self.model.train_targets.numel() <= EXACT_BELOW:
-            return self.solver
-        return ConjugateGradients(tolerance=1e-4)
 
     def _estimate(
         self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor

@@ -31,8 +31,6 @@ from gpy_iterative.mlls.report import TruncationReport
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, Probes, Rademacher
 from gpy_iterative.solvers import (
-    EXACT_BELOW,
-    ConjugateGradients,
     Series,
     Solver,
     SolveStats,
@@ -113,12 +111,6 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         self.num_truncations = num_truncations
         self.shares_truncation = shares_truncation
         self.value, self.tolerance, self.resample = value, tolerance, resample
-
-    def _prediction_solver(self) -> Solver | None:
-        if self.solver is not None or self.model.train_targets.numel() <= EXACT_BELOW:
-            return self.solver
-        # The paper's: a truncated series predicts nothing.
-        return ConjugateGradients(tolerance=1e-4)
 
     def _estimate(
         self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor
