@@ -23,7 +23,7 @@ from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators import KernelTerm, NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
 from gpy_iterative.solvers import Cholesky
-from gpy_iterative.spectral import Draws, RandomFourierFeatures
+from gpy_iterative.spectral import Draws, RandomFourierFeatures, draws_under
 
 Terms = Sequence[KernelTerm]
 
@@ -165,7 +165,7 @@ class RandomFeatures(ProbeDistribution):
         if not self.corrected:
             vectors = self.prior_sample(terms, draws) + noise.sqrt().unsqueeze(-1) * draws["noise_base"]
             return Probes(vectors, None)
-        features = RandomFourierFeatures(self.num_frequencies).features(terms, _feature_draws(draws))
+        features = RandomFourierFeatures(self.num_frequencies).features(terms, draws_under("features", draws))
         shape = torch.broadcast_shapes(noise.shape, features.shape[:-1])  # a batch of targets may meet one prior
         covariance = LowRankPlusDiagonal(features.expand(*shape, features.shape[-1]), noise.expand(shape))
         vectors = covariance.sample(draws["weights"], draws["noise_base"])
@@ -174,7 +174,7 @@ class RandomFeatures(ProbeDistribution):
     def prior_sample(self, terms: Terms, draws: Draws) -> Tensor:
         """The functions behind the probes, Phi(x) w, at the inputs of the terms: [*b, t, s]; differentiable there."""
         features = RandomFourierFeatures(self.num_frequencies)
-        return features.apply(terms, _feature_draws(draws), draws["weights"])
+        return features.apply(terms, draws_under("features", draws), draws["weights"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,11 +203,6 @@ def _prior(operator: LinearOperator, terms: Terms | None) -> tuple[NoisyLinearOp
             f"{type(operator).__name__}. HutchinsonMarginalLogLikelihood takes any system."
         )
     return operator, terms
-
-
-def _feature_draws(draws: Draws) -> Draws:
-    prefix = "features."
-    return {name.removeprefix(prefix): tensor for name, tensor in draws.items() if name.startswith(prefix)}
 
 
 def _normal(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:

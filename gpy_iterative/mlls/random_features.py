@@ -25,9 +25,7 @@ from gpy_iterative.mlls.estimates import DensityEstimate
 from gpy_iterative.mlls.feature_density import FeatureDensity, FeatureDensityTerm
 from gpy_iterative.mlls.report import FrequencyReport
 from gpy_iterative.solvers import Solver, SolveStats, SolveStatus
-from gpy_iterative.spectral import Draws, RandomFourierFeatures
-
-_FEATURES = "features."
+from gpy_iterative.spectral import Draws, RandomFourierFeatures, draws_under
 
 
 @dataclass(frozen=True)
@@ -151,14 +149,13 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         def draw() -> Draws:
             count, others = self._draw(operator.shape[-1])
             drawn = RandomFourierFeatures(count).draw(terms, self._state.generator)
-            return {f"{_FEATURES}{name}": t for name, t in drawn.items()} | others | {"count": torch.tensor(count)}
+            return {f"features.{name}": t for name, t in drawn.items()} | others | {"count": torch.tensor(count)}
 
         draws = self._state.draws_for("features", residual, operator.shape, draw, keep=not self.resample)
         features = RandomFourierFeatures(int(draws["count"]))
         # A graph where the caller wants one: then the operator has one too.
         with torch.set_grad_enabled(any(tensor.requires_grad for tensor in operator.representation())):
-            of_features = {n.removeprefix(_FEATURES): t for n, t in draws.items() if n.startswith(_FEATURES)}
-            matrix = features.differentiable(terms, of_features)
+            matrix = features.differentiable(terms, draws_under("features", draws))
             matrix = matrix.expand(*operator.batch_shape, *matrix.shape[-2:])
         noise = operator.noise.detach().expand(operator.shape[:-1])
         density = FeatureDensity(matrix.detach(), noise, residual)

@@ -38,7 +38,7 @@ from gpy_iterative.solvers import (
     conjugate_gradient_series,
     krylov_logarithm_terms,
 )
-from gpy_iterative.spectral import Draws
+from gpy_iterative.spectral import Draws, draws_under
 from gpy_iterative.truncation import AutomaticTruncation, Truncation, decay_rate, survival_table, within
 
 Value = Literal["unbiased", "truncated"] | None
@@ -124,7 +124,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         draws = self._state.draws_for(
             "series", residual, operator.shape, lambda: self._draw(operator, truncation), keep=not self.resample
         )
-        probes = self.probes.probes(operator, None, _of_probes(draws))
+        probes = self.probes.probes(operator, None, draws_under("probes", draws))
         target_stops = draws["target_stops"]
         probe_stops = draws["probe_stops"]
         table = survival_table(truncation, torch.cat([target_stops.reshape(-1), probe_stops.reshape(-1)]))
@@ -255,11 +255,6 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             stats=dataclasses.replace(SolveStats.of_batch(stats), seconds=time.perf_counter() - start),
             truncation=report,
         )
-
-
-def _of_probes(draws: Draws) -> Draws:
-    prefix = "probes."
-    return {name.removeprefix(prefix): tensor for name, tensor in draws.items() if name.startswith(prefix)}
 
 
 def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:

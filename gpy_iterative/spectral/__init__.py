@@ -3,6 +3,7 @@
 from gpy_iterative.spectral.densities import (
     Draws,
     SpectralDensity,
+    draws_under,
     gamma_quantile,
     register_spectral_density,
     spectral_density,
@@ -14,6 +15,7 @@ __all__ = [
     "Draws",
     "RandomFourierFeatures",
     "SpectralDensity",
+    "draws_under",
     "gamma_quantile",
     "has_random_features",
     "register_spectral_density",

@@ -15,6 +15,12 @@ from torch import Tensor
 Draws = dict[str, Tensor]
 
 
+def draws_under(prefix: str, draws: Draws) -> Draws:
+    """Those whose names begin with `prefix.`, by the rest of their names: how one dict holds the draws of several parts."""
+    start = f"{prefix}."
+    return {name.removeprefix(start): tensor for name, tensor in draws.items() if name.startswith(start)}
+
+
 class SpectralDensity(ABC):
     """The distribution of omega in k(x - x') = E[cos(omega^T (x - x') / lengthscale)].
 

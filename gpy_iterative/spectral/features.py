@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators import KernelTerm
-from gpy_iterative.spectral.densities import Draws
+from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.summands import Summand, summands
 
 #: Entries of a feature matrix that are held at a time where the whole is not needed.
@@ -150,9 +150,4 @@ class RandomFourierFeatures:
 
 def _frequencies(summand: Summand, draws: Draws) -> list[Tensor]:
     """Omega [*b, d, m] of each factor, at its current lengthscale; once an evaluation, for all rows."""
-    result = []
-    for factor in summand.factors:
-        prefix = f"{factor.name}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in draws.items() if name.startswith(prefix)}
-        result.append(factor.frequencies(own))
-    return result
+    return [factor.frequencies(draws_under(factor.name, draws)) for factor in summand.factors]
