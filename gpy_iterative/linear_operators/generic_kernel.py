@@ -51,12 +51,18 @@ class KernelTiles(Tiles):
             cache=operator.cache,
         )
 
-    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
+    def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
         with torch.no_grad():
             x1 = self._operator.x1[..., self.input_rows[i], :]
             # The same object on the diagonal: kernels recognise it and keep distances of exactly zero.
-            x2 = x1 if self.symmetric and i == j else self._operator.columns[..., self.input_columns[j], :]
-            return out.copy_(self._operator.evaluate(x1, x2))
+            on_diagonal = self.symmetric and i == columns[0]
+            x2 = x1 if on_diagonal else self._operator.columns[..., self.input_span(columns), :]
+            values = self._operator.evaluate(x1, x2)
+            return out.copy_(values.unflatten(-1, (len(columns), -1)).transpose(-3, -2))
+
+    def input_span(self, columns: range) -> slice:
+        """The inputs of a strip's columns."""
+        return slice(self.input_columns[columns[0]].start, self.input_columns[columns[-1]].stop)
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         with torch.no_grad():
@@ -214,26 +220,27 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         gradients = [torch.zeros_like(tensor) for tensor in tensors]
         tiles = self.tiles()
         assert isinstance(tiles, KernelTiles)
-        for i, j in tiles.pairs():
-            weight = weights.tile(tiles.rows[i], tiles.columns[j])
-            self._add_tile_derivative(gradients, wanted, tiles.input_rows[i], tiles.input_columns[j], weight)
+        for i, rows in enumerate(tiles.rows):
+            for columns in tiles.strips[i]:
+                weight = weights.strip(rows, tiles.span(columns), 1).squeeze(-3)
+                self._add_derivative(gradients, wanted, tiles.input_rows[i], tiles.input_span(columns), weight)
         return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True))
 
-    def _add_tile_derivative(
+    def _add_derivative(
         self, gradients: list[Tensor], wanted: list[bool], rows: slice, columns: slice, weights: Tensor
     ) -> None:
-        """Adds the derivative of sum(weights * tile) with respect to inputs and parameters."""
+        """Adds the derivative of sum(weights * block) with respect to inputs and parameters."""
         with torch.enable_grad():
             inputs_wanted = wanted[0] or wanted[-1]
             x1 = self.x1.detach()[..., rows, :].requires_grad_(inputs_wanted)
             same = self.symmetric and rows == columns
             x2 = x1 if same else self.columns.detach()[..., columns, :].requires_grad_(inputs_wanted)
             parameters = tuple(p.detach().requires_grad_(p.requires_grad) for p in self.parameters)
-            tile = self.evaluate(x1, x2, parameters)
+            block = self.evaluate(x1, x2, parameters)
             leaves = [t for t in ((x1,) if same else (x1, x2)) + parameters if t.requires_grad]
-            if not tile.requires_grad:
+            if not block.requires_grad:
                 return
-            found = torch.autograd.grad((tile * weights).sum(), leaves, allow_unused=True)
+            found = torch.autograd.grad((block * weights).sum(), leaves, allow_unused=True)
         derivative = dict(zip(map(id, leaves), found, strict=True))
         targets: list[tuple[Tensor, Tensor]] = [(gradients[0][..., rows, :], x1)]
         if not same:

@@ -35,7 +35,7 @@ class KernelProducts:
     """
 
     backend: Backend = "auto"
-    tile_size: int = 1024
+    tile_size: int = 512
     cache_memory: int | None = None
     precision: Literal["native"] = "native"
     compile: bool = False

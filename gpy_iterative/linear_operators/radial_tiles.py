@@ -64,6 +64,7 @@ class RadialTiles(Tiles):
         self.x1, self.x2 = x1.detach(), None if x2 is None else x2.detach()
         self.function = function
         self.alpha = None if alpha is None else alpha.detach()
+        self._strip_alpha = None if alpha is None else alpha.detach().unsqueeze(-1)
         columns = self.x1 if self.x2 is None else self.x2
         self._distances = SquaredDistances(self.x1, columns, function.scale(self.alpha))
         shape = torch.Size((*self._distances.batch_shape, x1.shape[-2], columns.shape[-2]))
@@ -78,22 +79,24 @@ class RadialTiles(Tiles):
             cache=cache,
         )
 
-    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
+    def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
+        u = self._squared_distances(i, columns, out)
         if self.products.compile:
-            return out.copy_(_fused(self.function)(self._squared_distances(i, j, out), self.alpha))
-        u = self._squared_distances(i, j, out).clamp_(0, self.function.largest)
-        return self.function.value_(u, self.scratch(out.shape, 1), self.alpha)
+            return out.copy_(_fused(self.function)(u, self._strip_alpha))
+        u = u.clamp_(0, self.function.largest)
+        return self.function.value_(u, self.scratch(out.shape, 1), self._strip_alpha)
 
-    def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
-        """F and df/dq of one tile, valid until the next call; the caller may overwrite them."""
-        shape = self.tile_shape(i, j)
-        u = self._squared_distances(i, j, self.scratch(shape, 0)).clamp_(0, self.function.largest)
-        return self.function.value_and_derivative_(u, self.scratch(shape, 1), self.alpha)
+    def value_and_derivative(self, i: int, columns: range) -> tuple[Tensor, Tensor]:
+        """F and df/dq of a strip, valid until the next call; the caller may overwrite them."""
+        shape = self.strip_shape(i, columns)
+        u = self._squared_distances(i, columns, self.scratch(shape, 0)).clamp_(0, self.function.largest)
+        return self.function.value_and_derivative_(u, self.scratch(shape, 1), self._strip_alpha)
 
-    def alpha_derivative(self, i: int, j: int) -> Tensor:
-        """df/dalpha of one tile."""
-        u = self._squared_distances(i, j, self.scratch(self.tile_shape(i, j), 0)).clamp_(0, self.function.largest)
-        return self.function.alpha_derivative(u, self.alpha)
+    def alpha_derivative(self, i: int, columns: range) -> Tensor:
+        """df/dalpha of a strip."""
+        out = self.scratch(self.strip_shape(i, columns), 0)
+        u = self._squared_distances(i, columns, out).clamp_(0, self.function.largest)
+        return self.function.alpha_derivative(u, self._strip_alpha)
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
         """The derivative for W = weights, in one pass.
@@ -109,17 +112,19 @@ class RadialTiles(Tiles):
         # Sums of many products: kept in float64, on the scale of one number a batch member.
         dvalue = x1.new_zeros(batch, dtype=torch.float64)
         dalpha = x1.new_zeros(batch, dtype=torch.float64)
-        for i, j in self.pairs():
-            rows, columns = self.rows[i], self.columns[j]
-            tile = weights.tile(rows, columns)
-            if alpha:
-                dalpha += (self.alpha_derivative(i, j) * tile).sum((-2, -1), dtype=torch.float64)
-            function_value, function_derivative = self.value_and_derivative(i, j)
-            if value:
-                dvalue += torch.linalg.vecdot(function_value.flatten(-2), tile.flatten(-2))
-            tile.mul_(function_derivative)
-            _add_input_derivative(dx1[..., rows], tile, x1[..., rows], x2[..., columns])
-            _add_input_derivative(dx2[..., columns], tile.mT, x2[..., columns], x1[..., rows])
+        for i, rows in enumerate(self.rows):
+            for columns in self.strips[i]:
+                strip = weights.strip(rows, self.span(columns), len(columns))
+                if alpha:
+                    dalpha += (self.alpha_derivative(i, columns) * strip).sum((-3, -2, -1), dtype=torch.float64)
+                function_value, function_derivative = self.value_and_derivative(i, columns)
+                if value:
+                    dvalue += torch.linalg.vecdot(function_value.flatten(-3), strip.flatten(-3))
+                strip.mul_(function_derivative)
+                left, right = x1[..., rows].unsqueeze(-3), self.parts(x2, columns)
+                dx1[..., rows] += _input_derivative(strip, left, right).sum(-3)
+                parts = self.parts(dx2, columns)
+                parts += _input_derivative(strip.mT, right, left)
         return RadialDerivative(2 * dx1.mT, None if self.symmetric else 2 * dx2.mT, dvalue, dalpha)
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
@@ -129,11 +134,11 @@ class RadialTiles(Tiles):
             u.masked_fill_(positions[rows].unsqueeze(-1) == positions[columns], 0.0)
         return self.function.value_(u, torch.empty_like(u), self.alpha)
 
-    def _squared_distances(self, i: int, j: int, out: Tensor) -> Tensor:
+    def _squared_distances(self, i: int, columns: range, out: Tensor) -> Tensor:
         """May be slightly negative; zero on the diagonal, whatever the rounding."""
         scratch = self.scratch(out.shape, 1)
-        u = self._distances.block(self.rows[i], self.columns[j], out=out, scratch=scratch)
-        if self.symmetric and i == j:
+        u = self._distances.strip(self.rows[i], self.span(columns), len(columns), out=out, scratch=scratch)
+        if self.symmetric and i == columns[0]:
             u.diagonal(dim1=-2, dim2=-1).zero_()
         return u
 
@@ -143,8 +148,7 @@ def _with_ones(x: Tensor) -> Tensor:
     return torch.cat([x, torch.ones_like(x[..., :1])], dim=-1).mT.contiguous()
 
 
-def _add_input_derivative(result: Tensor, weights: Tensor, x: Tensor, other: Tensor) -> None:
-    """Result += diag(G 1) x - G x' for G = weights, coordinate by coordinate; x and x' carry a row of ones."""
+def _input_derivative(weights: Tensor, x: Tensor, other: Tensor) -> Tensor:
+    """diag(G 1) x - G x' for G = weights, coordinate by coordinate; x and x' carry a row of ones."""
     product = other @ weights.mT
-    result += product[..., -1:, :] * x[..., :-1, :]
-    result -= product[..., :-1, :]
+    return product[..., -1:, :] * x[..., :-1, :] - product[..., :-1, :]

@@ -40,14 +40,29 @@ class SquaredDistances:
     def batch_shape(self) -> torch.Size:
         return torch.broadcast_shapes(self._left.shape[:-2], self._right.shape[:-2])
 
-    def block(
-        self, rows: slice | Tensor, columns: slice, *, out: Tensor | None = None, scratch: Tensor | None = None
+    def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
+        """[*b, rows, columns], negative by a rounding error at most."""
+        return self.strip(rows, columns, 1).squeeze(-3)
+
+    def strip(
+        self,
+        rows: slice | Tensor,
+        columns: slice,
+        parts: int,
+        *,
+        out: Tensor | None = None,
+        scratch: Tensor | None = None,
     ) -> Tensor:
-        """[*b, rows, columns], negative by a rounding error at most; `out` and `scratch` of that shape are overwritten."""
-        u = torch.matmul(self._left[..., rows, :], self._right[..., columns, :].mT, out=out)
+        """The same for columns in so many equal parts, [*b, parts, rows, columns / parts].
+
+        `out` and `scratch` of that shape are overwritten.
+        """
+        left = self._left[..., rows, :].unsqueeze(-3)
+        right = self._right[..., columns, :].unflatten(-2, (parts, -1))
+        u = torch.matmul(left, right.mT, out=out)
         for coordinate in range(self._rows_apart.shape[-2]):
-            left = self._rows_apart[..., coordinate, rows].unsqueeze(-1)
-            right = self._columns_apart[..., coordinate, columns].unsqueeze(-2)
+            left = self._rows_apart[..., coordinate, rows].unsqueeze(-1).unsqueeze(-3)
+            right = self._columns_apart[..., coordinate, columns].unflatten(-1, (parts, -1)).unsqueeze(-2)
             difference = torch.sub(left, right, out=scratch)
             u.addcmul_(difference, difference)
         return u

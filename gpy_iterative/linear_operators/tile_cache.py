@@ -20,7 +20,7 @@ def version(tensor: Tensor) -> object:
 
 
 class TileCache:
-    """Tiles by (row, column), up to a number of bytes.
+    """Strips of tiles by (row, first column), up to a number of bytes.
 
     When its owner's tensors change, the tiles are forgotten but their memory is kept for the next ones: a training
     run fills the same buffers at every step.
@@ -51,7 +51,7 @@ class TileCache:
     def evaluate(
         self, key: Key, shape: torch.Size, like: Tensor, budget: int, evaluate: Callable[[Tensor], Tensor]
     ) -> Tensor | None:
-        """A new tile, evaluated in memory of the cache's own; None where the budget has no room for it."""
+        """A new strip, evaluated in memory of the cache's own; None where the budget has no room for it."""
         spare = self._spare.get((shape, like.dtype, like.device))
         if spare:
             tile = spare.pop()

@@ -16,8 +16,11 @@ class TileWeights(ABC):
     batch_shape: torch.Size
 
     @abstractmethod
-    def tile(self, rows: slice, columns: slice) -> Tensor:
-        """W of one tile; of a symmetric matrix's, what stands for (i, j) and (j, i) together. The caller's to overwrite."""
+    def strip(self, rows: slice, columns: slice, parts: int) -> Tensor:
+        """W of these rows and columns, the columns in equal parts: [*b, parts, rows, columns / parts], to be overwritten.
+
+        Of a symmetric matrix, what stands for (i, j) and (j, i) together.
+        """
 
 
 class BilinearWeights(TileWeights):
@@ -42,8 +45,8 @@ class BilinearWeights(TileWeights):
         """The factors of W + W^T, the weights of the pairs (i, j) and (j, i) together."""
         return torch.cat([self.left, self.right], dim=-1), torch.cat([self.right, self.left], dim=-1)
 
-    def tile(self, rows: slice, columns: slice) -> Tensor:
-        product = self._rows[..., rows, :] @ self._columns[..., columns, :].mT
+    def strip(self, rows: slice, columns: slice, parts: int) -> Tensor:
+        product = self._rows[..., rows, :].unsqueeze(-3) @ self._columns[..., columns, :].unflatten(-2, (parts, -1)).mT
         return product.mul_(0.5) if self._symmetric and rows == columns else product
 
 
@@ -54,8 +57,8 @@ class MatrixWeights(TileWeights):
         self.batch_shape = torch.broadcast_shapes(batch_shape, matrix.shape[:-2])
         self._matrix, self._symmetric = matrix.expand(*self.batch_shape, *matrix.shape[-2:]), symmetric
 
-    def tile(self, rows: slice, columns: slice) -> Tensor:
-        tile = self._matrix[..., rows, columns]
+    def strip(self, rows: slice, columns: slice, parts: int) -> Tensor:
+        block = self._matrix[..., rows, columns]
         if self._symmetric and rows != columns:
-            return tile + self._matrix[..., columns, rows].mT
-        return tile.clone()
+            block = block + self._matrix[..., columns, rows].mT
+        return block.unflatten(-1, (parts, -1)).transpose(-3, -2).clone(memory_format=torch.contiguous_format)

@@ -2,6 +2,9 @@
 
 A symmetric matrix is evaluated in its upper triangle of tiles only, each of which serves twice. Evaluated tiles
 are kept in a `TileCache` as far as its budget goes; the rest is evaluated again for every product.
+
+Tiles are multiplied in strips of neighbours by one batched product each: BLAS spreads the members of a batch over its
+threads far better than it does a single tile times a few columns (two cores, four columns: 1.5 times as fast).
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +19,10 @@ from gpy_iterative.linear_operators.tile_cache import TileCache, version
 from gpy_iterative.linear_operators.tile_weights import BilinearWeights, MatrixWeights, TileWeights
 
 Rows = slice | Tensor
+
+#: Tiles of one strip at the most. On two cores, strips of 2 are the fastest at every number of columns: both a batched
+#: product and an element-wise pass give each thread one tile, which stays in its cache.
+STRIP = 2
 
 
 def blocks(size: int, length: int) -> list[slice]:
@@ -52,10 +59,12 @@ class Tiles(ABC):
         self._like = owner[0]
         self._budget = products.cache_budget(self._like.device)
         self._scratch: dict[tuple[torch.Size, int], Tensor] = {}
+        #: The columns of tiles to visit in every row of them, in strips of equal tiles.
+        self.strips = [self._make_strips(i) for i in range(len(rows))]
 
     @abstractmethod
-    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
-        """Writes the tile of row block i and column block j into `out` and returns it."""
+    def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
+        """Writes the tiles of row block i and some column blocks into `out` [*b, g, rows, columns], and returns it."""
 
     @abstractmethod
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
@@ -65,24 +74,48 @@ class Tiles(ABC):
         """Whether the tensors are still as they were; in-place changes make the tiles stale."""
         return self._versions == [version(tensor) for tensor in self._owner]
 
+    def strip(self, i: int, columns: range) -> Tensor:
+        """The tiles of one of `strips[i]`, [*b, g, rows, columns]; valid until the next call, and not to be overwritten."""
+        kept = self._kept(i, columns)
+        return self.evaluate(i, columns, self.scratch(self.strip_shape(i, columns), 0)) if kept is None else kept
+
     def tile(self, i: int, j: int) -> Tensor:
         """The tile (i, j), i <= j when symmetric; valid until the next call, and not to be overwritten."""
-        shape = self.tile_shape(i, j)
-        if self._budget > 0:
-            self.cache.claim(*self._owner)
-            kept = self.cache.get((i, j))
-            if kept is None:
-                kept = self.cache.evaluate(
-                    (i, j), shape, self._like, self._budget, lambda out: self.evaluate(i, j, out)
-                )
-            if kept is not None:
-                return kept
-        return self.evaluate(i, j, self.scratch(shape, 0))
+        columns = next(columns for columns in self.strips[i] if j in columns)
+        kept = self._kept(i, columns)
+        if kept is not None:
+            return kept[..., columns.index(j), :, :]
+        alone = range(j, j + 1)
+        return self.evaluate(i, alone, self.scratch(self.strip_shape(i, alone), 0)).squeeze(-3)
 
-    def tile_shape(self, i: int, j: int) -> torch.Size:
-        """[*b, rows, columns] of one tile."""
-        rows, columns = self.rows[i], self.columns[j]
-        return torch.Size((*self.shape[:-2], rows.stop - rows.start, columns.stop - columns.start))
+    def _kept(self, i: int, columns: range) -> Tensor | None:
+        """The strip from the cache, evaluated if it was not yet; None where there is no room for it."""
+        if self._budget <= 0:
+            return None
+        self.cache.claim(*self._owner)
+        key = (i, columns[0])
+        kept = self.cache.get(key)
+        if kept is None:
+            shape = self.strip_shape(i, columns)
+            kept = self.cache.evaluate(key, shape, self._like, self._budget, lambda out: self.evaluate(i, columns, out))
+        return kept
+
+    def strip_shape(self, i: int, columns: range) -> torch.Size:
+        """[*b, g, rows, columns] of neighbouring tiles of equal shape."""
+        rows, first = self.rows[i], self.columns[columns[0]]
+        return torch.Size((*self.shape[:-2], len(columns), rows.stop - rows.start, first.stop - first.start))
+
+    def _make_strips(self, i: int) -> list[range]:
+        """A tile on the diagonal, which serves once, is alone; so is the last one, which may be narrower."""
+        stop = len(self.columns) - 1
+        if not self.symmetric:
+            alone, first = [], 0
+        elif i == stop:
+            return [range(i, i + 1)]
+        else:
+            alone, first = [range(i, i + 1)], i + 1
+        neighbours = [range(start, min(start + STRIP, stop)) for start in range(first, stop, STRIP)]
+        return [*alone, *neighbours, range(stop, stop + 1)] if self.columns else []
 
     def scratch(self, shape: torch.Size, which: int) -> Tensor:
         """Working memory that lives as long as this object; one tensor for every shape and number."""
@@ -91,22 +124,28 @@ class Tiles(ABC):
             self._scratch[key] = torch.empty(shape, dtype=self._like.dtype, device=self._like.device)
         return self._scratch[key]
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """The tiles to visit: the upper triangle of a symmetric matrix, all of any other."""
-        return [(i, j) for i in range(len(self.rows)) for j in range(i if self.symmetric else 0, len(self.columns))]
+    def span(self, columns: range) -> slice:
+        """The columns of the matrix that a strip covers."""
+        return slice(self.columns[columns[0]].start, self.columns[columns[-1]].stop)
 
     def matmul(self, rhs: Tensor) -> Tensor:
         """The matrix times rhs [*b, m, s]."""
-        batch = torch.broadcast_shapes(self.shape[:-2], rhs.shape[:-2])
         # Columns contiguous: with a handful of them, BLAS is up to eight times slower on the other layout.
-        rhs = rhs.mT.contiguous()
-        result = rhs.new_zeros(*batch, rhs.shape[-2], self.shape[-2])
-        for i, j in self.pairs():
-            rows, columns, tile = self.rows[i], self.columns[j], self.tile(i, j)
-            add_product(result[..., rows], rhs[..., columns], tile.mT)
-            if self.symmetric and i != j:
-                add_product(result[..., columns], rhs[..., rows], tile)
+        batch = torch.broadcast_shapes(self.shape[:-2], rhs.shape[:-2])
+        rhs = rhs.expand(*batch, *rhs.shape[-2:]).mT.contiguous()
+        result = rhs.new_zeros(*rhs.shape[:-1], self.shape[-2])
+        for i, rows in enumerate(self.rows):
+            for columns in self.strips[i]:
+                tiles = self.strip(i, columns)
+                result[..., rows] += (self.parts(rhs, columns) @ tiles.mT).sum(-3)
+                if self.symmetric and columns[0] != i:
+                    parts = self.parts(result, columns)
+                    parts += rhs[..., rows].unsqueeze(-3) @ tiles
         return result.mT
+
+    def parts(self, vectors: Tensor, columns: range) -> Tensor:
+        """The parts of vectors [*b, s, m] that face the tiles of a strip, [*b, g, s, columns]: a view."""
+        return vectors[..., self.span(columns)].unflatten(-1, (len(columns), -1)).transpose(-3, -2)
 
     # Parts of the matrix, without batch dimensions
 
@@ -118,11 +157,10 @@ class Tiles(ABC):
         rhs = rhs.mT.contiguous()  # as in `matmul`
         result = rhs.new_zeros(rhs.shape[-2], size)
         for i, part, outer in _overlaps(self.rows, rows):
-            for j, columns in enumerate(self.columns):
-                if self.symmetric and i > j:
-                    add_product(result[:, outer], rhs[:, columns], self.tile(j, i)[:, part])
-                else:
-                    add_product(result[:, outer], rhs[:, columns], self.tile(i, j)[part, :].mT)
+            for columns in self.strips[i]:
+                result[:, outer] += (self.parts(rhs, columns) @ self.strip(i, columns)[:, part].mT).sum(0)
+            for j in range(i if self.symmetric else 0):
+                result[:, outer].addmm_(rhs[:, self.rows[j]], self.tile(j, i)[:, part])
         return result.mT
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
@@ -130,22 +168,27 @@ class Tiles(ABC):
         rhs = rhs.mT.contiguous()
         result = rhs.new_zeros(rhs.shape[-2], self.shape[-2])
         for j, part, outer in _overlaps(self.columns, columns):
-            for i, rows in enumerate(self.rows):
-                if self.symmetric and i > j:
-                    add_product(result[:, rows], rhs[:, outer], self.tile(j, i)[part, :])
-                else:
-                    add_product(result[:, rows], rhs[:, outer], self.tile(i, j)[:, part].mT)
+            for i in range(j if self.symmetric else len(self.rows)):
+                result[:, self.rows[i]].addmm_(rhs[:, outer], self.tile(i, j)[:, part].mT)
+            if self.symmetric:
+                for strip in self.strips[j]:
+                    parts = self.parts(result, strip)
+                    parts += rhs[:, outer] @ self.strip(j, strip)[:, part]
         return result.mT
 
     def principal_block(self, block: slice) -> Tensor:
         """The block on the diagonal, as a dense tensor: the caller's to overwrite."""
         if not self.symmetric:
             raise ValueError("A rectangular kernel matrix has no principal blocks.")
+        size = len(range(*block.indices(self.shape[-1])))
+        result = self._like.new_empty(size, size)
         overlaps = _overlaps(self.rows, block)
-        if len(overlaps) != 1:
-            return self.block(block, block)
-        i, part, _ = overlaps[0]
-        return self.tile(i, i)[part, part].clone()
+        for number, (i, part, rows) in enumerate(overlaps):
+            for j, other, columns in overlaps[number:]:
+                result[rows, columns] = tile = self.tile(i, j)[part, other]
+                if i != j:
+                    result[columns, rows] = tile.mT
+        return result
 
 
 def _overlaps(tiles: list[slice], wanted: slice) -> list[tuple[int, slice, slice]]:
@@ -159,14 +202,6 @@ def _overlaps(tiles: list[slice], wanted: slice) -> list[tuple[int, slice, slice
         inner = slice(first - tiles[index].start, last - tiles[index].start)
         overlaps.append((index, inner, slice(first - start, last - start)))
     return overlaps
-
-
-def add_product(result: Tensor, left: Tensor, right: Tensor) -> None:
-    """Result += left @ right, in place where no batch dimension stands in the way."""
-    if result.dim() == 2 and left.dim() == 2 and right.dim() == 2:
-        result.addmm_(left, right)
-    else:
-        result += left @ right
 
 
 class TiledLinearOperator(LinearOperator):
