@@ -296,4 +296,9 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             "logdet", residual, operator.shape, lambda: self.logdet_probes.draw(operator, None, self._state.generator)
         )
         probes = self.logdet_probes.probes(operator, None, randomness)
-        return stochastic_logdet(operator, probes.vectors, preconditioner=probes.covariance)
+        learned = self._state.kept_draws("quadrature")
+        estimate = stochastic_logdet(
+            operator, probes.vectors, preconditioner=probes.covariance, shares=learned and learned["shares"]
+        )
+        self._state.keep("quadrature", {"shares": estimate.shares})
+        return estimate

@@ -49,6 +49,10 @@ class TrainingState:
             kept = self.frozen[name] = draw()
         return kept
 
+    def keep(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """What else the next step of the same problem goes on from."""
+        self.frozen[name] = tensors
+
     def kept_draws(self, name: str) -> Randomness | None:
         """The draws of the last step."""
         return self.frozen.get(name)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
@@ -44,6 +45,73 @@ def test_early_stop_stays_within_the_error() -> None:
     early = stochastic_logdet(operator, probes, preconditioner)
     full = stochastic_logdet(operator, probes, preconditioner, max_iterations=N, tolerance=1e-12)
     assert 0 < (early.mean - full.mean).abs() < 2 * early.sem
+
+
+class Counting(NoisyLinearOperator):
+    """Counts its products."""
+
+    products = 0
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        self.products += 1
+        return super()._matmul(rhs)
+
+
+def similar_systems() -> tuple[NoisyLinearOperator, NoisyLinearOperator, LowRankPlusDiagonal]:
+    """A system, the same one some training steps later, and the later one's preconditioner."""
+    x, _, _ = oracles.problem(300)
+    systems = [
+        NoisyLinearOperator(
+            RadialKernelLinearOperator(x / lengthscale, torch.tensor(1.0).double(), function=RBF),
+            torch.full((300,), noise).double(),
+        )
+        for lengthscale, noise in ((0.3, 0.02), (0.31, 0.019))
+    ]
+    return systems[0], systems[1], PivotedCholesky(rank=20).build(systems[1])
+
+
+def test_shares_of_an_earlier_step_save_products() -> None:
+    before, after, preconditioner = similar_systems()
+    old = PivotedCholesky(rank=20).build(before)
+    generator = torch.Generator().manual_seed(0)
+    learned = stochastic_logdet(before, draw(old, 32, generator), old)
+    probes = draw(preconditioner, 32, generator)
+    truth = stochastic_logdet(after, probes, preconditioner, max_iterations=40, tolerance=1e-12)
+    counts = {}
+    for name, shares in (("without", None), ("with", learned.shares)):
+        operator = Counting(after.kernel, after.noise)
+        estimate = stochastic_logdet(operator, probes, preconditioner, shares=shares)
+        counts[name] = operator.products
+        assert (estimate.mean - truth.mean).abs() < 2 * estimate.sem
+    assert learned.shares.shape == (len(learned.shares),)
+    assert counts["with"] <= counts["without"] - 2
+
+
+@pytest.mark.parametrize("moved", [-0.2, 0.2])
+def test_shares_that_no_longer_hold_are_found_out(moved: float) -> None:
+    """Trusted to the end, they would make an error of about nine standard errors at the second iteration."""
+    _, operator, preconditioner = similar_systems()
+    probes = draw(preconditioner, 32, torch.Generator().manual_seed(0))
+    truth = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-12)
+    shares = truth.shares + moved
+    misled = stochastic_logdet(operator, probes, preconditioner, shares=shares)
+    assert (misled.mean - truth.mean).abs() < 2 * misled.sem
+    tight = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-9, shares=shares)
+    torch.testing.assert_close(tight.mean, truth.mean, rtol=1e-6, atol=1e-5)
+    anew = stochastic_logdet(operator, probes, preconditioner, shares=shares[:1])
+    assert len(anew.shares) > 2
+    assert (anew.shares - truth.shares[: len(anew.shares)])[:2].abs().max() < 0.05
+
+
+@pytest.mark.parametrize("noise", [0.01, 1.0])
+def test_an_operator_whose_floor_is_unknown(noise: float) -> None:
+    operator = system(noise)
+    preconditioner = PivotedCholesky(rank=20).build(operator)
+    probes = draw(preconditioner, 4, torch.Generator().manual_seed(0))
+    full = stochastic_logdet(operator, probes, preconditioner, max_iterations=N, tolerance=1e-12)
+    dense = DenseLinearOperator(operator.to_dense())
+    estimate = stochastic_logdet(dense, probes, preconditioner)
+    assert (estimate.mean - full.mean).abs() < 2 * estimate.sem
 
 
 def test_full_rank_preconditioner_leaves_nothing_to_estimate() -> None:
