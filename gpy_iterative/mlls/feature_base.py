@@ -7,6 +7,7 @@ keeps about the weights.
 
 import math
 import time
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_finite
-from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.errors import BiasWarning, NonFiniteError
 from gpy_iterative.mlls.minibatch_state import MinibatchState
 from gpy_iterative.mlls.report import MinibatchReport
 from gpy_iterative.mlls.training_state import make_generator
@@ -39,6 +40,8 @@ from gpy_iterative.weight_space import (
 
 #: Rows of a step where nothing else is said.
 BATCH_SIZE = 256
+#: Steps after which an optimiser that does not know the weights is noticed.
+STEPS_ALONE = 10
 
 
 class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
@@ -71,6 +74,8 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         self.report: MinibatchReport | None = None
         self._state = MinibatchState(make_generator(generator), f"{type(self).__name__}({options})")
         self._params: tuple[Any, ...] = ()
+        self._versions: tuple[list[int], list[int]] = [], []
+        self._steps_alone = 0
         self._size_of(self._train_size())
         self.num_features = self._count_features() if self.needs_features else 0
 
@@ -155,6 +160,8 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
                 for name, tensor in moved.items():
                     self._replace(name, tensor.detach())
                 self._state.steps += 1
+        if trains:
+            self._notice_forgotten_parameters()
         self._params = params
         result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
         result = self._add_other_terms(result, params).div(num_data)
@@ -243,6 +250,23 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
             self._buffers[name] = tensor
         else:
             self._parameters[name].data = tensor
+
+    def _notice_forgotten_parameters(self) -> None:
+        """BiasWarning, once, where an optimiser moves the hyperparameters and leaves the weights where they were."""
+        own = [p for p in self._parameters.values() if p is not None and p.requires_grad]
+        before, self._versions = (
+            self._versions,
+            ([p._version for p in own], [p._version for p in self.model.parameters()]),
+        )
+        alone = bool(own) and self._versions[0] == before[0] and self._versions[1] != before[1]
+        self._steps_alone = self._steps_alone + 1 if alone else 0
+        if self._steps_alone == STEPS_ALONE:
+            warnings.warn(
+                f"The last {STEPS_ALONE} steps moved hyperparameters and left the parameters of "
+                f"{type(self).__name__} itself where they were: make the optimiser with mll.parameters().",
+                BiasWarning,
+                stacklevel=4,
+            )
 
     def _restart(self, problem: WeightSpaceProblem, target: Tensor, chunk_size: int = 4096) -> None:
         check_features(self.model)

@@ -87,12 +87,16 @@ class WeightSpacePosterior:
             )
 
     def sample_paths(self, num_paths: int) -> "WeightSpacePaths":
-        """Posterior samples as functions: `paths(x)` evaluates the same functions at any x, [num_paths, *b, t]."""
+        """Posterior samples as functions: `paths(x)` evaluates the same functions at any x, [num_paths, *b, t].
+
+        The first functions of a larger number are those of a smaller one. Cost m^2 num_paths.
+        """
         check_count("num_paths", num_paths)
         weights = self.weights
         generator = torch.Generator().manual_seed(self._seed)
-        normal = torch.randn(num_paths, len(weights.mean), generator=generator, dtype=torch.float64)
-        samples = weights.mean.unsqueeze(-1) + weights.root @ normal.mT.to(weights.root)
+        # One by one: the first of many draws at once are not those of fewer.
+        draws = [torch.randn(len(weights.mean), generator=generator, dtype=torch.float64) for _ in range(num_paths)]
+        samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1).to(weights.root)
         with evaluating(self.model, self.likelihood):
             return WeightSpacePaths(copy.deepcopy(self.model), samples)
 

@@ -125,6 +125,11 @@ class WeightSpaceProblem:
                 f"One output and one model are supported, not a {type(function_dist).__name__} of shape "
                 f"{tuple(function_dist.mean.shape)}. Independent outputs: one model each, with SumMarginalLogLikelihood."
             )
+        if target.shape != function_dist.loc.shape:
+            raise ValueError(
+                f"The target's shape {tuple(target.shape)} is not the prior's, {tuple(function_dist.loc.shape)}: one model "
+                "for each of several sets of targets."
+            )
         self.prior = WeightSpacePrior(function_dist)
         for term in self.prior.terms:
             if term.inputs.dim() != 2 or term.kernel.batch_shape:
