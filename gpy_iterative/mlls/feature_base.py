@@ -94,6 +94,10 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
     def _settle(self, problem: WeightSpaceProblem) -> None:
         """What the last training step left to do after the optimiser's step; without autograd."""
 
+    def _trains(self) -> bool:
+        """Whether a call now is a training step."""
+        return self.training and torch.is_grad_enabled()
+
     def _has_unsettled(self) -> bool:
         return False
 
@@ -142,7 +146,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         problem = self._problem(function_dist, target, *params, **kwargs)
         num_data = problem.num_data
         size = self._size_of(num_data)
-        trains = self.training and torch.is_grad_enabled()
+        trains = self._trains()
         with torch.inference_mode(False), torch.no_grad(), self._unchanged_by_failure():
             if self._state.started_for != num_data:
                 self._restart(problem, target)

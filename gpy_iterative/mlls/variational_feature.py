@@ -16,6 +16,7 @@ from torch import Tensor
 from gpy_iterative.mlls.feature_base import FeatureMarginalLogLikelihood
 from gpy_iterative.mlls.tracker_rate import resolved_rate
 from gpy_iterative.weight_space import (
+    FeatureBatch,
     WeightDistribution,
     WeightSpaceProblem,
     exact_statistics,
@@ -28,8 +29,8 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """An unbiased mini-batch estimate of a lower bound on the marginal likelihood, whose maximum is the exact one's.
 
     The bound is that of weights N(v, S) in place of their posterior: equal to the log marginal likelihood where they are
-    the posterior, with the same gradient for every hyperparameter there. For all weights, the mean over batches of value
-    and gradient is the full-data one. `gap()` measures how far the weights are behind.
+    the posterior, with the same gradient for every hyperparameter there. For all weights that do not know the batch, the
+    mean over batches of value and gradient is the full-data one. `gap()` measures how far the weights are behind.
 
     Args:
         likelihood: Gaussian, with independent noise: homoskedastic, fixed or heteroskedastic.
@@ -41,6 +42,9 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             a step.
         tracker_rate: step size in (0, 1] of the natural update, or a function of the step's number (from 0); None is
             min(.05, .1 b / m), falling with the square root of the steps to .001.
+        include_batch: whether the natural update comes before the estimate, so that its weights know the batch. That lets
+            the weights follow a network, without which deep kernels do not train, for a bias of the order of the rate. Off,
+            value and gradient are exactly unbiased for any weights, as with update="gradient".
         centred: whether weights are those of the features before scaling (by outputscales, a LinearKernel's variances).
             Off, scales and weights have to follow each other, which left up to nine times more to do.
         generator: a generator, or the seed of one. The global generator is never touched.
@@ -63,6 +67,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         batch_size: int | None = None,
         update: Literal["natural", "gradient"] = "natural",
         tracker_rate: float | Callable[[int], float] | None = None,
+        include_batch: bool = True,
         centred: bool = True,
         generator: torch.Generator | int | None = None,
     ) -> None:
@@ -73,9 +78,13 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
                 "tracker_rate is an option of update='natural'; with 'gradient' the optimiser has the rate."
             )
         super().__init__(
-            likelihood, model, batch_size=batch_size, generator=generator, options=f"{update}, centred={centred}"
+            likelihood,
+            model,
+            batch_size=batch_size,
+            generator=generator,
+            options=f"{update}, include_batch={include_batch}, centred={centred}",
         )
-        self.update, self.centred = update, centred
+        self.update, self.include_batch, self.centred = update, include_batch, centred
         zeros, identity = self._blank_state()
         if update == "natural":
             self.tracker_rate = resolved_rate(tracker_rate, self._size_of(self._train_size()), self.num_features)
@@ -106,14 +115,17 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         )
 
     def _step(self, problem: WeightSpaceProblem, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        batch, weights = self._batch(problem, rows), self._weights()
+        batch = self._batch(problem, rows)
+        moved = self._tracked(batch) if self.update == "natural" and self._trains() else {}
+        includes = self.include_batch and bool(moved)
+        weights = WeightDistribution.from_precision(**moved) if includes else self._weights()
         loss = surrogate(batch, weights.mean, weights.root, weights.root) - weights.log_determinant - self.num_features
-        if self.update == "gradient":
-            return loss, {}
-        # The estimate's own weights do not know this batch yet: that is what keeps it unbiased.
+        return loss, moved
+
+    @torch.no_grad()
+    def _tracked(self, batch: FeatureBatch) -> dict[str, Tensor]:
         rate = self.tracker_rate(self._state.steps)
-        with torch.no_grad():
-            return loss, {
-                "precision": torch.lerp(self.precision, batch.precision(), rate),
-                "moment": torch.lerp(self.moment, batch.moment(), rate),
-            }
+        return {
+            "precision": torch.lerp(self.precision, batch.precision(), rate),
+            "moment": torch.lerp(self.moment, batch.moment(), rate),
+        }

@@ -25,9 +25,10 @@ def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) ->
         left: [m, k].
         right: [m, k]: S = left right^T, which need not be positive definite here.
 
-    Cost b m k multiply-adds.
+    Cost b m k multiply-adds, twice that where right is another matrix.
     """
-    spread = ((batch.basis @ left) * (batch.basis @ right)).sum(-1)
+    projected = batch.basis @ left
+    spread = (projected * (projected if right is left else batch.basis @ right)).sum(-1)
     misfit = (batch.residual - batch.basis @ mean).square()
     data = ((misfit + spread) / batch.noise + batch.noise.log()).sum()
     prior = ((mean.square() + (left * right).sum(-1)) / batch.variances + batch.variances.log()).sum()

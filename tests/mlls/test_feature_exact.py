@@ -15,6 +15,9 @@ METHODS = {
     "natural-uncentred": lambda lik, model, **o: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
         lik, model, centred=False, **o
     ),
+    "natural-unbiased": lambda lik, model, **o: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
+        lik, model, include_batch=False, **o
+    ),
     "gradient": lambda lik, model, **o: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
         lik, model, update="gradient", **o
     ),
