@@ -20,7 +20,8 @@ from torch import Tensor
 import gpy_iterative as gpi
 from benchmarks.datasets import Split, load
 from benchmarks.quality import scores
-from benchmarks.runner import Outcome, contender
+from benchmarks.runner import RESULTS, Outcome, contender
+from benchmarks.truncation_table import Progress
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -204,7 +205,7 @@ def full_batch(data: Split, *, kernel: str, steps: int, rate: float, seed: int) 
 
 def _register(name: str, make: Make) -> None:
     @contender("feature-kernels", name)
-    def run(*, dataset: str, split: int, rows: int | None, full_steps: int, **options: Any) -> Outcome:
+    def run(*, dataset: str, split: int, rows: int | None, **options: Any) -> Outcome:
         return train(load(dataset, split, rows=rows), make, seed=split, **options)
 
 
@@ -213,9 +214,46 @@ for _name, _make in METHODS.items():
 
 
 @contender("feature-kernels", "full batch")
-def _full_batch(*, dataset: str, split: int, rows: int | None, full_steps: int, **options: Any) -> Outcome:
-    data = load(dataset, split, rows=rows)
-    return full_batch(data, kernel=options["kernel"], steps=full_steps, rate=options["rate"], seed=split)
+def _full_batch(*, dataset: str, split: int, rows: int | None, **options: Any) -> Outcome:
+    return full_batch(load(dataset, split, rows=rows), seed=split, **options)
+
+
+def progress() -> Progress:
+    """Finished runs, with which an interrupted table goes on."""
+    return Progress(RESULTS / "feature_kernels.json")
+
+
+HEADER = [
+    "data",
+    "method",
+    "splits",
+    "NLML",
+    "published minimax, SCGD, SVGP, BSGD",
+    "RMSE",
+    "published",
+    "NLPD",
+    "minutes",
+]
+
+
+def row(dataset: str, method: str, kernel: str, batch_size: int, outcomes: list[Outcome]) -> list[str]:
+    """A line of the table: means and standard deviations over splits, beside the published means."""
+    published = PUBLISHED[dataset].get(batch_size) if kernel == "linear" else None
+    published_rmse = PUBLISHED_RMSE[dataset] if kernel == "linear" and batch_size == 128 else None
+    shown = lambda figures: " ".join(f"{figure:.3f}" for figure in figures or ())
+    column = lambda name: torch.tensor([outcome[name] for outcome in outcomes], dtype=torch.float64)
+    mean_and_sd = lambda name: f"{column(name).mean():.3f} ± {column(name).std(unbiased=False):.3f}"
+    return [
+        dataset,
+        method,
+        str(len(outcomes)),
+        mean_and_sd("nlml"),
+        shown(published),
+        mean_and_sd("rmse"),
+        shown(published_rmse),
+        mean_and_sd("nlpd"),
+        f"{column('seconds_training').mean() / 60:.1f}",
+    ]
 
 
 def draw_curves(runs: dict[str, dict[str, Outcome]], path: Path) -> None:
