@@ -304,7 +304,7 @@ def truncation_table(
 def feature_kernels(
     dataset: Annotated[list[str] | None, typer.Option(help="Data sets; all seven by default.")] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="natural, gradient, scgd, minimax, bsgd, 'full batch'.")
+        list[str] | None, typer.Option(help="natural, 'natural .2', gradient, scgd, minimax, bsgd, 'full batch'.")
     ] = None,
     kernel: Annotated[str, typer.Option(help="linear (m = 128) or fourier (m = 1000), over the network.")] = "linear",
     batch_size: int = 128,

@@ -125,6 +125,9 @@ METHODS: dict[str, Make] = {
     "natural": lambda m, b, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
         m.likelihood, m, batch_size=b, generator=seed
     ),
+    "natural .2": lambda m, b, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
+        m.likelihood, m, batch_size=b, tracker_rate=0.2, generator=seed
+    ),
     "gradient": lambda m, b, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
         m.likelihood, m, batch_size=b, update="gradient", generator=seed
     ),
