@@ -12,6 +12,9 @@ from rich.table import Table
 from benchmarks import bias as bias_module
 from benchmarks import demo as demo_module
 from benchmarks import epochs as epochs_module
+from benchmarks import feature_kernels as feature_kernels_module
+from benchmarks import feature_order as feature_order_module
+from benchmarks import feature_step as feature_step_module
 from benchmarks import gradient_quality as gradient_quality_module
 from benchmarks import memory as memory_module
 from benchmarks import product as product_module
@@ -297,6 +300,110 @@ def truncation_table(
     )
 
 
+@app.command(name="feature-kernels")
+def feature_kernels(
+    dataset: Annotated[list[str] | None, typer.Option(help="Data sets; all seven by default.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="natural, 'natural .2', gradient, scgd, minimax, bsgd, 'full batch'.")
+    ] = None,
+    kernel: Annotated[str, typer.Option(help="linear (m = 128) or fourier (m = 1000), over the network.")] = "linear",
+    batch_size: int = 128,
+    epochs: int = 100,
+    rate: Annotated[float, typer.Option(help="Adam's, falling to 0.")] = 0.01,
+    splits: Annotated[int, typer.Option(help="Of the ten 90/10 splits; the publication has five.")] = 5,
+    rows: Annotated[int | None, typer.Option(help="First training rows only.")] = None,
+    full_steps: Annotated[int, typer.Option(help="Adam steps of the full batch.")] = 300,
+    picture: Annotated[Path | None, typer.Option(help="File for the picture of NLML against epochs.")] = None,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """NLML and RMSE by the protocol of Shoham and Avron, beside theirs. Goes on where it was interrupted."""
+    progress = feature_kernels_module.progress()
+    shown, curves = [], {}
+    for name in dataset or list(feature_kernels_module.PUBLISHED):
+        for kind in method or list(CONTENDERS["feature-kernels"]):
+            outcomes = []
+            for split in range(splits):
+                options = {
+                    "dataset": name,
+                    "split": split,
+                    "rows": rows,
+                    "kernel": kernel,
+                    "rate": rate,
+                    **({"steps": full_steps} if kind == "full batch" else {"batch_size": batch_size, "epochs": epochs}),
+                }
+                key = progress.key(kind, options)
+                if key not in progress.runs:
+                    outcome = _compare("feature-kernels", [kind], threads=threads, **options)[kind]
+                    if "error" in outcome:
+                        continue
+                    progress.record(key, outcome, environment(threads))
+                outcomes.append(progress.runs[key])
+            if outcomes:
+                shown.append(feature_kernels_module.row(name, kind, kernel, batch_size, outcomes))
+                curves.setdefault(name, {})[kind] = outcomes[0]
+    _table(
+        f"network, {kernel} kernel; b = {batch_size}, {epochs} epochs, Adam at {rate}; published: five splits, 100 epochs",
+        feature_kernels_module.HEADER,
+        shown,
+    )
+    if picture is not None:
+        feature_kernels_module.draw_curves(curves, picture)
+        console.print(f"drew {picture}")
+
+
+@app.command(name="feature-order")
+def feature_order(
+    epochs: int = 100,
+    rates: Annotated[list[float] | None, typer.Option(help="Adam's; .05 and .01 by default.")] = None,
+    seeds: int = 2,
+) -> None:
+    """Excess NLML over the exact optimum with few hyperparameters: kin40k, 500 rows, 64 random Fourier features."""
+    table = feature_order_module.order_table(epochs=epochs, rates=rates or [0.05, 0.01], seeds=seeds)
+    _table(
+        "excess NLML per datum",
+        ["method", "rate", "mean", "each"],
+        [
+            [o["method"], str(o["rate"]), f"{sum(o['excess']) / seeds:.1e}", " ".join(f"{e:.1e}" for e in o["excess"])]
+            for o in table
+        ],
+    )
+    _finish("feature_order", {"epochs": epochs, "seeds": seeds}, torch.get_num_threads(), table=table)
+
+
+@app.command(name="feature-step")
+def feature_step(
+    n: Annotated[list[int] | None, typer.Option(help="Rows; 10,000 and 1,000,000 by default.")] = None,
+    m: int = 256,
+    batch_size: int = 256,
+    steps: int = 100,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Seconds and memory of a mini-batch step, which do not depend on the number of rows."""
+    options = {"m": m, "batch_size": batch_size, "steps": steps}
+    sizes = n or [10_000, 1_000_000]
+    names = list(CONTENDERS["feature-step"])
+    outcomes = {size: _compare("feature-step", names, threads=threads, n=size, **options) for size in sizes}
+    _table(
+        f"m = {m}, b = {batch_size}, {threads} threads, float32 data",
+        ["method", "n", "ms / step, median", "least", "over the first n", "first call, s", "MB beyond the data"],
+        [
+            [
+                name,
+                str(size),
+                f"{1e3 * o['seconds']:.1f}",
+                f"{1e3 * o['least']:.1f}",
+                f"{o['seconds'] / outcomes[sizes[0]][name]['seconds']:.2f}",
+                f"{o['seconds_first']:.2f}",
+                f"{o['megabytes_beyond']:.0f}",
+            ]
+            for size, by_name in outcomes.items()
+            for name, o in by_name.items()
+            if "error" not in o
+        ],
+    )
+    _finish("feature_step", options, threads, outcomes=outcomes)
+
+
 @app.command()
 def demo(
     steps: int = 5, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
@@ -314,6 +421,7 @@ def contender(case: str, name: str, options: str, output: Path) -> None:
 __all__ = [
     "app",
     "epochs_module",
+    "feature_step_module",
     "memory_module",
     "product_module",
     "quality_module",

@@ -21,13 +21,14 @@ SOURCE = "https://raw.githubusercontent.com/treforevans/uci_datasets/master/uci_
 
 @dataclass(frozen=True)
 class Split:
-    """One train/test split, standardised; x [n, d], y [n]."""
+    """One train/test split, standardised; x [n, d], y [n]. A unit of y is `target_scale` of the data's own."""
 
     name: str
     train_x: Tensor
     train_y: Tensor
     test_x: Tensor
     test_y: Tensor
+    target_scale: float = 1.0
 
 
 #: SHA-256 of the uncompressed data.csv, and of test_mask.csv.
@@ -139,6 +140,7 @@ def standardise(
         tensor((y - y_mean) / y_scale),
         tensor((test_x - mean) / scale),
         tensor((test_y - y_mean) / y_scale),
+        float(y_scale),
     )
 
 

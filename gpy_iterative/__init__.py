@@ -11,6 +11,7 @@ from gpy_iterative import (
     solvers,
     spectral,
     truncation,
+    weight_space,
 )
 from gpy_iterative.initialization import initialize_from_subsets
 
@@ -26,4 +27,5 @@ __all__ = [
     "solvers",
     "spectral",
     "truncation",
+    "weight_space",
 ]

@@ -31,3 +31,7 @@ class ConvergenceWarning(NumericalWarning):
 
 class VarianceWarning(NumericalWarning):
     """A stochastic estimate is noisier than what it is used for."""
+
+
+class BiasWarning(NumericalWarning):
+    """An estimator was set up so that its optimum is not that of what it estimates; the text says which lever helps."""

@@ -2,12 +2,17 @@
 
 from gpy_iterative.linear_operators.from_gpytorch import (
     KernelTerm,
+    active_inputs,
+    check_kernel_dtype,
+    check_noise,
     flat_targets,
     kernel_operator,
     kernel_terms,
+    noise_operator,
     noisy_operator,
     observed_data,
     operator_of_kernel,
+    prior_parts,
 )
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
@@ -25,15 +30,20 @@ __all__ = [
     "RadialKernelLinearOperator",
     "TileCache",
     "TileCaches",
+    "active_inputs",
+    "check_kernel_dtype",
+    "check_noise",
     "columns_matmul",
     "dense_rows",
     "flat_targets",
     "kernel_operator",
     "kernel_terms",
     "matrix_derivative",
+    "noise_operator",
     "noisy_operator",
     "observed_data",
     "operator_of_kernel",
     "principal_block",
+    "prior_parts",
     "rows_matmul",
 ]

@@ -4,7 +4,7 @@ Nothing is evaluated that a user's kernel would store as an n x n matrix; what a
 (a dense matrix, a Kronecker or Toeplitz structure) is taken as it is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -127,12 +127,7 @@ def _is_lazy(covariance: LinearOperator) -> bool:
 def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, how: _How) -> LinearOperator:
     x1, x2 = lazy.x1, lazy.x2
     kernel = lazy.kernel
-    for name, parameter in kernel.named_parameters():
-        if x1.is_floating_point() and parameter.dtype != x1.dtype:
-            raise ValueError(
-                f"The inputs have dtype {x1.dtype} but the kernel's parameter {name} has {parameter.dtype}: "
-                "call model.double() or model.float(), or convert the inputs."
-            )
+    check_kernel_dtype(kernel, x1)
     same = x1 is x2 or (x1.shape == x2.shape and torch.equal(x1, x2))
     if lazy.last_dim_is_batch or lazy.params:
         with gpytorch.settings.lazily_evaluate_kernels(False):
@@ -141,6 +136,16 @@ def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, how: _How) -> LinearOperato
             )
         return to_linear_operator(evaluated)
     return _of_kernel(kernel, x1, None if same else x2, how)
+
+
+def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
+    """Raises ValueError with the first parameter of another dtype than the inputs."""
+    for name, parameter in kernel.named_parameters():
+        if inputs.is_floating_point() and parameter.dtype != inputs.dtype:
+            raise ValueError(
+                f"The inputs have dtype {inputs.dtype} but the kernel's parameter {name} has {parameter.dtype}: "
+                "call model.double() or model.float(), or convert the inputs."
+            )
 
 
 def operator_of_kernel(
@@ -158,7 +163,7 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How)
     if type(kernel) is kernels.AdditiveKernel:
         return _sum(
             [
-                _of_kernel(part, _active(part, x1), None if x2 is None else _active(part, x2), how)
+                _of_kernel(part, active_inputs(part, x1), None if x2 is None else active_inputs(part, x2), how)
                 for part in kernel.kernels
             ]
         )
@@ -176,7 +181,8 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How)
     return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, **how.options())
 
 
-def _active(kernel: kernels.Kernel, x: Tensor) -> Tensor:
+def active_inputs(kernel: kernels.Kernel, x: Tensor) -> Tensor:
+    """The columns of x [*b, n, D] that the kernel sees, [*b, n, d]."""
     return x if kernel.active_dims is None else x.index_select(-1, kernel.active_dims)
 
 
@@ -301,7 +307,7 @@ def noisy_operator(
         whole = kernel_operator(covariance, products, caches) + noise
         return whole if observed is None else MaskedLinearOperator(whole, observed, observed)
     variances = noise.diagonal(dim1=-1, dim2=-2)
-    _check_noise(variances)
+    check_noise(variances)
     kernel = kernel_operator(covariance if observed is None else _masked(covariance, observed), products, caches)
     if observed is not None:
         variances = variances[..., observed]
@@ -325,7 +331,8 @@ def _masked(covariance: LinearOperator | Tensor, observed: Tensor) -> LinearOper
     return MaskedLinearOperator(to_linear_operator(covariance), observed, observed)
 
 
-def _check_noise(noise: Tensor) -> None:
+def check_noise(noise: Tensor) -> None:
+    """Raises ValueError with the first variance that is not finite and positive."""
     bad = ~(torch.isfinite(noise) & (noise > 0))
     if bad.any():
         index = tuple(bad.nonzero()[0].tolist())
@@ -367,28 +374,61 @@ def observed_data(function_dist: MultivariateNormal, target: Tensor) -> Tensor |
     return None if bool(observed.all()) else observed
 
 
+@dataclass(frozen=True)
+class PriorParts:
+    """What a prior covariance is the sum of.
+
+    Attributes:
+        terms: kernels that nobody has evaluated yet.
+        diagonal: [*b, n], jitter that the model's `forward` added; None for none.
+        others: matrices that the model built.
+    """
+
+    terms: list[KernelTerm]
+    diagonal: Tensor | None
+    others: list[LinearOperator]
+
+
+def prior_parts(covariance: LinearOperator | Tensor) -> PriorParts:
+    """Takes sums, constants and added diagonals apart; evaluates nothing."""
+    if isinstance(covariance, LazyEvaluatedKernelTensor):
+        return PriorParts([KernelTerm(covariance.kernel, covariance.x1)], None, [])
+    if isinstance(covariance, AddedDiagLinearOperator):
+        inner = prior_parts(covariance._linear_op)
+        jitter = _diagonal_of(covariance._diag_tensor, covariance.shape)
+        return replace(inner, diagonal=jitter if inner.diagonal is None else inner.diagonal + jitter)
+    if isinstance(covariance, SumLinearOperator):
+        parts = [prior_parts(part) for part in covariance.linear_ops]
+        diagonals = [part.diagonal for part in parts if part.diagonal is not None]
+        return PriorParts(
+            [term for part in parts for term in part.terms],
+            reduce(torch.add, diagonals) if diagonals else None,
+            [other for part in parts for other in part.others],
+        )
+    if isinstance(covariance, ConstantMulLinearOperator):
+        constant, inner = covariance._constant, prior_parts(covariance.base_linear_op)
+        return PriorParts(
+            [
+                KernelTerm(term.kernel, term.inputs, constant if term.scale is None else constant * term.scale)
+                for term in inner.terms
+            ],
+            None if inner.diagonal is None else inner.diagonal * constant.unsqueeze(-1),
+            [other * constant for other in inner.others],
+        )
+    return PriorParts([], None, [to_linear_operator(covariance)])
+
+
 def kernel_terms(covariance: LinearOperator | Tensor, observed: Tensor | None = None) -> list[KernelTerm]:
     """The sum of kernels that a prior covariance is, at the observed inputs.
 
     Raises:
         SpectralDensityMissingError: a part of the covariance is no kernel but a matrix that the model built.
     """
-    if observed is not None:
-        return kernel_terms(_masked(covariance, observed))
-    if isinstance(covariance, LazyEvaluatedKernelTensor):
-        return [KernelTerm(covariance.kernel, covariance.x1)]
-    if isinstance(covariance, AddedDiagLinearOperator):
-        return kernel_terms(covariance._linear_op)
-    if isinstance(covariance, SumLinearOperator):
-        return [term for part in covariance.linear_ops for term in kernel_terms(part)]
-    if isinstance(covariance, ConstantMulLinearOperator):
-        constant = covariance._constant
-        return [
-            KernelTerm(term.kernel, term.inputs, constant if term.scale is None else constant * term.scale)
-            for term in kernel_terms(covariance.base_linear_op)
-        ]
-    raise SpectralDensityMissingError(
-        f"The prior covariance contains a {type(covariance).__name__}, which is no kernel and has no random features. "
-        "HutchinsonMarginalLogLikelihood needs none; PathwiseMarginalLogLikelihood(prior='exact') serves small data; "
-        "posterior(x).rsample() draws from a posterior without them."
-    )
+    parts = prior_parts(covariance if observed is None else _masked(covariance, observed))
+    if parts.others:
+        raise SpectralDensityMissingError(
+            f"The prior covariance contains a {type(parts.others[0]).__name__}, which is no kernel and has no random "
+            "features. HutchinsonMarginalLogLikelihood needs none; PathwiseMarginalLogLikelihood(prior='exact') serves "
+            "small data; posterior(x).rsample() draws from a posterior without them."
+        )
+    return parts.terms

@@ -86,3 +86,28 @@ class MarginalLogLikelihoodReport:
             f"mll {value:.4f} ± {sem:.1g}; {self.status.name.lower()} after {self.epochs:.1f} epochs; "
             f"residuals: targets {self.residual_targets:.2g}{probes}; {self.seconds:.2f} s"
         )
+
+
+@dataclass(frozen=True)
+class MinibatchReport:
+    """One mini-batch step's figures; `print(mll.report)` shows them on one line.
+
+    Attributes:
+        value: what `forward` returned, a scalar.
+        batch_size: rows that were looked at.
+        num_data: n.
+        steps: training steps so far.
+        seconds: wall-clock time of the forward pass.
+    """
+
+    value: Tensor
+    batch_size: int
+    num_data: int
+    steps: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"mll {self.value.item():.4f} from {self.batch_size} of {self.num_data} data; step {self.steps}; "
+            f"{self.seconds:.3f} s"
+        )

@@ -5,6 +5,8 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import _GaussianLikelihoodBase
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
@@ -42,11 +44,8 @@ def check_prior(model: gpytorch.models.ExactGP, function_dist: MultivariateNorma
         )
 
 
-def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
-    """Shapes, dtypes, devices and finiteness of what `mll(model(train_x), train_y)` was called with.
-
-    NaN targets pass here under GPyTorch's `observation_nan_policy("mask")`; they are dropped later.
-    """
+def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
+    """Shapes, dtypes and devices of what `mll(model(train_x), train_y)` was called with; looks at no data."""
     if not isinstance(function_dist, MultivariateNormal):
         raise RuntimeError(
             "An exact marginal log likelihood works on the prior that an ExactGP returns, a MultivariateNormal; "
@@ -73,6 +72,13 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
         if ours != theirs:
             raise ValueError(f"The model's output has {what} {ours}, the target {theirs}.")
 
+
+def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
+    """Shapes, dtypes, devices and finiteness of what `mll(model(train_x), train_y)` was called with.
+
+    NaN targets pass here under GPyTorch's `observation_nan_policy("mask")`; they are dropped later.
+    """
+    check_fit(model, function_dist, target)
     check_inputs(model)
     policy = gpytorch.settings.observation_nan_policy.value()
     if policy == "fill":
@@ -89,3 +95,17 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
         check_finite("target", target)
     elif torch.isinf(target).any():
         check_finite("target", target.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+
+
+def check_features(model: gpytorch.models.ExactGP) -> None:
+    """Raises ValueError where a layer's output depends on the other rows of a batch, or on chance."""
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        is_dropout = isinstance(module, _DropoutNd) and module.p > 0
+        if is_dropout or isinstance(module, _BatchNorm):
+            raise ValueError(
+                f"The layer {name}, a {type(module).__name__} in training mode, gives a row other features in another "
+                "batch: then there is no one marginal likelihood. Put it into evaluation mode "
+                f"(model.get_submodule({name!r}).eval(), after every model.train()), or take LayerNorm."
+            )

@@ -138,7 +138,7 @@ class PathwisePosterior:
         Raises:
             ValueError: inputs that do not fit the training inputs, or are not finite.
         """
-        with evaluating(self.model, self.likelihood), _graph_for(inputs), fixed_parameters(self.model):
+        with evaluating(self.model, self.likelihood), graph_for(inputs), fixed_parameters(self.model):
             joint = self._joint(*inputs)
             return joint.distribution(*self.condition(joint.mean, joint.test_test, joint.test_train))
 
@@ -230,6 +230,6 @@ def _seed(generator: torch.Generator | None) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
-def _graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:
+def graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:
     """A graph where test inputs ask for one, none otherwise."""
     return torch.set_grad_enabled(torch.is_grad_enabled() and any(x.requires_grad for x in inputs))

@@ -10,7 +10,7 @@ from linear_operator.operators import RootLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import SpectralDensityMissingError
-from gpy_iterative.linear_operators import KernelTerm
+from gpy_iterative.linear_operators import KernelTerm, active_inputs
 from gpy_iterative.spectral.densities import Draws, SpectralDensity, spectral_density
 
 #: Kernels whose `forward` is an explicit root Phi Phi^T; by exact type, as a subclass may compute anything.
@@ -123,12 +123,12 @@ def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | N
         return [
             part
             for index, child in enumerate(kernel.kernels)
-            for part in _expand(f"{name}.{index}", child, _active(child, inputs), scale)
+            for part in _expand(f"{name}.{index}", child, active_inputs(child, inputs), scale)
         ]
     if isinstance(kernel, kernels.ProductKernel):
         parts = [Summand(scale, [])]
         for index, child in enumerate(kernel.kernels):
-            expanded = _expand(f"{name}.{index}", child, _active(child, inputs), None)
+            expanded = _expand(f"{name}.{index}", child, active_inputs(child, inputs), None)
             parts = [_times(left, right) for left in parts for right in expanded]
         return parts
     if type(kernel) in _EXACT:
@@ -150,10 +150,6 @@ def _product(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     if left is None or right is None:
         return right if left is None else left
     return left * right
-
-
-def _active(kernel: kernels.Kernel, inputs: Tensor) -> Tensor:
-    return inputs if kernel.active_dims is None else inputs.index_select(-1, kernel.active_dims)
 
 
 def _missing(kernel: kernels.Kernel, where: str = "here") -> SpectralDensityMissingError:

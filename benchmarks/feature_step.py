@@ -1,0 +1,99 @@
+"""The mini-batch step by itself, at few and at many rows: synthetic data, random Fourier features."""
+
+import resource
+import time
+from collections.abc import Callable
+
+import gpytorch
+import torch
+from gpytorch.mlls import MarginalLogLikelihood
+from torch import Tensor
+
+import gpy_iterative as gpi
+from benchmarks.runner import Outcome, contender
+
+DIMS = 8
+#: Steps before the clock starts.
+WARM_UP = 5
+
+
+class FourierRegression(gpytorch.models.ExactGP):
+    """Constant mean, scaled random Fourier features."""
+
+    def __init__(self, x: Tensor, y: Tensor, num_features: int) -> None:
+        super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
+        self.mean_module = gpytorch.means.ConstantMean()
+        fourier = gpytorch.kernels.RFFKernel(num_samples=num_features // 2, num_dims=x.shape[-1])
+        frequencies = torch.randn(x.shape[-1], num_features // 2, generator=torch.Generator().manual_seed(0))
+        fourier.randn_weights = frequencies.to(x)
+        self.covar_module = gpytorch.kernels.ScaleKernel(fourier)
+        self.to(x)
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(make: Callable[..., MarginalLogLikelihood], *, n: int, m: int, batch_size: int, steps: int) -> Outcome:
+    """Steps as a user writes them, less the user's own call of the model, with GPyTorch's debug mode off."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, DIMS, generator=generator)
+    y = torch.sin(x[:, 0]) + 0.1 * torch.randn(n, generator=generator)
+    model = FourierRegression(x, y, m)
+    # One step on few rows, so that what the libraries load at their first use does not count.
+    few = FourierRegression(x[:1000], y[:1000], m)
+    make(few.likelihood, few, batch_size=batch_size)(few(x[:1000]), y[:1000]).backward()
+    before = _peak()
+    mll = make(model.likelihood, model, batch_size=batch_size, generator=0)
+    optimizer = torch.optim.Adam(mll.parameters(), lr=1e-3)
+    seconds = []
+    for _ in range(steps + WARM_UP + 1):
+        with gpytorch.settings.debug(False):
+            prior = model(x)
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = -mll(prior, y)
+        loss.backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+    timed = torch.tensor(seconds[WARM_UP + 1 :], dtype=torch.float64)
+    return {
+        "seconds": float(timed.median()),
+        "least": float(timed.min()),
+        "seconds_first": seconds[0],
+        "megabytes_beyond": _peak() - before,
+    }
+
+
+@contender("feature-step", "natural")
+def natural(**options: int) -> Outcome:
+    """The default."""
+    return measure(gpi.mlls.VariationalFeatureMarginalLogLikelihood, **options)
+
+
+@contender("feature-step", "gradient")
+def gradient(**options: int) -> Outcome:
+    """Weights as parameters."""
+    make = lambda *args, **kwargs: gpi.mlls.VariationalFeatureMarginalLogLikelihood(*args, update="gradient", **kwargs)
+    return measure(make, **options)
+
+
+@contender("feature-step", "scgd")
+def scgd(**options: int) -> Outcome:
+    """A tracker, and weights as parameters."""
+    return measure(gpi.mlls.CompositionalMarginalLogLikelihood, **options)
+
+
+@contender("feature-step", "minimax")
+def minimax(**options: int) -> Outcome:
+    """Two batches and an eigendecomposition."""
+    return measure(gpi.mlls.MinimaxMarginalLogLikelihood, **options)
+
+
+@contender("feature-step", "bsgd")
+def bsgd(**options: int) -> Outcome:
+    """A dense matrix of the batch."""
+    return measure(gpi.mlls.MinibatchMarginalLogLikelihood, **options)

@@ -1,0 +1,153 @@
+"""The finite feature maps of GPyTorch's kernels, one registry entry a kernel."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from itertools import combinations_with_replacement
+from typing import cast
+
+import torch
+from gpytorch import kernels
+from linear_operator.operators import RootLinearOperator
+from torch import Tensor
+
+from gpy_iterative.kernels.finite_feature_kernel import FiniteFeatureKernel, WeightSpaceFeatures
+from gpy_iterative.linear_operators import active_inputs
+
+#: From inputs [*b, n, d], reduced to the kernel's active dims, to its features.
+FeatureMap = Callable[[Tensor], WeightSpaceFeatures]
+_REGISTRY: dict[type[kernels.Kernel], Callable[[kernels.Kernel], FeatureMap]] = {}
+
+
+def register_feature_map(
+    kernel_class: type[kernels.Kernel],
+) -> Callable[[Callable[..., FeatureMap]], Callable[..., FeatureMap]]:
+    """Decorator: registers what makes the feature map of a kernel. Subclasses may compute anything, and are not covered.
+
+    A kernel of your own needs no registration: derive it from `FiniteFeatureKernel`.
+    """
+
+    def register(make: Callable[..., FeatureMap]) -> Callable[..., FeatureMap]:
+        _REGISTRY[kernel_class] = make
+        return make
+
+    return register
+
+
+def has_feature_map(kernel: kernels.Kernel) -> bool:
+    """Whether `feature_map` knows the kernel and all of its parts."""
+    if isinstance(kernel, FiniteFeatureKernel):
+        return True
+    parts = [child for child in kernel.sub_kernels() if child is not kernel]
+    return type(kernel) in _REGISTRY and all(map(has_feature_map, parts))
+
+
+def feature_map(kernel: kernels.Kernel) -> FeatureMap:
+    """The feature map of a kernel, which follows its hyperparameters.
+
+    Raises:
+        ValueError: the kernel, or a part of it, has none; the text names it and those that have.
+    """
+    if isinstance(kernel, FiniteFeatureKernel):
+        return kernel.weight_space_features
+    if type(kernel) in _REGISTRY:
+        return _REGISTRY[type(kernel)](kernel)
+    known = ", ".join(sorted(kernel_class.__name__ for kernel_class in _REGISTRY))
+    raise ValueError(
+        f"{type(kernel).__name__} has no finite feature map. Kernels that have one: {known}, DeepFeatureKernel, and any "
+        "subclass of FiniteFeatureKernel. RFFKernel approximates an RBFKernel; for any other kernel take "
+        "HutchinsonMarginalLogLikelihood."
+    )
+
+
+@register_feature_map(kernels.LinearKernel)
+def _linear(kernel: kernels.LinearKernel) -> FeatureMap:
+    def features(x: Tensor) -> WeightSpaceFeatures:
+        variance = kernel.variance.squeeze(-2)
+        return WeightSpaceFeatures(x, variance.expand(*variance.shape[:-1], x.shape[-1]))
+
+    return features
+
+
+@register_feature_map(kernels.ConstantKernel)
+def _constant(kernel: kernels.ConstantKernel) -> FeatureMap:
+    def features(x: Tensor) -> WeightSpaceFeatures:
+        return WeightSpaceFeatures(x.new_ones(*x.shape[:-1], 1), kernel.constant)
+
+    return features
+
+
+@register_feature_map(kernels.RFFKernel)
+def _random_fourier(kernel: kernels.RFFKernel) -> FeatureMap:
+    def features(x: Tensor) -> WeightSpaceFeatures:
+        basis = cast(RootLinearOperator, kernel.forward(x, x)).root.to_dense()
+        return WeightSpaceFeatures(basis, torch.ones_like(basis[..., :1, :]).squeeze(-2).detach())
+
+    return features
+
+
+@register_feature_map(kernels.PolynomialKernel)
+def _polynomial(kernel: kernels.PolynomialKernel) -> FeatureMap:
+    """(x^T x' + c)^p has the monomials of degree up to p, each with its multinomial coefficient times a power of c."""
+
+    def features(x: Tensor) -> WeightSpaceFeatures:
+        degree, dims = kernel.power, x.shape[-1]
+        monomials = list(combinations_with_replacement(range(dims + 1), degree))  # index `dims` is the constant
+        columns = torch.tensor(monomials, device=x.device)
+        basis = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)[..., columns].prod(-1)
+        counts = [math.factorial(degree) / math.prod(map(math.factorial, Counter(m).values())) for m in monomials]
+        constants = torch.tensor([m.count(dims) for m in monomials], device=x.device)
+        offset = kernel.offset  # [*b, 1]
+        return WeightSpaceFeatures(basis, torch.tensor(counts).to(x) * offset.pow(constants))
+
+    return features
+
+
+@register_feature_map(kernels.ScaleKernel)
+def _scale(kernel: kernels.ScaleKernel) -> FeatureMap:
+    # It calls its base's forward: the base's active dims are its own, applied already.
+    base = feature_map(kernel.base_kernel)
+
+    def features(x: Tensor) -> WeightSpaceFeatures:
+        unscaled = base(x)
+        return WeightSpaceFeatures(unscaled.basis, unscaled.variances * kernel.outputscale.unsqueeze(-1))
+
+    return features
+
+
+@register_feature_map(kernels.AdditiveKernel)
+def _additive(kernel: kernels.AdditiveKernel) -> FeatureMap:
+    parts = [(child, feature_map(child)) for child in kernel.kernels]
+    return lambda x: concatenated([features(active_inputs(child, x)) for child, features in parts])
+
+
+@register_feature_map(kernels.ProductKernel)
+def _product(kernel: kernels.ProductKernel) -> FeatureMap:
+    parts = [(child, feature_map(child)) for child in kernel.kernels]
+
+    def features(x: Tensor) -> WeightSpaceFeatures:
+        (child, first), *rest = parts
+        result = first(active_inputs(child, x))
+        for child, factor in rest:
+            result = _times(result, factor(active_inputs(child, x)))
+        return result
+
+    return features
+
+
+def concatenated(parts: list[WeightSpaceFeatures]) -> WeightSpaceFeatures:
+    """The features of a sum of kernels."""
+    if len(parts) == 1:
+        return parts[0]
+    batch = torch.broadcast_shapes(*(part.basis.shape[:-1] for part in parts))
+    basis = torch.cat([part.basis.expand(*batch, part.basis.shape[-1]) for part in parts], dim=-1)
+    batch = torch.broadcast_shapes(*(part.variances.shape[:-1] for part in parts))
+    return WeightSpaceFeatures(
+        basis, torch.cat([part.variances.expand(*batch, part.variances.shape[-1]) for part in parts], dim=-1)
+    )
+
+
+def _times(left: WeightSpaceFeatures, right: WeightSpaceFeatures) -> WeightSpaceFeatures:
+    """The features of a product: all products of two, row by row."""
+    outer = lambda a, b: (a.unsqueeze(-1) * b.unsqueeze(-2)).flatten(-2)
+    return WeightSpaceFeatures(outer(left.basis, right.basis), outer(left.variances, right.variances))

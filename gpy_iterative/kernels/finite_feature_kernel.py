@@ -1,0 +1,74 @@
+"""Kernels that are inner products of finitely many features."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpytorch.kernels import Kernel
+from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy, LinearPredictionStrategy
+from linear_operator import LinearOperator
+from linear_operator.operators import LowRankRootLinearOperator, MatmulLinearOperator, RootLinearOperator
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WeightSpaceFeatures:
+    """k(x, x') = sum_j variances_j basis_j(x) basis_j(x'): a linear model whose weights are N(0, variances) a priori.
+
+    Attributes:
+        basis: [*b, n, m].
+        variances: of the weights, [*b, m], positive. Outputscales go here and not into the basis, so that a distribution
+            of the weights does not have to follow them.
+    """
+
+    basis: Tensor
+    variances: Tensor
+
+    def scaled(self) -> Tensor:
+        """phi(x) [*b, n, m] with k(x, x') = phi(x)^T phi(x')."""
+        return self.basis * self.variances.sqrt().unsqueeze(-2)
+
+
+class FiniteFeatureKernel(Kernel):
+    """Base of kernels k(x, x') = features(x)^T features(x') with m features.
+
+    A subclass gives `features`. Everything else follows: covariances under GPyTorch's own ExactGP and its marginal log
+    likelihood (through m x m matrices where m < n), and mini-batch training by `VariationalFeatureMarginalLogLikelihood`.
+    Where a scale can be pulled out of the features, `weight_space_features` says so.
+    """
+
+    @abstractmethod
+    def features(self, x: Tensor) -> Tensor:
+        """phi(x) [*b, n, m] at inputs [*b, n, d] that are already reduced to the active dims.
+
+        A row depends on the row of the inputs alone: batches of rows must have the features of these rows.
+        """
+
+    def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
+        """The features, with the scales of their weights apart where there are any."""
+        features = self.features(x)
+        return WeightSpaceFeatures(features, torch.ones_like(features[..., :1, :]).squeeze(-2).detach())
+
+    def forward(
+        self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
+    ) -> LinearOperator | Tensor:
+        """The operator k(x1, x2), or its diagonal; a root of m columns where x1 is x2."""
+        if last_dim_is_batch or params:
+            raise ValueError(
+                f"{type(self).__name__} takes no further arguments, got {', '.join(params) or 'last_dim_is_batch'}."
+            )
+        left = self.features(x1)
+        if x1 is x2 or (x1.shape == x2.shape and torch.equal(x1, x2)):
+            if diag:
+                return left.square().sum(-1)
+            low_rank = left.shape[-1] < left.shape[-2]
+            return LowRankRootLinearOperator(left) if low_rank else RootLinearOperator(left)
+        right = self.features(x2)
+        return (left * right).sum(-1) if diag else MatmulLinearOperator(left, right.mT)
+
+    def prediction_strategy(
+        self, train_inputs: Any, train_prior_dist: Any, train_labels: Any, likelihood: Any
+    ) -> DefaultPredictionStrategy:
+        """GPyTorch's own for kernels with features."""
+        return LinearPredictionStrategy(train_inputs, train_prior_dist, train_labels, likelihood)

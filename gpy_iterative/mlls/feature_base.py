@@ -1,0 +1,382 @@
+"""The step that all mini-batch marginal log likelihoods share.
+
+`model(train_x)` gives a prior whose kernel nobody has evaluated; a batch of rows is drawn; features, noise and residuals
+are evaluated at these rows alone; a subclass turns them into an estimate of the log marginal likelihood and moves what it
+keeps about the weights.
+"""
+
+import math
+import time
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods import Likelihood
+from gpytorch.mlls import ExactMarginalLogLikelihood
+from gpytorch.models import ExactGP
+from torch import Tensor
+
+from gpy_iterative.checks import check_count, check_finite
+from gpy_iterative.errors import BiasWarning, NonFiniteError
+from gpy_iterative.mlls.minibatch_state import MinibatchState
+from gpy_iterative.mlls.report import MinibatchReport
+from gpy_iterative.mlls.training_state import make_generator
+from gpy_iterative.mlls.validation import check_features, check_fit, check_hyperparameters, check_likelihood
+from gpy_iterative.prediction import check_inputs, prior_at
+from gpy_iterative.weight_space import (
+    FeatureBatch,
+    WeightDistribution,
+    WeightSpacePosterior,
+    WeightSpacePrior,
+    WeightSpaceProblem,
+    exact_log_marginal_likelihood,
+    exact_statistics,
+    log_marginal_likelihood_gap,
+)
+
+#: Rows of a step where nothing else is said.
+BATCH_SIZE = 256
+#: Steps after which an optimiser that does not know the weights is noticed.
+STEPS_ALONE = 10
+
+
+class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
+    """Base of the marginal log likelihoods that see a mini-batch a step.
+
+    A subclass keeps what it knows about the weights in float64 buffers and parameters of its own, whatever the model's
+    dtype: `_start` fills them from all data, `_step` estimates from a batch and says how they move. They stay out of
+    `state_dict()`, and are `training_state()`.
+    """
+
+    needs_features = True
+    #: Whether weights are those of the basis (prior variances c), or of scaled features (prior variances 1).
+    centred = True
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        model: ExactGP,
+        *,
+        batch_size: int | None,
+        generator: torch.Generator | int | None,
+        options: str,
+    ) -> None:
+        check_likelihood(likelihood, model, type(self).__name__)
+        check_inputs(model)
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
+        super().__init__(likelihood, model)
+        self.batch_size = batch_size
+        self.report: MinibatchReport | None = None
+        self._state = MinibatchState(make_generator(generator), f"{type(self).__name__}({options})")
+        self._params: tuple[Any, ...] = ()
+        self._versions: tuple[list[int], list[int]] = [], []
+        self._steps_alone = 0
+        self._size_of(self._train_size())
+        self.num_features = self._count_features() if self.needs_features else 0
+
+    @abstractmethod
+    def _start(self, problem: WeightSpaceProblem, chunk_size: int) -> None:
+        """Replaces the state by the exact one; without autograd."""
+
+    @abstractmethod
+    def _step(self, problem: WeightSpaceProblem, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """An estimate of -2 log p(y) - n log(2 pi) with the method's gradient, and what a training step moves."""
+
+    @abstractmethod
+    def _weights(self) -> WeightDistribution:
+        """The distribution of the weights that the state describes."""
+
+    def _settle(self, problem: WeightSpaceProblem) -> None:
+        """What the last training step left to do after the optimiser's step; without autograd."""
+
+    def _trains(self) -> bool:
+        """Whether a call now is a training step."""
+        return self.training and torch.is_grad_enabled()
+
+    def _has_unsettled(self) -> bool:
+        return False
+
+    def _blank_state(self) -> tuple[Tensor, Tensor]:
+        """Zeros [m] and an identity [m, m] in float64 on the data's device, until `_start` has better ones."""
+        like = self._train_inputs()[0]
+        options = {"dtype": torch.float64, "device": like.device}
+        return torch.zeros(self.num_features, **options), torch.eye(self.num_features, **options)
+
+    def _batch(self, problem: WeightSpaceProblem, rows: Tensor) -> FeatureBatch:
+        batch = problem.batch(rows)
+        self._check_state_fits(batch)
+        return batch if self.centred else batch.uncentred()
+
+    def forward(
+        self,
+        function_dist: MultivariateNormal,
+        target: Tensor,
+        *params: Any,
+        indices: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """An estimate of the log marginal likelihood divided by the number of data, from one batch of rows.
+
+        Args:
+            function_dist: the prior `model(train_x)` at all training inputs, [n].
+            target: [n].
+            params: passed to the likelihood, as with GPyTorch's ExactMarginalLogLikelihood.
+            indices: [b] row numbers of this step's batch, for loops over a DataLoader (of indices); None draws them.
+            kwargs: passed to the likelihood.
+
+        Returns:
+            A scalar. Priors and added loss terms are included. `.backward()` on it is the method's gradient estimator.
+            In training mode with gradients on, a call is a step: it draws a batch and moves the state. Without
+            gradients, or in evaluation mode of this module, it looks at the next batch and moves nothing.
+
+        Raises:
+            ValueError: shapes, dtypes or devices that do not fit, data that are not finite, noise that is not positive,
+                a prior that is no sum of kernels with finite feature maps, row numbers outside of the data, another
+                number of features than at the start.
+            NonFiniteError: a hyperparameter, feature or loss that is not finite; parameters and state stay as they were.
+        """
+        start = time.perf_counter()
+        check_fit(self.model, function_dist, target)
+        check_hyperparameters(self.model)
+        problem = self._problem(function_dist, target, *params, **kwargs)
+        num_data = problem.num_data
+        size = self._size_of(num_data)
+        trains = self._trains()
+        with torch.inference_mode(False), torch.no_grad(), self._unchanged_by_failure():
+            if self._state.started_for != num_data:
+                self._restart(problem, target)
+            elif self._has_unsettled():
+                self._settle(problem)
+        with self._unchanged_by_failure(always=not trains):
+            rows = self._state.rows.draw(num_data, size) if indices is None else _checked(indices, num_data)
+            loss, moved = self._step(problem, rows.to(target.device))
+            if not torch.isfinite(loss):
+                raise NonFiniteError(
+                    "The mini-batch's loss is not finite. A smaller learning rate, or a bound on the noise such as "
+                    "gpytorch.constraints.GreaterThan(1e-4), keeps the optimiser from leaving the domain."
+                )
+            if trains:
+                for name, tensor in moved.items():
+                    self._replace(name, tensor.detach())
+                self._state.steps += 1
+        if trains:
+            self._notice_forgotten_parameters()
+        self._params = params
+        result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
+        result = self._add_other_terms(result, params).div(num_data)
+        self.report = MinibatchReport(
+            value=result.detach().clone(),
+            batch_size=len(rows),
+            num_data=num_data,
+            steps=self._state.steps,
+            seconds=time.perf_counter() - start,
+        )
+        return result
+
+    def refresh(self, chunk_size: int = 4096) -> None:
+        """Makes the state exact at the current hyperparameters: one pass over the training data, n m^2.
+
+        Call it every few epochs where features move fast (deep kernels), and before `gap()` where the state, and not the
+        way to it, is of interest. Predictions and `exact_value()` make their own pass and need none.
+        """
+        check_count("chunk_size", chunk_size)
+        with torch.inference_mode(False), torch.no_grad(), self._unchanged_by_failure():
+            problem, target = self._train_problem()
+            self._restart(problem, target, chunk_size)
+
+    def exact_value(self, chunk_size: int = 4096) -> Tensor:
+        """The log marginal likelihood divided by n, with priors and added loss terms: two passes, n m^2; no gradient."""
+        check_count("chunk_size", chunk_size)
+        with torch.inference_mode(False), torch.no_grad():
+            problem, target = self._train_problem()
+            value = exact_log_marginal_likelihood(problem, chunk_size=chunk_size).to(target)
+            return self._add_other_terms(value, self._params).div(problem.num_data)
+
+    def gap(self, chunk_size: int = 4096) -> Tensor:
+        """How far the bound that the state's weights give lies below `exact_value()`: at least 0, a float64 scalar.
+
+        (J - l) / (2 n) in the notation of `gpy_iterative.weight_space.bound`; one pass, n m^2.
+        """
+        check_count("chunk_size", chunk_size)
+        with torch.inference_mode(False), torch.no_grad():
+            problem, target = self._train_problem()
+            if self._state.started_for != problem.num_data:
+                self._restart(problem, target, chunk_size)
+            statistics = exact_statistics(problem, centred=self.centred, chunk_size=chunk_size)
+            return log_marginal_likelihood_gap(self._weights(), *statistics) / (2 * problem.num_data)
+
+    def posterior(self, *inputs: Tensor) -> WeightSpacePosterior | MultivariateNormal:
+        """The exact posterior at the current hyperparameters; one pass over the training data, n m^2.
+
+        Args:
+            inputs: test inputs [*b, t, d], or none.
+
+        Returns:
+            Without inputs, a `WeightSpacePosterior`: a function of test inputs, with `sample_paths`. With inputs, its
+            MultivariateNormal there. Training state and modes stay as they are.
+        """
+        posterior = WeightSpacePosterior(
+            self.model, self.likelihood, params=self._params, seed=(self._state.generator.initial_seed() + 1) % 2**63
+        )
+        return posterior(*inputs) if inputs else posterior
+
+    def training_state(self) -> dict[str, Tensor]:
+        """State, generator and order of rows as a plain dict of tensors.
+
+        Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run bit for bit.
+        """
+        if self._has_unsettled():
+            with torch.inference_mode(False), torch.no_grad(), self._unchanged_by_failure():
+                self._settle(self._train_problem()[0])
+        return self._state.to_dict(dict(self._own_tensors()))
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        """Takes what `training_state()` gave.
+
+        Raises ValueError, and changes nothing, for anything else: another method or option, other numbers of features.
+        """
+        for name, tensor in self._state.load_dict(state, dict(self._own_tensors())).items():
+            self._replace(name, tensor)
+
+    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers and parameters of the mll itself, without those of model and likelihood."""
+        yield from self.named_buffers(recurse=False)
+        yield from self.named_parameters(recurse=False)
+
+    def _replace(self, name: str, tensor: Tensor) -> None:
+        """A new tensor in place of a buffer, or as a parameter's value; never written into the old one."""
+        if name in self._buffers:
+            self._buffers[name] = tensor
+        else:
+            self._parameters[name].data = tensor
+
+    def _notice_forgotten_parameters(self) -> None:
+        """BiasWarning, once, where an optimiser moves the hyperparameters and leaves the weights where they were."""
+        own = [p for p in self._parameters.values() if p is not None and p.requires_grad]
+        before, self._versions = (
+            self._versions,
+            ([p._version for p in own], [p._version for p in self.model.parameters()]),
+        )
+        alone = bool(own) and self._versions[0] == before[0] and self._versions[1] != before[1]
+        self._steps_alone = self._steps_alone + 1 if alone else 0
+        if self._steps_alone == STEPS_ALONE:
+            warnings.warn(
+                f"The last {STEPS_ALONE} steps moved hyperparameters and left the parameters of "
+                f"{type(self).__name__} itself where they were: make the optimiser with mll.parameters().",
+                BiasWarning,
+                stacklevel=4,
+            )
+
+    def _restart(self, problem: WeightSpaceProblem, target: Tensor, chunk_size: int = 4096) -> None:
+        check_features(self.model)
+        check_inputs(self.model)
+        check_finite("target", target)
+        self._start(problem, chunk_size)
+        self._state.started_for = problem.num_data
+
+    def _problem(
+        self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any
+    ) -> WeightSpaceProblem:
+        problem = WeightSpaceProblem(self.likelihood, function_dist, target, *params, **kwargs)
+        if self.needs_features:
+            problem.prior.check_kernels()
+        return problem
+
+    def _train_problem(self) -> tuple[WeightSpaceProblem, Tensor]:
+        """The problem at the model's own training data and current hyperparameters."""
+        inputs = self._train_inputs()
+        check_hyperparameters(self.model)
+        prior = prior_at(self.model, inputs)
+        check_fit(self.model, prior, self.model.train_targets)
+        return self._problem(prior, self.model.train_targets, *self._params), self.model.train_targets
+
+    def _train_size(self) -> int:
+        return self._train_inputs()[0].shape[-2]
+
+    def _train_inputs(self) -> list[Tensor]:
+        if not self.model.train_inputs or self.model.train_targets is None:
+            raise ValueError(
+                f"{type(self).__name__} needs a model with training data: call model.set_train_data first."
+            )
+        return list(self.model.train_inputs)
+
+    def _size_of(self, num_data: int) -> int:
+        """The batch size. Raises ValueError where there are fewer data."""
+        if num_data < 1:
+            raise ValueError("There are no training data.")
+        if self.batch_size is not None and self.batch_size > num_data:
+            raise ValueError(
+                f"batch_size is {self.batch_size}, but there are {num_data} data: take at most these, or None."
+            )
+        return min(BATCH_SIZE, num_data) if self.batch_size is None else self.batch_size
+
+    @torch.no_grad()
+    def _count_features(self) -> int:
+        """m, from features of two rows. Raises ValueError where a kernel has no feature map."""
+        check_features(self.model)
+        with torch.inference_mode(False):
+            prior = WeightSpacePrior(prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()]))
+            prior.check_kernels()
+            return prior.features().basis.shape[-1]
+
+    def _check_state_fits(self, batch: FeatureBatch) -> None:
+        if batch.basis.shape[-1] != self.num_features:
+            raise ValueError(
+                f"The kernel had {self.num_features} features when the marginal log likelihood was made and has "
+                f"{batch.basis.shape[-1]} now: make a new one for another kernel."
+            )
+        for name, tensor in self._own_tensors():
+            if tensor.device != batch.residual.device:
+                raise ValueError(
+                    f"The data are on {batch.residual.device}, the training state ({name}) on {tensor.device}: call "
+                    f"mll.to({str(batch.residual.device)!r})."
+                )
+
+    @contextmanager
+    def _unchanged_by_failure(self, always: bool = False) -> Iterator[None]:
+        """What raises inside leaves no trace, nor does anything where `always` is set."""
+        tensors = {name: tensor.detach() for name, tensor in self._own_tensors()}
+        memento = self._state.memento()
+        try:
+            yield
+        except Exception:
+            always = True
+            raise
+        finally:
+            if always:
+                for name, tensor in list(self._own_tensors()):
+                    if tensor.data_ptr() != tensors[name].data_ptr():
+                        self._replace(name, tensors[name])
+                self._state.restore(memento)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureMarginalLogLikelihood":
+        before = {name: tensor.detach() for name, tensor in self._own_tensors()}
+        super()._apply(fn, recurse)
+        for name, tensor in list(self._own_tensors()):  # float64 whatever the model is converted to
+            self._replace(name, before[name].to(tensor.device))
+        return self
+
+    # The state belongs to a run and not to the hyperparameters: dicts go to and from GPyTorch's own classes.
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        return
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+
+def _checked(indices: Tensor, num_data: int) -> Tensor:
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32) or indices.dim() != 1:
+        what = f"{tuple(indices.shape)}, {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
+        raise ValueError(f"indices must be a tensor of whole row numbers [b], got {what}.")
+    if not len(indices):
+        raise ValueError("indices must name at least one row.")
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= num_data:
+        raise ValueError(f"indices must lie between 0 and {num_data - 1}; the smallest is {low}, the largest {high}.")
+    return indices.long()
