@@ -31,3 +31,7 @@ class ConvergenceWarning(NumericalWarning):
 
 class VarianceWarning(NumericalWarning):
     """A stochastic estimate is noisier than what it is used for."""
+
+
+class ApproximationWarning(NumericalWarning):
+    """An approximation is too coarse, or is used in a way, for its numbers to mean what they seem to."""

@@ -3,8 +3,14 @@
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
 from gpy_iterative.mlls.hutchinson import HutchinsonMarginalLogLikelihood
 from gpy_iterative.mlls.pathwise import PathwiseMarginalLogLikelihood
+from gpy_iterative.mlls.quadruply_stochastic import QuadruplyStochasticELBO
 from gpy_iterative.mlls.random_features import RFFMarginalLogLikelihood
-from gpy_iterative.mlls.report import FrequencyReport, MarginalLogLikelihoodReport, TruncationReport
+from gpy_iterative.mlls.report import (
+    FrequencyReport,
+    MarginalLogLikelihoodReport,
+    QuadruplyStochasticReport,
+    TruncationReport,
+)
 from gpy_iterative.mlls.russian_roulette import RussianRouletteMarginalLogLikelihood
 from gpy_iterative.mlls.single_sample_rff import SingleSampleRFFMarginalLogLikelihood
 from gpy_iterative.mlls.truncated_cg import TruncatedCGMarginalLogLikelihood
@@ -16,6 +22,8 @@ __all__ = [
     "IterativeMarginalLogLikelihood",
     "MarginalLogLikelihoodReport",
     "PathwiseMarginalLogLikelihood",
+    "QuadruplyStochasticELBO",
+    "QuadruplyStochasticReport",
     "RFFMarginalLogLikelihood",
     "RussianRouletteMarginalLogLikelihood",
     "SingleSampleRFFMarginalLogLikelihood",
