@@ -98,7 +98,7 @@ class ControlVariate:
         for part in self.announced:
             foreign &= ~torch.isin(self.watched, part.index)
         if bool(foreign.any()):
-            if not self.has_warned:
+            if not self.has_warned and not self.overflowed:
                 warnings.warn(
                     "Weights that a step has not touched were moved: by an optimiser with momentum or weight decay, or by "
                     "hand. The control variate's state is worked out anew from all features whenever this is seen, which "

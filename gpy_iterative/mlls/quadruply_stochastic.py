@@ -303,9 +303,10 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
                     f"The likelihood has noise variances of shape {tuple(given.shape)} for {size} data. For a batch pass "
                     "its own: mll(model(x), y, noise=noise)."
                 )
-            kwargs = kwargs | {"noise": given[index]}
-        covariance = self.likelihood._shaped_noise_covar(index.shape, *params, **kwargs)
-        noise = covariance.diagonal(dim1=-1, dim2=-2)
+            # Not by the likelihood: given a noise, it takes it for the additional one as well.
+            noise = given[index] + self.likelihood.second_noise
+        else:
+            noise = self.likelihood._shaped_noise_covar(index.shape, *params, **kwargs).diagonal(dim1=-1, dim2=-2)
         bad = ~(torch.isfinite(noise) & (noise > 0))
         if bad.any():
             raise ValueError(f"Every noise variance must be finite and positive, but one is {noise[bad][0].item()}.")
