@@ -5,6 +5,7 @@ from gpy_iterative.models.feature_basis import FeatureBasis
 from gpy_iterative.models.feature_weights import FeatureWeights, WeightRows
 from gpy_iterative.models.inducing_point_basis import InducingPointBasis
 from gpy_iterative.models.nystrom_basis import NystromBasis
+from gpy_iterative.models.optimizers import HeadNaturalGradient, QuadruplyStochasticOptimizer
 from gpy_iterative.models.quadruply_stochastic_gp import QuadruplyStochasticGP
 from gpy_iterative.models.random_fourier_basis import RandomFourierBasis
 from gpy_iterative.models.relevance_vector_basis import RelevanceVectorBasis
@@ -13,9 +14,11 @@ __all__ = [
     "DeferredPrediction",
     "FeatureBasis",
     "FeatureWeights",
+    "HeadNaturalGradient",
     "InducingPointBasis",
     "NystromBasis",
     "QuadruplyStochasticGP",
+    "QuadruplyStochasticOptimizer",
     "RandomFourierBasis",
     "RelevanceVectorBasis",
     "WeightRows",

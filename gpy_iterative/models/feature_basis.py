@@ -38,6 +38,10 @@ class FeatureBasis(gpytorch.Module, ABC):
         """A tensor of the dtype and device that inputs must have."""
         return next(tensor for tensor in (*self.parameters(), *self.buffers()) if tensor.is_floating_point())
 
+    def sampled_parameters(self) -> list[torch.nn.Parameter]:
+        """Hyperparameters with a row for every feature, of which a step moves a few: not for an Adam."""
+        return []
+
     def head_features(self, x: Tensor) -> Tensor:
         """[n, num_head_features] at inputs x [n, d]."""
         return x.new_empty(x.shape[0], 0)

@@ -37,6 +37,10 @@ class RelevanceVectorBasis(KernelFunctionBasis):
         self.max_precision, self.sparse_gradients = max_precision, sparse_gradients
         self.register_parameter("log_precision", torch.nn.Parameter(centers.new_zeros(self.num_groups, 1)))
 
+    def sampled_parameters(self) -> list[torch.nn.Parameter]:
+        """The logarithms of s."""
+        return [self.log_precision]
+
     def prior_precision(self, groups: Tensor) -> Tensor:
         """S at the functions of groups, [g]."""
         rows = functional.embedding(groups, self.log_precision, sparse=self.sparse_gradients).squeeze(-1)

@@ -41,12 +41,12 @@ def row_numbers(n: int) -> Tensor:
 
 
 def random_features(n: int, m: int) -> tuple[Tensor, Tensor]:
-    """phi [n, m] and targets [n]."""
+    """Phi [n, m] and targets [n]."""
     return 0.5 * quasi_normal(n, m, root=7.0), quasi_normal(n, root=11.0)
 
 
 def set_weights(model: QuadruplyStochasticGP, mean: Tensor, root: Tensor) -> None:
-    """mu [m] and the chevron C [m, m], for a basis without a head of its own."""
+    """Mu [m] and the chevron C [m, m], for a basis without a head of its own."""
     weights, k = model.weights, model.weights.num_dense_columns
     h = weights.num_head
     with torch.no_grad():
@@ -61,7 +61,7 @@ def set_weights(model: QuadruplyStochasticGP, mean: Tensor, root: Tensor) -> Non
 
 
 def weights_of(m: int, k: int) -> tuple[Tensor, Tensor]:
-    """mu [m] and a chevron C [m, m] with k dense columns."""
+    """Mu [m] and a chevron C [m, m] with k dense columns."""
     root = 0.3 * quasi_normal(m, m, root=17.0).tril(-1)
     root[:, k:] = 0
     return 0.5 * quasi_normal(m, root=13.0), root + torch.diag(0.3 + quasi_normal(m, root=19.0).abs())

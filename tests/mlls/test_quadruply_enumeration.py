@@ -124,7 +124,9 @@ def test_the_printed_quadratic_alone_leaves_the_cross_term() -> None:
     # What the residual form is for: the two differ, pair by pair, though both are zero on average.
     model, y, _ = problem("identity", 0)
     noise = torch.full((2,), NOISE, dtype=torch.float64)
-    forms = [torch.stack([value for value, *_ in control_terms(model, y, form, noise)]) for form in ("residual", "printed")]
+    forms = [
+        torch.stack([value for value, *_ in control_terms(model, y, form, noise)]) for form in ("residual", "printed")
+    ]
     assert (forms[0] - forms[1]).abs().max() > 1e-2
 
 

@@ -1,6 +1,7 @@
 """The mll against dense references: values, gradients, Monte Carlo, bounds, control state, resume."""
 
 import copy
+import itertools
 import math
 import warnings
 from pathlib import Path
@@ -34,7 +35,7 @@ NOISE = 0.2
 
 
 def dense_features(model: QuadruplyStochasticGP, x: Tensor) -> Tensor:
-    """phi in the order of the parameters."""
+    """Phi in the order of the parameters."""
     head = model.head_features(x)
     groups = torch.arange(model.num_tail_groups)
     tail = torch.empty(len(x), model.weights.num_tail, dtype=x.dtype)
@@ -203,7 +204,7 @@ def test_the_site_bound_is_a_bound_and_exact_for_all_features(name: str, k: int)
             for i in subsets(range(m - k), size)
         ]
         averages.append(torch.stack(values).mean())
-    assert all(low <= high + 1e-12 for low, high in zip(averages, averages[1:], strict=False))
+    assert all(low <= high + 1e-12 for low, high in itertools.pairwise(averages))
     assert averages[0] < exact - 1e-3
     torch.testing.assert_close(averages[-1], exact, rtol=1e-12, atol=0)
     # With variances where deviations belong, as printed, it is no bound.
@@ -228,7 +229,9 @@ def test_the_noise_has_no_gradient_through_the_control_variate() -> None:
     torch.testing.assert_close(slopes[0][1], slopes[1][1])
 
 
-def train(mll: QuadruplyStochasticELBO, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+def train(
+    mll: QuadruplyStochasticELBO, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, steps: int
+) -> list[float]:
     values = []
     for _ in range(steps):
         optimizer.zero_grad()

@@ -31,7 +31,7 @@ def elbo_terms(phi: Tensor, prior: Tensor, y: Tensor, noise: float, mean: Tensor
 
 
 def log_marginal(phi: Tensor, prior: Tensor, y: Tensor, noise: float) -> Tensor:
-    """log N(y | 0, phi S^-1 phi^T + noise I)."""
+    """Log N(y | 0, phi S^-1 phi^T + noise I)."""
     covariance = phi @ torch.linalg.solve(prior, phi.mT) + noise * torch.eye(len(y), dtype=phi.dtype)
     return torch.distributions.MultivariateNormal(torch.zeros_like(y), covariance).log_prob(y)
 
