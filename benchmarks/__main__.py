@@ -15,12 +15,13 @@ from benchmarks import epochs as epochs_module
 from benchmarks import gradient_quality as gradient_quality_module
 from benchmarks import memory as memory_module
 from benchmarks import product as product_module
+from benchmarks import quadruply as quadruply_module
 from benchmarks import quality as quality_module
 from benchmarks import step as step_module
 from benchmarks import truncation_cost as truncation_cost_module
 from benchmarks import truncation_table as table_module
 from benchmarks import variance as variance_module
-from benchmarks.runner import CONTENDERS, Outcome, environment, run_apart, run_here, save
+from benchmarks.runner import CONTENDERS, RESULTS, Outcome, environment, run_apart, run_here, save
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 console = Console()
@@ -293,6 +294,69 @@ def truncation_table(
     _table(
         f"Adam at {rate}; the published figures are means over three splits, with all rows and steps",
         ["data", "rows", "steps", "split", "method", "RMSE", "published", "NLL", "published", "minutes"],
+        shown,
+    )
+
+
+@app.command()
+def quadruply(
+    dataset: Annotated[list[str] | None, typer.Option(help="kin40k, protein, keggdirected; all by default.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="nystrom, rff, svgp; nystrom and svgp by default.")] = None,
+    splits: int = 1,
+    features: Annotated[int | None, typer.Option(help="Features m, or centres; by method if not given.")] = None,
+    feature_samples: Annotated[int | None, typer.Option(help="Features of an index set.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of a step.")] = None,
+    points: Annotated[int | None, typer.Option(help="Control points.")] = None,
+    dense_columns: int | None = None,
+    tail_features: Annotated[int | None, typer.Option(help="Random features of what a head leaves.")] = None,
+    hyper_rate: Annotated[float | None, typer.Option(help="Learning rate of the noise.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of our method; SVGP has the seconds of nystrom.")] = None,
+    minutes: Annotated[float, typer.Option(help="Of each run in this call; another call goes on.")] = 120.0,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """RMSE and NLPD beside SVGP with the same time, and beside the published. Goes on where it was interrupted."""
+    progress = table_module.Progress(RESULTS / "quadruply.json")
+    shown = []
+    for name in dataset or list(quadruply_module.PUBLISHED):
+        for split in range(splits):
+            seconds = None
+            for kind in method or ["nystrom", "svgp"]:
+                given = {} if kind == "svgp" else {"features": features, "steps": steps, "rows": rows}
+                given |= {"feature_samples": feature_samples, "points": points, "dense_columns": dense_columns}
+                given |= {"tail_features": tail_features, "hyper_rate": hyper_rate}
+                options = quadruply_module.method_options(kind, **given) | {"dataset": name, "split": split}
+                if kind == "svgp" and seconds is None:
+                    console.print(f"[yellow]{name}: no time to give to SVGP; run nystrom in the same call.[/yellow]")
+                    continue
+                options["seconds"] = seconds if kind == "svgp" else None
+                key = progress.key(kind, options)
+                if not progress.runs.get(key, {}).get("finished"):
+                    run = {"key": key, "minutes": minutes, **options}
+                    outcome = _compare("quadruply", [kind], threads=threads, **run)[kind]
+                    if "error" in outcome:
+                        continue
+                    progress.record(key, outcome, environment(threads))
+                done = progress.runs[key]
+                if kind != "svgp" and done["finished"] and seconds is None:
+                    seconds = round(done["seconds"])
+                published = quadruply_module.PUBLISHED[name].get(kind)
+                shown.append(
+                    [
+                        name,
+                        str(split),
+                        kind,
+                        f"{done['steps']}" + ("" if done["finished"] else ", unfinished"),
+                        f"{done['rmse']:.3f}",
+                        f"{done['rmse'] * done['target_scale']:.3f}",
+                        f"{published[0]:.3f}" if published else "",
+                        f"{done['nll']:.3f}",
+                        f"{published[1]:.3f}" if published else "",
+                        f"{done['seconds'] / 60:.1f}",
+                    ]
+                )
+    _table(
+        "RMSE in standardised and in raw units; the published RMSE is of five splits, in raw units",
+        ["data", "split", "method", "steps", "RMSE", "raw", "published", "NLPD", "published", "minutes"],
         shown,
     )
 

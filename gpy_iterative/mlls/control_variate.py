@@ -91,8 +91,11 @@ class ControlVariate:
         self.watched_values = _values(model, self.watched)
 
     @torch.no_grad()
-    def catch_up(self, model: QuadruplyStochasticGP, refresh_every: int) -> None:
-        """Applies what the optimiser has moved since the last step."""
+    def catch_up(self, model: QuadruplyStochasticGP, refresh_every: int | None = None) -> None:
+        """Applies what the optimiser has moved since the last step, and counts one more towards the next refresh.
+
+        None only applies.
+        """
         now = _values(model, self.watched)
         foreign = (now != self.watched_values).any(-1)
         for part in self.announced:
@@ -120,8 +123,8 @@ class ControlVariate:
         if any_moved:
             self.announced = []
         self.watched_values = now
-        self.steps += 1
-        if self.steps >= refresh_every or (any_moved and self.overflowed):
+        self.steps += refresh_every is not None
+        if (any_moved and self.overflowed) or (refresh_every is not None and self.steps >= refresh_every):
             self.refresh(model)
 
     def term(

@@ -108,8 +108,11 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
                 raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
         if not 0 <= control_coefficient <= 1:
             raise ValueError(f"control_coefficient must lie between 0 and 1, got {control_coefficient}.")
-        if getattr(likelihood, "batch_shape", None):
-            raise ValueError(f"A batch of models is not supported: the likelihood has {tuple(likelihood.batch_shape)}.")
+        if isinstance(likelihood, GaussianLikelihood) and likelihood.noise.numel() != 1:
+            raise ValueError(
+                f"A batch of models is not supported: the likelihood has noise variances of shape "
+                f"{tuple(likelihood.noise.shape)}."
+            )
         if estimator == "printed" and (not self.is_unbiased or model.basis.num_head_features):
             raise ValueError("estimator='printed' is for Gaussian noise and a basis without a head of its own.")
         super().__init__(likelihood, model)
@@ -117,6 +120,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         self.num_group_samples = _group_samples(model, num_feature_samples, groups)
         self.data = TrainingData(num_data, num_data_samples, DATA_SAMPLES)
         self.num_control_points = self._control_points(num_control_points, estimator)
+        self._asks_for_points = num_control_points is not None
         self.control_coefficient, self.control_form, self.estimator = control_coefficient, control_form, estimator
         self.index_sets: IndexSets = index_sets or ("ring" if model.basis.exchangeable else "uniform")
         self.sparse_gradients = sparse_gradients
@@ -187,7 +191,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         """The generator and the control variate as a plain dict of tensors, for an exact resume."""
         state = {"generator": self._generator.get_state()}
         if self._control is not None:
-            self._control.catch_up(self.model, self._refresh_every)
+            self._control.catch_up(self.model)
             state |= {f"control.{name}": tensor for name, tensor in self._control.to_dict().items()}
         return state
 
@@ -264,7 +268,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
     ) -> Tensor:
         model = self.model
         if self._control is None:
-            size = min(self.num_control_points, len(x))
+            size = self._control_size(len(x))
             index = draw_set("uniform", len(x), size, self._generator).to(x.device)
             fixed = isinstance(self.likelihood, FixedNoiseGaussianLikelihood)
             noise = self._noise(index, len(x), params, kwargs).detach() if fixed else None
@@ -280,6 +284,13 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         return self.control_coefficient * state.term(
             model, first, second, residual, noise.detach(), form=self.control_form
         )
+
+    def _control_size(self, num_rows: int) -> int:
+        """Support points that `num_rows` data give."""
+        num_data = self.data.num_data_of(num_rows)
+        if self._asks_for_points and self.num_control_points > num_data:
+            raise ValueError(f"num_control_points must be at most {num_data}, the data; got {self.num_control_points}.")
+        return min(self.num_control_points, num_rows)
 
     def _rows(
         self,

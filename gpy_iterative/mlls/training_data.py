@@ -55,6 +55,10 @@ class TrainingData:
         size = len(x)
         if size == 0:
             raise ValueError("There are no data: x has no rows.")
+        if not self._is_checked(x, target):
+            check_finite("x", x)
+            check_finite("target", target)
+            self._checked = (weakref.ref(x), x._version, weakref.ref(target), target._version)
         if self.num_data is None:
             self._check_same(x)
             if self.num_samples is not None and self.num_samples > size:
@@ -63,10 +67,6 @@ class TrainingData:
                 )
         elif size > self.num_data or (whole and size != self.num_data):
             raise ValueError(f"num_data is {self.num_data}, but {size} rows were passed.")
-        if not self._is_checked(x, target):
-            check_finite("x", x)
-            check_finite("target", target)
-            self._checked = (weakref.ref(x), x._version, weakref.ref(target), target._version)
 
     def accept(self, x: Tensor) -> None:
         """Remembers what a successful step was given."""

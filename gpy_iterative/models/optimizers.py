@@ -63,8 +63,8 @@ class QuadruplyStochasticOptimizer:
     """All optimisers of one training, with their schedule: what the authors of the method do, and natural gradients.
 
     `HeadNaturalGradient` for the features that every step evaluates, Adagrad (whose sparse steps move sampled rows alone)
-    for all other variational parameters and precisions of relevance vectors, Adam at a small rate for hyperparameters. These
-    stay as they are for the first steps, while q has yet to become what they can be judged by. All rates fall
+    for all other variational parameters and precisions of relevance vectors, Adam at a small rate for hyperparameters.
+    These stay as they are for the first steps, while q has yet to become what they can be judged by. All rates fall
     exponentially.
 
     Args:
