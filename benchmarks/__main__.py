@@ -16,6 +16,8 @@ from benchmarks import gradient_quality as gradient_quality_module
 from benchmarks import memory as memory_module
 from benchmarks import product as product_module
 from benchmarks import quadruply as quadruply_module
+from benchmarks import quadruply_cost as quadruply_cost_module
+from benchmarks import quadruply_digits as quadruply_digits_module
 from benchmarks import quality as quality_module
 from benchmarks import step as step_module
 from benchmarks import truncation_cost as truncation_cost_module
@@ -361,6 +363,86 @@ def quadruply(
     )
 
 
+@app.command(name="quadruply-cost")
+def quadruply_cost(
+    steps: int = 15,
+    feature_samples: int = 4000,
+    rows: int = 500,
+    points: int = 500,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Seconds of a quadruply stochastic step against the number of data and of features."""
+    options = {"steps": steps, "feature_samples": feature_samples, "rows": rows, "points": points}
+    outcomes = {}
+    for n, m in ((10_000, 100_000), (1_000_000, 100_000), (10_000, 1_000_000), (1_000_000, 1_000_000)):
+        outcome = _compare("quadruply-cost", ["step"], threads=threads, num_data=n, num_features=m, **options)["step"]
+        if "error" not in outcome:
+            outcomes[f"n={n} m={m}"] = outcome
+    _table(
+        f"{feature_samples} sampled features, {rows} rows, {points} control points",
+        ["problem", "s / step", "first", "MB beyond the second step"],
+        [
+            [name, f"{o['seconds']:.4f}", f"{o['seconds_first']:.2f}", f"{o['memory_growth_mb']:.0f}"]
+            for name, o in outcomes.items()
+        ],
+    )
+    _finish("quadruply_cost", options, threads, outcomes=outcomes)
+
+
+@app.command(name="quadruply-variance")
+def quadruply_variance(
+    dataset: str = "kin40k",
+    features: int = 10_000,
+    samples: int = 500,
+    rows: int = 500,
+    draws: int = 300,
+    lengthscale: float = 2.5,
+    points: Annotated[list[int] | None, typer.Option(help="Support points; 50, 100, 200, 400 by default.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for the picture of the documentation.")] = None,
+) -> None:
+    """What control variates do to the noise of value and gradient."""
+    counts = points or [50, 100, 200, 400]
+    options = {"dataset": dataset, "num_features": features, "samples": samples, "rows": rows, "draws": draws}
+    options |= {"points": counts, "lengthscale": lengthscale}
+    table = quadruply_cost_module.control_variances(**options)
+    _table(
+        f"{dataset}, {features} features, {samples} sampled, {draws} draws",
+        ["data term", "points", "mean", "sd of the value", "gradient variance"],
+        [
+            [
+                row["estimator"],
+                str(row["points"]),
+                f"{row['mean']:.4g}",
+                f"{row['value_sd']:.3g}",
+                f"{row['gradient_variance']:.3g}",
+            ]
+            for row in table
+        ],
+    )
+    if pictures is not None:
+        console.print(f"drew {quadruply_cost_module.draw_variances(table, pictures)}")
+    _finish("quadruply_variance", options, torch.get_num_threads(), table=table)
+
+
+@app.command(name="quadruply-digits")
+def quadruply_digits(
+    basis: Annotated[str, typer.Option(help="rff or nystrom.")] = "nystrom",
+    features: int = 2000,
+    feature_samples: int = 2000,
+    rows: int = 500,
+    steps: int = 1500,
+    outputscale: float = 10.0,
+    shrink: Annotated[float, typer.Option(help="Lengthscale over the median distance.")] = 0.5,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Odd or even digits: logistic site bound beside a machine with the exact kernel."""
+    options = {"basis": basis, "features": features, "feature_samples": feature_samples, "rows": rows}
+    options |= {"steps": steps, "outputscale": outputscale, "shrink": shrink}
+    outcomes = _compare("quadruply-digits", ["ours", "exact kernel"], threads=threads, **options)
+    console.print(outcomes)
+    _finish(f"quadruply_digits_{basis}", options, threads, outcomes=outcomes)
+
+
 @app.command()
 def demo(
     steps: int = 5, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
@@ -380,6 +462,7 @@ __all__ = [
     "epochs_module",
     "memory_module",
     "product_module",
+    "quadruply_digits_module",
     "quality_module",
     "truncation_cost_module",
 ]
