@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from gpytorch.distributions import base_distributions
-from gpytorch.likelihoods import Likelihood
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from torch import Tensor
 
 from gpy_iterative.likelihoods import expected_log_prob
@@ -39,6 +39,30 @@ class Rows:
     def residual(self) -> Tensor:
         """Targets minus prior mean, [b]."""
         return self.target - self.prior_mean
+
+
+def noise_variances(
+    likelihood: Likelihood, index: Tensor, size: int, params: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """A Gaussian likelihood's noise variances at some of `size` data, [b].
+
+    Raises ValueError for fixed noises of another number than the data, and for variances that are not positive.
+    """
+    if isinstance(likelihood, FixedNoiseGaussianLikelihood):
+        given = kwargs.get("noise", likelihood.noise_covar.noise)
+        if given.shape != (size,):
+            raise ValueError(
+                f"The likelihood has noise variances of shape {tuple(given.shape)} for {size} data. For a batch pass "
+                "its own: mll(model(x), y, noise=noise)."
+            )
+        # Not by the likelihood: given a noise, it takes it for the additional one as well.
+        noise = given[index] + likelihood.second_noise
+    else:
+        noise = likelihood._shaped_noise_covar(index.shape, *params, **kwargs).diagonal(dim1=-1, dim2=-2)
+    bad = ~(torch.isfinite(noise) & (noise > 0))
+    if bad.any():
+        raise ValueError(f"Every noise variance must be finite and positive, but one is {noise[bad][0].item()}.")
+    return noise
 
 
 def diagonal_variance(model: QuadruplyStochasticGP, rows: Rows, head: Head, sample: Sample, features: Tensor) -> Tensor:

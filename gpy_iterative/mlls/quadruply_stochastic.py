@@ -14,11 +14,11 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_finite
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
 from gpy_iterative.likelihoods import check_binary_targets, is_log_concave
 from gpy_iterative.mlls.control_variate import ControlVariate
-from gpy_iterative.mlls.data_terms import Rows, gaussian_term, site_bound
+from gpy_iterative.mlls.data_terms import Rows, gaussian_term, noise_variances, site_bound
 from gpy_iterative.mlls.divergence import twice_divergence
 from gpy_iterative.mlls.feature_samples import Sample
 from gpy_iterative.mlls.index_sets import IndexSets, draw_set
@@ -118,7 +118,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         super().__init__(likelihood, model)
         groups = model.num_tail_groups if estimator == "stratified" else model.basis.num_groups
         self.num_group_samples = _group_samples(model, num_feature_samples, groups)
-        self.data = TrainingData(num_data, num_data_samples, DATA_SAMPLES)
+        self._data = TrainingData(num_data, num_data_samples, DATA_SAMPLES)
         self.num_control_points = self._control_points(num_control_points, estimator)
         self._asks_for_points = num_control_points is not None
         self.control_coefficient, self.control_form, self.estimator = control_coefficient, control_form, estimator
@@ -145,7 +145,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         """
         start = time.perf_counter()
         x = self._inputs_of(function_dist)
-        self.data.check(x, target)
+        self._data.check(x, target)
         self._check_model()
         position = self._generator.get_state()
         try:
@@ -153,11 +153,11 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         except Exception:
             self._generator.set_state(position)
             raise
-        self.data.accept(x)
+        self._data.accept(x)
         self.report = QuadruplyStochasticReport(
             value=value.detach().clone(),
             is_unbiased=self.is_unbiased,
-            num_rows=min(len(x), self.data.num_samples_of(len(x))),
+            num_rows=min(len(x), self._data.num_samples_of(len(x))),
             num_features=self.model.basis.num_features,
             num_feature_samples=self.num_group_samples * self.model.basis.group_size,
             num_control_points=0 if self._control is None else len(self._control.x),
@@ -171,7 +171,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         Differentiable. Memory and time O(n m): for small problems, and for looking at training from time to time.
         """
         x = self.model.check_inputs(x)
-        self.data.check(x, target, whole=True)
+        self._data.check(x, target, whole=True)
         check_binary_targets(self.likelihood, target)
         groups = torch.arange(self.model.num_tail_groups, device=x.device)
         sample = Sample.of(self.model, groups, sparse=False)
@@ -208,11 +208,9 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         self._control = control
 
     def _estimate(self, x: Tensor, target: Tensor, params: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        model, num_data = self.model, self.data.num_data_of(len(x))
-        index = draw_set("uniform", len(x), self.data.num_samples_of(len(x)), self._generator).to(x.device)
+        model, num_data = self.model, self._data.num_data_of(len(x))
+        index = draw_set("uniform", len(x), self._data.num_samples_of(len(x)), self._generator).to(x.device)
         rows = self._rows(x, target, index, num_data, params, kwargs)
-        check_finite("the sampled rows of x", rows.x)
-        check_finite("the sampled targets", rows.target)
         check_binary_targets(self.likelihood, rows.target)
         if not model.weights.initialized:
             initialize_weights(model, rows, num_data)
@@ -271,10 +269,8 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             size = self._control_size(len(x))
             index = draw_set("uniform", len(x), size, self._generator).to(x.device)
             fixed = isinstance(self.likelihood, FixedNoiseGaussianLikelihood)
-            noise = self._noise(index, len(x), params, kwargs).detach() if fixed else None
-            check_finite("the rows of x that become control points", x[index])
-            check_finite("their targets", target[index])
-            self._control = ControlVariate.start(model, x[index].detach(), target[index].detach(), noise)
+            noise = noise_variances(self.likelihood, index, len(x), params, kwargs).detach() if fixed else None
+            self._control = ControlVariate.start(model, x[index].detach(), target[index].detach().to(x), noise)
         else:
             self._control.catch_up(model, self._refresh_every)
         state = self._control
@@ -287,7 +283,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
 
     def _control_size(self, num_rows: int) -> int:
         """Support points that `num_rows` data give."""
-        num_data = self.data.num_data_of(num_rows)
+        num_data = self._data.num_data_of(num_rows)
         if self._asks_for_points and self.num_control_points > num_data:
             raise ValueError(f"num_control_points must be at most {num_data}, the data; got {self.num_control_points}.")
         return min(self.num_control_points, num_rows)
@@ -302,26 +298,8 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         kwargs: dict[str, Any],
     ) -> Rows:
         chosen = x[index]
-        noise = self._noise(index, len(x), params, kwargs) if self.is_unbiased else None
-        return Rows(chosen, target[index], self.model.mean_module(chosen), noise, num_data / len(index))
-
-    def _noise(self, index: Tensor, size: int, params: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Noise variances of some of `size` data, [b]."""
-        if isinstance(self.likelihood, FixedNoiseGaussianLikelihood):
-            given = kwargs.get("noise", self.likelihood.noise_covar.noise)
-            if given.shape != (size,):
-                raise ValueError(
-                    f"The likelihood has noise variances of shape {tuple(given.shape)} for {size} data. For a batch pass "
-                    "its own: mll(model(x), y, noise=noise)."
-                )
-            # Not by the likelihood: given a noise, it takes it for the additional one as well.
-            noise = given[index] + self.likelihood.second_noise
-        else:
-            noise = self.likelihood._shaped_noise_covar(index.shape, *params, **kwargs).diagonal(dim1=-1, dim2=-2)
-        bad = ~(torch.isfinite(noise) & (noise > 0))
-        if bad.any():
-            raise ValueError(f"Every noise variance must be finite and positive, but one is {noise[bad][0].item()}.")
-        return noise
+        noise = noise_variances(self.likelihood, index, len(x), params, kwargs) if self.is_unbiased else None
+        return Rows(chosen, target[index].to(chosen), self.model.mean_module(chosen), noise, num_data / len(index))
 
     def _inputs_of(self, function_dist: DeferredPrediction) -> Tensor:
         if not isinstance(function_dist, DeferredPrediction):

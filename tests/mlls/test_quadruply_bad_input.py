@@ -133,7 +133,9 @@ def test_labels(likelihood: gpytorch.likelihoods.Likelihood) -> None:
         mll(model(x), y.sign())
     with pytest.raises(ValueError, match="has labels 0 and 1, but"):
         mll(model(x), y)
-    assert torch.isfinite(mll(model(x), (y > 0).double()))
+    value = mll(model(x), (y > 0).double())
+    assert torch.isfinite(value)
+    torch.testing.assert_close(mll(model(x), (y > 0).long()), value)  # all data and features: nothing is drawn
 
 
 def test_learned_hyperparameters_of_a_dense_prior() -> None:
