@@ -18,12 +18,15 @@ from benchmarks import feature_step as feature_step_module
 from benchmarks import gradient_quality as gradient_quality_module
 from benchmarks import memory as memory_module
 from benchmarks import product as product_module
+from benchmarks import quadruply as quadruply_module
+from benchmarks import quadruply_cost as quadruply_cost_module
+from benchmarks import quadruply_digits as quadruply_digits_module
 from benchmarks import quality as quality_module
 from benchmarks import step as step_module
 from benchmarks import truncation_cost as truncation_cost_module
 from benchmarks import truncation_table as table_module
 from benchmarks import variance as variance_module
-from benchmarks.runner import CONTENDERS, Outcome, environment, run_apart, run_here, save
+from benchmarks.runner import CONTENDERS, RESULTS, Outcome, environment, run_apart, run_here, save
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 console = Console()
@@ -405,6 +408,149 @@ def feature_step(
 
 
 @app.command()
+def quadruply(
+    dataset: Annotated[list[str] | None, typer.Option(help="kin40k, protein, keggdirected; all by default.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="nystrom, rff, svgp; nystrom and svgp by default.")] = None,
+    splits: int = 1,
+    features: Annotated[int | None, typer.Option(help="Features m, or centres; by method if not given.")] = None,
+    feature_samples: Annotated[int | None, typer.Option(help="Features of an index set.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of a step.")] = None,
+    points: Annotated[int | None, typer.Option(help="Control points.")] = None,
+    dense_columns: int | None = None,
+    tail_features: Annotated[int | None, typer.Option(help="Random features of what a head leaves.")] = None,
+    hyper_rate: Annotated[float | None, typer.Option(help="Learning rate of the noise.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of our method; SVGP has the seconds of nystrom.")] = None,
+    minutes: Annotated[float, typer.Option(help="Of each run in this call; another call goes on.")] = 120.0,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """RMSE and NLPD beside SVGP with the same time, and beside the published. Goes on where it was interrupted."""
+    progress = table_module.Progress(RESULTS / "quadruply.json")
+    shown = []
+    for name in dataset or list(quadruply_module.PUBLISHED):
+        for split in range(splits):
+            seconds = None
+            for kind in method or ["nystrom", "svgp"]:
+                given = {} if kind == "svgp" else {"features": features, "steps": steps, "rows": rows}
+                given |= {"feature_samples": feature_samples, "points": points, "dense_columns": dense_columns}
+                given |= {"tail_features": tail_features, "hyper_rate": hyper_rate}
+                options = quadruply_module.method_options(kind, **given) | {"dataset": name, "split": split}
+                if kind == "svgp" and seconds is None:
+                    console.print(f"[yellow]{name}: no time to give to SVGP; run nystrom in the same call.[/yellow]")
+                    continue
+                options["seconds"] = seconds if kind == "svgp" else None
+                key = progress.key(kind, options)
+                if not progress.runs.get(key, {}).get("finished"):
+                    run = {"key": key, "minutes": minutes, **options}
+                    outcome = _compare("quadruply", [kind], threads=threads, **run)[kind]
+                    if "error" in outcome:
+                        continue
+                    progress.record(key, outcome, environment(threads))
+                done = progress.runs[key]
+                if kind != "svgp" and done["finished"] and seconds is None:
+                    seconds = round(done["seconds"])
+                published = quadruply_module.PUBLISHED[name].get(kind)
+                shown.append(
+                    [
+                        name,
+                        str(split),
+                        kind,
+                        f"{done['steps']}" + ("" if done["finished"] else ", unfinished"),
+                        f"{done['rmse']:.3f}",
+                        f"{done['rmse'] * done['target_scale']:.3f}",
+                        f"{published[0]:.3f}" if published else "",
+                        f"{done['nll']:.3f}",
+                        f"{published[1]:.3f}" if published else "",
+                        f"{done['seconds'] / 60:.1f}",
+                    ]
+                )
+    _table(
+        "RMSE in standardised and in raw units; the published RMSE is of five splits, in raw units",
+        ["data", "split", "method", "steps", "RMSE", "raw", "published", "NLPD", "published", "minutes"],
+        shown,
+    )
+
+
+@app.command(name="quadruply-cost")
+def quadruply_cost(
+    steps: int = 15,
+    feature_samples: int = 4000,
+    rows: int = 500,
+    points: int = 500,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Seconds of a quadruply stochastic step against the number of data and of features."""
+    options = {"steps": steps, "feature_samples": feature_samples, "rows": rows, "points": points}
+    outcomes = {}
+    for n, m in ((10_000, 100_000), (1_000_000, 100_000), (10_000, 1_000_000), (1_000_000, 1_000_000)):
+        outcome = _compare("quadruply-cost", ["step"], threads=threads, num_data=n, num_features=m, **options)["step"]
+        if "error" not in outcome:
+            outcomes[f"n={n} m={m}"] = outcome
+    _table(
+        f"{feature_samples} sampled features, {rows} rows, {points} control points",
+        ["problem", "s / step", "first", "MB beyond the second step"],
+        [
+            [name, f"{o['seconds']:.4f}", f"{o['seconds_first']:.2f}", f"{o['memory_growth_mb']:.0f}"]
+            for name, o in outcomes.items()
+        ],
+    )
+    _finish("quadruply_cost", options, threads, outcomes=outcomes)
+
+
+@app.command(name="quadruply-variance")
+def quadruply_variance(
+    dataset: str = "kin40k",
+    features: int = 10_000,
+    samples: int = 500,
+    rows: int = 500,
+    draws: int = 300,
+    lengthscale: float = 2.5,
+    points: Annotated[list[int] | None, typer.Option(help="Support points; 50, 100, 200, 400 by default.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for the picture of the documentation.")] = None,
+) -> None:
+    """What control variates do to the noise of value and gradient."""
+    counts = points or [50, 100, 200, 400]
+    options = {"dataset": dataset, "num_features": features, "samples": samples, "rows": rows, "draws": draws}
+    options |= {"points": counts, "lengthscale": lengthscale}
+    table = quadruply_cost_module.control_variances(**options)
+    _table(
+        f"{dataset}, {features} features, {samples} sampled, {draws} draws",
+        ["data term", "points", "mean", "sd of the value", "gradient variance"],
+        [
+            [
+                row["estimator"],
+                str(row["points"]),
+                f"{row['mean']:.4g}",
+                f"{row['value_sd']:.3g}",
+                f"{row['gradient_variance']:.3g}",
+            ]
+            for row in table
+        ],
+    )
+    if pictures is not None:
+        console.print(f"drew {quadruply_cost_module.draw_variances(table, pictures)}")
+    _finish("quadruply_variance", options, torch.get_num_threads(), table=table)
+
+
+@app.command(name="quadruply-digits")
+def quadruply_digits(
+    basis: Annotated[str, typer.Option(help="rff or nystrom.")] = "nystrom",
+    features: int = 2000,
+    feature_samples: int = 2000,
+    rows: int = 500,
+    steps: int = 1500,
+    outputscale: float = 10.0,
+    shrink: Annotated[float, typer.Option(help="Lengthscale over the median distance.")] = 0.5,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Odd or even digits: logistic site bound beside a machine with the exact kernel."""
+    options = {"basis": basis, "features": features, "feature_samples": feature_samples, "rows": rows}
+    options |= {"steps": steps, "outputscale": outputscale, "shrink": shrink}
+    outcomes = _compare("quadruply-digits", ["ours", "exact kernel"], threads=threads, **options)
+    console.print(outcomes)
+    _finish(f"quadruply_digits_{basis}", options, threads, outcomes=outcomes)
+
+
+@app.command()
 def demo(
     steps: int = 5, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
 ) -> None:
@@ -424,6 +570,7 @@ __all__ = [
     "feature_step_module",
     "memory_module",
     "product_module",
+    "quadruply_digits_module",
     "quality_module",
     "truncation_cost_module",
 ]

@@ -35,3 +35,7 @@ class VarianceWarning(NumericalWarning):
 
 class BiasWarning(NumericalWarning):
     """An estimator was set up so that its optimum is not that of what it estimates; the text says which lever helps."""
+
+
+class ApproximationWarning(NumericalWarning):
+    """An approximation is too coarse, or is used in a way, for its numbers to mean what they seem to."""

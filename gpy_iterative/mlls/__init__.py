@@ -6,8 +6,15 @@ from gpy_iterative.mlls.hutchinson import HutchinsonMarginalLogLikelihood
 from gpy_iterative.mlls.minibatch import MinibatchMarginalLogLikelihood
 from gpy_iterative.mlls.minimax import MinimaxMarginalLogLikelihood
 from gpy_iterative.mlls.pathwise import PathwiseMarginalLogLikelihood
+from gpy_iterative.mlls.quadruply_stochastic import QuadruplyStochasticELBO
 from gpy_iterative.mlls.random_features import RFFMarginalLogLikelihood
-from gpy_iterative.mlls.report import FrequencyReport, MarginalLogLikelihoodReport, MinibatchReport, TruncationReport
+from gpy_iterative.mlls.report import (
+    FrequencyReport,
+    MarginalLogLikelihoodReport,
+    MinibatchReport,
+    QuadruplyStochasticReport,
+    TruncationReport,
+)
 from gpy_iterative.mlls.russian_roulette import RussianRouletteMarginalLogLikelihood
 from gpy_iterative.mlls.single_sample_rff import SingleSampleRFFMarginalLogLikelihood
 from gpy_iterative.mlls.truncated_cg import TruncatedCGMarginalLogLikelihood
@@ -24,6 +31,8 @@ __all__ = [
     "MinibatchReport",
     "MinimaxMarginalLogLikelihood",
     "PathwiseMarginalLogLikelihood",
+    "QuadruplyStochasticELBO",
+    "QuadruplyStochasticReport",
     "RFFMarginalLogLikelihood",
     "RussianRouletteMarginalLogLikelihood",
     "SingleSampleRFFMarginalLogLikelihood",

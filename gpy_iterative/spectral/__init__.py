@@ -9,15 +9,17 @@ from gpy_iterative.spectral.densities import (
     spectral_density,
 )
 from gpy_iterative.spectral.features import RandomFourierFeatures
-from gpy_iterative.spectral.summands import has_random_features
+from gpy_iterative.spectral.summands import Summand, has_random_features, summands
 
 __all__ = [
     "Draws",
     "RandomFourierFeatures",
     "SpectralDensity",
+    "Summand",
     "draws_under",
     "gamma_quantile",
     "has_random_features",
     "register_spectral_density",
     "spectral_density",
+    "summands",
 ]

@@ -1,0 +1,138 @@
+"""What a step of the quadruply stochastic bound costs against n and m, and what its control variate does to the noise."""
+
+import resource
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import matplotlib
+import torch
+
+import gpy_iterative as gpi
+from benchmarks.datasets import load
+from benchmarks.runner import Outcome, contender
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+#: Input dimensions of the synthetic data of the cost table.
+DIMS = 8
+
+
+@contender("quadruply-cost", "step")
+def step_cost(*, num_data: int, num_features: int, steps: int, feature_samples: int, rows: int, points: int) -> Outcome:
+    """Seconds of a step, its own memory beyond what parameters and data take, and seconds of the first one."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_data, DIMS, generator=generator)
+    y = torch.sin(x[:, 0]) + 0.1 * torch.randn(num_data, generator=generator)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=DIMS)).requires_grad_(False)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood().requires_grad_(False)
+    model = gpi.models.QuadruplyStochasticGP(gpi.models.RandomFourierBasis(kernel, num_features))
+    mll = gpi.mlls.QuadruplyStochasticELBO(
+        likelihood,
+        model,
+        num_feature_samples=feature_samples,
+        num_data_samples=rows,
+        num_control_points=points,
+        generator=0,
+    )
+    optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
+    seconds = []
+    for _ in range(steps + 3):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = -mll(model(x), y)
+        loss.backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+        if len(seconds) == 2:
+            before = _peak_memory()
+    return {
+        "seconds": statistics.median(seconds[3:]),
+        "seconds_first": seconds[0],
+        "memory_growth_mb": _peak_memory() - before,
+    }
+
+
+def _peak_memory() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+#: Name -> options of the mll: the data term as printed, with equation 3, as a product of residuals, with either form.
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "printed": {"estimator": "printed", "num_control_points": 0},
+    "residual product": {"num_control_points": 0},
+    "with equation 3": {"control_form": "printed"},
+    "with its residual form": {"control_form": "residual"},
+}
+
+
+def control_variances(
+    *, dataset: str, num_features: int, samples: int, rows: int, points: list[int], draws: int, lengthscale: float
+) -> list[dict[str, Any]]:
+    """Standard deviation of value and gradient of mu, at weights drawn from the prior (figure 1 of the paper)."""
+    data = load(dataset, 0)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=data.train_x.shape[-1]))
+    kernel.base_kernel.lengthscale = lengthscale
+    kernel.outputscale = 1.0
+    kernel.requires_grad_(False)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood().requires_grad_(False)
+    likelihood.noise = 0.01
+    model = gpi.models.QuadruplyStochasticGP(gpi.models.RandomFourierBasis(kernel, num_features))
+    with torch.no_grad():
+        model.weights.tail_mean.copy_(torch.randn(num_features, 1, generator=torch.Generator().manual_seed(0)))
+        model.weights.tail_log_diagonal.fill_(-2.0)
+        model.weights.initialized.fill_(1)
+    found = []
+    for name, options in ESTIMATORS.items():
+        for count in points if "control_form" in options else [0]:
+            given = {"num_control_points": count} | options if count else options
+            mll = gpi.mlls.QuadruplyStochasticELBO(
+                likelihood, model, num_feature_samples=samples, num_data_samples=rows, generator=1, **given
+            )
+            values, total, squares = [], 0.0, 0.0
+            for _ in range(draws):
+                value = mll(model(data.train_x), data.train_y)
+                (gradient,) = torch.autograd.grad(value, model.weights.tail_mean)
+                dense = gradient.to_dense().double()
+                values.append(value.item())
+                total, squares = total + dense, squares + dense.square()
+            mean = total / draws
+            variance = (squares / draws - mean.square()).sum() * draws / (draws - 1)
+            found.append(
+                {
+                    "estimator": name,
+                    "points": count,
+                    "value_sd": statistics.stdev(values),
+                    "gradient_variance": float(variance),
+                    "mean": statistics.mean(values),
+                }
+            )
+    return found
+
+
+def draw_variances(table: list[dict[str, Any]], folder: Path) -> Path:
+    """Against the number of support points, relative to the product of residuals alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    reference = next(row for row in table if row["estimator"] == "residual product")
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), constrained_layout=True)
+    for axis, field, power, title in (
+        (axes[0], "value_sd", 2, "value"),
+        (axes[1], "gradient_variance", 1, "gradient of the weights' mean"),
+    ):
+        for name in ("with equation 3", "with its residual form"):
+            rows = [row for row in table if row["estimator"] == name]
+            ratio = [(row[field] / reference[field]) ** power for row in rows]
+            axis.plot([row["points"] for row in rows], ratio, marker="o", label=name)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_yscale("log")
+        axis.set_xlabel("support points")
+        axis.set_title(title)
+    axes[0].set_ylabel("variance, relative to none")
+    axes[0].legend(fontsize=7)
+    path = folder / "quadruply_control_variate.svg"
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path

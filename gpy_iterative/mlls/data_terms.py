@@ -1,0 +1,113 @@
+"""What the data contribute to the evidence lower bound: unbiased for Gaussian noise, a bound for other likelihoods.
+
+Sums over data run in float64: a float32 sum weighted by n over the batch loses what the features were computed with.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpytorch.distributions import base_distributions
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from torch import Tensor
+
+from gpy_iterative.likelihoods import expected_log_prob
+from gpy_iterative.mlls.feature_samples import Head, Sample
+from gpy_iterative.models import QuadruplyStochasticGP
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sampled data.
+
+    Attributes:
+        x: [b, d].
+        target: [b].
+        prior_mean: of the mean module, [b].
+        noise: variances of a Gaussian likelihood, [b]; None for another one.
+        weight: n / b.
+    """
+
+    x: Tensor
+    target: Tensor
+    prior_mean: Tensor
+    noise: Tensor | None
+    weight: float
+
+    @property
+    def residual(self) -> Tensor:
+        """Targets minus prior mean, [b]."""
+        return self.target - self.prior_mean
+
+
+def noise_variances(
+    likelihood: Likelihood, index: Tensor, size: int, params: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """A Gaussian likelihood's noise variances at some of `size` data, [b].
+
+    Raises ValueError for fixed noises of another number than the data, and for variances that are not positive.
+    """
+    if isinstance(likelihood, FixedNoiseGaussianLikelihood):
+        given = kwargs.get("noise", likelihood.noise_covar.noise)
+        if given.shape != (size,):
+            raise ValueError(
+                f"The likelihood has noise variances of shape {tuple(given.shape)} for {size} data. For a batch pass "
+                "its own: mll(model(x), y, noise=noise)."
+            )
+        # Not by the likelihood: given a noise, it takes it for the additional one as well.
+        noise = given[index] + likelihood.second_noise
+    else:
+        noise = likelihood._shaped_noise_covar(index.shape, *params, **kwargs).diagonal(dim1=-1, dim2=-2)
+    bad = ~(torch.isfinite(noise) & (noise > 0))
+    if bad.any():
+        raise ValueError(f"Every noise variance must be finite and positive, but one is {noise[bad][0].item()}.")
+    return noise
+
+
+def diagonal_variance(model: QuadruplyStochasticGP, rows: Rows, head: Head, sample: Sample, features: Tensor) -> Tensor:
+    """The latent variance from columns of C with a diagonal entry alone, [b]: exact, or unbiased from the sample."""
+    weights = model.weights
+    if weights.shared_diagonal:
+        return head.variance + weights.shared_variance * model.tail_prior_variance(rows.x, head.features)
+    return head.variance + sample.weight * (features.square() @ (2 * sample.rows.log_diagonal).exp())
+
+
+def gaussian_term(model: QuadruplyStochasticGP, rows: Rows, first: Sample, second: Sample) -> Tensor:
+    """Unbiased for -2 E_q log p(y | f) from independent samples of groups: [], float64.
+
+    The product of two residuals absorbs the targets' own square, and cancels before anything large is summed.
+    """
+    head = Head.of(model, model.head_features(rows.x))
+    left = model.tail_features(rows.x, head.features, first.groups)
+    right = model.tail_features(rows.x, head.features, second.groups)
+    target = rows.residual - head.mean
+    square = (target - first.mean(left)) * (target - second.mean(right))
+    variance = ((head.root + first.root(left)) * (head.root + second.root(right))).sum(-1)
+    variance = variance + diagonal_variance(model, rows, head, first, left)
+    noise = rows.noise.double()
+    terms = (square + variance).double() / noise + noise.log() + math.log(2 * math.pi)
+    return rows.weight * terms.sum()
+
+
+def site_bound(
+    likelihood: Likelihood, model: QuadruplyStochasticGP, rows: Rows, sample: Sample, **kwargs: Any
+) -> Tensor:
+    """In expectation at most E_q log p(y | f) for a log-concave likelihood, and equal for all groups: [], float64.
+
+    By Jensen's inequality: given the weights, the sampled latent value has the right mean. What the sample contributes to
+    the variance is taken with whole rows of C; a shared diagonal entry contributes exactly. (Theorem 3 of the paper has the
+    variance where its square root belongs, and is no bound.)
+    """
+    head = Head.of(model, model.head_features(rows.x))
+    features = model.tail_features(rows.x, head.features, sample.groups)
+    variance = (head.root + sample.root(features)).square().sum(-1)
+    if model.weights.shared_diagonal:
+        variance = variance + diagonal_variance(model, rows, head, sample, features)
+    else:
+        own = features.square() @ (2 * sample.rows.log_diagonal).exp()
+        variance = variance + head.variance + sample.weight**2 * own
+    mean = rows.prior_mean + head.mean + sample.mean(features)
+    deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+    latent = base_distributions.Normal(mean, deviation)
+    return rows.weight * expected_log_prob(likelihood, rows.target, latent, **kwargs).double().sum()

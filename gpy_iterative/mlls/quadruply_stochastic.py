@@ -1,0 +1,369 @@
+"""The evidence lower bound of a Gaussian process in weight space, from a few data and a few features a step.
+
+Evans and Nair 2018, "Quadruply stochastic Gaussian processes", in a form of the same expectation and a lower variance: a
+head of features is always evaluated, products of two independently sampled residuals replace the expanded square, and what
+is a single sum over features is sampled once.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, Likelihood
+from gpytorch.mlls import MarginalLogLikelihood
+from torch import Tensor
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
+from gpy_iterative.likelihoods import check_binary_targets, is_log_concave
+from gpy_iterative.mlls.control_variate import ControlVariate
+from gpy_iterative.mlls.data_terms import Rows, gaussian_term, noise_variances, site_bound
+from gpy_iterative.mlls.divergence import twice_divergence
+from gpy_iterative.mlls.feature_samples import Sample
+from gpy_iterative.mlls.index_sets import IndexSets, draw_set
+from gpy_iterative.mlls.printed_estimate import printed_estimate
+from gpy_iterative.mlls.report import QuadruplyStochasticReport
+from gpy_iterative.mlls.training_data import TrainingData
+from gpy_iterative.mlls.training_state import make_generator
+from gpy_iterative.mlls.weight_initialization import initialize_weights, warn_of_capacity
+from gpy_iterative.models import DeferredPrediction, QuadruplyStochasticGP
+
+#: Defaults, where there are so many.
+FEATURE_SAMPLES, DATA_SAMPLES, CONTROL_POINTS = 10_000, 500, 500
+#: The control variate's state is worked out anew after so many steps, and never for more than a tenth of their cost.
+REFRESH_EVERY = 200
+
+
+class QuadruplyStochasticELBO(MarginalLogLikelihood):
+    """An estimate of the evidence lower bound whose cost knows neither the number of data nor that of features.
+
+    In the shape of `gpytorch.mlls.VariationalELBO`: `loss = -mll(model(x), y)` with all training data, of which rows are
+    drawn inside, or with the batches of a DataLoader (then with `num_data`). For Gaussian noise value and gradient are
+    unbiased; for another log-concave likelihood they are those of a lower bound of the ELBO.
+
+    Args:
+        likelihood: Gaussian with one noise or fixed ones; or log-concave: Bernoulli (probit), `LogitBernoulliLikelihood`,
+            Laplace, Poisson.
+        model: a QuadruplyStochasticGP.
+        num_data: n. None: every call passes all data.
+        num_feature_samples: sampled features in each of the two index sets; None is 10,000, or all there are.
+        num_data_samples: rows of a step; None is 500, or all there are.
+        num_control_points: support points of the control variate, drawn from the first data that are passed; None is 500
+            where it serves (Gaussian noise, sampled features), 0 is none.
+        control_coefficient: what the control variate is multiplied by.
+        control_form: "residual", or "printed" for equation 3 of the paper.
+        estimator: "stratified", or "printed" for theorems 1 and 2 of the paper, for comparison.
+        index_sets: "ring" takes neighbouring features from a uniform start, "uniform" any; None is "ring" where the order
+            of features means nothing.
+        sparse_gradients: gradients of sampled rows hold these alone, so that a step of Adagrad, SGD or SparseAdam costs
+            O(samples); False for optimisers that want dense ones.
+        assume_log_concave: take a likelihood that is not known to be log-concave.
+        generator: of index sets; a generator or the seed of one.
+
+    Attributes:
+        report: of the last evaluation.
+
+    Raises:
+        ValueError: options outside their range.
+        TypeError: another model.
+        UnsupportedLikelihoodError: a likelihood that is neither.
+
+    Cost of a step: (b + p) t for b rows, p control points and t sampled features, times 1 + k for k dense columns, and the
+    basis' evaluation of as many features.
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        model: QuadruplyStochasticGP,
+        *,
+        num_data: int | None = None,
+        num_feature_samples: int | None = None,
+        num_data_samples: int | None = None,
+        num_control_points: int | None = None,
+        control_coefficient: float = 1.0,
+        control_form: Literal["residual", "printed"] = "residual",
+        estimator: Literal["stratified", "printed"] = "stratified",
+        index_sets: IndexSets | None = None,
+        sparse_gradients: bool = True,
+        assume_log_concave: bool = False,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        if not isinstance(model, QuadruplyStochasticGP):
+            raise TypeError(f"QuadruplyStochasticELBO needs a QuadruplyStochasticGP, got {type(model).__name__}.")
+        self.is_unbiased = isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood)
+        if not self.is_unbiased and not is_log_concave(likelihood) and not assume_log_concave:
+            raise UnsupportedLikelihoodError(
+                f"QuadruplyStochasticELBO needs a GaussianLikelihood, a FixedNoiseGaussianLikelihood, or a likelihood that "
+                f"is log-concave in the latent value; {type(likelihood).__name__} is not known to be. If it is, pass "
+                "assume_log_concave=True; else use a variational model with gpytorch.mlls.VariationalELBO."
+            )
+        for name, value, choices in (
+            ("control_form", control_form, ("residual", "printed")),
+            ("estimator", estimator, ("stratified", "printed")),
+            ("index_sets", index_sets, (None, "ring", "uniform")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
+        if not 0 <= control_coefficient <= 1:
+            raise ValueError(f"control_coefficient must lie between 0 and 1, got {control_coefficient}.")
+        if isinstance(likelihood, GaussianLikelihood) and likelihood.noise.numel() != 1:
+            raise ValueError(
+                f"A batch of models is not supported: the likelihood has noise variances of shape "
+                f"{tuple(likelihood.noise.shape)}."
+            )
+        if estimator == "printed" and (not self.is_unbiased or model.basis.num_head_features):
+            raise ValueError("estimator='printed' is for Gaussian noise and a basis without a head of its own.")
+        super().__init__(likelihood, model)
+        groups = model.num_tail_groups if estimator == "stratified" else model.basis.num_groups
+        self.num_group_samples = _group_samples(model, num_feature_samples, groups)
+        self._data = TrainingData(num_data, num_data_samples, DATA_SAMPLES)
+        self.num_control_points = self._control_points(num_control_points, estimator)
+        self._asks_for_points = num_control_points is not None
+        self.control_coefficient, self.control_form, self.estimator = control_coefficient, control_form, estimator
+        self.index_sets: IndexSets = index_sets or ("ring" if model.basis.exchangeable else "uniform")
+        self.sparse_gradients = sparse_gradients
+        self.report: QuadruplyStochasticReport | None = None
+        self._generator = make_generator(generator)
+        self._control: ControlVariate | None = None
+
+    def forward(self, function_dist: DeferredPrediction, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
+        """An estimate of the evidence lower bound divided by the number of data.
+
+        Args:
+            function_dist: `model(x)` in train mode, at all data or a batch of them.
+            target: [n] or [b].
+            params, kwargs: as the likelihood takes them (`noise=` of a FixedNoiseGaussianLikelihood).
+
+        Returns:
+            []. Priors and added loss terms are included as in `gpytorch.mlls.VariationalELBO`.
+
+        Raises:
+            ValueError: shapes, dtypes, devices or sizes that do not fit, data that are not finite, labels but 0 and 1.
+            NonFiniteError: a hyperparameter or the estimate is not finite. State and parameters are as they were.
+        """
+        start = time.perf_counter()
+        x = self._inputs_of(function_dist)
+        self._data.check(x, target)
+        self._check_model()
+        position = self._generator.get_state()
+        try:
+            value = self._estimate(x, target, params, kwargs)
+        except Exception:
+            self._generator.set_state(position)
+            raise
+        self._data.accept(x)
+        self.report = QuadruplyStochasticReport(
+            value=value.detach().clone(),
+            is_unbiased=self.is_unbiased,
+            num_rows=min(len(x), self._data.num_samples_of(len(x))),
+            num_features=self.model.basis.num_features,
+            num_feature_samples=self.num_group_samples * self.model.basis.group_size,
+            num_control_points=0 if self._control is None else len(self._control.x),
+            seconds=time.perf_counter() - start,
+        )
+        return value
+
+    def exact_value(self, x: Tensor, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
+        """The evidence lower bound that `forward` estimates (or bounds), from all data and features: [], over n.
+
+        Differentiable. Memory and time O(n m): for small problems, and for looking at training from time to time.
+        """
+        x = self.model.check_inputs(x)
+        self._data.check(x, target, whole=True)
+        check_binary_targets(self.likelihood, target)
+        groups = torch.arange(self.model.num_tail_groups, device=x.device)
+        sample = Sample.of(self.model, groups, sparse=False)
+        rows = self._rows(x, target, torch.arange(len(x), device=x.device), len(x), params, kwargs)
+        return self._value(rows, sample, sample, x.new_zeros(()), len(x), kwargs)
+
+    def refresh(self) -> None:
+        """Works the control variate's state out from all features: p m (1 + k)."""
+        if self._control is not None:
+            self._control.refresh(self.model)
+
+    def reset_control_variate(self) -> None:
+        """Forgets the control variate; the next step starts one at the current hyperparameters, with new support points."""
+        self._control = None
+
+    def training_state(self) -> dict[str, Tensor]:
+        """The generator and the control variate as a plain dict of tensors, for an exact resume."""
+        state = {"generator": self._generator.get_state()}
+        if self._control is not None:
+            self._control.catch_up(self.model)
+            state |= {f"control.{name}": tensor for name, tensor in self._control.to_dict().items()}
+        return state
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        """Takes what `training_state()` gave, after the model's own state has been loaded.
+
+        Raises ValueError, and changes nothing, for anything else.
+        """
+        if "generator" not in state or state["generator"].dtype != torch.uint8:
+            raise ValueError("This is no training state: it has no entry 'generator'. Take it from training_state().")
+        entries = {name.removeprefix("control."): tensor for name, tensor in state.items() if name != "generator"}
+        control = ControlVariate.from_dict(self.model, entries) if entries else None
+        self._generator.set_state(state["generator"].cpu())
+        self._control = control
+
+    def _estimate(self, x: Tensor, target: Tensor, params: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        model, num_data = self.model, self._data.num_data_of(len(x))
+        index = draw_set("uniform", len(x), self._data.num_samples_of(len(x)), self._generator).to(x.device)
+        rows = self._rows(x, target, index, num_data, params, kwargs)
+        check_binary_targets(self.likelihood, rows.target)
+        if not model.weights.initialized:
+            initialize_weights(model, rows, num_data)
+            free = (*model.hyperparameters(), *self.likelihood.parameters())
+            warn_of_capacity(model, rows, num_data, free, stacklevel=6)
+        if self.estimator == "printed":
+            return self._printed(rows, num_data)
+        first = self._sample()
+        second = self._sample() if self.is_unbiased else first
+        control = x.new_zeros(())
+        if self.num_control_points and model.num_tail_groups > self.num_group_samples:
+            control = num_data * self._control_term(x, target, first, second, params, kwargs)
+        return self._value(rows, first, second, control, num_data, kwargs)
+
+    def _value(
+        self, rows: Rows, first: Sample, second: Sample, control: Tensor, num_data: int, kwargs: dict[str, Any]
+    ) -> Tensor:
+        divergence = twice_divergence(self.model, first, second).double()
+        if self.is_unbiased:
+            data = -(gaussian_term(self.model, rows, first, second) + control) / 2
+        else:
+            data = site_bound(self.likelihood, self.model, rows, first, **kwargs)
+        return self._with_other_terms((data - divergence / 2) / num_data, rows.x.dtype, num_data)
+
+    def _printed(self, rows: Rows, num_data: int) -> Tensor:
+        groups, features = self.model.basis.num_groups, self.model.basis.num_features
+        first, second = (self._draw(groups, self.num_group_samples) for _ in range(2))
+        size = min(features, self.num_group_samples * self.model.basis.group_size)
+        columns = draw_set("uniform", features, size, self._generator).to(rows.x.device)
+        total = printed_estimate(self.model, rows.x, rows.residual, rows.noise, num_data, first, second, columns)
+        return self._with_other_terms(-total.double() / (2 * num_data), rows.x.dtype, num_data)
+
+    def _with_other_terms(self, value: Tensor, dtype: torch.dtype, num_data: int) -> Tensor:
+        for _, module, prior, closure, _ in self.named_priors():
+            value = value + prior.log_prob(closure(module)).sum() / num_data
+        for term in self.model.added_loss_terms():
+            value = value - term.loss()
+        if not torch.isfinite(value):
+            raise NonFiniteError(
+                f"The evidence lower bound is {value.item()}: parameters have left what {dtype} can bear. A smaller "
+                "learning rate keeps them; nothing was changed by this step."
+            )
+        return value.to(dtype)
+
+    def _control_term(
+        self,
+        x: Tensor,
+        target: Tensor,
+        first: Sample,
+        second: Sample,
+        params: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        model = self.model
+        if self._control is None:
+            size = self._control_size(len(x))
+            index = draw_set("uniform", len(x), size, self._generator).to(x.device)
+            fixed = isinstance(self.likelihood, FixedNoiseGaussianLikelihood)
+            noise = noise_variances(self.likelihood, index, len(x), params, kwargs).detach() if fixed else None
+            self._control = ControlVariate.start(model, x[index].detach(), target[index].detach().to(x), noise)
+        else:
+            self._control.catch_up(model, self._refresh_every)
+        state = self._control
+        with torch.no_grad():
+            residual = state.y - model.mean_module(state.x)
+            noise = self.likelihood.noise.expand(len(state.x)) if state.noise is None else state.noise
+        return self.control_coefficient * state.term(
+            model, first, second, residual, noise.detach(), form=self.control_form
+        )
+
+    def _control_size(self, num_rows: int) -> int:
+        """Support points that `num_rows` data give."""
+        num_data = self._data.num_data_of(num_rows)
+        if self._asks_for_points and self.num_control_points > num_data:
+            raise ValueError(f"num_control_points must be at most {num_data}, the data; got {self.num_control_points}.")
+        return min(self.num_control_points, num_rows)
+
+    def _rows(
+        self,
+        x: Tensor,
+        target: Tensor,
+        index: Tensor,
+        num_data: int,
+        params: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Rows:
+        chosen = x[index]
+        noise = noise_variances(self.likelihood, index, len(x), params, kwargs) if self.is_unbiased else None
+        return Rows(chosen, target[index].to(chosen), self.model.mean_module(chosen), noise, num_data / len(index))
+
+    def _inputs_of(self, function_dist: DeferredPrediction) -> Tensor:
+        if not isinstance(function_dist, DeferredPrediction):
+            raise RuntimeError(
+                "QuadruplyStochasticELBO samples from the inputs of model(x) in train mode; got a "
+                f"{type(function_dist).__name__}. Call model.train() and likelihood.train() before training goes on."
+            )
+        if function_dist.model is not self.model:
+            raise ValueError("This is the output of another model than the marginal log likelihood was made with.")
+        return function_dist.x
+
+    def _check_model(self) -> None:
+        for name, parameter in (*self.model.named_hyperparameters(), *self.likelihood.named_parameters()):
+            if parameter.shape.numel() < FEATURE_SAMPLES and not torch.isfinite(parameter).all():
+                raise NonFiniteError(f"The parameter {name} is not finite. A smaller learning rate keeps it so.")
+        basis = self.model.basis
+        if not basis.has_diagonal_prior and any(parameter.requires_grad for parameter in basis.parameters()):
+            raise ValueError(
+                f"The hyperparameters of a {type(basis).__name__} cannot be learned: its prior precision is not diagonal, "
+                "and the gradient of its log-determinant is not sampled. Fix them: model.basis.requires_grad_(False)."
+            )
+
+    def _sample(self) -> Sample:
+        groups = self._draw(self.model.num_tail_groups, self.num_group_samples)
+        return Sample.of(self.model, groups, sparse=self.sparse_gradients)
+
+    def _draw(self, total: int, size: int) -> Tensor:
+        return draw_set(self.index_sets, total, size, self._generator).to(self.model.device)
+
+    @property
+    def _refresh_every(self) -> int:
+        return max(REFRESH_EVERY, 10 * self.model.num_tail_groups // max(1, self.num_group_samples))
+
+    def _control_points(self, given: int | None, estimator: str) -> int:
+        serves = self.is_unbiased and estimator == "stratified"
+        if given is None:
+            return CONTROL_POINTS if serves else 0
+        if given == 0:
+            return 0
+        check_count("num_control_points", given)
+        if not serves:
+            raise ValueError(
+                "Control variates are for the stratified estimator and Gaussian noise: num_control_points=0."
+            )
+        return given
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuadruplyStochasticELBO":
+        super()._apply(fn, recurse)
+        if self._control is not None:
+            self._control.apply(fn)
+        return self
+
+
+def _group_samples(model: QuadruplyStochasticGP, given: int | None, groups: int) -> int:
+    """The number of groups of an index set."""
+    size = model.basis.group_size
+    if given is None:
+        return min(FEATURE_SAMPLES // size, groups)
+    check_count("num_feature_samples", given)
+    if given % size:
+        raise ValueError(f"num_feature_samples must be a multiple of {size}, the features of a group; got {given}.")
+    if given > groups * size:
+        raise ValueError(
+            f"num_feature_samples must be at most {groups * size}, the features beyond those that every step evaluates; "
+            f"got {given}."
+        )
+    return given // size

@@ -1,0 +1,116 @@
+"""Distributions of latent values that are worked out when they are looked at, and not before."""
+
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from gpytorch.distributions import MultivariateNormal
+from linear_operator import LinearOperator, to_linear_operator
+from torch import Tensor
+from torch.distributions import Distribution
+
+
+class Predictor(Protocol):
+    """A model in weight space, as far as its distributions need it."""
+
+    def predict(self, x: Tensor) -> MultivariateNormal:
+        """The latent distribution at x [t, d]."""
+        ...
+
+    def diagonal_part(self, x: Tensor, block_size: int) -> Tensor:
+        """The covariance from the columns of C that have a diagonal entry alone, [t, t]."""
+        ...
+
+
+class DeferredPrediction(MultivariateNormal):
+    """What a model returns in train mode: knows its inputs, and predicts when mean or covariance are asked for.
+
+    Args:
+        model: that predicts.
+        x: [n, d].
+    """
+
+    def __init__(self, model: Predictor, x: Tensor) -> None:
+        Distribution.__init__(self, torch.Size(), x.shape[:1], validate_args=False)
+        self.model, self.x = model, x
+        self._islazy = True
+        self._MultivariateNormal__unbroadcasted_scale_tril = None  # GPyTorch's cache of the same name
+
+    @cached_property
+    def _prediction(self) -> MultivariateNormal:
+        return self.model.predict(self.x)
+
+    @property
+    def loc(self) -> Tensor:
+        """The mean, [n]."""
+        return self._prediction.loc
+
+    @property
+    def _covar(self) -> LinearOperator:
+        return self._prediction.lazy_covariance_matrix
+
+
+class WeightSpaceCovarianceLinearOperator(LinearOperator):
+    """phi(x) C C^T phi(x)^T [t, t], of which the diagonal is known and all else is worked out on request.
+
+    Args:
+        x: [t, d].
+        root: the part of the dense columns of C, [t, k].
+        diagonal: the variances of the other columns, [t].
+        extra: variances that are independent between points, [t].
+        model: works out the covariances of the other columns, at t^2 m.
+        block_size: features that it evaluates at a time.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        root: Tensor,
+        diagonal: Tensor,
+        extra: Tensor,
+        *,
+        model: Predictor,
+        block_size: int,
+    ) -> None:
+        super().__init__(x, root, diagonal, extra, model=model, block_size=block_size)
+        self.x, self.root, self.diagonal_part, self.extra = x, root, diagonal, extra
+        self.model, self.block_size = model, block_size
+
+    def _size(self) -> torch.Size:
+        return torch.Size((self.x.shape[0], self.x.shape[0]))
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self
+
+    def _diagonal(self) -> Tensor:
+        return self.root.square().sum(-1) + self.diagonal_part + self.extra
+
+    def to_dense(self) -> Tensor:
+        """The matrix [t, t]; kept once it is known."""
+        kept: Tensor | None = self.__dict__.get("_dense")
+        if kept is not None:
+            return kept
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.x.requires_grad):
+            others = self.model.diagonal_part(self.x, self.block_size)
+            dense = self.root @ self.root.mT + others + torch.diag(self.extra)
+        if not dense.requires_grad:
+            self.__dict__["_dense"] = dense
+        return dense
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.to_dense() @ rhs
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        if isinstance(row_index, slice) and row_index == col_index and not batch_indices:
+            parts = (self.x, self.root, self.diagonal_part, self.extra)
+            return type(self)(*(part[row_index] for part in parts), model=self.model, block_size=self.block_size)
+        return to_linear_operator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        return self.to_dense()[row_index, col_index]
+
+    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
+        return to_linear_operator(self.to_dense().expand(*batch_shape, *self.matrix_shape))
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return to_linear_operator(self.to_dense().unsqueeze(dim))

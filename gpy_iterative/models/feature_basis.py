@@ -1,0 +1,85 @@
+"""What a basis of a weight-space Gaussian process has to offer.
+
+f(x) = mean(x) + phi(x) w with w ~ N(0, S^-1). Features come in two parts: a head, which every step evaluates, and groups of
+`group_size` features (a sine and its cosine belong together), of which a step evaluates a few.
+"""
+
+from abc import ABC, abstractmethod
+
+import gpytorch
+import torch
+from torch import Tensor
+
+
+class FeatureBasis(gpytorch.Module, ABC):
+    """Base of all bases. The methods that evaluate features are differentiable in x and the hyperparameters.
+
+    Attributes:
+        num_head_features: always evaluated.
+        num_groups: sampled.
+        group_size: features of a group.
+        exchangeable: the order of groups means nothing, so that neighbours are as good a sample as any.
+        has_diagonal_prior: S is diagonal.
+    """
+
+    num_head_features: int = 0
+    num_groups: int
+    group_size: int = 1
+    exchangeable: bool = False
+    has_diagonal_prior: bool = True
+
+    @property
+    def num_features(self) -> int:
+        """m: the head's and all groups' features."""
+        return self.num_head_features + self.num_groups * self.group_size
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the dtype and device that inputs must have."""
+        return next(tensor for tensor in (*self.parameters(), *self.buffers()) if tensor.is_floating_point())
+
+    def sampled_parameters(self) -> list[torch.nn.Parameter]:
+        """Hyperparameters with a row for every feature, of which a step moves a few: not for an Adam."""
+        return []
+
+    def head_features(self, x: Tensor) -> Tensor:
+        """[n, num_head_features] at inputs x [n, d]."""
+        return x.new_empty(x.shape[0], 0)
+
+    @abstractmethod
+    def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
+        """[n, g * group_size]: first members of all groups, then second members, ...
+
+        Args:
+            x: inputs [n, d].
+            head: `head_features(x)`.
+            groups: [g], int64.
+        """
+
+    def feature_index(self, groups: Tensor) -> Tensor:
+        """Where the columns of `group_features` are among all groups' features, [g * group_size]."""
+        members = torch.arange(self.group_size, device=groups.device)
+        return (groups * self.group_size + members.unsqueeze(-1)).flatten()
+
+    def prior_precision(self, groups: Tensor) -> Tensor | None:
+        """The diagonal of S at the features of groups, [g * group_size]; None where S = I."""
+        return None
+
+    def prior_precision_block(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """S at the features of two sets of groups, for a basis whose S is not diagonal (it has no head and no pairs)."""
+        raise NotImplementedError(f"{type(self).__name__} has a diagonal prior.")
+
+    def prior_log_determinant(self) -> Tensor | None:
+        """log|S| of a prior that is not diagonal; None where it is too large to be factored."""
+        return None
+
+    def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor | None:
+        """The prior variance of f(x) that all groups have together, [n], where it is known without evaluating them.
+
+        One scale of all their posterior deviations can then be learned without sampling.
+        """
+        return None
+
+    def group_prior_covariance(self, x: Tensor, head: Tensor) -> Tensor | None:
+        """The covariance that belongs to `group_prior_variance`, [n, n], where it is not that of the features as drawn."""
+        return None

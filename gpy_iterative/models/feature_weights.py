@@ -1,0 +1,126 @@
+"""The variational distribution of a basis' weights: q(w) = N(mu, C C^T) with a chevron C.
+
+The first k columns of C are dense below the diagonal, the others have a diagonal entry alone. Parameters of the head, which
+every step touches, and of the rest, of which a step touches a few rows, are apart: the latter have sparse gradients, so
+that a step of training knows nothing of their number.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from gpytorch.distributions import Distribution, MultivariateNormal
+from gpytorch.variational import _VariationalDistribution
+from linear_operator.operators import DiagLinearOperator, RootLinearOperator
+from torch import Tensor
+from torch.nn import Parameter, functional
+
+
+@dataclass(frozen=True)
+class WeightRows:
+    """Rows of the parameters beyond the head.
+
+    Attributes:
+        mean: [t].
+        columns: of the dense columns of C, [t, k].
+        log_diagonal: log of the diagonal of C, [t]; None where all share one.
+    """
+
+    mean: Tensor
+    columns: Tensor
+    log_diagonal: Tensor | None
+
+
+class FeatureWeights(_VariationalDistribution):
+    """mu and C of all weights.
+
+    Args:
+        num_head: features of the head.
+        num_tail: all others.
+        num_dense_columns: k, at most num_head.
+        shared_diagonal: one diagonal entry of C for the whole tail.
+        like: gives dtype and device.
+
+    Attributes:
+        initialized: whether the diagonal of C has been set from data (0 or 1, kept in the state_dict).
+    """
+
+    def __init__(
+        self,
+        num_head: int,
+        num_tail: int,
+        num_dense_columns: int,
+        *,
+        shared_diagonal: bool,
+        like: Tensor,
+    ) -> None:
+        super().__init__(num_head + num_tail)
+        zeros = lambda *shape: Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
+        self.num_head, self.num_tail, self.num_dense_columns = num_head, num_tail, num_dense_columns
+        self.shared_diagonal = shared_diagonal
+        self.register_parameter("head_mean", zeros(num_head))
+        self.register_parameter("head_columns", zeros(num_head, num_dense_columns))
+        self.register_parameter("head_log_diagonal", zeros(num_head))
+        self.register_parameter("tail_mean", zeros(num_tail, 1))
+        self.register_parameter("tail_columns", zeros(num_tail, num_dense_columns))
+        # Without a tail its deviation is the prior's: nothing to learn.
+        self.register_parameter("tail_log_diagonal", zeros(1 if shared_diagonal and num_tail else num_tail, 1))
+        self.register_buffer("initialized", torch.zeros((), dtype=torch.uint8, device=like.device))
+
+    def tail_rows(self, index: Tensor, *, sparse: bool) -> WeightRows:
+        """The rows [t] of the tail, whose gradient is sparse on request; cost O(t)."""
+        rows = lambda parameter: functional.embedding(index, parameter, sparse=sparse)
+        k = self.num_dense_columns
+        columns = rows(self.tail_columns) if k else self.tail_columns.new_zeros(len(index), 0)
+        diagonal = None if self.shared_diagonal else rows(self.tail_log_diagonal).squeeze(-1)
+        return WeightRows(rows(self.tail_mean).squeeze(-1), columns, diagonal)
+
+    @property
+    def dense_head_columns(self) -> Tensor:
+        """The head's rows of the dense columns of C: [h, k], lower triangular."""
+        diagonal = self.head_log_diagonal[: self.num_dense_columns].exp()
+        below = self.head_columns.tril(-1)
+        return below + functional.pad(torch.diag(diagonal), (0, 0, 0, self.num_head - self.num_dense_columns))
+
+    @property
+    def head_variances(self) -> Tensor:
+        """Squared diagonal of C beyond the dense columns, in the head: [h - k]."""
+        return (2 * self.head_log_diagonal[self.num_dense_columns :]).exp()
+
+    @property
+    def shared_variance(self) -> Tensor:
+        """The squared diagonal entry of C that the tail shares, []; 1 where there is no tail."""
+        return (2 * self.tail_log_diagonal).exp().prod()
+
+    @property
+    def mean(self) -> Tensor:
+        """Mu [m], detached; O(m)."""
+        return torch.cat([self.head_mean.detach(), self.tail_mean.detach().squeeze(-1)])
+
+    @property
+    def variance(self) -> Tensor:
+        """The diagonal of C C^T [m], detached; O(m k)."""
+        dense = torch.cat([self.dense_head_columns.detach(), self.tail_columns.detach()]).square().sum(-1)
+        return dense + self._diagonal_variances()
+
+    def forward(self) -> Distribution:
+        """q(w): low rank plus diagonal, O(m k)."""
+        root = torch.cat([self.dense_head_columns.detach(), self.tail_columns.detach()])
+        covariance = RootLinearOperator(root) + DiagLinearOperator(self._diagonal_variances())
+        return MultivariateNormal(self.mean, covariance)
+
+    @torch.no_grad()
+    def initialize_variational_distribution(self, prior_dist: MultivariateNormal) -> None:
+        """Mean and variance of the prior, [m]; the dense columns become diagonal."""
+        mean, log_diagonal = prior_dist.mean, prior_dist.variance.log() / 2
+        self.head_mean.copy_(mean[: self.num_head])
+        self.tail_mean.copy_(mean[self.num_head :].unsqueeze(-1))
+        self.head_columns.zero_()
+        self.tail_columns.zero_()
+        self.head_log_diagonal.copy_(log_diagonal[: self.num_head])
+        tail = log_diagonal[self.num_head :].unsqueeze(-1)
+        self.tail_log_diagonal.copy_(tail.mean(0, keepdim=True) if self.shared_diagonal and len(tail) else tail)
+
+    def _diagonal_variances(self) -> Tensor:
+        head = functional.pad(self.head_variances.detach(), (self.num_dense_columns, 0))
+        tail = (2 * self.tail_log_diagonal.detach().squeeze(-1)).exp()
+        return torch.cat([head, tail.expand(self.num_tail) if self.shared_diagonal else tail])

@@ -1,0 +1,71 @@
+"""The benchmark's runs go on where they were interrupted, and its figures are what they are called."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import quadruply as benchmark
+from benchmarks import quadruply_cost
+from benchmarks.datasets import Split
+from benchmarks.runner import CONTENDERS
+from tests.mlls.gaussian_models import data
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Eighty rows in place of a data set, checkpoints in a folder of their own."""
+    x, y = data(100, dtype=torch.float32)
+    split = Split("small", x[:80], y[:80], x[80:], y[80:])
+    monkeypatch.setattr(benchmark, "load", lambda *_: split)
+    monkeypatch.setattr(benchmark, "rows_of", lambda _: torch.cat([x, y.unsqueeze(-1)], dim=-1).numpy())
+    monkeypatch.setattr(benchmark, "CHECKPOINTS", tmp_path)
+    monkeypatch.setattr(benchmark, "START_STEPS", 5)
+    monkeypatch.setattr(benchmark, "START_ROWS", 40)
+    return tmp_path
+
+
+def options(method: str, **given: object) -> dict:
+    sizes = {"features": 20, "rows": 30, "steps": 12, "feature_samples": 8, "points": 10} | given
+    sizes |= {"dataset": "small", "split": 0, "minutes": 60.0, "seconds": None}
+    return benchmark.method_options(method, **sizes) | {k: sizes[k] for k in ("dataset", "split", "minutes", "seconds")}
+
+
+@pytest.mark.parametrize("method", ["nystrom", "rff", "svgp"])
+def test_an_interrupted_run_ends_where_another_does(small: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)  # GPyTorch starts its variational mean at random
+    whole = CONTENDERS["quadruply"][method](**options(method), key="whole")
+    torch.manual_seed(0)
+    assert whole["finished"]
+    assert whole["steps"] == 12
+    calls = []
+    step = benchmark.Variational.step if method == "svgp" else benchmark.QuadruplyStochastic.step
+    owner = benchmark.Variational if method == "svgp" else benchmark.QuadruplyStochastic
+    for piece in range(10):
+        clock = iter(range(10**6))
+
+        def counted(self: object, fraction: float) -> None:
+            calls.append(fraction)
+            step(self, fraction)
+
+        monkeypatch.setattr(owner, "step", counted)
+        with monkeypatch.context() as patch:
+            patch.setattr(benchmark.time, "perf_counter", lambda clock=clock: float(next(clock)))
+            found = CONTENDERS["quadruply"][method](**options(method) | {"minutes": 0.2}, key="pieces")
+        assert found["finished"] == (found["steps"] == 12), piece
+        if found["finished"]:
+            break
+    assert piece > 0
+    assert len(calls) == 12
+    assert found["rmse"] == pytest.approx(whole["rmse"], rel=1e-4)
+    assert found["nll"] == pytest.approx(whole["nll"], rel=1e-4)
+
+
+def test_control_variances_know_their_order(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quadruply_cost, "load", benchmark.load)
+    sizes = {"num_features": 60, "samples": 20, "rows": 40, "points": [60], "draws": 40, "lengthscale": 2.0}
+    table = quadruply_cost.control_variances(dataset="small", **sizes)
+    assert [row["estimator"] for row in table] == list(quadruply_cost.ESTIMATORS)
+    deviation = {row["estimator"]: row["value_sd"] for row in table}
+    assert deviation["with its residual form"] < deviation["residual product"] < deviation["printed"]
+    assert quadruply_cost.draw_variances(table, small / "pictures").exists()

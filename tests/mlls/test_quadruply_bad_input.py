@@ -1,0 +1,195 @@
+"""Every refusal names its reason, and leaves parameters, generator and control state as they were."""
+
+import pickle
+
+import gpytorch
+import pytest
+import torch
+
+import gpy_iterative as gpi
+from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
+from gpy_iterative.mlls import QuadruplyStochasticELBO
+from gpy_iterative.models import InducingPointBasis, NystromBasis, QuadruplyStochasticGP
+from tests.mlls.quadruply_models import fourier_problem, gaussian_likelihood
+
+OPTIONS = {"num_feature_samples": 20, "num_data_samples": 30, "num_control_points": 20, "generator": 0}
+
+
+def make(**options):
+    model, x, y = fourier_problem()
+    return QuadruplyStochasticELBO(gaussian_likelihood(0.2), model, **(OPTIONS | options)), model, x, y
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_feature_samples": 42}, "at most 40"),
+        ({"num_feature_samples": 7}, "multiple of 2"),
+        ({"num_feature_samples": 0}, "at least 1"),
+        ({"num_data_samples": 0}, "at least 1"),
+        ({"num_data": 20}, "at most num_data = 20"),
+        ({"num_data": 1.5}, "whole number"),
+        ({"num_control_points": -1}, "at least 1"),
+        ({"control_coefficient": 2.0}, "between 0 and 1"),
+        ({"control_form": "other"}, "control_form"),
+        ({"estimator": "other"}, "estimator"),
+        ({"index_sets": "other"}, "index_sets"),
+        ({"estimator": "printed"}, "stratified"),
+    ],
+)
+def test_options_outside_their_range(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_sizes_beyond_the_data() -> None:
+    mll, model, x, y = make(num_data_samples=61)
+    with pytest.raises(ValueError, match="num_data_samples must be at most 60"):
+        mll(model(x), y)
+    mll, model, x, y = make(num_control_points=61)
+    with pytest.raises(ValueError, match="num_control_points must be at most 60"):
+        mll(model(x), y)
+    mll, model, x, y = make(num_data=50)
+    with pytest.raises(ValueError, match="num_data is 50, but 60 rows"):
+        mll(model(x), y)
+
+
+def test_other_data_without_num_data() -> None:
+    mll, model, x, y = make()
+    mll(model(x), y)
+    mll(model(x.clone()), y.clone())
+    for rows in (slice(0, 40), torch.arange(60).flip(0)):
+        with pytest.raises(ValueError, match=r"num_data=len\(train_x\)"):
+            mll(model(x[rows]), y[rows])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_data_that_are_not_finite(bad: float) -> None:
+    mll, model, x, y = make()
+    mll(model(x), y)
+    before = mll.training_state()
+    broken = y.clone()
+    broken[7] = bad
+    with pytest.raises(ValueError, match=r"target\[7\] is (nan|inf)"):
+        mll(model(x), broken)
+    z = x.clone()
+    z[4, 1] = bad
+    with pytest.raises(ValueError, match=r"x\[4, 1\] is (nan|inf)"):
+        mll(model(z), y)
+    x[30, 0] = bad  # in place, in data that were seen
+    with pytest.raises(ValueError, match=r"x\[30, 0\] is (nan|inf)"):
+        mll(model(x), y)
+    after = mll.training_state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_shapes_and_dtypes() -> None:
+    mll, model, x, y = make()
+    for target in (y[:-1], y.unsqueeze(-1), y.tolist(), None):
+        with pytest.raises(ValueError, match="The target must be a tensor"):
+            mll(model(x), target)
+    with pytest.raises(ValueError, match="dtype"):
+        mll(model(x), y.float())
+    with pytest.raises(ValueError, match="no rows"):
+        mll(model(x[:0]), y[:0])
+
+
+def test_predictions_are_no_training_output() -> None:
+    mll, model, x, y = make()
+    with pytest.raises(RuntimeError, match=r"model\.train\(\)"):
+        mll(model.eval()(x), y)
+    other, _, _ = fourier_problem()
+    with pytest.raises(ValueError, match="another model"):
+        mll(other(x), y)
+
+
+def test_likelihoods() -> None:
+    model, x, y = fourier_problem()
+    student = gpytorch.likelihoods.StudentTLikelihood().double()
+    with pytest.raises(UnsupportedLikelihoodError, match="StudentTLikelihood is not known"):
+        QuadruplyStochasticELBO(student, model)
+    taken = QuadruplyStochasticELBO(student, model, assume_log_concave=True, generator=0)
+    assert torch.isfinite(taken(model(x), y))
+    with pytest.raises(UnsupportedLikelihoodError, match="Multitask"):
+        QuadruplyStochasticELBO(gpytorch.likelihoods.MultitaskGaussianLikelihood(2), model)
+    with pytest.raises(ValueError, match="batch of models"):
+        QuadruplyStochasticELBO(gpytorch.likelihoods.GaussianLikelihood(batch_shape=torch.Size([2])), model)
+    with pytest.raises(TypeError, match="QuadruplyStochasticGP"):
+        QuadruplyStochasticELBO(gaussian_likelihood(0.1), torch.nn.Linear(1, 1))
+    logistic = gpi.likelihoods.LogitBernoulliLikelihood()
+    with pytest.raises(ValueError, match="num_control_points=0"):
+        QuadruplyStochasticELBO(logistic, model, num_control_points=10)
+    with pytest.raises(ValueError, match="num_quadrature"):
+        gpi.likelihoods.LogitBernoulliLikelihood(0)
+
+
+@pytest.mark.parametrize(
+    "likelihood", [gpi.likelihoods.LogitBernoulliLikelihood(), gpytorch.likelihoods.BernoulliLikelihood()]
+)
+def test_labels(likelihood: gpytorch.likelihoods.Likelihood) -> None:
+    model, x, y = fourier_problem()
+    mll = QuadruplyStochasticELBO(likelihood, model, generator=0)
+    with pytest.raises(ValueError, match=r"pass \(target \+ 1\) / 2"):
+        mll(model(x), y.sign())
+    with pytest.raises(ValueError, match="has labels 0 and 1, but"):
+        mll(model(x), y)
+    value = mll(model(x), (y > 0).double())
+    assert torch.isfinite(value)
+    torch.testing.assert_close(mll(model(x), (y > 0).long()), value)  # all data and features: nothing is drawn
+
+
+def test_learned_hyperparameters_of_a_dense_prior() -> None:
+    _, x, y = fourier_problem()
+    kernel = gpytorch.kernels.RBFKernel().double()
+    model = QuadruplyStochasticGP(InducingPointBasis(kernel, x))
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2), model, generator=0)
+    with pytest.raises(ValueError, match=r"requires_grad_\(False\)"):
+        mll(model(x), y)
+    kernel.requires_grad_(False)
+    assert torch.isfinite(mll(model(x), y))
+
+
+def test_hyperparameters_that_are_not_finite() -> None:
+    mll, model, x, y = make()
+    mll(model(x), y)
+    before = mll.training_state()
+    model.basis.kernel.raw_outputscale.data.fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match="raw_outputscale is not finite"):
+        mll(model(x), y)
+    model.basis.kernel.raw_outputscale.data.fill_(0.5)
+    model.weights.tail_mean.data.fill_(1e200)
+    report = mll.report
+    with pytest.warns(gpi.errors.ApproximationWarning), pytest.raises(NonFiniteError, match="smaller learning rate"):
+        mll(model(x), y)
+    assert mll.report is report
+    assert torch.equal(mll.training_state()["generator"], before["generator"])
+
+
+def test_states_of_other_runs() -> None:
+    mll, model, x, y = make()
+    with pytest.raises(ValueError, match="no entry 'generator'"):
+        mll.load_training_state({})
+    mll(model(x), y)
+    state = mll.training_state()
+    del state["control.total"]
+    with pytest.raises(ValueError, match="no entry 'total'"):
+        mll.load_training_state(state)
+
+
+def test_hyperparameters_too_far_from_those_of_the_basis() -> None:
+    _, x, _ = fourier_problem()
+    kernel = gpytorch.kernels.RBFKernel().double()
+    kernel.lengthscale = 0.05
+    basis = NystromBasis(kernel, x)
+    kernel.lengthscale = 50.0
+    with torch.no_grad(), pytest.raises(NonFiniteError, match="make it anew"):
+        basis.head_features(x)
+
+
+def test_pickling_and_conversion() -> None:
+    mll, model, x, y = make()
+    mll(model(x), y)
+    again = pickle.loads(pickle.dumps(mll))
+    torch.testing.assert_close(again(again.model(x), y), mll(model(x), y))
+    mll.float()
+    assert mll(model(x.float()), y.float()).dtype == torch.float32

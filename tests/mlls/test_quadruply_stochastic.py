@@ -1,0 +1,375 @@
+"""The mll against dense references: values, gradients, Monte Carlo, bounds, control state, resume."""
+
+import copy
+import itertools
+import math
+import warnings
+from pathlib import Path
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.distributions import base_distributions
+from torch import Tensor
+
+import gpy_iterative as gpi
+from gpy_iterative.errors import ApproximationWarning
+from gpy_iterative.likelihoods import expected_log_prob
+from gpy_iterative.mlls import QuadruplyStochasticELBO
+from gpy_iterative.mlls.data_terms import Rows, site_bound
+from gpy_iterative.mlls.feature_samples import Sample
+from gpy_iterative.models import QuadruplyStochasticGP
+from tests.mlls.quadruply_models import (
+    TableBasis,
+    fourier_problem,
+    gaussian_likelihood,
+    random_features,
+    row_numbers,
+    set_weights,
+    weights_of,
+)
+from tests.mlls.weight_space import best_weights, elbo_terms, log_marginal, subsets
+from tests.monte_carlo import assert_mean_within
+
+NOISE = 0.2
+
+
+def dense_features(model: QuadruplyStochasticGP, x: Tensor) -> Tensor:
+    """Phi in the order of the parameters."""
+    head = model.head_features(x)
+    groups = torch.arange(model.num_tail_groups)
+    tail = torch.empty(len(x), model.weights.num_tail, dtype=x.dtype)
+    tail[:, model.basis.feature_index(groups)] = model.tail_features(x, head, groups)
+    return torch.cat([head, tail], dim=-1).detach()
+
+
+def dense_root(model: QuadruplyStochasticGP) -> Tensor:
+    weights, k = model.weights, model.weights.num_dense_columns
+    tail = weights.tail_log_diagonal.squeeze(-1).expand(weights.num_tail)
+    root = torch.diag(torch.cat([weights.head_log_diagonal, tail]).exp())
+    root[:, :k] = torch.cat([weights.dense_head_columns, weights.tail_columns])
+    return root.detach()
+
+
+def test_full_columns_at_the_optimum_give_the_exact_marginal_likelihood() -> None:
+    model, x, y = fourier_problem(num_dense_columns=40)
+    likelihood = gaussian_likelihood(NOISE)
+    phi = dense_features(model, x)
+    prior = torch.eye(40).double()
+    set_weights(model, *best_weights(phi, prior, y, NOISE, 40))
+    mll = QuadruplyStochasticELBO(likelihood, model, generator=0)
+    exact = log_marginal(phi, prior, y, likelihood.noise.item())
+    torch.testing.assert_close(mll.exact_value(x, y) * len(y), exact, rtol=1e-9, atol=0)
+
+    # The same from GPyTorch, with the features as a linear kernel.
+    class Linear(gpytorch.models.ExactGP):
+        def __init__(self) -> None:
+            super().__init__(phi, y, likelihood)
+            self.covar_module = gpytorch.kernels.LinearKernel().double()
+            self.covar_module.variance = 1.0
+
+        def forward(self, features: Tensor) -> gpytorch.distributions.MultivariateNormal:
+            return gpytorch.distributions.MultivariateNormal(torch.zeros_like(y), self.covar_module(features))
+
+    linear = Linear()
+    reference = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, linear)(linear(phi), y)
+    torch.testing.assert_close(mll.exact_value(x, y), reference, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("k", [0, 4, 40])
+def test_best_chevrons_rise_to_it(k: int) -> None:
+    model, x, y = fourier_problem(num_dense_columns=k, shared_diagonal=False)
+    phi, prior = dense_features(model, x), torch.eye(40).double()
+    set_weights(model, *best_weights(phi, prior, y, NOISE, k))
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, generator=0)
+    value = mll.exact_value(x, y)
+    expected = -elbo_terms(phi, prior, y, NOISE, *best_weights(phi, prior, y, NOISE, k)).sum() / 2
+    torch.testing.assert_close(value * len(y), expected, rtol=1e-9, atol=0)
+    assert value * len(y) <= log_marginal(phi, prior, y, NOISE) + 1e-9
+    value.backward()
+    for name, parameter in model.named_variational_parameters():
+        assert parameter.grad is None or (parameter.grad.abs() < 1e-9).all(), name
+
+
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("shared", [True, False])
+def test_value_of_moved_weights(k: int, shared: bool) -> None:
+    model, x, y = fourier_problem(num_dense_columns=k, shared_diagonal=shared)
+    set_weights(model, *weights_of(40, k))
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, generator=0)
+    phi, root = dense_features(model, x), dense_root(model)
+    expected = -elbo_terms(phi, torch.eye(40).double(), y, NOISE, model.weights.mean, root).sum() / (2 * len(y))
+    torch.testing.assert_close(mll.exact_value(x, y), expected, rtol=1e-10, atol=0)
+    covariance = model.weights().covariance_matrix
+    torch.testing.assert_close(covariance, root @ root.mT)
+    torch.testing.assert_close(model.weights.variance, covariance.diagonal())
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_gradients_against_finite_differences(k: int) -> None:
+    model, x, y = fourier_problem(n=20, m=12, num_dense_columns=k)
+    set_weights(model, *weights_of(12, k))
+    likelihood = gaussian_likelihood(NOISE)
+    mll = QuadruplyStochasticELBO(likelihood, model, generator=0)
+    parameters = [p for p in (*model.parameters(), *likelihood.parameters()) if p.numel()]
+    gradients = torch.autograd.grad(mll.exact_value(x, y), parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        entry = parameter.numel() - 1
+        slope, step = [], 1e-5
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.view(-1)[entry] += sign * step
+                slope.append(mll.exact_value(x, y))
+                parameter.view(-1)[entry] -= sign * step
+        expected = (slope[0] - slope[1]) / (2 * step)
+        found = torch.zeros(()) if gradient is None else gradient.view(-1)[entry]
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["stratified", "printed"])
+@pytest.mark.parametrize("index_sets", ["ring", "uniform"])
+def test_the_estimate_is_unbiased(estimator: str, index_sets: str) -> None:
+    model, x, y = fourier_problem(num_dense_columns=4)
+    set_weights(model, *best_weights(dense_features(model, x), torch.eye(40).double(), y, NOISE, 4))
+    likelihood = gaussian_likelihood(NOISE)
+    options = {"num_feature_samples": 12, "num_data_samples": 20, "estimator": estimator, "index_sets": index_sets}
+    points = 0 if estimator == "printed" else 30
+    mll = QuadruplyStochasticELBO(likelihood, model, num_control_points=points, generator=0, **options)
+    truth = mll.exact_value(x, y)
+    parameters = [model.weights.head_mean, model.weights.tail_mean, likelihood.raw_noise]
+    exact = torch.cat([g.flatten() for g in torch.autograd.grad(truth, parameters)])
+    draws = []
+    for _ in range(250):
+        value = mll(model(x), y)
+        gradients = torch.autograd.grad(value, parameters)
+        draws.append(torch.cat([value.detach().view(1), *(g.to_dense().flatten() for g in gradients)]))
+    samples, scale = torch.stack(draws), 5.0 if estimator == "printed" else 1.0
+    assert_mean_within(samples[:, :1], truth.detach(), max_sem=0.05 * scale * abs(truth.item()))
+    assert_mean_within(samples[:, 1:], exact, max_sem=scale)
+
+
+def test_batches_of_a_loader_estimate_the_same() -> None:
+    model, x, y = fourier_problem()
+    set_weights(model, *weights_of(40, 0))
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, num_data=60, generator=0)
+    values = torch.stack([mll(model(x[i : i + 15]), y[i : i + 15]) for i in range(0, 60, 15)])
+    torch.testing.assert_close(values.mean(), mll.exact_value(x, y), rtol=1e-10, atol=0)
+
+
+def test_fixed_noise() -> None:
+    model, x, y = fourier_problem()
+    noise = torch.linspace(0.1, 0.4, 60).double()
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise, learn_additional_noise=True).double()
+    set_weights(model, *weights_of(40, 0))
+    mll = QuadruplyStochasticELBO(likelihood, model, num_feature_samples=20, num_data_samples=20, generator=0)
+    phi, root = dense_features(model, x), dense_root(model)
+    variance = noise + likelihood.second_noise.detach()
+    latent = base_distributions.Normal(phi @ model.weights.mean, (phi @ root).square().sum(-1).sqrt())
+    log_prob = -0.5 * (((y - latent.mean).square() + latent.variance) / variance + (2 * math.pi * variance).log())
+    prior = torch.distributions.MultivariateNormal(torch.zeros(40).double(), torch.eye(40).double())
+    posterior = torch.distributions.MultivariateNormal(model.weights.mean, root @ root.mT)
+    expected = (log_prob.sum() - torch.distributions.kl_divergence(posterior, prior)) / 60
+    torch.testing.assert_close(mll.exact_value(x, y), expected)
+    draws = torch.stack([mll(model(x), y).detach() for _ in range(200)])
+    assert_mean_within(draws, expected, max_sem=0.1 * abs(expected.item()))
+    part = QuadruplyStochasticELBO(likelihood, model, num_data=60, generator=0)
+    with pytest.raises(ValueError, match="pass its own"):
+        part(model(x[:20]), y[:20])
+    assert torch.isfinite(part(model(x[:20]), y[:20], noise=noise[:20]))
+
+
+LIKELIHOODS = {
+    "logistic": gpi.likelihoods.LogitBernoulliLikelihood(),
+    "laplace": gpytorch.likelihoods.LaplaceLikelihood().double(),
+}
+
+
+@pytest.mark.parametrize("name", list(LIKELIHOODS))
+@pytest.mark.parametrize("k", [0, 2])
+def test_the_site_bound_is_a_bound_and_exact_for_all_features(name: str, k: int) -> None:
+    n, m, likelihood = 8, 6, LIKELIHOODS[name]
+    phi, y = random_features(n, m)
+    phi = 1.5 * phi
+    target = (y > 0).double() if name == "logistic" else y
+    model = QuadruplyStochasticGP(TableBasis(phi), num_dense_columns=k)
+    mean, root = weights_of(m, k)
+    set_weights(model, mean, root)
+    rows = Rows(row_numbers(n), target, torch.zeros_like(target), None, 1.0)
+    latent = base_distributions.Normal(phi @ mean, (phi @ root).square().sum(-1).sqrt())
+    exact = expected_log_prob(likelihood, target, latent).sum().detach()
+    averages = []
+    for size in range(2, m - k + 1, 2):
+        values = [
+            site_bound(likelihood, model, rows, Sample.of(model, torch.tensor(i), sparse=False)).detach()
+            for i in subsets(range(m - k), size)
+        ]
+        averages.append(torch.stack(values).mean())
+    assert all(low <= high + 1e-12 for low, high in itertools.pairwise(averages))
+    assert averages[0] < exact - 1e-3
+    torch.testing.assert_close(averages[-1], exact, rtol=1e-12, atol=0)
+    # With variances where deviations belong, as printed, it is no bound.
+    printed = base_distributions.Normal(latent.mean, (0.3 * latent.stddev).square())
+    small = base_distributions.Normal(latent.mean, 0.3 * latent.stddev)
+    too_high = expected_log_prob(likelihood, target, printed).sum()
+    assert too_high > expected_log_prob(likelihood, target, small).sum() + 1e-4
+
+
+def test_the_noise_has_no_gradient_through_the_control_variate() -> None:
+    # Multiplied along with the path through the state, it would be biased.
+    slopes = []
+    for points in (0, 30):
+        model, x, y = fourier_problem()
+        set_weights(model, *weights_of(40, 0))
+        likelihood = gaussian_likelihood(NOISE)
+        options = {"num_feature_samples": 10, "num_control_points": points, "generator": 0}
+        mll = QuadruplyStochasticELBO(likelihood, model, **options)
+        value = mll(model(x), y)
+        slopes.append((value.item(), torch.autograd.grad(value, likelihood.raw_noise)[0]))
+    assert slopes[0][0] != slopes[1][0]
+    torch.testing.assert_close(slopes[0][1], slopes[1][1])
+
+
+def train(
+    mll: QuadruplyStochasticELBO, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, steps: int
+) -> list[float]:
+    values = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = -mll(mll.model(x), y)
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    return values
+
+
+def control_error(mll: QuadruplyStochasticELBO) -> float:
+    """How far the kept state is from what the features give."""
+    state = mll._control
+    state.catch_up(mll.model)
+    kept = state.total.clone()
+    mll.refresh()
+    return float((kept - state.total).abs().max())
+
+
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_control_state_follows_adagrad(k: int, dtype: torch.dtype) -> None:
+    model, x, y = fourier_problem(m=80, num_dense_columns=k)
+    model, x, y = model.to(dtype), x.to(dtype), y.to(dtype)
+    likelihood = gaussian_likelihood(NOISE).to(dtype)
+    mll = QuadruplyStochasticELBO(likelihood, model, num_feature_samples=20, num_control_points=30, generator=0)
+    optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
+    train(mll, x, y, optimizer, 150)
+    assert mll._control.steps == 149
+    assert model.weights.mean.abs().max() > 0.1
+    assert control_error(mll) < (1e-4 if dtype == torch.float32 else 1e-12)
+
+
+def test_the_control_state_survives_accumulated_gradients_and_idle_evaluations() -> None:
+    model, x, y = fourier_problem(m=80)
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, num_feature_samples=20, generator=0)
+    optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
+    for step in range(12):
+        optimizer.zero_grad()
+        for _ in range(12 if step == 5 else 2):
+            (-mll(model(x), y)).backward()
+        with torch.no_grad():
+            mll(model(x), y)
+        optimizer.step()
+    assert control_error(mll) < 1e-12
+
+
+def test_an_optimiser_that_moves_untouched_rows_is_told() -> None:
+    model, x, y = fourier_problem(m=80)
+    options = {"num_feature_samples": 8, "sparse_gradients": False, "generator": 0}
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, **options)
+    with pytest.warns(ApproximationWarning, match="momentum or weight decay"):
+        train(mll, x, y, torch.optim.Adam(model.variational_parameters(), lr=0.01), 10)
+    mll._control.catch_up(model)  # what is seen is repaired
+    assert control_error(mll) < 1e-12
+
+
+def test_too_many_features_for_free_hyperparameters_are_told() -> None:
+    for options, expected in (({}, True), ({"frozen": True}, False)):
+        model, x, y = fourier_problem(m=800)
+        likelihood = gaussian_likelihood(NOISE)
+        if options:
+            model.basis.requires_grad_(False)
+            likelihood.requires_grad_(False)
+        mll = QuadruplyStochasticELBO(likelihood, model, generator=0)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            mll(model(x), y)
+        assert any(issubclass(w.category, ApproximationWarning) for w in found) == expected
+
+
+def test_a_run_resumes_exactly(tmp_path: Path) -> None:
+    model, x, y = fourier_problem(m=80, num_dense_columns=2)
+    likelihood = gaussian_likelihood(NOISE)
+    options = {"num_feature_samples": 20, "num_data_samples": 30, "num_control_points": 25, "generator": 3}
+    mll = QuadruplyStochasticELBO(likelihood, model, **options)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    train(mll, x, y, optimizer, 5)
+    saved = {"mll": mll.state_dict(), "run": mll.training_state(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "run.pt")
+    expected = train(mll, x, y, optimizer, 5)
+
+    model, _, _ = fourier_problem(m=80, num_dense_columns=2)
+    again = QuadruplyStochasticELBO(gaussian_likelihood(1.0), model, **(options | {"generator": 0}))
+    loaded = torch.load(tmp_path / "run.pt", weights_only=True)
+    again.load_state_dict(loaded["mll"])
+    again.load_training_state(loaded["run"])
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    optimizer.load_state_dict(loaded["optimizer"])
+    assert train(again, x, y, optimizer, 5) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_copy_goes_on_by_itself() -> None:
+    model, x, y = fourier_problem(m=80)
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, num_feature_samples=20, generator=0)
+    train(mll, x, y, torch.optim.Adagrad(model.variational_parameters(), lr=0.1), 3)
+    twin = copy.deepcopy(mll)
+    first = train(mll, x, y, torch.optim.Adagrad(model.variational_parameters(), lr=0.1), 3)
+    second = train(twin, x, y, torch.optim.Adagrad(twin.model.variational_parameters(), lr=0.1), 3)
+    assert first == second
+    assert control_error(twin) < 1e-12
+
+
+def test_a_step_touches_samples_alone() -> None:
+    model, x, y = fourier_problem(n=50, m=100_000)
+    model.basis.requires_grad_(False)
+    options = {"num_feature_samples": 100, "num_data_samples": 10, "num_control_points": 10, "generator": 0}
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE).requires_grad_(False), model, **options)
+    evaluated = []
+    original = type(model.basis).group_features
+
+    def counted(self: object, rows: Tensor, head: Tensor, groups: Tensor) -> Tensor:
+        evaluated.append(len(rows) * len(groups) * 2)
+        return original(self, rows, head, groups)
+
+    optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
+    train(mll, x, y, optimizer, 1)
+    before = model.weights.tail_mean.detach().clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model.basis), "group_features", counted)
+        train(mll, x, y, optimizer, 1)
+    assert sum(evaluated) == 2 * 100 * (10 + 10)
+    assert model.weights.tail_mean.grad.is_sparse
+    assert int((model.weights.tail_mean != before).sum()) <= 200
+
+
+def test_training_converges_and_the_control_variate_helps() -> None:
+    errors = {}
+    for points in (0, 60):
+        model, x, y = fourier_problem(n=200, m=100)
+        phi = dense_features(model, x)
+        best, _ = best_weights(phi, torch.eye(100).double(), y, NOISE, 0)
+        options = {"num_feature_samples": 20, "num_data_samples": 60, "num_control_points": points, "generator": 0}
+        mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, **options)
+        optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
+        for step in range(250):
+            optimizer.param_groups[0]["lr"] = 0.1 * 0.01 ** (step / 250)
+            train(mll, x, y, optimizer, 1)
+        difference = phi @ (model.weights.mean - best)
+        errors[points] = float(difference.square().mean().sqrt())
+    assert errors[60] < min(0.15, errors[0])

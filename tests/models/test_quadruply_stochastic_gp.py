@@ -1,0 +1,289 @@
+"""Predictions against dense algebra, the deferred prior, known limits, and what the model refuses."""
+
+import copy
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+from torch import Tensor
+
+import gpy_iterative as gpi
+from gpy_iterative.mlls import QuadruplyStochasticELBO
+from gpy_iterative.models import (
+    DeferredPrediction,
+    InducingPointBasis,
+    NystromBasis,
+    QuadruplyStochasticGP,
+    QuadruplyStochasticOptimizer,
+    RandomFourierBasis,
+    RelevanceVectorBasis,
+)
+from tests.mlls.quadruply_models import fourier_problem, gaussian_likelihood, set_weights, weights_of
+from tests.mlls.test_quadruply_stochastic import dense_features, dense_root
+from tests.mlls.weight_space import best_weights, quasi_normal
+
+NOISE = 0.2
+
+
+def kernel_2d() -> kernels.ScaleKernel:
+    kernel = kernels.ScaleKernel(kernels.RBFKernel(ard_num_dims=2)).double()
+    kernel.base_kernel.lengthscale = 0.9
+    return kernel
+
+
+def data(n: int = 40) -> tuple[Tensor, Tensor]:
+    x = quasi_normal(n, 2, root=2.0)
+    return x, torch.sin(1.5 * x[:, 0]) + 0.3 * quasi_normal(n, root=11.0)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("block_size", [6, 8192])
+def test_predictions_are_exact_in_blocks(k: int, shared: bool, block_size: int) -> None:
+    model, x, _ = fourier_problem(num_dense_columns=k, shared_diagonal=shared)
+    set_weights(model, *weights_of(40, k))
+    model.mean_module = gpytorch.means.ConstantMean().double()
+    model.mean_module.constant = 0.7
+    prediction = model.eval().predict(x, block_size=block_size)
+    phi, root = dense_features(model, x), dense_root(model)
+    covariance = phi @ root @ root.mT @ phi.mT
+    torch.testing.assert_close(prediction.mean, phi @ model.weights.mean + 0.7)
+    torch.testing.assert_close(prediction.variance, covariance.diagonal())
+    torch.testing.assert_close(prediction.covariance_matrix, covariance)
+    torch.testing.assert_close(prediction.lazy_covariance_matrix[:5, :5].to_dense(), covariance[:5, :5])
+    torch.testing.assert_close(prediction.lazy_covariance_matrix[3:9, [0, 2]].to_dense(), covariance[3:9][:, [0, 2]])
+    noisy = gaussian_likelihood(NOISE)(model(x))
+    torch.testing.assert_close(noisy.variance, covariance.diagonal() + NOISE)
+    assert noisy.rsample(torch.Size([3])).shape == (3, len(x))
+
+
+def test_train_mode_evaluates_nothing_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, _ = fourier_problem()
+    set_weights(model, *weights_of(40, 0))
+    calls = []
+    original = RandomFourierBasis.group_features
+    monkeypatch.setattr(RandomFourierBasis, "group_features", lambda self, *a: calls.append(1) or original(self, *a))
+    output = model(x)
+    assert isinstance(output, DeferredPrediction)
+    assert output.event_shape == (len(x),)
+    assert not calls
+    torch.testing.assert_close(output.mean, model.predict(x).mean)
+    torch.testing.assert_close(output.variance, model.predict(x).variance)
+    torch.testing.assert_close(output.covariance_matrix, model.predict(x).covariance_matrix)
+
+
+def test_predictions_have_gradients_in_the_inputs() -> None:
+    model, x, _ = fourier_problem(num_dense_columns=2)
+    set_weights(model, *weights_of(40, 2))
+    model.eval()
+    assert torch.autograd.gradcheck(lambda z: (model(z).mean, model(z).variance), x[:3].clone().requires_grad_())
+    assert not model(x).mean.requires_grad
+
+
+def test_the_nystrom_objective_is_that_of_titsias() -> None:
+    x, y = data()
+    kernel, likelihood = kernel_2d(), gaussian_likelihood(NOISE)
+    basis = NystromBasis(kernel, x[:10])
+    model = QuadruplyStochasticGP(basis, num_dense_columns=basis.num_head_features)
+    head = basis.head_features(x).detach()
+    set_weights(model, *best_weights(head, torch.eye(head.shape[1]).double(), y, NOISE, head.shape[1]))
+    value = QuadruplyStochasticELBO(likelihood, model, generator=0).exact_value(x, y) * len(y)
+    with torch.no_grad():
+        noise = NOISE * torch.eye(len(y)).double()
+        low_rank = torch.distributions.MultivariateNormal(torch.zeros_like(y), head @ head.mT + noise)
+        left = (kernel(x).to_dense() - head @ head.mT).trace()
+        torch.testing.assert_close(value, low_rank.log_prob(y) - left / (2 * NOISE), rtol=1e-9, atol=0)
+        # Far from the points variances are the prior's.
+        far = model.eval()(x + 100)
+        torch.testing.assert_close(far.variance, kernel(x, diag=True))
+        dense = model(x)
+        torch.testing.assert_close(dense.covariance_matrix.diagonal(), dense.variance)
+    mean_field = QuadruplyStochasticGP(basis)
+    set_weights_of_head(mean_field, best_weights(head, torch.eye(head.shape[1]).double(), y, NOISE, 0))
+    lower = QuadruplyStochasticELBO(likelihood, mean_field, generator=0).exact_value(x, y) * len(y)
+    assert lower < value
+    assert value - lower < 0.05 * abs(value)  # eigenfeatures are nearly independent
+
+
+def set_weights_of_head(model: QuadruplyStochasticGP, weights: tuple[Tensor, Tensor]) -> None:
+    mean, root = weights
+    with torch.no_grad():
+        model.weights.head_mean.copy_(mean)
+        model.weights.head_log_diagonal.copy_(root.diagonal().log())
+        model.weights.initialized.fill_(1)
+
+
+def test_inducing_points_at_the_data_have_the_exact_mean() -> None:
+    x, y = data(20)
+    kernel = kernel_2d().requires_grad_(False)
+    model = QuadruplyStochasticGP(InducingPointBasis(kernel, x))
+    gram = kernel(x).to_dense()
+    set_weights(model, *best_weights(gram, gram, y, NOISE, 0))
+    z = quasi_normal(7, 2, root=23.0)
+    cross = kernel(z, x).to_dense()
+    exact = cross @ torch.linalg.solve(gram + NOISE * torch.eye(20).double(), y)
+    model.eval()
+    torch.testing.assert_close(model(z).mean, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_augmentation_returns_to_the_prior() -> None:
+    x, y = data(20)
+    kernel = kernel_2d().requires_grad_(False)
+    model = QuadruplyStochasticGP(InducingPointBasis(kernel, x)).eval()
+    gram = kernel(x).to_dense()
+    set_weights(model, *best_weights(gram, gram, y, NOISE, 0))
+    z = torch.cat([quasi_normal(5, 2, root=23.0), torch.tensor([[80.0, 80.0]]).double()])
+    plain, augmented = model.predict(z), model.predict(z, augmentation_noise=NOISE)
+    cross, prior = kernel(z, x).to_dense(), kernel(z, diag=True)
+    extra = NOISE * prior.square() / (cross.square().sum(-1) + NOISE * prior)
+    torch.testing.assert_close(augmented.variance, plain.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2) + extra)
+    torch.testing.assert_close(augmented.covariance_matrix, plain.covariance_matrix + torch.diag(extra))
+    torch.testing.assert_close(augmented.variance[-1], prior[-1])
+    torch.testing.assert_close(augmented.mean, plain.mean)
+    with pytest.raises(ValueError, match="must be positive"):
+        model.predict(z, augmentation_noise=0.0)
+    with pytest.raises(ValueError, match="InducingPointBasis"):
+        fourier_problem()[0].predict(z, augmentation_noise=NOISE)
+
+
+def test_training_a_nystrom_model_by_natural_gradients() -> None:
+    x, y = data(400)
+    kernel, likelihood = kernel_2d().requires_grad_(False), gaussian_likelihood(NOISE).requires_grad_(False)
+    basis = NystromBasis(kernel, x[:60], 40)
+    model = QuadruplyStochasticGP(basis)
+    mll = QuadruplyStochasticELBO(likelihood, model, num_feature_samples=10, num_data_samples=100, generator=0)
+    optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data=400, num_data_samples=100, num_steps=150)
+    for _ in range(150):
+        optimizer.zero_grad()
+        (-mll(model(x), y)).backward()
+        optimizer.step()
+    gram = kernel(x).to_dense()
+    exact = gram @ torch.linalg.solve(gram + NOISE * torch.eye(400).double(), y)
+    latent = model.eval()(x)
+    assert float((latent.mean - exact).square().mean().sqrt()) < 0.05
+    head = basis.head_features(x)
+    best = 1 / (1 + head.square().sum(0) / NOISE)
+    torch.testing.assert_close(model.weights.head_variances.detach(), best, rtol=0.1, atol=0)
+
+
+def test_noise_is_learned_after_the_frozen_start() -> None:
+    x, y = data(200)
+    model, likelihood = QuadruplyStochasticGP(NystromBasis(kernel_2d(), x[:40])), gaussian_likelihood(1.0)
+    model.basis.requires_grad_(False)
+    mll = QuadruplyStochasticELBO(likelihood, model, num_data_samples=100, generator=0)
+    options = {
+        "num_data": 200,
+        "num_steps": 200,
+        "num_frozen_steps": 20,
+        "hyper_learning_rate": 0.1,
+        "final_fraction": 0.1,
+    }
+    optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data_samples=100, **options)
+    for step in range(200):
+        optimizer.zero_grad()
+        (-mll(model(x), y)).backward()
+        optimizer.step()
+        assert (likelihood.noise.item() == pytest.approx(1.0, abs=1e-12)) == (step < 20)
+    assert 0.04 < likelihood.noise.item() < 0.2  # the truth is about 0.09
+
+
+def test_relevance_vectors_of_a_sinc() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.linspace(-10, 10, 200, dtype=torch.float64).unsqueeze(-1)
+    truth = torch.sinc(x[:, 0] / torch.pi)
+    y = truth + 0.1 * torch.randn(200, generator=generator, dtype=torch.float64)
+    kernel = kernels.RBFKernel().double().requires_grad_(False)
+    kernel.lengthscale = 1.0
+    basis = RelevanceVectorBasis(kernel, x)
+    model = QuadruplyStochasticGP(basis)
+    phi = kernel(x).to_dense()
+    for _ in range(100):  # the mean-field optimum, and MacKay's update
+        set_weights(model, *best_weights(phi, torch.diag(basis.precision), y, 0.01, 0))
+        basis.update_precision(model.weights.mean, model.weights.variance)
+    assert len(basis.relevant()) <= 20
+    pruned = gpi.models.prune_relevance_vectors(model)
+    assert pruned.basis.num_features == len(basis.relevant())
+    mean = pruned.eval()(x).mean
+    assert float((mean - truth).square().mean().sqrt()) < 0.05
+    assert float((mean - model.eval()(x).mean).abs().max()) < 1e-2
+
+
+def test_relevance_precisions_are_trained_with_the_weights() -> None:
+    x, y = data(60)
+    likelihood = gaussian_likelihood(NOISE).requires_grad_(False)
+    model = QuadruplyStochasticGP(RelevanceVectorBasis(kernel_2d().requires_grad_(False), x))
+    mll = QuadruplyStochasticELBO(likelihood, model, num_feature_samples=20, generator=0)
+    optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data=60, num_steps=100)
+    with torch.no_grad():
+        mll(model(x), y)
+        before = mll.exact_value(x, y)
+    for _ in range(100):
+        optimizer.zero_grad()
+        (-mll(model(x), y)).backward()
+        assert model.basis.log_precision.grad.is_sparse
+        optimizer.step()
+    assert mll.exact_value(x, y) > before + 0.1
+    assert model.basis.precision.std() > 0.03
+
+
+def test_parameters_are_told_apart() -> None:
+    model, _, _ = fourier_problem(num_dense_columns=2)
+    variational = {name for name, _ in model.named_variational_parameters()}
+    assert all(name.startswith("weights.") for name in variational)
+    assert {name for name, _ in model.named_hyperparameters()} == {
+        name for name, _ in model.named_parameters()
+    } - variational
+
+
+def test_state_dict_and_copies() -> None:
+    model, x, y = fourier_problem(num_dense_columns=2)
+    set_weights(model, *weights_of(40, 2))
+    other, _, _ = fourier_problem(num_dense_columns=2)
+    other.load_state_dict(model.state_dict())
+    twin = copy.deepcopy(model)
+    for each in (other, twin):
+        torch.testing.assert_close(each.eval()(x).mean, model.eval()(x).mean)
+    # What has been trained is not initialised again.
+    model.train()
+    other.train()
+    QuadruplyStochasticELBO(gaussian_likelihood(NOISE), other, generator=0)(other(x), y)
+    assert torch.equal(other.weights.head_log_diagonal, model.weights.head_log_diagonal)
+
+
+def test_empty_and_single_inputs() -> None:
+    model, x, y = fourier_problem()
+    set_weights(model, *weights_of(40, 0))
+    assert model.eval()(x[:0]).mean.shape == (0,)
+    assert model(x[:1]).variance.shape == (1,)
+    one = QuadruplyStochasticGP(RandomFourierBasis(kernels.RBFKernel(ard_num_dims=1).double(), 2))
+    value = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), one.double(), generator=0)(one(x[:1, 0]), y[:1])
+    assert torch.isfinite(value)
+
+
+def test_what_the_model_refuses() -> None:
+    x, _ = data()
+    basis = RandomFourierBasis(kernel_2d(), 8)
+    with pytest.raises(ValueError, match="at most 8"):
+        QuadruplyStochasticGP(basis, num_dense_columns=10)
+    with pytest.raises(ValueError, match="multiple of 2"):
+        QuadruplyStochasticGP(basis, num_dense_columns=3)
+    nystrom = NystromBasis(kernel_2d(), x[:3], 8)
+    with pytest.raises(ValueError, match="the head of the NystromBasis"):
+        QuadruplyStochasticGP(nystrom, num_dense_columns=nystrom.num_head_features + 2)
+    with pytest.raises(ValueError, match="shared_diagonal"):
+        QuadruplyStochasticGP(RelevanceVectorBasis(kernel_2d(), x), shared_diagonal=True)
+    with pytest.raises(TypeError, match="FeatureBasis"):
+        QuadruplyStochasticGP(kernel_2d())
+    model = QuadruplyStochasticGP(basis)
+    with pytest.raises(ValueError, match="batch of models"):
+        model(x.unsqueeze(0))
+    with pytest.raises(ValueError, match="dtype"):
+        model(x.float())
+    with pytest.raises(ValueError, match="must be a tensor"):
+        model(x.tolist())
+    with pytest.raises(ValueError, match="block_size"):
+        model.predict(x, block_size=0)
+    for options in ({"num_steps": 0}, {"learning_rate": 0.0}, {"hyper_learning_rate": -1.0}, {"num_frozen_steps": 99}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            QuadruplyStochasticOptimizer(model, **({"num_data": 5, "num_steps": 10} | options))
