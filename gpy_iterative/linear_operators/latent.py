@@ -29,7 +29,7 @@ class LatentPrior:
 
     @property
     def num_points(self) -> int:
-        """n."""
+        """N."""
         return self.mean.shape[0]
 
     @property
@@ -39,7 +39,7 @@ class LatentPrior:
 
     @property
     def size(self) -> int:
-        """n C."""
+        """N C."""
         return self.mean.numel()
 
     @torch.no_grad()

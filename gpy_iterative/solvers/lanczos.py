@@ -11,7 +11,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators import NoisyLinearOperator
-from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholeskyFactor
+from gpy_iterative.preconditioners import LowRankPlusDiagonal, NystromFactor, PivotedCholeskyFactor
 
 #: The share of the bracket between upper and lower quadrature that counts as the error of their mean. Measured on
 #: kernel systems of noise .02 to 1, the error is between a fourth and a thirteenth of the bracket.
@@ -93,9 +93,9 @@ def stochastic_logdet(
 def _smallest_eigenvalue(operator: LinearOperator, preconditioner: LowRankPlusDiagonal) -> Tensor:
     """A lower bound on the spectrum of M, [*b]: below it Ritz values are rounding errors, whose logarithms run wild.
 
-    A pivoted Cholesky factor has K >= L L^T, so that H >= L L^T + noise >= min(noise / d) P.
+    A pivoted Cholesky factor, as Nystrom's, has K >= L L^T, so that H >= L L^T + noise >= min(noise / d) P.
     """
-    if isinstance(operator, NoisyLinearOperator) and isinstance(preconditioner, PivotedCholeskyFactor):
+    if isinstance(operator, NoisyLinearOperator) and isinstance(preconditioner, (NystromFactor, PivotedCholeskyFactor)):
         return (operator.noise / preconditioner.diagonal).amin(-1)
     diagonal = preconditioner.diagonal
     return torch.full_like(diagonal[..., 0], torch.finfo(diagonal.dtype).eps)
