@@ -102,15 +102,24 @@ def latent_prior(
     if mean.dim() == 1 and not operator.batch_shape:
         return LatentPrior(operator, mean.unsqueeze(-1))
     mean = mean.expand(latents, mean.shape[-1]).mT
-    return LatentPrior(latent_operator(operator, latents), mean)
+    return LatentPrior(latent_operator(operator, latents, shared=not operator.batch_shape), mean)
 
 
-def latent_operator(operator: LinearOperator, num_latents: int) -> LinearOperator:
-    """A covariance of one function [n, m], or of each of C [C, n, m], as that of C independent ones: [n C, m C]."""
-    if not operator.batch_shape:
+def latent_operator(operator: LinearOperator, num_latents: int, *, shared: bool) -> LinearOperator:
+    """A covariance of single functions as that of C independent ones, side by side.
+
+    Args:
+        operator: [*b, n, m] of one kernel that all share, or [*b, C, n, m] (or [*b, 1, n, m]) with one for each.
+        num_latents: C.
+        shared: which of the two it is.
+
+    Returns:
+        [*b, n C, m C].
+    """
+    if shared:
         return operator if num_latents == 1 else RepeatedKernelLinearOperator(operator, repeats=num_latents)
-    if operator.batch_shape[0] == 1 and num_latents > 1:
-        operator = operator.expand(num_latents, *operator.matrix_shape)
+    if operator.shape[-3] != num_latents:
+        operator = operator.expand(*operator.batch_shape[:-1], num_latents, *operator.matrix_shape)
     return BlockInterleavedLinearOperator(operator)
 
 

@@ -1,6 +1,8 @@
-"""Posteriors of exact Gaussian processes, from the training solves."""
+"""Posteriors: of exact Gaussian processes from the training solves, of others around their mode."""
 
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
+from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths
+from gpy_iterative.prediction.laplace_posterior import LaplacePosterior, VarianceSplit
 from gpy_iterative.prediction.posterior import PathwisePosterior
 from gpy_iterative.prediction.sample_paths import SamplePaths
 from gpy_iterative.prediction.strategy import PathwisePredictionStrategy
@@ -8,10 +10,13 @@ from gpy_iterative.prediction.training_system import check_inputs
 from gpy_iterative.prediction.variance_error import VarianceError
 
 __all__ = [
+    "LaplacePosterior",
+    "LaplaceSamplePaths",
     "PathwisePosterior",
     "PathwisePredictionStrategy",
     "PosteriorCovarianceLinearOperator",
     "SamplePaths",
     "VarianceError",
+    "VarianceSplit",
     "check_inputs",
 ]

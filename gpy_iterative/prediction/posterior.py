@@ -20,7 +20,7 @@ from gpy_iterative.errors import VarianceWarning
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction.blocks import product
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
-from gpy_iterative.prediction.joint_prior import JointPrior, checked_inputs, fixed_parameters, joint_prior
+from gpy_iterative.prediction.joint_prior import JointPrior, checked_inputs, fixed_parameters, graph_for, joint_prior
 from gpy_iterative.prediction.projection import ProjectionRecipe, scatter_rows
 from gpy_iterative.prediction.sample_paths import SamplePaths
 from gpy_iterative.prediction.snapshot import ModelSnapshot
@@ -138,7 +138,7 @@ class PathwisePosterior:
         Raises:
             ValueError: inputs that do not fit the training inputs, or are not finite.
         """
-        with evaluating(self.model, self.likelihood), _graph_for(inputs), fixed_parameters(self.model):
+        with evaluating(self.model, self.likelihood), graph_for(inputs), fixed_parameters(self.model):
             joint = self._joint(*inputs)
             return joint.distribution(*self.condition(joint.mean, joint.test_test, joint.test_train))
 
@@ -228,8 +228,3 @@ def _seed(generator: torch.Generator | None) -> int:
     if generator is None:
         return 0
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
-
-
-def _graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:
-    """A graph where test inputs ask for one, none otherwise."""
-    return torch.set_grad_enabled(torch.is_grad_enabled() and any(x.requires_grad for x in inputs))

@@ -49,16 +49,21 @@ class ActionBasis:
         """S^T K S [B, B]."""
         return self._gram[: self.count, : self.count]
 
-    def orthonormalised(self, action: Tensor) -> Tensor | None:
-        """What an action [N] adds to the subspace, of norm 1; None where that is rounding."""
+    def orthonormalised(self, action: Tensor, curvature: Curvature) -> Tensor | None:
+        """What an action [N] adds to the subspace within the range of W, of norm 1; None where that is rounding.
+
+        Outside the range nothing is observed: an action there would be taken for an observation without noise.
+        """
         size = torch.linalg.vector_norm(action)
         if not size > 0:
             return None
-        rest = action / size
+        rest, left = action / size, 1.0
         for _ in range(2):
             rest = rest - self.actions @ (self.actions.mT @ rest)
-            norm = torch.linalg.vector_norm(rest)
-            if norm < DEPENDENT:
+            rest = curvature.project(rest.unsqueeze(-1)).squeeze(-1)
+            norm = float(torch.linalg.vector_norm(rest))
+            left *= norm
+            if left < DEPENDENT:
                 return None
             rest = rest / norm
             if norm > ORTHOGONAL_ENOUGH:

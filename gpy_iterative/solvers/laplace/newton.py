@@ -31,10 +31,10 @@ from gpy_iterative.solvers.laplace.literal import LiteralOptions, literal_solve
 from gpy_iterative.solvers.laplace.solution import LaplaceSolution
 from gpy_iterative.solvers.solution import SolveProgress
 
-#: A part of the gradient below this share of it is not worth an action whose image is a difference.
-ORTHOGONAL_SHARE = 1e-3
 #: Relative change of f - m at which the paper's algorithm stops.
 LITERAL_TOLERANCE = 1e-2
+#: Where a random right-hand side is solved so far, another tells more about the covariance.
+REFINED = 1e-3
 #: Newton steps between two checks that T is still K S, and the relative drift at which it is computed anew.
 CHECK_EVERY, LARGEST_DRIFT = 20, 1e-4
 
@@ -160,7 +160,7 @@ class _SubspaceSteps(StepSolver):
                 v, image = v + dv, image + dimage
         dv, df = v - iterate.v, self._problem.mean + image - iterate.f
         if not float(error @ df) > 0:
-            dv, df = self._steepest(system, error)
+            dv, df = self._steepest(curvature, error)
         if self.basis.count > options.max_rank:
             if options.compression is None:
                 self._forget()
@@ -177,17 +177,26 @@ class _SubspaceSteps(StepSolver):
         return self.basis.actions.clone(), self.basis.images.clone(), system.transform
 
     def _refine(self, system: GalerkinSystem, curvature: Curvature, count: int) -> None:
-        """Further actions for the covariance: the mode's own residual is zero, so that of a random right-hand side."""
+        """Further actions for the covariance: the mode's own residual is zero, so that of random right-hand sides."""
         size = curvature.num_points * curvature.root_size
-        base = torch.randn(size, generator=self._generator, dtype=torch.float64, device=self._generator.device)
-        rhs = _apply(curvature.pinv, _apply(curvature.root, base.to(self._problem.mean)))
-        v, image = self._galerkin(system, rhs)
-        for _ in range(count):
-            weighted = _apply(curvature.matmul, rhs - image) - _apply(curvature.project, v)
-            change = self._act(system, weighted, rhs)
-            if change is None:
-                break
-            v, image = v + change[0], image + change[1]
+        while count > 0:
+            base = torch.randn(size, generator=self._generator, dtype=torch.float64, device=self._generator.device)
+            rhs = _apply(curvature.pinv, _apply(curvature.root, base.to(self._problem.mean)))
+            v, image = self._galerkin(system, rhs)
+            start, taken = None, 0
+            while taken < count:
+                weighted = _apply(curvature.matmul, rhs - image) - _apply(curvature.project, v)
+                norm = float(torch.linalg.vector_norm(weighted))
+                start = norm if start is None else start
+                if norm <= REFINED * start and taken:
+                    break
+                change = self._act(system, weighted, rhs)
+                if change is None:
+                    break
+                v, image, taken = v + change[0], image + change[1], taken + 1
+            if not taken:
+                break  # the subspace is everything that the likelihood sees
+            count -= taken
 
     def _is_ascent(self, iterate: Iterate, v: Tensor, image: Tensor) -> bool:
         return float(iterate.error @ (self._problem.mean + image - iterate.f)) > 0
@@ -215,7 +224,7 @@ class _SubspaceSteps(StepSolver):
 
     def _act(self, system: GalerkinSystem, action: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor] | None:
         """One product: what the action adds to v and to K v; None where it adds nothing to the subspace."""
-        direction = self.basis.orthonormalised(action)
+        direction = self.basis.orthonormalised(action, system.curvature)
         if direction is None:
             return None
         coefficients = system.append(direction, self._product(direction), rhs)
@@ -225,21 +234,11 @@ class _SubspaceSteps(StepSolver):
         coefficients = system.solve(rhs)
         return self.basis.actions @ coefficients, self.basis.images @ coefficients
 
-    def _steepest(self, system: GalerkinSystem, error: Tensor) -> tuple[Tensor, Tensor]:
+    def _steepest(self, curvature: Curvature, error: Tensor) -> tuple[Tensor, Tensor]:
         """Along the gradient, by the length that a quadratic model says: always upwards."""
         image = self._product(error)
-        noise = _apply(system.curvature.pinv, error)
+        noise = _apply(curvature.pinv, error)
         length = (error @ noise) / (error @ (image + noise))
-        direction = self.basis.orthonormalised(error)
-        if direction is not None:
-            # K is linear: the image of what is left of e comes from that of e and those of the basis.
-            coefficients = self.basis.actions.mT @ error
-            rest = error - self.basis.actions @ coefficients
-            scale = torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(error)
-            if scale > ORTHOGONAL_SHARE:
-                image_of_rest = image - self.basis.images @ coefficients
-                self.basis.append(direction, image_of_rest / torch.linalg.vector_norm(rest))
-                system.transform = GalerkinSystem.of(self.basis, system.curvature).transform
         return length * error, length * image
 
     def _variance(self, system: GalerkinSystem) -> Tensor:
