@@ -2,9 +2,10 @@
 
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
 from gpy_iterative.mlls.hutchinson import HutchinsonMarginalLogLikelihood
+from gpy_iterative.mlls.laplace import LaplaceMarginalLogLikelihood
 from gpy_iterative.mlls.pathwise import PathwiseMarginalLogLikelihood
 from gpy_iterative.mlls.random_features import RFFMarginalLogLikelihood
-from gpy_iterative.mlls.report import FrequencyReport, MarginalLogLikelihoodReport, TruncationReport
+from gpy_iterative.mlls.report import FrequencyReport, LaplaceReport, MarginalLogLikelihoodReport, TruncationReport
 from gpy_iterative.mlls.russian_roulette import RussianRouletteMarginalLogLikelihood
 from gpy_iterative.mlls.single_sample_rff import SingleSampleRFFMarginalLogLikelihood
 from gpy_iterative.mlls.truncated_cg import TruncatedCGMarginalLogLikelihood
@@ -14,6 +15,8 @@ __all__ = [
     "GaussianMarginalLogLikelihood",
     "HutchinsonMarginalLogLikelihood",
     "IterativeMarginalLogLikelihood",
+    "LaplaceMarginalLogLikelihood",
+    "LaplaceReport",
     "MarginalLogLikelihoodReport",
     "PathwiseMarginalLogLikelihood",
     "RFFMarginalLogLikelihood",

@@ -119,11 +119,11 @@ class IterativeLaplaceGP(GP):
         self._check_prior(prior)
         return prior
 
-    def posterior(self, initial: LaplaceSolution | None = None) -> LaplacePosterior:
+    def posterior(self, initial_weights: Tensor | None = None) -> LaplacePosterior:
         """What answers in evaluation mode: kept, and refreshed when parameters or data have changed.
 
         Args:
-            initial: a solution of similar hyperparameters to start from, where there is none yet.
+            initial_weights: v [n, C] at similar hyperparameters to start from, where there is no posterior yet.
 
         Raises, Warns: as `LaplacePosterior`.
         """
@@ -134,7 +134,7 @@ class IterativeLaplaceGP(GP):
                 solver=self.solver,
                 products=self.products,
                 seed=self.seed,
-                initial=initial,
+                initial_weights=initial_weights,
             )
         return self._posterior
 

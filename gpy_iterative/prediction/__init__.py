@@ -2,7 +2,13 @@
 
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths
-from gpy_iterative.prediction.laplace_posterior import LaplacePosterior, VarianceSplit
+from gpy_iterative.prediction.laplace_posterior import (
+    LaplacePosterior,
+    VarianceSplit,
+    check_targets_fit,
+    observed_points,
+)
+from gpy_iterative.prediction.latent_blocks import latent_terms
 from gpy_iterative.prediction.posterior import PathwisePosterior
 from gpy_iterative.prediction.sample_paths import SamplePaths
 from gpy_iterative.prediction.strategy import PathwisePredictionStrategy
@@ -19,4 +25,7 @@ __all__ = [
     "VarianceError",
     "VarianceSplit",
     "check_inputs",
+    "check_targets_fit",
+    "latent_terms",
+    "observed_points",
 ]

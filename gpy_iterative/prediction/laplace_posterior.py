@@ -79,7 +79,7 @@ class LaplacePosterior:
         solver: of the mode; None chooses by size.
         products: how kernel products are computed.
         seed: of sample paths and covariance actions.
-        initial: a solution at similar hyperparameters.
+        initial_weights: v [n, C] at similar hyperparameters, where the mode solver starts.
 
     Construction finds the mode. Hyperparameters and data that have changed since are noticed by value, and answered by
     another solve from the old mode.
@@ -100,14 +100,14 @@ class LaplacePosterior:
         solver: LaplaceSolver | None = None,
         products: KernelProducts | None = None,
         seed: int = 0,
-        initial: LaplaceSolution | None = None,
+        initial_weights: Tensor | None = None,
     ) -> None:
         self.model, self.likelihood = model, likelihood
         self._solver, self._products = solver, KernelProducts() if products is None else products
         self._seed = seed
         with evaluating(model, likelihood):
             self._snapshot = ModelSnapshot.of(model, likelihood)
-            self._fit = self._solved(initial)
+            self._fit = self._solved(initial_weights)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Copies of a model find their own mode when they are asked."""
@@ -215,13 +215,13 @@ class LaplacePosterior:
         with evaluating(self.model, self.likelihood):
             if not self._snapshot.describes(self.model, self.likelihood):
                 snapshot = ModelSnapshot.of(self.model, self.likelihood)
-                self._fit = self._solved(self._fit.solution)
+                self._fit = self._solved(self._fit.solution.value)
                 self._snapshot = snapshot
         return self._fit
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _solved(self, initial: LaplaceSolution | None) -> _Fit:
+    def _solved(self, initial_weights: Tensor | None) -> _Fit:
         if self.model.train_inputs is None or self.model.train_targets is None:
             raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
         check_inputs(self.model)
@@ -235,7 +235,9 @@ class LaplacePosterior:
         prior = LatentPrior(prior.operator.detach().clone(), prior.mean.detach().clone())
         likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents)
         solver = default_laplace_solver(prior.size) if self._solver is None else self._solver
-        solution = solver.solve(prior, likelihood, initial=initial, generator=torch.Generator().manual_seed(self._seed))
+        solution = solver.solve(
+            prior, likelihood, initial_weights=initial_weights, generator=torch.Generator().manual_seed(self._seed)
+        )
         if not solution.converged:
             warnings.warn(mode_advice(solution), ConvergenceWarning, stacklevel=4)
         return _Fit(inputs, prior, distribution, solution)

@@ -71,8 +71,8 @@ def latent_covariance(
     return latent_operator(operator, num_latents(distribution), shared=shared)
 
 
-def latent_terms(distribution: MultivariateNormal) -> tuple[list[KernelTerm], bool]:
-    """The kernels of a prior, and whether all latent functions share them.
+def latent_terms(distribution: MultivariateNormal, observed: Tensor | None = None) -> tuple[list[KernelTerm], bool]:
+    """The kernels of a prior at the observed points, and whether all latent functions share them.
 
     Raises:
         SpectralDensityMissingError: the prior's covariance is no sum of kernels.
@@ -80,4 +80,4 @@ def latent_terms(distribution: MultivariateNormal) -> tuple[list[KernelTerm], bo
     covariance = distribution.lazy_covariance_matrix
     if isinstance(covariance, BlockInterleavedLinearOperator):
         covariance = covariance.base_linear_op
-    return kernel_terms(covariance), not covariance.batch_shape
+    return kernel_terms(covariance, observed), not covariance.batch_shape

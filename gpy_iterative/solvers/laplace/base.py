@@ -130,9 +130,7 @@ class LaplaceSolver(ABC):
         check_curvature_kind(self.curvature)
 
     @abstractmethod
-    def _step_solver(
-        self, problem: Problem, initial: LaplaceSolution | None, generator: torch.Generator | None
-    ) -> StepSolver:
+    def _step_solver(self, problem: Problem, generator: torch.Generator | None) -> StepSolver:
         """What solves the Newton systems of one problem."""
 
     @abstractmethod
@@ -149,7 +147,7 @@ class LaplaceSolver(ABC):
         prior: LatentPrior,
         likelihood: PointwiseLikelihood,
         *,
-        initial: LaplaceSolution | None = None,
+        initial_weights: Tensor | None = None,
         generator: torch.Generator | None = None,
         callback: Callable[[SolveProgress], None] | None = None,
     ) -> LaplaceSolution:
@@ -158,8 +156,8 @@ class LaplaceSolver(ABC):
         Args:
             prior: of n points and C functions.
             likelihood: with its targets.
-            initial: a solution of a similar problem, whose v is where this one starts (one product). It costs nothing
-                but time when it is bad: the better of it and v = 0 is taken.
+            initial_weights: v [n, C] of a similar problem, where this one starts (one product). Bad ones cost nothing but
+                that product: the better of them and v = 0 is taken.
             generator: for the actions that refine a covariance.
             callback: told of every Newton step; `epochs` are kernel products.
 
@@ -172,8 +170,8 @@ class LaplaceSolver(ABC):
         start = time.perf_counter()
         problem = Problem(prior, likelihood)
         tolerance = self.tolerance or self._default_tolerance(prior.operator.dtype)
-        steps = self._step_solver(problem, initial, generator)
-        iterate = self._start(problem, initial, steps)
+        steps = self._step_solver(problem, generator)
+        iterate = self._start(problem, initial_weights, steps)
         status, outer, patience = SolveStatus.BUDGET_EXHAUSTED, 0, PATIENCE
         best_error, best_joint = iterate.stationarity, iterate.log_joint
         while True:
@@ -221,12 +219,12 @@ class LaplaceSolver(ABC):
             log_joint=iterate.log_joint,
         )
 
-    def _start(self, problem: Problem, initial: LaplaceSolution | None, steps: StepSolver) -> Iterate:
+    def _start(self, problem: Problem, weights: Tensor | None, steps: StepSolver) -> Iterate:
         mean = problem.mean
         cold = evaluated(problem, mean, torch.zeros_like(mean))
-        if initial is None or initial.value.shape != (problem.prior.num_points, problem.prior.num_latents):
+        if weights is None or weights.shape != problem.prior.mean.shape or not torch.isfinite(weights).all():
             return cold
-        v = initial.value.to(mean).flatten()
+        v = weights.to(mean).flatten()
         steps.num_products += 1
         f = mean + problem.prior.matmul(v.unsqueeze(-1)).squeeze(-1)
         joint = log_joint(problem, f, v)

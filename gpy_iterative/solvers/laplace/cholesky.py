@@ -7,7 +7,6 @@ from torch import Tensor
 
 from gpy_iterative.likelihoods import NO_FLOOR, Curvature, CurvatureFloor
 from gpy_iterative.solvers.laplace.base import Iterate, LaplaceSolver, Problem, StepSolver
-from gpy_iterative.solvers.laplace.solution import LaplaceSolution
 
 
 class _DenseSteps(StepSolver):
@@ -50,9 +49,7 @@ class LaplaceCholesky(LaplaceSolver):
 
     max_outer: int = 100
 
-    def _step_solver(
-        self, problem: Problem, initial: LaplaceSolution | None, generator: torch.Generator | None
-    ) -> StepSolver:
+    def _step_solver(self, problem: Problem, generator: torch.Generator | None) -> StepSolver:
         return _DenseSteps(problem)
 
     def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:

@@ -93,19 +93,19 @@ class LaplaceNewton(LaplaceSolver):
         prior: LatentPrior,
         likelihood: PointwiseLikelihood,
         *,
-        initial: LaplaceSolution | None = None,
+        initial_weights: Tensor | None = None,
         generator: torch.Generator | None = None,
         callback: Callable[[SolveProgress], None] | None = None,
     ) -> LaplaceSolution:
         if not self.literal:
-            return super().solve(prior, likelihood, initial=initial, generator=generator, callback=callback)
+            return super().solve(
+                prior, likelihood, initial_weights=initial_weights, generator=generator, callback=callback
+            )
         tolerance = LITERAL_TOLERANCE if self.tolerance is None else self.tolerance
         options = LiteralOptions(self.max_outer, self.max_inner, self.max_rank, tolerance, self.recycle, self.curvature)
         return literal_solve(Problem(prior, likelihood), options, callback)
 
-    def _step_solver(
-        self, problem: Problem, initial: LaplaceSolution | None, generator: torch.Generator | None
-    ) -> StepSolver:
+    def _step_solver(self, problem: Problem, generator: torch.Generator | None) -> StepSolver:
         return _SubspaceSteps(problem, self, torch.Generator().manual_seed(0) if generator is None else generator)
 
     def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:
