@@ -20,7 +20,7 @@ from gpy_iterative.checks import check_count, check_instance
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.likelihoods import PointwiseLikelihood, check_laplace_likelihood
 from gpy_iterative.linear_operators import KernelProducts, LatentPrior, TileCaches, latent_prior
-from gpy_iterative.mlls.laplace_elbo import elbo
+from gpy_iterative.mlls.laplace_elbo import elbo, mean_coefficients
 from gpy_iterative.mlls.laplace_evidence import EvidenceEstimate, exact_evidence
 from gpy_iterative.mlls.laplace_traces import LogDet, Trace, stochastic_evidence
 from gpy_iterative.mlls.report import LaplaceReport
@@ -156,7 +156,9 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
             )
             estimate = self._evidence(prior, likelihood, solution, solver, function_dist, observed)
         if estimate is None:
-            value = elbo(prior, likelihood, solution, solver.curvature, self._generator.initial_seed() % 2**63)
+            coefficients = mean_coefficients(prior, likelihood, solution, solver.curvature)
+            seed = self._generator.initial_seed() % 2**63
+            value = elbo(prior, likelihood, solution, solver.curvature, coefficients, seed)
             value = value.to(function_dist.mean.dtype)
         else:
             value = estimate.with_gradient(prior, likelihood, solver.curvature)

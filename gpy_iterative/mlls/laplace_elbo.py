@@ -29,6 +29,7 @@ def elbo(
     likelihood: PointwiseLikelihood,
     solution: LaplaceSolution,
     kind: CurvatureKind,
+    coefficients: Tensor,
     seed: int,
 ) -> Tensor:
     """The bound [] in float64, differentiable in everything that the prior and the likelihood depend on.
@@ -38,11 +39,12 @@ def elbo(
         likelihood: with its targets.
         solution: S, f and v of a mode solver, found at the same hyperparameters.
         kind: of the curvature.
+        coefficients: a [B, 1], see `mean_coefficients`.
         seed: of the draws for more than one latent function: the same ones at every step.
 
     Cost: a product with B columns and its derivative, O(n C B^2).
     """
-    actions = solution.actions.detach()
+    actions = solution.actions
     curvature = likelihood.curvature(solution.latent, kind, STEP_FLOOR)
     mean = prior.mean.double()
     noise = actions.mT @ curvature.pinv(actions)
@@ -51,20 +53,28 @@ def elbo(
     gram = actions.mT @ images
     gram = (gram + gram.mT) / 2
     factor = _factor(gram + noise)
-    with torch.no_grad():
-        gradient = likelihood.gradient(solution.latent).flatten().unsqueeze(-1)
-        rhs = (solution.latent - mean).flatten().unsqueeze(-1) + curvature.pinv(gradient)
-        coefficients = torch.cholesky_solve(actions.mT @ rhs, factor).detach()
-
     means = mean + (images @ coefficients).view_as(mean)
     known = torch.linalg.solve_triangular(factor, images.mT, upper=False).mT
     known = known.view(*mean.shape, known.shape[-1])
     before = prior.point_blocks().double()
-    expected = _expected_log_prob(likelihood, means, before - known @ known.mT, before.detach(), seed)
+    expected = _expected_log_prob(likelihood, means, before - known @ known.mT, before, seed)
     quadratic = (coefficients.mT @ gram @ coefficients).squeeze()
     trace = torch.cholesky_solve(gram, factor).diagonal().sum()
     logdets = 2 * (factor.diagonal().log().sum() - _factor(noise).diagonal().log().sum())
     return expected - (quadratic - trace + logdets) / 2
+
+
+@torch.no_grad()
+def mean_coefficients(
+    prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution, kind: CurvatureKind
+) -> Tensor:
+    """A = M^-1 S^T (f - m + W^+ g) [B, 1]: the Newton step in the span of the actions."""
+    actions = solution.actions
+    curvature = likelihood.curvature(solution.latent, kind, STEP_FLOOR)
+    matrix = actions.mT @ (solution.images + curvature.pinv(actions))
+    gradient = likelihood.gradient(solution.latent).flatten().unsqueeze(-1)
+    rhs = (solution.latent - prior.mean.detach().double()).flatten().unsqueeze(-1) + curvature.pinv(gradient)
+    return torch.cholesky_solve(actions.mT @ rhs, _factor((matrix + matrix.mT) / 2))
 
 
 def _factor(matrix: Tensor) -> Tensor:
