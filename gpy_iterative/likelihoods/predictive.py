@@ -18,7 +18,7 @@ from gpy_iterative.likelihoods.quadrature import normal_nodes
 from gpy_iterative.likelihoods.registry import form_of
 from gpy_iterative.likelihoods.stock import softmax_logits
 
-PredictiveMethod = Literal["pairwise", "diagonal", "mc"]
+PredictiveMethod = Literal["pairwise", "diagonal", "mc", "mode"]
 #: Nodes for likelihoods of one latent function.
 NUM_QUADRATURE = 101
 
@@ -43,14 +43,17 @@ def class_probabilities(
         likelihood: Bernoulli (either link) or softmax.
         mean: [t, C].
         covariance: [t, C, C].
-        method: of a softmax: "pairwise" compares classes two by two (the closed form with the least error), "diagonal" is
-            the paper's, which does not see covariances, "mc" samples.
+        method: "mode" takes the latent mean for the truth. Of a softmax: "pairwise" compares classes two by two (the closed
+            form with the least error while variances are moderate), "diagonal" is the paper's, which does not see
+            covariances, "mc" samples.
         num_samples: of "mc".
         generator: of "mc".
 
     Raises:
         UnsupportedLikelihoodError: a likelihood without classes.
     """
+    if method == "mode":
+        covariance = torch.zeros_like(covariance)
     if isinstance(likelihood, BernoulliLikelihood):
         return torch.special.ndtr(mean[:, 0] / (1 + covariance[:, 0, 0]).sqrt())
     if isinstance(likelihood, LogitBernoulliLikelihood):
@@ -89,6 +92,8 @@ def predictive_log_probs(
     Class probabilities where there are classes, quadrature for one latent function, samples for more.
     """
     inner = likelihood.likelihood
+    if method == "mode":
+        covariance = torch.zeros_like(covariance)
     if likelihood.is_categorical:
         probabilities = class_probabilities(inner, mean, covariance, method, num_samples, generator)
         return probabilities.gather(-1, likelihood.targets.unsqueeze(-1)).squeeze(-1).log()

@@ -147,7 +147,9 @@ class IterativeLaplaceGP(GP):
 
         Args:
             inputs: test inputs.
-            method: of a softmax: "pairwise" (closed form, the least error), "diagonal" (the paper's), "mc" (samples).
+            method: of a softmax: "pairwise" (closed form), "diagonal" (the paper's), "mc" (samples). Of all:
+                "mode" takes the latent mean for the truth. Laplace's approximation is underconfident where latent
+                variances are large (about 10 and more); the mode is then the better prediction.
             num_samples: of "mc".
 
         Returns:
