@@ -11,7 +11,7 @@ import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import GP
-from linear_operator import LinearOperator
+from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import RootLinearOperator
 from torch import Tensor
 
@@ -134,8 +134,8 @@ class LaplacePosterior:
             mean, root, whole = self._conditioned(fit, flat)
             latents = fit.prior.num_latents
             count = points[0].shape[-2]
-            mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, -1)
-            prior = latent_covariance(self.model, points, fit.distribution, self._products) if batch else whole
+            mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, root.shape[-1])
+            prior = to_linear_operator(latent_covariance(self.model, points, self._products)) if batch else whole
             covariance = prior.clone() - RootLinearOperator(root)
             if latents == 1 and not isinstance(fit.distribution, MultitaskMultivariateNormal):
                 return MultivariateNormal(mean.squeeze(-1), covariance)
@@ -298,7 +298,8 @@ def check_targets_fit(distribution: MultivariateNormal, targets: Tensor) -> None
             f"Laplace's method takes one problem with targets [{points}]; their shape is {tuple(targets.shape)}.{hint}"
         )
     if targets.dim() == 2 and not isinstance(distribution, MultitaskMultivariateNormal):
-        raise ValueError(f"Batches of targets, {tuple(targets.shape)}, need one model for each problem; pass [n].")
+        hint = "Use targets.squeeze(-1)." if targets.shape[-1] == 1 else "Batches need one model for each problem."
+        raise ValueError(f"The targets must be [n], got {tuple(targets.shape)}. {hint}")
     if targets.device != distribution.mean.device:
         raise ValueError(f"The targets are on {targets.device}, the model's output on {distribution.mean.device}.")
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.models import GP
 from linear_operator import LinearOperator
@@ -12,9 +13,9 @@ from torch import Tensor
 from gpy_iterative.linear_operators import (
     KernelProducts,
     KernelTerm,
-    kernel_operator,
     kernel_terms,
     latent_operator,
+    latent_prior,
     num_latents,
 )
 from gpy_iterative.prediction.joint_prior import covariance_blocks, stacked
@@ -51,24 +52,15 @@ def latent_blocks(model: GP, train: Sequence[Tensor], test: Sequence[Tensor], pr
     return LatentBlocks(mean, *(latent_operator(block, latents, shared=shared) for block in blocks))
 
 
-def latent_covariance(
-    model: GP, points: Sequence[Tensor], distribution: MultivariateNormal, products: KernelProducts
-) -> LinearOperator:
-    """K(x, x) [*b, t C, t C] of batches of test points [*b, t, d].
-
-    Args:
-        model: in evaluation mode.
-        points: test inputs.
-        distribution: the prior at the training inputs, whose layout this one shares.
-        products: how kernel products are computed.
+def latent_covariance(model: GP, points: Sequence[Tensor], products: KernelProducts) -> Tensor:
+    """K(x, x) [*b, t C, t C] of batches of test points [*b, t, d], dense: member by member, as a model's `forward` for C
+    functions need not know batches of inputs.
     """
     once = replace(products, cache_memory=0)
-    if isinstance(distribution, MultitaskMultivariateNormal):
-        return kernel_operator(prior_at(model, list(points)).lazy_covariance_matrix, once)
-    shared = not distribution.lazy_covariance_matrix.batch_shape
-    inputs = list(points) if shared else [x.unsqueeze(-3) for x in points]
-    operator = kernel_operator(prior_at(model, inputs).lazy_covariance_matrix, once)
-    return latent_operator(operator, num_latents(distribution), shared=shared)
+    batch = points[0].shape[:-2]
+    members = zip(*(x.reshape(-1, *x.shape[-2:]) for x in points), strict=True)
+    dense = [latent_prior(prior_at(model, list(member)), once).operator.to_dense() for member in members]
+    return torch.stack(dense).reshape(*batch, *dense[0].shape)
 
 
 def latent_terms(distribution: MultivariateNormal, observed: Tensor | None = None) -> tuple[list[KernelTerm], bool]:
