@@ -87,7 +87,7 @@ class PointwiseLikelihood:
         self._form = form_of(likelihood)
         self._check_latents()
         self._check_targets(targets)
-        self.targets = targets if self.is_categorical else targets.detach().double()
+        self.targets = targets.long() if self.is_categorical else targets.detach().double()
         self._warned = False
 
     @property
@@ -285,7 +285,7 @@ class PointwiseLikelihood:
         if self.is_categorical:
             if targets.is_floating_point() or targets.dtype == torch.bool:
                 raise ValueError(
-                    f"{self.name} needs labels of dtype torch.long, got {targets.dtype}: call targets.long()."
+                    f"{self.name} needs labels of an integer dtype, got {targets.dtype}: call targets.long()."
                 )
         else:
             check_finite("targets", targets)

@@ -131,7 +131,7 @@ class LaplacePosterior:
         with evaluating(self.model, self.likelihood), graph_for(inputs), fixed_parameters(self.model):
             fit, points = self._current(), self._checked(inputs)
             batch, flat = points[0].shape[:-2], [x.reshape(-1, x.shape[-1]) for x in points]
-            mean, root, whole = self._conditioned(fit, flat)
+            mean, root, whole = self._conditioned(fit, _columns(fit), flat)
             latents = fit.prior.num_latents
             count = points[0].shape[-2]
             mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, root.shape[-1])
@@ -150,9 +150,9 @@ class LaplacePosterior:
             fit, points = self._current(), self._checked(inputs)
             batch, count = points[0].shape[:-2], points[0].shape[-2]
             flat = [x.reshape(-1, x.shape[-1]) for x in points]
-            latents, means, blocks = fit.prior.num_latents, [], []
+            columns, latents, means, blocks = _columns(fit), fit.prior.num_latents, [], []
             for start in range(0, max(flat[0].shape[0], 1), CHUNK_POINTS):
-                mean, root, prior = self._conditioned(fit, [x[start : start + CHUNK_POINTS] for x in flat])
+                mean, root, prior = self._conditioned(fit, columns, [x[start : start + CHUNK_POINTS] for x in flat])
                 known = root.double().view(-1, latents, root.shape[-1])
                 before = point_blocks(prior, latents).double()
                 means.append(mean.double().view(-1, latents))
@@ -247,10 +247,9 @@ class LaplacePosterior:
         batch = torch.broadcast_shapes(*(x.shape[:-2] for x in points))
         return [x.expand(*batch, *x.shape[-2:]) for x in points]
 
-    def _conditioned(self, fit: _Fit, flat: list[Tensor]) -> tuple[Tensor, Tensor, LinearOperator]:
+    def _conditioned(self, fit: _Fit, columns: Tensor, flat: list[Tensor]) -> tuple[Tensor, Tensor, LinearOperator]:
         """Posterior means [t C], K(x, X) Q [t C, B] and the prior K(x, x) [t C, t C] at a list of points [t, d]."""
         blocks = latent_blocks(self.model, fit.inputs, flat, self._products)
-        columns = torch.cat([fit.solution.value.view(-1, 1), fit.solution.root], dim=-1).to(fit.prior.mean.dtype)
         found = product(blocks.test_train, columns)
         return blocks.mean.reshape(-1) + found[:, 0], found[:, 1:], blocks.test_test
 
@@ -268,6 +267,11 @@ class LaplacePosterior:
         system = whitened_system(fit.prior.operator, solution.curvature)
         found = ConjugateGradients(tolerance=tolerance).solve(system, columns.to(dtype), preconditioner=preconditioner)
         return found.value.double()
+
+
+def _columns(fit: _Fit) -> Tensor:
+    """[v, Q] [n C, 1 + B] in the kernel's dtype: what k(x, X) is multiplied with."""
+    return torch.cat([fit.solution.value.view(-1, 1), fit.solution.root], dim=-1).to(fit.prior.mean.dtype)
 
 
 def observed_points(targets: Tensor) -> Tensor | None:

@@ -4,6 +4,7 @@ S is kept orthonormal and T is only ever computed from it by a kernel product (o
 T = K S holds to the rounding of the product. Newton steps change W, never K: the whole subspace is used again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,10 +50,11 @@ class ActionBasis:
         """S^T K S [B, B]."""
         return self._gram[: self.count, : self.count]
 
-    def orthonormalised(self, action: Tensor, curvature: Curvature) -> Tensor | None:
+    def orthonormalised(self, action: Tensor, curvature: Curvature, beside: Sequence[Tensor] = ()) -> Tensor | None:
         """What an action [N] adds to the subspace within the range of W, of norm 1; None where that is rounding.
 
-        Outside the range nothing is observed: an action there would be taken for an observation without noise.
+        Outside the range nothing is observed: an action there would be taken for an observation without noise. The result
+        is orthogonal to the vectors `beside`, too, which are orthonormal and not yet in the basis.
         """
         size = torch.linalg.vector_norm(action)
         if not size > 0:
@@ -60,6 +62,8 @@ class ActionBasis:
         rest, left = action / size, 1.0
         for _ in range(2):
             rest = rest - self.actions @ (self.actions.mT @ rest)
+            for other in beside:
+                rest = rest - other * (other @ rest)
             rest = curvature.project(rest.unsqueeze(-1)).squeeze(-1)
             norm = float(torch.linalg.vector_norm(rest))
             left *= norm

@@ -48,7 +48,7 @@ class LaplaceNewton(LaplaceSolver):
         forcing: a step is solved until its weighted residual is so much smaller than at its start.
         policy: "weighted_residual" (few products, and stays in the range of W), "residual" (the paper's), "unit" (one
             value after the other, by what is left of its variance), or a function of an `ActionState` that returns
-            actions [n, C] or, several at a time, [n, C, b].
+            actions [n, C] or, for one product with b columns, [n, C, b].
         max_rank: actions that are kept from one Newton step to the next; clamped at n C. Memory: 16 n C max_rank bytes.
         compression: how the rank is kept: "keep_mean", "variance", "paper" (see
             `gpy_iterative.solvers.laplace.compression`), or None, which starts anew where the rank is exceeded.
@@ -152,12 +152,10 @@ class _SubspaceSteps(StepSolver):
                 break
             first = inner == 0 and options.policy == "weighted_residual"
             actions = error.unsqueeze(-1) if first else self._chosen(iterate, curvature, residual, weighted, system)
-            changes = [self._act(system, action, rhs) for action in actions.unbind(-1)]
-            taken = [change for change in changes if change is not None]
-            if not taken:
+            change = self._act(system, actions, rhs)
+            if change is None:
                 break  # the subspace has everything that this policy can add
-            for dv, dimage in taken:
-                v, image = v + dv, image + dimage
+            v, image = v + change[0], image + change[1]
         dv, df = v - iterate.v, self._problem.mean + image - iterate.f
         if not float(error @ df) > 0:
             dv, df = self._steepest(curvature, error)
@@ -190,7 +188,7 @@ class _SubspaceSteps(StepSolver):
                 start = norm if start is None else start
                 if norm <= REFINED * start and taken:
                     break
-                change = self._act(system, weighted, rhs)
+                change = self._act(system, weighted.unsqueeze(-1), rhs)
                 if change is None:
                     break
                 v, image, taken = v + change[0], image + change[1], taken + 1
@@ -222,12 +220,21 @@ class _SubspaceSteps(StepSolver):
             raise ValueError(f"A policy must return actions {tuple(shape)}, or {(*shape, 'b')}; got {found}.")
         return actions.to(residual).reshape(len(residual), -1)
 
-    def _act(self, system: GalerkinSystem, action: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor] | None:
-        """One product: what the action adds to v and to K v; None where it adds nothing to the subspace."""
-        direction = self.basis.orthonormalised(action, system.curvature)
-        if direction is None:
+    def _act(self, system: GalerkinSystem, actions: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor] | None:
+        """One product with actions [N, b]: what they add to v and to K v; None where they add nothing to the subspace."""
+        directions: list[Tensor] = []
+        for action in actions.unbind(-1):
+            direction = self.basis.orthonormalised(action, system.curvature, directions)
+            if direction is not None:
+                directions.append(direction)
+        if not directions:
             return None
-        coefficients = system.append(direction, self._product(direction), rhs)
+        self.num_products += 1
+        images = self._problem.prior.matmul(torch.stack(directions, dim=-1))
+        coefficients = torch.zeros(self.basis.count, dtype=rhs.dtype, device=rhs.device)
+        for direction, image in zip(directions, images.unbind(-1), strict=True):
+            change = system.append(direction, image, rhs)
+            coefficients = torch.cat([coefficients, coefficients.new_zeros(1)]) + change
         return self.basis.actions @ coefficients, self.basis.images @ coefficients
 
     def _galerkin(self, system: GalerkinSystem, rhs: Tensor) -> tuple[Tensor, Tensor]:
