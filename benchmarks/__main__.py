@@ -16,6 +16,9 @@ from benchmarks import feature_kernels as feature_kernels_module
 from benchmarks import feature_order as feature_order_module
 from benchmarks import feature_step as feature_step_module
 from benchmarks import gradient_quality as gradient_quality_module
+from benchmarks import laplace_classification as laplace_module
+from benchmarks import laplace_pictures as laplace_pictures_module
+from benchmarks import laplace_poisson as laplace_poisson_module
 from benchmarks import memory as memory_module
 from benchmarks import product as product_module
 from benchmarks import quadruply as quadruply_module
@@ -246,6 +249,56 @@ def truncation_cost(
         ],
     )
     _finish(f"truncation_cost_{dataset}", options, threads, outcome=outcome)
+
+
+@app.command()
+def laplace(
+    dataset: Annotated[str, typer.Option(help="mixture or mnist.")] = "mixture",
+    rows: Annotated[int, typer.Option(help="Training points; MNIST has 8,000 at the most.")] = 10_000,
+    seconds: Annotated[float, typer.Option(help="Wall-clock budget of each contender, learning included.")] = 200.0,
+    max_rank: Annotated[int, typer.Option(help="Actions that are kept.")] = 100,
+    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name; goes on with saved ones.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for the picture over time.")] = None,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Classification at equal time: Laplace, as published, SVGP, subset of data. Goes on where it was interrupted."""
+    if dataset not in ("mixture", "mnist"):
+        raise typer.BadParameter(f"dataset must be mixture or mnist, got {dataset!r}.")
+    options = {"dataset": dataset, "rows": rows, "seconds": seconds, "max_rank": max_rank}
+    name = f"laplace_{dataset}"
+    outcomes = laplace_module.saved_outcomes(name, options)
+    for contestant in only or list(CONTENDERS[laplace_module.CASE]):
+        if contestant not in outcomes:
+            found = _compare(laplace_module.CASE, [contestant], threads=threads, **options)[contestant]
+            if "error" not in found:
+                outcomes[contestant] = found
+                _finish(name, options, threads, outcomes=outcomes)
+    _table(
+        f"{dataset}, {rows} training points, {seconds:.0f} s each, {threads} threads",
+        ["contender", "prediction", "accuracy", "NLL", "ECE", "products", "s", "MB"],
+        laplace_module.summary(outcomes),
+    )
+    if pictures is not None:
+        laplace_pictures_module.over_time(outcomes, pictures / f"laplace_{dataset}.svg")
+
+
+@app.command(name="laplace-poisson")
+def laplace_poisson(draws: int = 10) -> None:
+    """Kernel products to the mode of Poisson counts, the published algorithm beside ours; about a minute."""
+    outcomes = laplace_poisson_module.table(draws)
+    _table(
+        f"{draws} draws; products to a relative gradient of .001, where both reach it",
+        ["schedule", "published reaches", "ours reaches", "published", "ours", "ratio", "worst ratio"],
+        laplace_poisson_module.summary(outcomes),
+    )
+    _finish("laplace_poisson", {"draws": draws}, torch.get_num_threads(), outcomes=outcomes)
+
+
+@app.command(name="laplace-pictures")
+def laplace_pictures(folder: Path = Path("docs/pictures")) -> None:
+    """The pictures of the documentation's page on Laplace's method."""
+    for path in laplace_pictures_module.run(folder):
+        console.print(f"saved {path}")
 
 
 @app.command(name="truncation-table")

@@ -185,3 +185,60 @@ def airport_weather() -> pd.DataFrame:
     # The module itself needs pkg_resources, which current setuptools no longer has; its file is all we want.
     file = next(path for path in distribution.files or () if path.name in ("weather.csv.zip", "weather.csv"))
     return pd.read_csv(str(distribution.locate_file(file)))
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Points with classes; x [n, d], y [n] long."""
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    num_classes: int
+
+
+def gaussian_mixture(rows: int, *, test_rows: int = 10_000, classes: int = 10, seed: int = 0) -> Labelled:
+    """Balanced Gaussian clusters in three dimensions, by the recipe of Tatzel et al.; float32.
+
+    Means uniform in [-1, 1]^3; covariances U diag(l) U^T with the eigenvectors U of A A^T, A uniform in [0, 1], and l
+    uniform in [.001, .1].
+    """
+    generator = np.random.default_rng(seed)
+    means = generator.uniform(-1, 1, (classes, 3))
+    roots = []
+    for _ in range(classes):
+        a = generator.uniform(0, 1, (3, 3))
+        _, vectors = np.linalg.eigh(a @ a.T)
+        roots.append(vectors * np.sqrt(generator.uniform(0.001, 0.1, 3)))
+    parts = []
+    for size in (rows, test_rows):
+        labels = generator.permutation(np.arange(size) % classes)
+        x = means[labels] + np.einsum("nij,nj->ni", np.stack(roots)[labels], generator.standard_normal((size, 3)))
+        parts += [torch.as_tensor(x, dtype=torch.float32), torch.as_tensor(labels)]
+    return Labelled("mixture", *parts, classes)
+
+
+#: Rows of the MNIST test file that are trained on; the other 2,000 are held out.
+MNIST_TRAINING_ROWS = 8000
+
+
+def mnist_digits(rows: int = MNIST_TRAINING_ROWS) -> Labelled:
+    """The 10,000 test digits of MNIST, split at random into 8,000 for training and 2,000 held out; pixels in [0, 1].
+
+    Raises:
+        FileNotFoundError: the folder that GPY_ITERATIVE_DATA names has no mnist/t10k-*.gz.
+    """
+    folder = Path(os.environ.get(FOLDER_VARIABLE, ".")) / "mnist"
+    arrays = []
+    for file, header in (("t10k-images-idx3-ubyte.gz", 16), ("t10k-labels-idx1-ubyte.gz", 8)):
+        path = folder / file
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is missing: set {FOLDER_VARIABLE} to a folder with mnist/{file}.")
+        arrays.append(np.frombuffer(gzip.decompress(path.read_bytes()), dtype=np.uint8, offset=header))
+    order = np.random.default_rng(0).permutation(len(arrays[1]))
+    x = torch.as_tensor(arrays[0].reshape(len(order), -1)[order] / 255.0, dtype=torch.float32)
+    y = torch.as_tensor(arrays[1][order].astype(np.int64))
+    train = slice(0, min(rows, MNIST_TRAINING_ROWS))
+    return Labelled("mnist", x[train], y[train], x[MNIST_TRAINING_ROWS:], y[MNIST_TRAINING_ROWS:], 10)

@@ -3,7 +3,7 @@
 from gpytorch.likelihoods import BernoulliLikelihood, LaplaceLikelihood, Likelihood, PoissonLikelihood
 from torch import Tensor
 
-from gpy_iterative.likelihoods.logit_bernoulli import LogitBernoulliLikelihood
+from gpy_iterative.likelihoods.bernoulli import LogitBernoulliLikelihood
 
 _BINARY = (BernoulliLikelihood, LogitBernoulliLikelihood)
 _LOG_CONCAVE = (*_BINARY, LaplaceLikelihood, PoissonLikelihood)

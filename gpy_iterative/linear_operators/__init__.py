@@ -15,19 +15,29 @@ from gpy_iterative.linear_operators.from_gpytorch import (
     prior_parts,
 )
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
+from gpy_iterative.linear_operators.latent import (
+    LatentPrior,
+    latent_operator,
+    latent_prior,
+    num_latents,
+    point_blocks,
+)
 from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.partial_products import columns_matmul, dense_rows, principal_block, rows_matmul
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.repeated import RepeatedKernelLinearOperator
 from gpy_iterative.linear_operators.tile_cache import TileCache, TileCaches
 
 __all__ = [
     "GenericKernelLinearOperator",
     "KernelProducts",
     "KernelTerm",
+    "LatentPrior",
     "NoisyLinearOperator",
     "RadialKernelLinearOperator",
+    "RepeatedKernelLinearOperator",
     "TileCache",
     "TileCaches",
     "active_inputs",
@@ -38,11 +48,15 @@ __all__ = [
     "flat_targets",
     "kernel_operator",
     "kernel_terms",
+    "latent_operator",
+    "latent_prior",
     "matrix_derivative",
     "noise_operator",
     "noisy_operator",
+    "num_latents",
     "observed_data",
     "operator_of_kernel",
+    "point_blocks",
     "principal_block",
     "prior_parts",
     "rows_matmul",

@@ -308,7 +308,9 @@ def noisy_operator(
         return whole if observed is None else MaskedLinearOperator(whole, observed, observed)
     variances = noise.diagonal(dim1=-1, dim2=-2)
     check_noise(variances)
-    kernel = kernel_operator(covariance if observed is None else _masked(covariance, observed), products, caches)
+    kernel = kernel_operator(
+        covariance if observed is None else masked_covariance(covariance, observed), products, caches
+    )
     if observed is not None:
         variances = variances[..., observed]
     if isinstance(kernel, NoisyLinearOperator):  # jitter from the model's own forward
@@ -316,18 +318,18 @@ def noisy_operator(
     return NoisyLinearOperator(kernel, variances)
 
 
-def _masked(covariance: LinearOperator | Tensor, observed: Tensor) -> LinearOperator:
+def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> LinearOperator:
     """The rows and columns of observed data: taken from the inputs of kernels, cut out of everything else."""
     if isinstance(covariance, LazyEvaluatedKernelTensor) and covariance.shape[-1] == covariance.x1.shape[-2]:
         index = observed.nonzero().squeeze(-1)
         return covariance[..., index, :][..., :, index]
     if isinstance(covariance, AddedDiagLinearOperator):
         jitter = _diagonal_of(covariance._diag_tensor, covariance.shape)[..., observed]
-        return AddedDiagLinearOperator(_masked(covariance._linear_op, observed), DiagLinearOperator(jitter))
+        return AddedDiagLinearOperator(masked_covariance(covariance._linear_op, observed), DiagLinearOperator(jitter))
     if isinstance(covariance, SumLinearOperator):
-        return SumLinearOperator(*(_masked(part, observed) for part in covariance.linear_ops))
+        return SumLinearOperator(*(masked_covariance(part, observed) for part in covariance.linear_ops))
     if isinstance(covariance, ConstantMulLinearOperator):
-        return ConstantMulLinearOperator(_masked(covariance.base_linear_op, observed), covariance._constant)
+        return ConstantMulLinearOperator(masked_covariance(covariance.base_linear_op, observed), covariance._constant)
     return MaskedLinearOperator(to_linear_operator(covariance), observed, observed)
 
 
@@ -424,7 +426,7 @@ def kernel_terms(covariance: LinearOperator | Tensor, observed: Tensor | None = 
     Raises:
         SpectralDensityMissingError: a part of the covariance is no kernel but a matrix that the model built.
     """
-    parts = prior_parts(covariance if observed is None else _masked(covariance, observed))
+    parts = prior_parts(covariance if observed is None else masked_covariance(covariance, observed))
     if parts.others:
         raise SpectralDensityMissingError(
             f"The prior covariance contains a {type(parts.others[0]).__name__}, which is no kernel and has no random "

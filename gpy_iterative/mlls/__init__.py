@@ -3,6 +3,7 @@
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
 from gpy_iterative.mlls.compositional import CompositionalMarginalLogLikelihood
 from gpy_iterative.mlls.hutchinson import HutchinsonMarginalLogLikelihood
+from gpy_iterative.mlls.laplace import LaplaceMarginalLogLikelihood
 from gpy_iterative.mlls.minibatch import MinibatchMarginalLogLikelihood
 from gpy_iterative.mlls.minimax import MinimaxMarginalLogLikelihood
 from gpy_iterative.mlls.pathwise import PathwiseMarginalLogLikelihood
@@ -10,6 +11,7 @@ from gpy_iterative.mlls.quadruply_stochastic import QuadruplyStochasticELBO
 from gpy_iterative.mlls.random_features import RFFMarginalLogLikelihood
 from gpy_iterative.mlls.report import (
     FrequencyReport,
+    LaplaceReport,
     MarginalLogLikelihoodReport,
     MinibatchReport,
     QuadruplyStochasticReport,
@@ -26,6 +28,8 @@ __all__ = [
     "GaussianMarginalLogLikelihood",
     "HutchinsonMarginalLogLikelihood",
     "IterativeMarginalLogLikelihood",
+    "LaplaceMarginalLogLikelihood",
+    "LaplaceReport",
     "MarginalLogLikelihoodReport",
     "MinibatchMarginalLogLikelihood",
     "MinibatchReport",

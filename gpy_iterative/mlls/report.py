@@ -141,3 +141,37 @@ class QuadruplyStochasticReport:
             f"{kind} {self.value.item():.4f} from {self.num_rows} rows and {self.num_feature_samples} of "
             f"{self.num_features} features; {self.seconds:.2f} s"
         )
+
+
+@dataclass(frozen=True)
+class LaplaceReport:
+    """One step's figures of a LaplaceMarginalLogLikelihood.
+
+    Attributes:
+        status: of the mode, or of the worst solve.
+        iterations: Newton steps.
+        epochs: kernel products to the mode.
+        probe_epochs: products with all probes, and with the adjoint, for the gradient.
+        stationarity: of the mode: the log joint density's gradient over the likelihood's.
+        rank: actions that were kept.
+        value: [], what `forward` returned.
+        value_sem: [], its standard error from the log-determinant's probes (0 where there are none).
+        seconds: wall-clock time of the forward pass.
+    """
+
+    status: SolveStatus
+    iterations: int
+    epochs: float
+    probe_epochs: float
+    stationarity: float
+    rank: int
+    value: Tensor
+    value_sem: Tensor
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"mll {self.value.item():.4f} ± {self.value_sem.item():.1g}; {self.status.name.lower()} after "
+            f"{self.iterations} Newton steps, {self.epochs:.0f} kernel products and {self.probe_epochs:.0f} with probes; "
+            f"relative gradient {self.stationarity:.1g}; {self.seconds:.2f} s"
+        )

@@ -18,7 +18,7 @@ def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.n
     if not isinstance(likelihood, _GaussianLikelihoodBase):
         raise UnsupportedLikelihoodError(
             f"{mll} needs a Gaussian likelihood, got {type(likelihood).__name__}. Its marginal likelihood has no "
-            "closed form: use a variational model with gpytorch.mlls.VariationalELBO."
+            "closed form: use gpy_iterative.models.IterativeLaplaceGP with LaplaceMarginalLogLikelihood."
         )
     if not isinstance(model, gpytorch.models.ExactGP):
         raise TypeError(f"{mll} needs a gpytorch.models.ExactGP, got {type(model).__name__}.")

@@ -4,6 +4,7 @@ from gpy_iterative.models.deferred import DeferredPrediction
 from gpy_iterative.models.feature_basis import FeatureBasis
 from gpy_iterative.models.feature_weights import FeatureWeights, WeightRows
 from gpy_iterative.models.inducing_point_basis import InducingPointBasis
+from gpy_iterative.models.iterative_laplace_gp import IterativeLaplaceGP
 from gpy_iterative.models.nystrom_basis import NystromBasis
 from gpy_iterative.models.optimizers import HeadNaturalGradient, QuadruplyStochasticOptimizer
 from gpy_iterative.models.pruning import prune_relevance_vectors
@@ -17,6 +18,7 @@ __all__ = [
     "FeatureWeights",
     "HeadNaturalGradient",
     "InducingPointBasis",
+    "IterativeLaplaceGP",
     "NystromBasis",
     "QuadruplyStochasticGP",
     "QuadruplyStochasticOptimizer",

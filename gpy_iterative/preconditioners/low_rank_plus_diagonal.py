@@ -71,3 +71,10 @@ class LowRankPlusDiagonal:
     def sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
         """L w + sqrt(d) e for base vectors w [*b, k, s] and e [*b, n, s] of identity covariance."""
         return self.factor @ factor_base + self._root * diagonal_base
+
+
+class NystromFactor(LowRankPlusDiagonal):
+    """L L^T + diag(d) for a system K + diag(d), with L L^T nowhere larger than K.
+
+    The preconditioned spectrum is then bounded by 1 from below, which quadratures of log-determinants make use of.
+    """

@@ -1,7 +1,15 @@
-"""Posteriors of exact Gaussian processes, from the training solves."""
+"""Posteriors: of exact Gaussian processes from the training solves, of others around their mode."""
 
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.prediction.joint_prior import checked_inputs, fixed_parameters
+from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths
+from gpy_iterative.prediction.laplace_posterior import (
+    LaplacePosterior,
+    VarianceSplit,
+    check_targets_fit,
+    observed_points,
+)
+from gpy_iterative.prediction.latent_blocks import latent_terms
 from gpy_iterative.prediction.posterior import PathwisePosterior, graph_for
 from gpy_iterative.prediction.sample_paths import SamplePaths
 from gpy_iterative.prediction.snapshot import ModelSnapshot
@@ -10,6 +18,8 @@ from gpy_iterative.prediction.training_system import LikelihoodParams, check_inp
 from gpy_iterative.prediction.variance_error import VarianceError
 
 __all__ = [
+    "LaplacePosterior",
+    "LaplaceSamplePaths",
     "LikelihoodParams",
     "ModelSnapshot",
     "PathwisePosterior",
@@ -17,10 +27,14 @@ __all__ = [
     "PosteriorCovarianceLinearOperator",
     "SamplePaths",
     "VarianceError",
+    "VarianceSplit",
     "check_inputs",
+    "check_targets_fit",
     "checked_inputs",
     "evaluating",
     "fixed_parameters",
     "graph_for",
+    "latent_terms",
+    "observed_points",
     "prior_at",
 ]

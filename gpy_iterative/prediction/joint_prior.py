@@ -59,13 +59,13 @@ def joint_prior(
     num_test = inputs[0].shape[-2]
     is_list = bool(batch) and not batch_shape
     points = [x.reshape(-1, x.shape[-1]) for x in inputs] if is_list else inputs
-    joint = prior_at(model, [_below(x, test) for x, test in zip(train, points, strict=True)])
+    joint = prior_at(model, [stacked(x, test) for x, test in zip(train, points, strict=True)])
 
     outputs = joint.event_shape[1:].numel()
     size = train[0].shape[-2] * outputs
     covariance = joint.lazy_covariance_matrix
     once = replace(products, cache_memory=0)
-    test_train, test_test = _blocks(covariance, size, once)
+    test_train, test_test = covariance_blocks(covariance, size, once)
     mean = joint.loc[..., size:]
     if is_list:
         test_test = kernel_operator(prior_at(model, inputs).lazy_covariance_matrix, once)
@@ -116,12 +116,20 @@ def fixed_parameters(model: ExactGP) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _below(train: Tensor, test: Tensor) -> Tensor:
+def graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:
+    """A graph where test inputs ask for one, none otherwise."""
+    return torch.set_grad_enabled(torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+
+
+def stacked(train: Tensor, test: Tensor) -> Tensor:
+    """Test inputs below training inputs, [*b, n + t, d]."""
     batch = torch.broadcast_shapes(train.shape[:-2], test.shape[:-2])
     return torch.cat([train.expand(*batch, *train.shape[-2:]), test.expand(*batch, *test.shape[-2:])], dim=-2)
 
 
-def _blocks(covariance: LinearOperator, size: int, products: KernelProducts) -> tuple[LinearOperator, LinearOperator]:
+def covariance_blocks(
+    covariance: LinearOperator, size: int, products: KernelProducts
+) -> tuple[LinearOperator, LinearOperator]:
     """K(x, X) and K(x, x) of a joint covariance whose first `size` rows are the training data."""
     if covariance.shape[-1] == size:
         nothing = torch.zeros(*covariance.batch_shape, 0, size, dtype=covariance.dtype, device=covariance.device)

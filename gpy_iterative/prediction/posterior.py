@@ -20,7 +20,7 @@ from gpy_iterative.errors import VarianceWarning
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction.blocks import product
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
-from gpy_iterative.prediction.joint_prior import JointPrior, checked_inputs, fixed_parameters, joint_prior
+from gpy_iterative.prediction.joint_prior import JointPrior, checked_inputs, fixed_parameters, graph_for, joint_prior
 from gpy_iterative.prediction.projection import ProjectionRecipe, scatter_rows
 from gpy_iterative.prediction.sample_paths import SamplePaths
 from gpy_iterative.prediction.snapshot import ModelSnapshot

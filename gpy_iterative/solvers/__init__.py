@@ -7,6 +7,7 @@ from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.solvers.default import EXACT_BELOW, default_solver
 from gpy_iterative.solvers.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.solvers.lanczos import LogDeterminant, stochastic_logdet
+from gpy_iterative.solvers.laplace import LaplaceCholesky, LaplaceNewton, LaplaceSolution, LaplaceSolver
 from gpy_iterative.solvers.series import (
     Series,
     conjugate_gradient_series,
@@ -25,6 +26,10 @@ __all__ = [
     "ConjugateGradients",
     "Iterate",
     "IterativeSolver",
+    "LaplaceCholesky",
+    "LaplaceNewton",
+    "LaplaceSolution",
+    "LaplaceSolver",
     "LogDeterminant",
     "Series",
     "Solution",

@@ -11,7 +11,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators import NoisyLinearOperator
-from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholeskyFactor
+from gpy_iterative.preconditioners import LowRankPlusDiagonal, NystromFactor, PivotedCholeskyFactor
 
 #: The share of the bracket between upper and lower quadrature that counts as the error of their mean. Measured on
 #: kernel systems of noise .02 to 1, the error is between a fourth and a thirteenth of the bracket.
@@ -152,9 +152,9 @@ def _drift(rules: list[tuple[Tensor, Tensor]], shares: Tensor) -> tuple[Tensor, 
 def _smallest_eigenvalue(operator: LinearOperator, preconditioner: LowRankPlusDiagonal) -> Tensor | None:
     """A lower bound on the spectrum of M, [*b]; None where none is known.
 
-    A pivoted Cholesky factor has K >= L L^T, so that H >= L L^T + noise >= min(noise / d) P.
+    A pivoted Cholesky factor, as Nystrom's, has K >= L L^T, so that H >= L L^T + noise >= min(noise / d) P.
     """
-    if isinstance(operator, NoisyLinearOperator) and isinstance(preconditioner, PivotedCholeskyFactor):
+    if isinstance(operator, NoisyLinearOperator) and isinstance(preconditioner, (NystromFactor, PivotedCholeskyFactor)):
         return (operator.noise / preconditioner.diagonal).amin(-1)
     return None
 

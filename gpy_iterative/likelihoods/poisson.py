@@ -1,0 +1,39 @@
+"""Counts with a log link."""
+
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
+from torch import Tensor
+from torch.distributions import Poisson
+
+from gpy_iterative.likelihoods.quadrature import normal_nodes
+
+#: Nodes of the quadrature for marginals: exp(f) moves fast.
+NUM_QUADRATURE = 101
+
+
+class PoissonLogLikelihood(_OneDimensionalLikelihood):
+    """p(y | f) = Poisson(exp(f)), for counts.
+
+    GPyTorch's `PoissonLikelihood` has the link softplus(f), whose rate grows linearly in f. With exp(f), effects
+    multiply, as in a log-linear regression.
+    """
+
+    def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Poisson:
+        return Poisson(function_samples.exp())
+
+    def expected_log_prob(
+        self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        mean, variance = function_dist.mean, function_dist.variance
+        return observations * mean - (mean + variance / 2).exp() - torch.lgamma(observations + 1)
+
+    def log_marginal(
+        self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        nodes, log_weights = normal_nodes(function_dist.mean, function_dist.variance, NUM_QUADRATURE)
+        counts = observations.double()
+        log_probs = counts * nodes - nodes.exp() - torch.lgamma(counts + 1)
+        return torch.logsumexp(log_weights + log_probs, 0).to(function_dist.mean.dtype)

@@ -1,0 +1,96 @@
+"""What Laplace's method knows of a likelihood class: its log density, its curvature, its support."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpytorch.likelihoods import Likelihood
+from torch import Tensor
+
+#: (likelihood, latents [n, C] in float64, targets [n] or [n, C]) -> [n], or curvature blocks [n, C, C].
+PointwiseFunction = Callable[[Likelihood, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LikelihoodForm:
+    """Functions of one likelihood class; all differentiable in the latents and the likelihood's parameters.
+
+    Attributes:
+        log_prob: log p(y_n | f_n), [n].
+        hessian: -d^2 log p / df^2 in closed form, [n, C, C]; None leaves it to autograd.
+        fisher: the expected curvature, positive semi-definite, [n, C, C].
+        log_concave: whether the negative Hessian is positive semi-definite everywhere; None: looked at as it comes.
+        support: where targets are admissible, [n] bool, and in words; None admits all finite targets.
+        num_latents: C for a likelihood object; None admits any.
+        visible_basis: an orthonormal basis [C, r] of what the likelihood sees of a point's latents, where that is
+            less than everything; None is everything.
+    """
+
+    log_prob: PointwiseFunction
+    hessian: PointwiseFunction | None = None
+    fisher: PointwiseFunction | None = None
+    log_concave: bool | None = None
+    support: tuple[Callable[[Likelihood, Tensor], Tensor], str] | None = None
+    num_latents: Callable[[Likelihood], int | None] | None = None
+    visible_basis: Callable[[Likelihood], Tensor] | None = None
+
+
+_FORMS: dict[type[Likelihood], LikelihoodForm] = {}
+_REFUSALS: dict[type[Likelihood], str] = {}
+
+
+def register_curvature(
+    likelihood_class: type[Likelihood],
+    log_prob: PointwiseFunction,
+    fisher: PointwiseFunction | None = None,
+    *,
+    log_concave: bool | None = None,
+    support: tuple[Callable[[Likelihood, Tensor], Tensor], str] | None = None,
+    num_latents: int | None = 1,
+) -> None:
+    """Teaches Laplace's method a likelihood, or replaces what it knew.
+
+    Nothing has to be registered for a likelihood whose `forward` gives a distribution with a smooth `log_prob`:
+    derivatives come from autograd. Register one whose `forward` loses digits, or whose density is not log-concave and
+    whose Fisher information is known.
+
+    Args:
+        likelihood_class: the class; subclasses that do not override `forward` are served too.
+        log_prob: (likelihood, f [n, C], y [n]) -> log p(y_n | f_n) [n]. Called in float64; three times differentiable in
+            f by autograd, and once in the likelihood's parameters.
+        fisher: (likelihood, f, y) -> [n, C, C], positive semi-definite: takes the Hessian's place where that is
+            indefinite.
+        log_concave: whether log p is concave in f everywhere; None: checked wherever it is evaluated.
+        support: a function (likelihood, y) -> [n] bool of admissible targets, and words that say which these are.
+        num_latents: C; None admits any.
+    """
+    _FORMS[likelihood_class] = LikelihoodForm(
+        log_prob=log_prob,
+        fisher=fisher,
+        log_concave=log_concave,
+        support=support,
+        num_latents=lambda _: num_latents,
+    )
+
+
+def register_form(likelihood_class: type[Likelihood], form: LikelihoodForm) -> None:
+    """As `register_curvature`, with everything a form can say."""
+    _FORMS[likelihood_class] = form
+
+
+def register_refusal(likelihood_class: type[Likelihood], reason: str) -> None:
+    """A class for which Laplace's method is meaningless, and why."""
+    _REFUSALS[likelihood_class] = reason
+
+
+def form_of(likelihood: Likelihood) -> LikelihoodForm | None:
+    """The form of the nearest base class that computes what this likelihood does; None where there is none."""
+    own = type(likelihood)
+    for base in own.__mro__:
+        if base in _FORMS:
+            return _FORMS[base] if own.forward is base.forward else None
+    return None
+
+
+def refusal_of(likelihood: Likelihood) -> str | None:
+    """Why Laplace's method refuses this likelihood; None where it does not."""
+    return next((_REFUSALS[base] for base in type(likelihood).__mro__ if base in _REFUSALS), None)

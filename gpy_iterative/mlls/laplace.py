@@ -1,0 +1,257 @@
+"""The evidence of Laplace's approximation, or a bound on the evidence: how hyperparameters are learned without Gaussian
+noise and without inducing points.
+
+Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Processes By Trading Off Computation For
+Uncertainty", whose hyperparameters are fixed; what learns them here is this package's own.
+"""
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods import Likelihood
+from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
+from torch import Tensor
+
+from gpy_iterative.checks import check_count, check_instance
+from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.likelihoods import PointwiseLikelihood, check_laplace_likelihood
+from gpy_iterative.linear_operators import KernelProducts, LatentPrior, TileCaches, latent_prior
+from gpy_iterative.mlls.laplace_elbo import elbo, mean_coefficients
+from gpy_iterative.mlls.laplace_evidence import EvidenceEstimate, exact_evidence
+from gpy_iterative.mlls.laplace_traces import LogDet, Trace, stochastic_evidence
+from gpy_iterative.mlls.report import LaplaceReport
+from gpy_iterative.mlls.training_state import make_generator
+from gpy_iterative.mlls.validation import check_hyperparameters
+from gpy_iterative.models import IterativeLaplaceGP
+from gpy_iterative.prediction import LaplacePosterior, check_inputs, check_targets_fit, latent_terms, observed_points
+from gpy_iterative.solvers import (
+    LaplaceCholesky,
+    LaplaceNewton,
+    LaplaceSolution,
+    LaplaceSolver,
+    SolveStatus,
+)
+from gpy_iterative.solvers.laplace import default_laplace_solver, mode_advice
+
+Objective = Literal["laplace", "elbo"]
+
+
+class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
+    """Laplace's approximation of the log marginal likelihood, divided by the number of targets; made for any likelihood.
+
+    Every call finds the mode, from the last one's; the gradient includes what moves with it.
+
+    Args:
+        likelihood: see `gpy_iterative.likelihoods`: Bernoulli, softmax, Poisson, Student-t, negative binomial, beta,
+            Gaussian, registered ones, and any whose `forward` has a smooth `log_prob`.
+        model: an `IterativeLaplaceGP`.
+        objective: "laplace" is the evidence of Laplace's approximation; "elbo" a lower bound on the true log marginal
+            likelihood from the posterior that was computed: right also where computation was cut short.
+        solver: of the mode. None is exact (dense value, gradient and adjoint, without probes) up to n C = 2,000 and
+            `LaplaceNewton()` beyond; `LaplaceCholesky()` insists on the exact one.
+        num_probes: probe vectors of the gradient's trace.
+        trace: "preconditioned" (probes that know the mode's actions), "standard" (Rademacher), "pathwise" (random
+            features, for one or few latent functions), all unbiased.
+        deflate: take exactly what the actions know of the trace.
+        logdet: "slq", stochastic Lanczos quadrature, or "lowrank", a lower bound; of the value alone.
+        tolerance: relative residual of the solves for probes and adjoint.
+        num_frequencies: of trace="pathwise".
+        products: how kernel products are computed.
+        generator: a generator, or the seed of one. The global generator is never touched.
+
+    Raises:
+        UnsupportedLikelihoodError: a likelihood for which Laplace's method is meaningless.
+        ValueError: an option outside its range.
+        TypeError: a model that is no IterativeLaplaceGP, a solver or products of another type.
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        model: IterativeLaplaceGP,
+        *,
+        objective: Objective = "laplace",
+        solver: LaplaceSolver | None = None,
+        num_probes: int = 16,
+        trace: Trace = "preconditioned",
+        deflate: bool = True,
+        logdet: LogDet = "slq",
+        tolerance: float = 0.01,
+        num_frequencies: int = 500,
+        products: KernelProducts | None = None,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        check_laplace_likelihood(likelihood)
+        if not isinstance(model, IterativeLaplaceGP):
+            raise TypeError(
+                f"LaplaceMarginalLogLikelihood needs a gpy_iterative.models.IterativeLaplaceGP, got {type(model).__name__}."
+            )
+        for name, value, kinds in (
+            ("objective", objective, Objective),
+            ("trace", trace, Trace),
+            ("logdet", logdet, LogDet),
+        ):
+            if value not in get_args(kinds):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kinds))}, got {value!r}.")
+        check_count("num_probes", num_probes)
+        check_count("num_frequencies", num_frequencies)
+        if not 0 < tolerance < 1:
+            raise ValueError(f"tolerance must lie between 0 and 1, got {tolerance}.")
+        check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")
+        check_instance("products", products, KernelProducts, "KernelProducts()")
+        if objective == "elbo" and isinstance(solver, LaplaceCholesky):
+            raise ValueError("objective='elbo' is a bound for subspaces: use solver=LaplaceNewton(), or None.")
+        super().__init__(likelihood, model)
+        self.objective, self.solver, self.num_probes = objective, solver, num_probes
+        self.trace, self.deflate, self.logdet = trace, deflate, logdet
+        self.tolerance, self.num_frequencies = tolerance, num_frequencies
+        self.products = model.products if products is None else products
+        self.report: LaplaceReport | None = None
+        self._generator = make_generator(generator)
+        self._caches = TileCaches()
+        self._weights: Tensor | None = None
+        self._has_warned = False
+
+    # Priors and added loss terms: read from the model, whatever the mll.
+    _add_other_terms = ExactMarginalLogLikelihood._add_other_terms
+
+    def forward(self, function_dist: MultivariateNormal, target: Tensor, *params: Any) -> Tensor:
+        """The objective, [], divided by the number of targets; priors and added loss terms included.
+
+        Args:
+            function_dist: the prior `model(train_x)`: [n], [C, n] or, multitask, [n, C].
+            target: [n] ([n, C] for multitask likelihoods).
+            params: passed to an unregistered likelihood's `forward`.
+
+        Raises:
+            ValueError: shapes, dtypes or devices that do not fit, data that are not finite or outside the support.
+            NonFiniteError: a non-finite hyperparameter, or a non-finite number in a solver; parameters and warm start stay
+                as they were.
+            RuntimeError: the model is in evaluation mode.
+        """
+        start = time.perf_counter()
+        if not self.model.training:
+            raise RuntimeError(
+                "The model is in evaluation mode, where model(x) is a posterior: call model.train() first."
+            )
+        if not isinstance(function_dist, MultivariateNormal):
+            raise RuntimeError(f"The prior must be a MultivariateNormal, got {type(function_dist).__name__}.")
+        check_targets_fit(function_dist, target)
+        check_inputs(self.model)
+        check_hyperparameters(self.model)
+        observed = observed_points(target)
+        num_targets = len(target)
+        prior = latent_prior(function_dist, self.products, self._caches, observed)
+        if observed is not None:
+            target = target[observed]
+        likelihood = PointwiseLikelihood(self.likelihood, target, prior.num_latents, params)
+        solver = self._solver_for(prior)
+        with torch.inference_mode(False), torch.no_grad():
+            solution = solver.solve(
+                _detached(prior), likelihood, initial_weights=self._weights, generator=self._generator
+            )
+            estimate = self._evidence(prior, likelihood, solution, solver, function_dist, observed)
+        if estimate is None:
+            coefficients = mean_coefficients(prior, likelihood, solution, solver.curvature)
+            seed = self._generator.initial_seed() % 2**63
+            value = elbo(prior, likelihood, solution, solver.curvature, coefficients, seed)
+            value = value.to(function_dist.mean.dtype)
+        else:
+            value = estimate.with_gradient(prior, likelihood, solver.curvature)
+        value = self._add_other_terms(value, params).div_(num_targets)
+        self._weights = solution.value
+        status = solution.status if estimate is None else estimate.status
+        self._warn_once(solution, status)
+        self.report = LaplaceReport(
+            status=status,
+            iterations=solution.num_outer,
+            epochs=solution.stats.epochs,
+            probe_epochs=0.0 if estimate is None else estimate.probe_epochs,
+            stationarity=solution.stationarity,
+            rank=solution.actions.shape[-1],
+            value=value.detach().clone(),
+            value_sem=torch.zeros_like(value.detach()) if estimate is None else estimate.value_sem / num_targets,
+            seconds=time.perf_counter() - start,
+        )
+        return value
+
+    def posterior(self) -> LaplacePosterior:
+        """The posterior now, from the last mode; puts model and likelihood into evaluation mode."""
+        self.model.eval()
+        self.likelihood.eval()
+        self._caches.clear()
+        return self.model.posterior(initial_weights=self._weights)
+
+    def training_state(self) -> dict[str, Tensor]:
+        """Generator and warm start as a plain dict of tensors, which resumes a run exactly."""
+        state = {"generator": self._generator.get_state()}
+        return state if self._weights is None else state | {"weights": self._weights.clone()}
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        """Takes what `training_state()` gave. Raises ValueError, and changes nothing, for anything else."""
+        if "generator" not in state or state["generator"].dtype != torch.uint8 or set(state) - {"generator", "weights"}:
+            raise ValueError(
+                "This is no training state of a LaplaceMarginalLogLikelihood: take it from training_state()."
+            )
+        self._generator.set_state(state["generator"].cpu())
+        self._weights = state["weights"].clone() if "weights" in state else None
+
+    def _solver_for(self, prior: LatentPrior) -> LaplaceSolver:
+        if self.solver is not None:
+            return self.solver
+        return LaplaceNewton() if self.objective == "elbo" else default_laplace_solver(prior.size)
+
+    def _evidence(
+        self,
+        prior: LatentPrior,
+        likelihood: PointwiseLikelihood,
+        solution: LaplaceSolution,
+        solver: LaplaceSolver,
+        function_dist: MultivariateNormal,
+        observed: Tensor | None,
+    ) -> EvidenceEstimate | None:
+        """None for the other objective, which is differentiated as it is."""
+        if self.objective == "elbo":
+            return None
+        if isinstance(solver, LaplaceCholesky):
+            return exact_evidence(_detached(prior), likelihood, solution, solver.curvature)
+        return stochastic_evidence(
+            _detached(prior),
+            likelihood,
+            solution,
+            solver.curvature,
+            trace=self.trace,
+            deflate=self.deflate,
+            logdet=self.logdet,
+            num_probes=self.num_probes,
+            num_frequencies=self.num_frequencies,
+            tolerance=self.tolerance,
+            terms=latent_terms(function_dist, observed) if self.trace == "pathwise" else None,
+            generator=self._generator,
+        )
+
+    def _warn_once(self, solution: LaplaceSolution, status: SolveStatus) -> None:
+        if status is SolveStatus.CONVERGED or self._has_warned:
+            return
+        if solution.converged:
+            text = f"A solve for the gradient ended with status {status.name.lower()}. {status.advice}"
+        else:
+            text = mode_advice(solution)
+        warnings.warn(text, ConvergenceWarning, stacklevel=3)
+        self._has_warned = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LaplaceMarginalLogLikelihood":
+        super()._apply(fn, recurse)
+        # float64 whatever the model's dtype; the device follows.
+        if self._weights is not None:
+            self._weights = fn(self._weights).double()
+        return self
+
+
+def _detached(prior: LatentPrior) -> LatentPrior:
+    """Without the graph; the same tensors otherwise, whose tiles are kept."""
+    return LatentPrior(prior.operator, prior.mean.detach())

@@ -1,0 +1,322 @@
+"""The latent posterior around a mode: mean k(x, X) v, covariance k(x, x) - k(x, X) Q Q^T k(X, x)."""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import Likelihood
+from gpytorch.models import GP
+from linear_operator import LinearOperator, to_linear_operator
+from linear_operator.operators import RootLinearOperator
+from torch import Tensor
+
+from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
+from gpy_iterative.likelihoods import PointwiseLikelihood
+from gpy_iterative.linear_operators import (
+    KernelProducts,
+    LatentPrior,
+    latent_prior,
+    num_latents,
+    point_blocks,
+)
+from gpy_iterative.prediction.blocks import product
+from gpy_iterative.prediction.joint_prior import checked_inputs, fixed_parameters, graph_for
+from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths, PriorFunctions
+from gpy_iterative.prediction.latent_blocks import latent_blocks, latent_covariance, latent_terms
+from gpy_iterative.prediction.snapshot import ModelSnapshot
+from gpy_iterative.prediction.training_system import check_inputs, evaluating, prior_at
+from gpy_iterative.solvers import ConjugateGradients
+from gpy_iterative.solvers.laplace import (
+    LaplaceSolution,
+    LaplaceSolver,
+    default_laplace_solver,
+    mode_advice,
+    nystrom_preconditioner,
+    whitened_system,
+)
+
+#: Test points whose block k(x, X) Q is held at a time.
+CHUNK_POINTS = 1024
+#: A variance below minus this share of the prior's is more than rounding.
+NEGATIVE_VARIANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class VarianceSplit:
+    """Attributes:
+
+    total: the posterior variance, [*b, t] or [*b, t, C].
+    mathematical: what an exact computation would leave, that of Laplace's approximation.
+    computational: what the data would still explain if more were computed; total = mathematical + computational.
+    """
+
+    total: Tensor
+    mathematical: Tensor
+    computational: Tensor
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What was solved: the data that were kept, their prior without graph, and the mode."""
+
+    inputs: list[Tensor]
+    prior: LatentPrior
+    distribution: MultivariateNormal
+    solution: LaplaceSolution
+
+
+class LaplacePosterior:
+    """`posterior(x)` is the latent posterior at x.
+
+    Args:
+        model: with training data, whose `forward` gives the prior.
+        likelihood: any that `gpy_iterative.likelihoods` can take.
+        solver: of the mode; None chooses by size.
+        products: how kernel products are computed.
+        seed: of sample paths and covariance actions.
+        initial_weights: v [n, C] at similar hyperparameters, where the mode solver starts.
+
+    Construction finds the mode. Hyperparameters and data that have changed since are noticed by value, and answered by
+    another solve from the old mode.
+
+    Raises:
+        ValueError: data that are not finite or do not fit.
+        NonFiniteError: from the solver.
+
+    Warns:
+        ConvergenceWarning: the mode was not reached.
+    """
+
+    def __init__(
+        self,
+        model: GP,
+        likelihood: Likelihood,
+        *,
+        solver: LaplaceSolver | None = None,
+        products: KernelProducts | None = None,
+        seed: int = 0,
+        initial_weights: Tensor | None = None,
+    ) -> None:
+        self.model, self.likelihood = model, likelihood
+        self._solver, self._products = solver, KernelProducts() if products is None else products
+        self._seed = seed
+        with evaluating(model, likelihood):
+            self._snapshot = ModelSnapshot.of(model, likelihood)
+            self._fit = self._solved(initial_weights)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copies of a model find their own mode when they are asked."""
+        return None
+
+    @property
+    def solution(self) -> LaplaceSolution:
+        """The mode at the hyperparameters and data of now."""
+        return self._current().solution
+
+    def __call__(self, *inputs: Tensor) -> MultivariateNormal:
+        """The latent posterior at test inputs [*b, t, d], one tensor for each of the model's inputs.
+
+        Returns:
+            A MultivariateNormal [*b, t] for one latent function, else a MultitaskMultivariateNormal [*b, t, C]. Gradients
+            flow to inputs that require them, and to nothing else. Memory O(t C rank).
+
+        Raises:
+            ValueError: inputs that do not fit the training inputs, or are not finite.
+        """
+        with evaluating(self.model, self.likelihood), graph_for(inputs), fixed_parameters(self.model):
+            fit, points = self._current(), self._checked(inputs)
+            batch, flat = points[0].shape[:-2], [x.reshape(-1, x.shape[-1]) for x in points]
+            mean, root, whole = self._conditioned(fit, _columns(fit), flat)
+            latents = fit.prior.num_latents
+            count = points[0].shape[-2]
+            mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, root.shape[-1])
+            prior = to_linear_operator(latent_covariance(self.model, points, self._products)) if batch else whole
+            covariance = prior.clone() - RootLinearOperator(root)
+            if latents == 1 and not isinstance(fit.distribution, MultitaskMultivariateNormal):
+                return MultivariateNormal(mean.squeeze(-1), covariance)
+            return MultitaskMultivariateNormal(mean, covariance)
+
+    def moments(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Means [*b, t, C] and covariance blocks [*b, t, C, C] of single points, in float64, without gradients.
+
+        A thousand points at a time; O(t n C) for the kernel, t C rank numbers at a time.
+        """
+        with evaluating(self.model, self.likelihood), torch.no_grad():
+            fit, points = self._current(), self._checked(inputs)
+            batch, count = points[0].shape[:-2], points[0].shape[-2]
+            flat = [x.reshape(-1, x.shape[-1]) for x in points]
+            columns, latents, means, blocks = _columns(fit), fit.prior.num_latents, [], []
+            for start in range(0, max(flat[0].shape[0], 1), CHUNK_POINTS):
+                mean, root, prior = self._conditioned(fit, columns, [x[start : start + CHUNK_POINTS] for x in flat])
+                known = root.double().view(-1, latents, root.shape[-1])
+                before = point_blocks(prior, latents).double()
+                means.append(mean.double().view(-1, latents))
+                blocks.append(_clamped(before - known @ known.mT, before))
+            shape = (*batch, count, latents)
+            return torch.cat(means).view(shape), torch.cat(blocks).view(*shape, latents)
+
+    def split_variance(self, *inputs: Tensor, tolerance: float = 1e-4) -> VarianceSplit:
+        """The variance at test inputs [*b, t, d], and what of it more computation would take away.
+
+        The exact part comes from solves for every test point and latent function: t C columns of conjugate gradients,
+        preconditioned with the actions. For a few hundred points, not for a million.
+
+        Args:
+            inputs: test inputs.
+            tolerance: of these solves.
+        """
+        _, blocks = self.moments(*inputs)
+        total = blocks.diagonal(dim1=-2, dim2=-1)
+        with evaluating(self.model, self.likelihood), torch.no_grad():
+            fit = self._current()
+            flat = [x.reshape(-1, x.shape[-1]) for x in self._checked(inputs)]
+            parts = [
+                self._exact_variance(fit, [x[start : start + CHUNK_POINTS] for x in flat], tolerance)
+                for start in range(0, max(flat[0].shape[0], 1), CHUNK_POINTS)
+            ]
+            mathematical = torch.minimum(torch.cat(parts).view(total.shape), total)
+        if not isinstance(fit.distribution, MultitaskMultivariateNormal) and fit.prior.num_latents == 1:
+            total, mathematical = total.squeeze(-1), mathematical.squeeze(-1)
+        return VarianceSplit(total, mathematical, total - mathematical)
+
+    def sample_paths(self, num_paths: int, *, num_frequencies: int = 4096) -> LaplaceSamplePaths:
+        """Draws functions of Laplace's approximation, which do not carry computational uncertainty.
+
+        f + f_p(.) - k(., X) zeta with a prior function f_p from random features and zeta = P (f_p(X) + e), one solve for
+        all paths. Kernels need a registered spectral density.
+
+        Raises:
+            SpectralDensityMissingError: a kernel has no random features.
+        """
+        with evaluating(self.model, self.likelihood), torch.no_grad():
+            fit = self._current()
+            generator = torch.Generator().manual_seed(self._seed + 1)
+            terms, shared = latent_terms(fit.distribution)
+            functions = PriorFunctions.draw(
+                terms, fit.prior.num_latents, num_paths, num_frequencies, shared=shared, generator=generator
+            )
+            curvature = fit.solution.curvature
+            size = (curvature.num_points * curvature.root_size, num_paths)
+            noise = torch.randn(size, generator=generator, dtype=torch.float64).to(fit.solution.value)
+            whitened = curvature.root_t(functions(terms).double().flatten(0, 1)) + noise
+            weights = curvature.root(self._solve(fit, whitened, tolerance=1e-4))
+            update = fit.solution.value.view(-1, 1) - weights
+        model = copy.deepcopy(self.model).eval()
+        return LaplaceSamplePaths(model, functions, fit.inputs, update, self._products)
+
+    # Solves and blocks
+
+    def _current(self) -> _Fit:
+        with evaluating(self.model, self.likelihood):
+            if not self._snapshot.describes(self.model, self.likelihood):
+                snapshot = ModelSnapshot.of(self.model, self.likelihood)
+                self._fit = self._solved(self._fit.solution.value)
+                self._snapshot = snapshot
+        return self._fit
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _solved(self, initial_weights: Tensor | None) -> _Fit:
+        if self.model.train_inputs is None or self.model.train_targets is None:
+            raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
+        check_inputs(self.model)
+        inputs, targets = list(self.model.train_inputs), self.model.train_targets
+        observed = observed_points(targets)
+        if observed is not None:
+            inputs, targets = [x[observed] for x in inputs], targets[observed]
+        distribution = prior_at(self.model, inputs)
+        check_targets_fit(distribution, targets)
+        prior = latent_prior(distribution, self._products)
+        prior = LatentPrior(prior.operator.detach().clone(), prior.mean.detach().clone())
+        likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents)
+        solver = default_laplace_solver(prior.size) if self._solver is None else self._solver
+        solution = solver.solve(
+            prior, likelihood, initial_weights=initial_weights, generator=torch.Generator().manual_seed(self._seed)
+        )
+        if not solution.converged:
+            warnings.warn(mode_advice(solution), ConvergenceWarning, stacklevel=4)
+        return _Fit(inputs, prior, distribution, solution)
+
+    def _checked(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        points = checked_inputs(list(self.model.train_inputs or ()), inputs)
+        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in points))
+        return [x.expand(*batch, *x.shape[-2:]) for x in points]
+
+    def _conditioned(self, fit: _Fit, columns: Tensor, flat: list[Tensor]) -> tuple[Tensor, Tensor, LinearOperator]:
+        """Posterior means [t C], K(x, X) Q [t C, B] and the prior K(x, x) [t C, t C] at a list of points [t, d]."""
+        blocks = latent_blocks(self.model, fit.inputs, flat, self._products)
+        found = product(blocks.test_train, columns)
+        return blocks.mean.reshape(-1) + found[:, 0], found[:, 1:], blocks.test_test
+
+    def _exact_variance(self, fit: _Fit, flat: list[Tensor], tolerance: float) -> Tensor:
+        blocks, latents = latent_blocks(self.model, fit.inputs, flat, self._products), fit.prior.num_latents
+        cross = blocks.test_train.to_dense().double().mT
+        whitened = fit.solution.curvature.root_t(cross)
+        known = (whitened * self._solve(fit, whitened, tolerance=tolerance)).sum(0).view(-1, latents)
+        return (point_blocks(blocks.test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)
+
+    def _solve(self, fit: _Fit, columns: Tensor, *, tolerance: float) -> Tensor:
+        """(I + R^T K R)^-1 columns in float64, preconditioned with the mode's actions."""
+        dtype, solution = fit.prior.operator.dtype, fit.solution
+        preconditioner = nystrom_preconditioner(solution.curvature, solution.actions, solution.images, dtype)
+        system = whitened_system(fit.prior.operator, solution.curvature)
+        found = ConjugateGradients(tolerance=tolerance).solve(system, columns.to(dtype), preconditioner=preconditioner)
+        return found.value.double()
+
+
+def _columns(fit: _Fit) -> Tensor:
+    """[v, Q] [n C, 1 + B] in the kernel's dtype: what k(x, X) is multiplied with."""
+    return torch.cat([fit.solution.value.view(-1, 1), fit.solution.root], dim=-1).to(fit.prior.mean.dtype)
+
+
+def observed_points(targets: Tensor) -> Tensor | None:
+    """Which points have targets, [n] bool, under GPyTorch's `observation_nan_policy` "mask"; None when all have.
+
+    Raises:
+        ValueError: under the policy "fill", which has no meaning for a likelihood that is not Gaussian.
+    """
+    policy = gpytorch.settings.observation_nan_policy.value()
+    if policy == "fill":
+        raise ValueError("observation_nan_policy('fill') has no meaning here; use 'mask', which drops the points.")
+    if policy == "ignore" or not targets.is_floating_point():
+        return None
+    missing = torch.isnan(targets)
+    observed = ~(missing if targets.dim() == 1 else missing.flatten(1).any(-1))
+    return None if bool(observed.all()) else observed
+
+
+def check_targets_fit(distribution: MultivariateNormal, targets: Tensor) -> None:
+    """Raises ValueError unless there is one target, or one row of them, for each of the prior's points."""
+    latents = num_latents(distribution)
+    points = distribution.mean.numel() // latents
+    if not isinstance(targets, Tensor):
+        raise ValueError(f"The targets must be a tensor [n], got {type(targets).__name__}.")
+    if targets.shape[:1] != (points,) or targets.dim() > 2 or (targets.dim() == 2 and targets.shape[1] != latents):
+        hint = " Use targets.squeeze(-1)." if targets.shape[-1:] == (1,) else ""
+        raise ValueError(
+            f"Laplace's method takes one problem with targets [{points}]; their shape is {tuple(targets.shape)}.{hint}"
+        )
+    if targets.dim() == 2 and not isinstance(distribution, MultitaskMultivariateNormal):
+        hint = "Use targets.squeeze(-1)." if targets.shape[-1] == 1 else "Batches need one model for each problem."
+        raise ValueError(f"The targets must be [n], got {tuple(targets.shape)}. {hint}")
+    if targets.device != distribution.mean.device:
+        raise ValueError(f"The targets are on {targets.device}, the model's output on {distribution.mean.device}.")
+
+
+def _clamped(blocks: Tensor, prior: Tensor) -> Tensor:
+    """Blocks whose variances are not negative; rounding is told from more than that."""
+    variances, scale = (part.diagonal(dim1=-2, dim2=-1) for part in (blocks, prior))
+    worst = (variances + NEGATIVE_VARIANCE * scale).amin() if variances.numel() else torch.zeros(())
+    if float(worst) < 0:
+        warnings.warn(
+            "A posterior variance was negative beyond rounding and was set to zero: use float64.",
+            VarianceWarning,
+            stacklevel=4,
+        )
+    excess = (-variances).clamp_min(0)
+    return blocks + torch.diag_embed(excess)

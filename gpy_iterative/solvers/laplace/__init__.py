@@ -1,0 +1,28 @@
+"""The mode of a Gaussian process with a likelihood that is not Gaussian, and the covariance around it."""
+
+from gpy_iterative.solvers.laplace.actions import ActionState
+from gpy_iterative.solvers.laplace.base import LaplaceSolver, Problem
+from gpy_iterative.solvers.laplace.cholesky import LaplaceCholesky
+from gpy_iterative.solvers.laplace.default import EXACT_LATENTS, default_laplace_solver
+from gpy_iterative.solvers.laplace.newton import LaplaceNewton
+from gpy_iterative.solvers.laplace.solution import LaplaceSolution, mode_advice
+from gpy_iterative.solvers.laplace.whitened import (
+    WhitenedKernelLinearOperator,
+    nystrom_preconditioner,
+    whitened_system,
+)
+
+__all__ = [
+    "EXACT_LATENTS",
+    "ActionState",
+    "LaplaceCholesky",
+    "LaplaceNewton",
+    "LaplaceSolution",
+    "LaplaceSolver",
+    "Problem",
+    "WhitenedKernelLinearOperator",
+    "default_laplace_solver",
+    "mode_advice",
+    "nystrom_preconditioner",
+    "whitened_system",
+]

@@ -1,0 +1,261 @@
+"""The damped Newton loop that all mode solvers share.
+
+The mode of psi(f) = log p(y | f) - (f - m)^T K^-1 (f - m) / 2 is where v = K^-1 (f - m) equals g = d log p(y | f) / df.
+Every iterate keeps f = m + K v, so that psi and its gradient g - v cost no kernel product. A Newton step is a Gaussian
+process regression with noise W^+; how it is solved is what the solvers differ in (`StepSolver`).
+
+Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Processes By Trading Off Computation For
+Uncertainty"; Rasmussen and Williams 2006, section 3.4, for the dense form.
+"""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.likelihoods import (
+    STEP_FLOOR,
+    Curvature,
+    CurvatureFloor,
+    CurvatureKind,
+    PointwiseLikelihood,
+    check_curvature_kind,
+)
+from gpy_iterative.linear_operators import LatentPrior
+from gpy_iterative.solvers.laplace.solution import LaplaceSolution
+from gpy_iterative.solvers.solution import SolveProgress, SolveStats, SolveStatus
+
+#: A step is halved until psi rises by this share of what its slope promises, or its length is below the least.
+ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
+#: Steps in a row that improve neither psi nor its gradient: the arithmetic allows no more.
+PATIENCE = 3
+#: An improvement of the gradient's norm that counts.
+LEAST_PROGRESS = 0.01
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is solved.
+
+    Attributes:
+        prior: m and K.
+        likelihood: log p(y | f).
+    """
+
+    prior: LatentPrior
+    likelihood: PointwiseLikelihood
+
+    @property
+    def mean(self) -> Tensor:
+        """M [n C], float64."""
+        return self.prior.mean.detach().double().flatten()
+
+    def by_point(self, flat: Tensor) -> Tensor:
+        """[n C] as [n, C]."""
+        return flat.view(self.prior.num_points, self.prior.num_latents)
+
+
+@dataclass(frozen=True)
+class Iterate:
+    """Attributes:
+
+    f, v, gradient: [n C], with f = m + K v and the gradient of log p(y | f).
+    log_joint: psi.
+    """
+
+    f: Tensor
+    v: Tensor
+    gradient: Tensor
+    log_joint: float
+
+    @property
+    def error(self) -> Tensor:
+        """G - v, the gradient of psi in dual coordinates."""
+        return self.gradient - self.v
+
+    @property
+    def stationarity(self) -> float:
+        """|g - v| / |g|; absolute where g is zero."""
+        return float(torch.linalg.vector_norm(self.error)) / (float(torch.linalg.vector_norm(self.gradient)) or 1.0)
+
+
+class StepSolver(ABC):
+    """Solves the Newton systems of one mode, and keeps what they have in common.
+
+    Attributes:
+        num_products: kernel products so far.
+    """
+
+    num_products: int = 0
+
+    @abstractmethod
+    def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
+        """The direction (dv, df = K dv), [n C] each, in which psi rises."""
+
+    @abstractmethod
+    def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
+        """S, T and A for the covariance at the mode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaplaceSolver(ABC):
+    """Options of a mode solver.
+
+    Args:
+        max_outer: Newton steps at the most.
+        tolerance: the mode is reached when |g - v| <= tolerance |g|; None lets the solver choose by dtype.
+        line_search: halve steps that do not raise the log joint density enough. Without it counts overflow.
+        curvature: "auto" is the negative Hessian where the likelihood is log-concave, else the Fisher information where
+            one is registered, else the Hessian's absolute value; "hessian", "fisher", "abs" insist.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    max_outer: int = 50
+    tolerance: float | None = None
+    line_search: bool = True
+    curvature: CurvatureKind = "auto"
+
+    def __post_init__(self) -> None:
+        check_count("max_outer", self.max_outer)
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise ValueError(f"tolerance must lie between 0 and 1, got {self.tolerance}.")
+        check_curvature_kind(self.curvature)
+
+    @abstractmethod
+    def _step_solver(self, problem: Problem, generator: torch.Generator | None) -> StepSolver:
+        """What solves the Newton systems of one problem."""
+
+    @abstractmethod
+    def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:
+        """Of the curvature in the covariance."""
+
+    @abstractmethod
+    def _default_tolerance(self, dtype: torch.dtype) -> float:
+        """Where `tolerance` is None."""
+
+    @torch.no_grad()
+    def solve(
+        self,
+        prior: LatentPrior,
+        likelihood: PointwiseLikelihood,
+        *,
+        initial_weights: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        callback: Callable[[SolveProgress], None] | None = None,
+    ) -> LaplaceSolution:
+        """Finds the mode.
+
+        Args:
+            prior: of n points and C functions.
+            likelihood: with its targets.
+            initial_weights: v [n, C] of a similar problem, where this one starts (one product). Bad ones cost nothing but
+                that product: the better of them and v = 0 is taken.
+            generator: for the actions that refine a covariance.
+            callback: told of every Newton step; `epochs` are kernel products.
+
+        Returns:
+            A LaplaceSolution. What was not reached within the budget is a status there, not an exception.
+
+        Raises:
+            NonFiniteError: a NaN or an infinity appeared; nothing of the caller's was changed.
+        """
+        start = time.perf_counter()
+        problem = Problem(prior, likelihood)
+        tolerance = self.tolerance or self._default_tolerance(prior.operator.dtype)
+        steps = self._step_solver(problem, generator)
+        iterate = self._start(problem, initial_weights, steps)
+        status, outer, patience = SolveStatus.BUDGET_EXHAUSTED, 0, PATIENCE
+        best_error, best_joint = iterate.stationarity, iterate.log_joint
+        while True:
+            if iterate.stationarity <= tolerance:
+                status = SolveStatus.CONVERGED
+                break
+            if outer == self.max_outer:
+                break
+            weights = likelihood.curvature(problem.by_point(iterate.f), self.curvature, STEP_FLOOR)
+            following = self._damped(problem, iterate, *steps.step(iterate, weights))
+            outer += 1
+            if following is None:
+                status = SolveStatus.STAGNATED
+                break
+            iterate = following
+            if callback is not None:
+                callback(SolveProgress(outer, steps.num_products, {"mode": iterate.stationarity}))
+            rises = iterate.log_joint > best_joint + 10 * torch.finfo(torch.float64).eps * abs(best_joint)
+            improves = iterate.stationarity < (1 - LEAST_PROGRESS) * best_error
+            patience = PATIENCE if rises or improves else patience - 1
+            best_error, best_joint = min(best_error, iterate.stationarity), max(best_joint, iterate.log_joint)
+            if patience == 0:
+                status = SolveStatus.STAGNATED
+                break
+        final = likelihood.curvature(
+            problem.by_point(iterate.f), self.curvature, self._final_floor(prior.operator.dtype)
+        )
+        actions, images, transform = steps.finish(iterate, final)
+        return LaplaceSolution(
+            value=problem.by_point(iterate.v),
+            residual=problem.by_point(iterate.error),
+            status=status,
+            stats=SolveStats(
+                iterations=outer,
+                epochs=float(steps.num_products),
+                overhead=0.0,
+                residual_norms={"mode": iterate.stationarity},
+                seconds=time.perf_counter() - start,
+            ),
+            latent=problem.by_point(iterate.f),
+            curvature=final,
+            actions=actions,
+            images=images,
+            transform=transform,
+            log_joint=iterate.log_joint,
+        )
+
+    def _start(self, problem: Problem, weights: Tensor | None, steps: StepSolver) -> Iterate:
+        mean = problem.mean
+        cold = evaluated(problem, mean, torch.zeros_like(mean))
+        if weights is None or weights.shape != problem.prior.mean.shape or not torch.isfinite(weights).all():
+            return cold
+        v = weights.to(mean).flatten()
+        steps.num_products += 1
+        f = mean + problem.prior.matmul(v.unsqueeze(-1)).squeeze(-1)
+        joint = log_joint(problem, f, v)
+        return evaluated(problem, f, v) if math.isfinite(joint) and joint > cold.log_joint else cold
+
+    def _damped(self, problem: Problem, iterate: Iterate, dv: Tensor, df: Tensor) -> Iterate | None:
+        """The iterate after the longest step that raises psi enough; None where none does."""
+        slope = float(iterate.error @ df)
+        length = 1.0
+        rounding = 10 * torch.finfo(torch.float64).eps * abs(iterate.log_joint)
+        while True:
+            f, v = iterate.f + length * df, iterate.v + length * dv
+            joint = log_joint(problem, f, v)
+            if not self.line_search or joint >= iterate.log_joint + ARMIJO * length * slope - rounding:
+                return evaluated(problem, f, v)
+            length /= 2
+            if length < SHORTEST_STEP:
+                return None
+
+
+def log_joint(problem: Problem, f: Tensor, v: Tensor) -> float:
+    """Psi up to a constant, minus infinity where f is out of range."""
+    value = problem.likelihood.total(problem.by_point(f)) - 0.5 * float(v @ (f - problem.mean))
+    return -math.inf if math.isnan(value) else value
+
+
+def evaluated(problem: Problem, f: Tensor, v: Tensor) -> Iterate:
+    """Psi and its gradient at f = m + K v. Raises NonFiniteError where they are not finite."""
+    joint = log_joint(problem, f, v)
+    if not math.isfinite(joint):
+        raise NonFiniteError(
+            f"The log density of {problem.likelihood.name} is not finite: check targets, the prior's mean and outputscale."
+        )
+    return Iterate(f, v, problem.likelihood.gradient(problem.by_point(f)).flatten(), joint)

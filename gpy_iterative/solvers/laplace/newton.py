@@ -1,0 +1,280 @@
+"""Newton's method whose steps are solved as far as they are worth it, with one kernel product an action.
+
+Every Newton step is a Gaussian process regression on pseudo-targets with noise W^+. It is solved in a subspace of
+actions; what the subspace does not see stays in the predictive variance as computational uncertainty. K does not change
+between Newton steps, so that all products are used again.
+
+Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Processes By Trading Off Computation For
+Uncertainty", algorithms 1 to 3; what differs, and why, is in the documentation (`literal=True` runs them as printed).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.likelihoods import (
+    COVARIANCE_FLOOR,
+    COVARIANCE_FLOOR_FLOAT32,
+    Curvature,
+    CurvatureFloor,
+    PointwiseLikelihood,
+)
+from gpy_iterative.linear_operators import LatentPrior
+from gpy_iterative.solvers.laplace.actions import ActionState, Policy, PolicyName, policy_of
+from gpy_iterative.solvers.laplace.base import Iterate, LaplaceSolver, Problem, StepSolver
+from gpy_iterative.solvers.laplace.basis import ActionBasis, GalerkinSystem
+from gpy_iterative.solvers.laplace.compression import Compression, check_compression, compress
+from gpy_iterative.solvers.laplace.literal import LiteralOptions, literal_solve
+from gpy_iterative.solvers.laplace.solution import LaplaceSolution
+from gpy_iterative.solvers.solution import SolveProgress
+
+#: Relative change of f - m at which the paper's algorithm stops.
+LITERAL_TOLERANCE = 1e-2
+#: Where a random right-hand side is solved so far, another tells more about the covariance.
+REFINED = 1e-3
+#: Newton steps between two checks that T is still K S, and the relative drift at which it is computed anew.
+CHECK_EVERY, LARGEST_DRIFT = 20, 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaplaceNewton(LaplaceSolver):
+    """Computation-aware Newton steps in a subspace that grows, and that all steps share.
+
+    Args:
+        max_inner: actions (kernel products) of a Newton step at the most.
+        forcing: a step is solved until its weighted residual is so much smaller than at its start.
+        policy: "weighted_residual" (few products, and stays in the range of W), "residual" (the paper's), "unit" (one
+            value after the other, by what is left of its variance), or a function of an `ActionState` that returns
+            actions [n, C] or, for one product with b columns, [n, C, b].
+        max_rank: actions that are kept from one Newton step to the next; clamped at n C. Memory: 16 n C max_rank bytes.
+        compression: how the rank is kept: "keep_mean", "variance", "paper" (see
+            `gpy_iterative.solvers.laplace.compression`), or None, which starts anew where the rank is exceeded.
+        recycle: keep actions between Newton steps.
+        num_covariance_actions: further actions when the mode is found, which only make the variance smaller.
+        literal: the paper's algorithms as printed: no damping, the plain residual, K + W^+ in the full space (also where
+            W is singular), two products an action. For comparisons; it does not converge on hard data. The tolerance is
+            then that of the relative change of f - m, 1e-2 by default.
+
+    Further options are those of `LaplaceSolver`. The default tolerance is 1e-5, for kernel products in float32 1e-3.
+    Everything but the kernel products is float64.
+
+    Cost of an action: one kernel product and about six passes over n C numbers for each action that is kept.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    max_inner: int = 20
+    forcing: float = 0.1
+    policy: PolicyName | Policy = "weighted_residual"
+    max_rank: int = 300
+    compression: Compression | None = "keep_mean"
+    recycle: bool = True
+    num_covariance_actions: int = 0
+    literal: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("max_inner", self.max_inner)
+        check_count("max_rank", self.max_rank)
+        if not 0 < self.forcing < 1:
+            raise ValueError(f"forcing must lie between 0 and 1, got {self.forcing}.")
+        if self.num_covariance_actions < 0:
+            raise ValueError(f"num_covariance_actions must not be negative, got {self.num_covariance_actions}.")
+        check_compression(self.compression)
+        policy_of(self.policy)
+
+    @torch.no_grad()
+    def solve(
+        self,
+        prior: LatentPrior,
+        likelihood: PointwiseLikelihood,
+        *,
+        initial_weights: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        callback: Callable[[SolveProgress], None] | None = None,
+    ) -> LaplaceSolution:
+        if not self.literal:
+            return super().solve(
+                prior, likelihood, initial_weights=initial_weights, generator=generator, callback=callback
+            )
+        tolerance = LITERAL_TOLERANCE if self.tolerance is None else self.tolerance
+        options = LiteralOptions(self.max_outer, self.max_inner, self.max_rank, tolerance, self.recycle, self.curvature)
+        return literal_solve(Problem(prior, likelihood), options, callback)
+
+    def _step_solver(self, problem: Problem, generator: torch.Generator | None) -> StepSolver:
+        return _SubspaceSteps(problem, self, torch.Generator().manual_seed(0) if generator is None else generator)
+
+    def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:
+        return COVARIANCE_FLOOR if dtype == torch.float64 else COVARIANCE_FLOOR_FLOAT32
+
+    def _default_tolerance(self, dtype: torch.dtype) -> float:
+        return 1e-5 if dtype == torch.float64 else 1e-3
+
+
+class _SubspaceSteps(StepSolver):
+    """Newton systems in the span of the actions so far, and of those that each adds."""
+
+    def __init__(self, problem: Problem, options: LaplaceNewton, generator: torch.Generator) -> None:
+        self._problem, self._options, self._generator = problem, options, generator
+        self._policy = policy_of(options.policy)
+        capacity = min(options.max_rank, problem.prior.size) + options.max_inner + 2 + options.num_covariance_actions
+        self.basis = ActionBasis(problem.prior.size, capacity, problem.mean)
+        self._used: set[int] = set()
+        self._steps = 0
+
+    def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
+        options, error = self._options, iterate.error
+        if not options.recycle:
+            self._forget()
+        self._steps += 1
+        if self._steps % CHECK_EVERY == 0:
+            self._check_images()
+        system = GalerkinSystem.of(self.basis, curvature)
+        centred = iterate.f - self._problem.mean
+        rhs = centred + _apply(curvature.pinv, iterate.gradient)
+        # Whitened: sqrt(e^T W^+ e) is the residual of v itself.
+        scale = float((error @ _apply(curvature.pinv, error)).clamp_min(0).sqrt())
+        v, image = self._galerkin(system, rhs)
+        for inner in range(options.max_inner):
+            residual = rhs - image - _apply(curvature.pinv, v)
+            # W r without a division by W: what r has of W^+ is multiplied out.
+            weighted = (
+                _apply(curvature.matmul, centred - image)
+                + _apply(curvature.project, iterate.gradient)
+                - _apply(curvature.project, v)
+            )
+            norm = float((weighted @ _apply(curvature.pinv, weighted)).clamp_min(0).sqrt())
+            if norm <= options.forcing * scale and (inner or self._is_ascent(iterate, v, image)):
+                break
+            first = inner == 0 and options.policy == "weighted_residual"
+            actions = error.unsqueeze(-1) if first else self._chosen(iterate, curvature, residual, weighted, system)
+            change = self._act(system, actions, rhs)
+            if change is None:
+                break  # the subspace has everything that this policy can add
+            v, image = v + change[0], image + change[1]
+        dv, df = v - iterate.v, self._problem.mean + image - iterate.f
+        if not float(error @ df) > 0:
+            dv, df = self._steepest(curvature, error)
+        if self.basis.count > options.max_rank:
+            if options.compression is None:
+                self._forget()
+            else:
+                compress(system, rhs, options.max_rank, options.compression)
+        return dv, df
+
+    def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
+        system = GalerkinSystem.of(self.basis, curvature)
+        remaining = self._options.num_covariance_actions
+        if remaining:
+            self._refine(system, curvature, remaining)
+        # Copies without the buffer's spare rows.
+        return self.basis.actions.clone(), self.basis.images.clone(), system.transform
+
+    def _refine(self, system: GalerkinSystem, curvature: Curvature, count: int) -> None:
+        """Further actions for the covariance: the mode's own residual is zero, so that of random right-hand sides."""
+        size = curvature.num_points * curvature.root_size
+        while count > 0:
+            base = torch.randn(size, generator=self._generator, dtype=torch.float64, device=self._generator.device)
+            rhs = _apply(curvature.pinv, _apply(curvature.root, base.to(self._problem.mean)))
+            v, image = self._galerkin(system, rhs)
+            start, taken = None, 0
+            while taken < count:
+                weighted = _apply(curvature.matmul, rhs - image) - _apply(curvature.project, v)
+                norm = float(torch.linalg.vector_norm(weighted))
+                start = norm if start is None else start
+                if norm <= REFINED * start and taken:
+                    break
+                change = self._act(system, weighted.unsqueeze(-1), rhs)
+                if change is None:
+                    break
+                v, image, taken = v + change[0], image + change[1], taken + 1
+            if not taken:
+                break  # the subspace is everything that the likelihood sees
+            count -= taken
+
+    def _is_ascent(self, iterate: Iterate, v: Tensor, image: Tensor) -> bool:
+        return float(iterate.error @ (self._problem.mean + image - iterate.f)) > 0
+
+    def _chosen(
+        self, iterate: Iterate, curvature: Curvature, residual: Tensor, weighted: Tensor, system: GalerkinSystem
+    ) -> Tensor:
+        """The policy's actions [N, b]. Raises ValueError for actions of another shape."""
+        by_point = self._problem.by_point
+        state = ActionState(
+            by_point(residual),
+            by_point(weighted),
+            by_point(iterate.error),
+            by_point(iterate.f),
+            curvature,
+            lambda: self._variance(system),
+            self._used,
+        )
+        actions = self._policy(state)
+        shape = state.residual.shape
+        if not isinstance(actions, Tensor) or actions.shape[:2] != shape or actions.dim() not in (2, 3):
+            found = tuple(actions.shape) if isinstance(actions, Tensor) else type(actions).__name__
+            raise ValueError(f"A policy must return actions {tuple(shape)}, or {(*shape, 'b')}; got {found}.")
+        return actions.to(residual).reshape(len(residual), -1)
+
+    def _act(self, system: GalerkinSystem, actions: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor] | None:
+        """One product with actions [N, b]: what they add to v and to K v; None where they add nothing to the subspace."""
+        directions: list[Tensor] = []
+        for action in actions.unbind(-1):
+            direction = self.basis.orthonormalised(action, system.curvature, directions)
+            if direction is not None:
+                directions.append(direction)
+        if not directions:
+            return None
+        self.num_products += 1
+        images = self._problem.prior.matmul(torch.stack(directions, dim=-1))
+        coefficients = torch.zeros(self.basis.count, dtype=rhs.dtype, device=rhs.device)
+        for direction, image in zip(directions, images.unbind(-1), strict=True):
+            change = system.append(direction, image, rhs)
+            coefficients = torch.cat([coefficients, coefficients.new_zeros(1)]) + change
+        return self.basis.actions @ coefficients, self.basis.images @ coefficients
+
+    def _galerkin(self, system: GalerkinSystem, rhs: Tensor) -> tuple[Tensor, Tensor]:
+        coefficients = system.solve(rhs)
+        return self.basis.actions @ coefficients, self.basis.images @ coefficients
+
+    def _steepest(self, curvature: Curvature, error: Tensor) -> tuple[Tensor, Tensor]:
+        """Along the gradient, by the length that a quadratic model says: always upwards."""
+        image = self._product(error)
+        noise = _apply(curvature.pinv, error)
+        length = (error @ noise) / (error @ (image + noise))
+        return length * error, length * image
+
+    def _variance(self, system: GalerkinSystem) -> Tensor:
+        """diag(K - K S A A^T S^T K), [n, C]."""
+        diagonal = self._problem.prior.operator.diagonal(dim1=-1, dim2=-2).detach().double()
+        return self._problem.by_point(diagonal - (self.basis.images @ system.transform).square().sum(-1))
+
+    def _check_images(self) -> None:
+        """T is compared with K S on one random combination, and computed anew where it has drifted."""
+        if not self.basis.count:
+            return
+        base = torch.randn(self.basis.count, generator=self._generator, dtype=torch.float64).to(self._problem.mean)
+        direction = self.basis.actions @ base
+        image = self._product(direction)
+        drift = torch.linalg.vector_norm(self.basis.images @ base - image) / torch.linalg.vector_norm(image)
+        if drift > LARGEST_DRIFT:
+            actions = self.basis.actions.clone()
+            self.num_products += actions.shape[-1]
+            self.basis.replace(actions, self._problem.prior.matmul(actions))
+
+    def _product(self, column: Tensor) -> Tensor:
+        self.num_products += 1
+        return self._problem.prior.matmul(column.unsqueeze(-1)).squeeze(-1)
+
+    def _forget(self) -> None:
+        self.basis.clear()
+        self._used.clear()
+
+
+def _apply(function: Callable[[Tensor], Tensor], column: Tensor) -> Tensor:
+    """A function of columns [N, b], of one column [N]."""
+    return function(column.unsqueeze(-1)).squeeze(-1)

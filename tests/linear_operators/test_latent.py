@@ -1,0 +1,81 @@
+"""Priors of several functions as one system, and the operator of a shared kernel."""
+
+import unittest
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from linear_operator import to_linear_operator
+from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase
+from torch import Tensor
+
+from gpy_iterative.linear_operators import KernelProducts, RepeatedKernelLinearOperator, latent_prior, point_blocks
+from tests.laplace_cases import inputs
+
+
+class TestRepeatedKernel(LinearOperatorTestCase, unittest.TestCase):
+    seed = 4
+    should_test_sample = True
+
+    def create_linear_op(self) -> RepeatedKernelLinearOperator:
+        root = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+        matrix = (root @ root.mT + 4 * torch.eye(4)).requires_grad_()
+        return RepeatedKernelLinearOperator(to_linear_operator(matrix), repeats=3)
+
+    def evaluate_linear_op(self, linear_op: RepeatedKernelLinearOperator) -> Tensor:
+        return torch.kron(linear_op.kernel.to_dense(), torch.eye(3))
+
+
+def dense_by_hand(matrices: Tensor) -> Tensor:
+    """[C, n, n] as [n C, n C], points first."""
+    latents, points, _ = matrices.shape
+    result = torch.zeros(points, latents, points, latents, dtype=matrices.dtype)
+    for latent in range(latents):
+        result[:, latent, :, latent] = matrices[latent]
+    return result.view(points * latents, -1)
+
+
+@pytest.mark.parametrize("kind", ["one", "own", "shared", "multitask", "coregionalised"])
+def test_layouts(kind: str) -> None:
+    x = inputs(7)
+    batch = torch.Size([3]) if kind in ("own", "multitask") else torch.Size([])
+    kernel = kernels.ScaleKernel(kernels.RBFKernel(batch_shape=batch), batch_shape=batch).double()
+    if batch:
+        kernel.outputscale = torch.tensor([1.0, 2.0, 3.0])
+    mean = torch.arange(21.0, dtype=torch.float64).view(3, 7)
+    if kind == "one":
+        prior = latent_prior(MultivariateNormal(mean[0], kernel(x)), KernelProducts())
+        expected, means = kernel(x).to_dense(), mean[:1].mT
+    elif kind == "coregionalised":
+        kernel = kernels.MultitaskKernel(kernels.RBFKernel(), num_tasks=3, rank=1).double()
+        prior = latent_prior(MultitaskMultivariateNormal(mean.mT, kernel(x)), KernelProducts())
+        expected, means = kernel(x).to_dense(), mean.mT
+    else:
+        dist = MultivariateNormal(mean, kernel(x))
+        if kind == "multitask":
+            dist = MultitaskMultivariateNormal.from_batch_mvn(dist)
+        prior = latent_prior(dist, KernelProducts())
+        expected, means = dense_by_hand(kernel(x).to_dense().expand(3, 7, 7)), mean.mT
+    expected = expected.detach()
+    torch.testing.assert_close(prior.mean, means)
+    torch.testing.assert_close(prior.operator.to_dense().detach(), expected)
+    columns = torch.sin(torch.arange(2.0 * len(expected), dtype=torch.float64)).view(-1, 2)
+    torch.testing.assert_close(prior.matmul(columns), expected @ columns)
+    blocks = point_blocks(prior.operator, prior.num_latents).detach()
+    for point in range(7):
+        rows = slice(point * prior.num_latents, (point + 1) * prior.num_latents)
+        torch.testing.assert_close(blocks[point], expected[rows, rows])
+
+
+def test_priors_that_are_refused() -> None:
+    x = inputs(5)
+    kernel = kernels.RBFKernel().double()
+    with pytest.raises(ValueError, match="one set of latent functions"):
+        latent_prior(MultivariateNormal(torch.zeros(2, 3, 5).double(), kernel(x)), KernelProducts())
+    flat = MultitaskMultivariateNormal(
+        torch.zeros(5, 2).double(), gpytorch.kernels.MultitaskKernel(kernel, num_tasks=2)(x), interleaved=False
+    )
+    with pytest.raises(ValueError, match="interleaved"):
+        latent_prior(flat, KernelProducts())

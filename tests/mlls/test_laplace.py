@@ -1,0 +1,323 @@
+"""The Laplace evidence and its gradient against the re-optimised dense evidence, and against exact answers."""
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.mlls import ExactMarginalLogLikelihood
+from torch import Tensor
+
+import gpy_iterative as gpi
+from gpy_iterative.mlls import LaplaceMarginalLogLikelihood
+from gpy_iterative.mlls.laplace_elbo import elbo, mean_coefficients
+from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton
+from tests.laplace_cases import LIKELIHOODS, Case, case
+from tests.monte_carlo import assert_mean_within
+
+#: Likelihoods whose latent functions also come with a shared kernel, correlated, or as a multitask prior.
+LAYOUTS = [(name, "own") for name in LIKELIHOODS] + [
+    ("softmax", "shared"),
+    ("softmax", "multitask"),
+    ("softmax", "coregionalised"),
+]
+
+
+def naive_evidence(problem: Case, kind: str = "auto") -> Tensor:
+    """L at the mode of plain damped Newton steps on dense matrices; the reference of everything here."""
+    prior, likelihood = problem.prior(), problem.pointwise()
+    kernel, mean = prior.operator.to_dense(), prior.mean
+    floor = gpi.likelihoods.NO_FLOOR
+    f, v = mean.clone(), torch.zeros_like(mean).flatten()
+
+    def psi(f: Tensor, v: Tensor) -> float:
+        return likelihood.total(f) - 0.5 * float(v @ (f - mean).flatten())
+
+    def weights(f: Tensor) -> Tensor:
+        return torch.block_diag(*likelihood.curvature(f, kind, floor).blocks())
+
+    for _ in range(200):
+        w, g = weights(f), likelihood.gradient(f).flatten()
+        new = torch.linalg.solve(torch.eye(len(w)) + w @ kernel, w @ (f - mean).flatten() + g)
+        step, length = new - v, 1.0
+        move = (kernel @ step).view_as(f)
+        while length > 1e-9 and not psi(f + length * move, v + length * step) >= psi(f, v) - 1e-13 * abs(psi(f, v)):
+            length /= 2
+        f, v = f + length * move, v + length * step
+        if float((length * move).abs().max()) < 1e-13:
+            break
+    assert float((likelihood.gradient(f).flatten() - v).abs().max()) < 1e-9
+    logdet = torch.linalg.slogdet(torch.eye(len(kernel)) + weights(f) @ kernel)[1]
+    return psi(f, v) - 0.5 * logdet
+
+
+def gradients(problem: Case, mll: LaplaceMarginalLogLikelihood) -> tuple[float, dict[str, Tensor]]:
+    """Value and gradient, not divided by n."""
+    problem.model.train()
+    problem.model.zero_grad()
+    value = mll(problem.model(problem.x), problem.y)
+    value.backward()
+    size = len(problem.y)
+    return value.item() * size, {
+        name: p.grad * size for name, p in problem.model.named_parameters() if p.grad is not None
+    }
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("name", "kind"), LAYOUTS, ids=[f"{name}-{kind}" for name, kind in LAYOUTS])
+def test_exact_gradient_is_that_of_the_reoptimised_evidence(name: str, kind: str) -> None:
+    problem = case(name, n=18, kind=kind)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceCholesky(tolerance=1e-12))
+    value, found = gradients(problem, mll)
+    assert value == pytest.approx(float(naive_evidence(problem)), rel=1e-10)
+    step = 1e-4
+    scale = max(float(gradient.abs().max()) for gradient in found.values())
+    for name_, parameter in problem.model.named_parameters():
+        flat = parameter.data.view(-1)
+        for index in range(flat.numel()):
+            ends = []
+            for sign in (2, 1, -1, -2):
+                kept = flat[index].item()
+                flat[index] = kept + sign * step
+                ends.append(float(naive_evidence(problem)))
+                flat[index] = kept
+            difference = (8 * (ends[1] - ends[2]) - (ends[0] - ends[3])) / (12 * step)
+            gradient = found[name_].flatten()[index].item() if name_ in found else 0.0
+            assert gradient == pytest.approx(difference, rel=2e-6, abs=2e-6 * scale), (name_, index)
+
+
+def test_gaussian_likelihood_is_the_exact_marginal() -> None:
+    problem = case("gaussian", n=25)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model)
+    value, found = gradients(problem, mll)
+    assert mll.report.iterations == 1
+
+    class Exact(gpytorch.models.ExactGP):
+        def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+            return problem.model.forward(x)
+
+    reference = Exact(problem.x, problem.y, problem.likelihood).train()
+    exact = ExactMarginalLogLikelihood(problem.likelihood, reference)(reference(problem.x), problem.y)
+    problem.model.zero_grad()
+    exact.backward()
+    assert value == pytest.approx(exact.item() * 25, abs=1e-10 * 25)
+    for name, parameter in problem.model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad * 25, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["logit", "student", "softmax"])
+@pytest.mark.parametrize(
+    ("trace", "deflate"), [("preconditioned", True), ("preconditioned", False), ("standard", True), ("pathwise", False)]
+)
+def test_stochastic_gradient_is_unbiased(name: str, trace: str, deflate: bool) -> None:
+    problem = case(name, n=16)
+    exact = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceCholesky())
+    value, expected = gradients(problem, exact)
+    # Few actions, so that something is left to the probes; exact solves, so that their bias is not seen.
+    mll = LaplaceMarginalLogLikelihood(
+        problem.likelihood,
+        problem.model,
+        solver=LaplaceNewton(tolerance=1e-10, max_rank=5, max_outer=200),
+        trace=trace,
+        deflate=deflate,
+        num_probes=40,
+        num_frequencies=20,
+        tolerance=1e-9,
+        generator=0,
+    )
+    samples: dict[str, list[Tensor]] = {key: [] for key in expected}
+    values = []
+    for _ in range(30):
+        sampled, found = gradients(problem, mll)
+        values.append(sampled)
+        for key, gradient in found.items():
+            samples[key].append(gradient)
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    for key, gradient in expected.items():
+        assert_mean_within(torch.stack(samples[key]), gradient, max_sem=0.1 * scale + 0.05, floor=1e-6 * scale)
+    # The quadrature stops where its own error is about that of its probes: the reported error counts both.
+    floor = 2 * float(mll.report.value_sem) * len(problem.y)
+    assert_mean_within(torch.tensor(values).unsqueeze(-1), torch.tensor([value]), max_sem=0.2, floor=floor)
+
+
+def test_everything_captured_leaves_no_noise() -> None:
+    """With all of the space among the actions, deflation leaves nothing to the probes."""
+    problem = case("poisson-log", n=20)
+    _, expected = gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model))
+    solver = LaplaceNewton(tolerance=1e-10, num_covariance_actions=40)
+    options = {"solver": solver, "num_probes": 1, "tolerance": 1e-10, "generator": 1}
+    _, found = gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options))
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_low_rank_log_determinant_is_a_lower_bound() -> None:
+    problem = case("logit", n=30)
+    exact, _ = gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model))
+    above = []
+    for rank in (2, 5, 30):
+        solver = LaplaceNewton(tolerance=1e-9, max_rank=rank, max_outer=200, num_covariance_actions=30 * (rank == 30))
+        options = {"solver": solver, "logdet": "lowrank", "tolerance": 1e-6}
+        above.append(gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options))[0])
+    assert above[0] > above[1] > exact
+    assert above[2] == pytest.approx(exact, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["logit", "poisson-log", "softmax"])
+def test_elbo_is_below_and_its_gradient_is_its_own(name: str) -> None:
+    problem = case(name, n=20)
+    bounds = []
+    for rank in (2, 6, 20 * problem.model.latents):
+        solver = LaplaceNewton(tolerance=1e-8, max_rank=rank, max_outer=200, num_covariance_actions=60 * (rank >= 20))
+        mll = LaplaceMarginalLogLikelihood(
+            problem.likelihood, problem.model, objective="elbo", solver=solver, generator=0
+        )
+        bounds.append(gradients(problem, mll)[0])
+    evidence = float(naive_evidence(problem))
+    assert bounds[0] < bounds[1] < bounds[2]
+    # Laplace's evidence is no bound itself, but near the truth here.
+    assert bounds[2] < evidence + 0.5
+    assert bounds[2] > evidence - 1.0
+
+
+def importance_sampled_evidence(problem: Case, draws: int = 40_000) -> tuple[float, float]:
+    """Log p(y) and its standard error, proposals from Laplace's approximation; one latent function."""
+    prior, likelihood = problem.prior(), problem.pointwise()
+    kernel, mean = prior.operator.to_dense(), prior.mean
+    kernel = kernel + 1e-8 * torch.eye(len(kernel))
+    f = LaplaceCholesky().solve(prior, likelihood).latent
+    w = likelihood.curvature(f, "auto", gpi.likelihoods.NO_FLOOR).blocks().flatten()
+    covariance = torch.linalg.inv(torch.linalg.inv(kernel) + torch.diag(w))
+    proposal = torch.distributions.MultivariateNormal(f.flatten(), covariance)
+    target = torch.distributions.MultivariateNormal(mean.flatten(), kernel)
+    base = torch.randn(draws, len(f), generator=torch.Generator().manual_seed(3))
+    samples = f.flatten() + base @ torch.linalg.cholesky(covariance).mT
+    log_lik = torch.stack([likelihood.log_prob(sample.unsqueeze(-1)).sum() for sample in samples]).detach()
+    weights = log_lik + target.log_prob(samples) - proposal.log_prob(samples)
+    scaled = (weights - weights.max()).exp()
+    value = float(torch.logsumexp(weights, 0) - torch.tensor(float(draws)).log())
+    return value, float(scaled.std() / scaled.mean() / draws**0.5)
+
+
+def test_elbo_is_a_lower_bound_on_the_true_evidence() -> None:
+    problem = case("logit", n=20)
+    truth, error = importance_sampled_evidence(problem, draws=8000)
+    assert error < 0.02
+    solver = LaplaceNewton(tolerance=1e-8, num_covariance_actions=40)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo", solver=solver)
+    bound, _ = gradients(problem, mll)
+    assert truth - 1.0 < bound < truth + 4 * error
+
+
+def test_elbo_of_a_gaussian_likelihood_with_everything_captured_is_exact() -> None:
+    problem = case("gaussian", n=15)
+    exact, expected = gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model))
+    solver = LaplaceNewton(tolerance=1e-12, num_covariance_actions=30)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo", solver=solver)
+    value, found = gradients(problem, mll)
+    assert value == pytest.approx(exact, abs=1e-8)
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_elbo_gradient_is_its_derivative() -> None:
+    """With S, W^+ and a held fixed the bound is a plain function of the hyperparameters."""
+    problem = case("softmax", n=12)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    solution = LaplaceNewton(tolerance=1e-6, max_inner=5).solve(prior, likelihood)
+
+    coefficients = mean_coefficients(prior, likelihood, solution, "auto")
+
+    def bound() -> Tensor:
+        live = gpi.linear_operators.latent_prior(
+            problem.model.forward(problem.x), gpi.linear_operators.KernelProducts()
+        )
+        return elbo(live, likelihood, solution, "auto", coefficients, 0)
+
+    problem.model.zero_grad()
+    bound().backward()
+    for parameter in problem.model.parameters():
+        flat, gradient = parameter.data.view(-1), parameter.grad.view(-1)
+        for index in range(flat.numel()):
+            ends = []
+            for sign in (1, -2, 1):
+                flat[index] += sign * 1e-5
+                ends.append(bound().item())
+            assert gradient[index].item() == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-5, abs=1e-7)
+
+
+def test_a_step_of_training_improves_and_warm_starts() -> None:
+    problem = case("poisson-log", n=60, solver=LaplaceNewton())
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceNewton(), generator=0)
+    optimiser = torch.optim.Adam(problem.model.parameters(), lr=0.05)
+    values, products = [], []
+    for _ in range(15):
+        optimiser.zero_grad()
+        loss = -mll(problem.model(problem.x), problem.y)
+        loss.backward()
+        optimiser.step()
+        values.append(loss.item())
+        products.append(mll.report.epochs)
+    assert values[-1] < values[0]
+    assert max(products[1:]) <= products[0]
+    assert "kernel products" in str(mll.report)
+    posterior = mll.posterior()
+    assert not problem.model.training
+    torch.testing.assert_close(problem.model(problem.x).mean, posterior(problem.x).mean)
+
+
+def test_a_run_resumes_exactly() -> None:
+    def run(steps: int, problem: Case, mll: LaplaceMarginalLogLikelihood) -> list[float]:
+        return [gradients(problem, mll)[0] for _ in range(steps)]
+
+    options = {"solver": LaplaceNewton(max_rank=5), "generator": 3}
+    problem = case("logit", n=30)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options)
+    run(2, problem, mll)
+    state = mll.training_state()
+    expected = run(2, problem, mll)
+    again = case("logit", n=30)
+    resumed = LaplaceMarginalLogLikelihood(again.likelihood, again.model, **options)
+    resumed.load_training_state(state)
+    assert run(2, again, resumed) == expected
+    with pytest.raises(ValueError, match="no training state"):
+        resumed.load_training_state({"weights": torch.zeros(3)})
+
+
+def test_float32_agrees_with_float64() -> None:
+    torch.set_default_dtype(torch.float32)
+    for name in ("logit", "softmax", "poisson-log"):
+        low, high = case(name, n=40, dtype=torch.float32), case(name, n=40)
+        for solver in (None, LaplaceNewton(max_rank=100, num_covariance_actions=20)):
+            options = {"solver": solver, "num_probes": 64, "generator": 0}
+            values = [
+                gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options))
+                for problem in (low, high)
+            ]
+            assert values[0][0] == pytest.approx(values[1][0], abs=0.3 if solver else 1e-3)
+            assert all(gradient.dtype == torch.float32 for gradient in values[0][1].values())
+
+
+def test_masked_points_are_dropped() -> None:
+    problem = case("poisson-log", n=20)
+    missing = problem.y.clone()
+    missing[[3, 11]] = torch.nan
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model)
+    with pytest.raises(ValueError, match=r"targets\[3\] is nan"):
+        mll(problem.model(problem.x), missing)
+    kept = torch.isfinite(missing)
+    smaller = case("poisson-log", n=20)
+    smaller.model.set_train_data(problem.x[kept], problem.y[kept])
+    with gpytorch.settings.observation_nan_policy("mask"):
+        value = mll(problem.model(problem.x), missing).item() * 20
+        problem.model.set_train_data(targets=missing)
+        prediction = problem.model.eval()(problem.x[:4])
+    reference = LaplaceMarginalLogLikelihood(smaller.likelihood, smaller.model)
+    assert value == pytest.approx(reference(smaller.model(problem.x[kept]), problem.y[kept]).item() * 18, abs=1e-9)
+    expected = smaller.model.eval()(problem.x[:4])
+    torch.testing.assert_close(prediction.mean, expected.mean)
+    torch.testing.assert_close(prediction.variance, expected.variance)

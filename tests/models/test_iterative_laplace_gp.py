@@ -1,0 +1,356 @@
+"""The model in a user's hands: modes of use, predictions against dense formulas, bad input."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from torch import Tensor
+
+import gpy_iterative as gpi
+from gpy_iterative.errors import ConvergenceWarning, NonFiniteError, UnsupportedLikelihoodError
+from gpy_iterative.likelihoods import NO_FLOOR
+from gpy_iterative.mlls import LaplaceMarginalLogLikelihood
+from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton
+from tests.laplace_cases import Case, LaplaceModel, case, inputs
+from tests.monte_carlo import assert_mean_within
+
+KINDS = [
+    ("logit", "own"),
+    ("softmax", "own"),
+    ("softmax", "shared"),
+    ("softmax", "multitask"),
+    ("softmax", "coregionalised"),
+]
+
+
+def test_points() -> Tensor:
+    return inputs(9).flip(0) + 0.3
+
+
+test_points.__test__ = False
+
+
+def dense_posterior(problem: Case, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean [t C] and covariance [t C, t C] from the joint prior's dense matrix."""
+    prior = gpytorch.Module.__call__(problem.model, torch.cat([problem.x, x]))
+    latent = gpi.linear_operators.latent_prior(prior, gpi.linear_operators.KernelProducts())
+    joint, mean = latent.operator.to_dense().detach(), latent.mean.detach().flatten()
+    size = len(problem.x) * problem.model.latents
+    solution = LaplaceCholesky().solve(problem.prior(), problem.pointwise())
+    w = torch.block_diag(*problem.pointwise().curvature(solution.latent, "auto", NO_FLOOR).blocks())
+    cross, kernel = joint[size:, :size], joint[:size, :size]
+    precision = torch.linalg.solve(torch.eye(size, dtype=w.dtype) + w @ kernel, w)
+    return mean[size:] + cross @ solution.value.flatten(), joint[size:, size:] - cross @ precision @ cross.mT
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+@pytest.mark.parametrize(
+    "solver", [None, LaplaceNewton(tolerance=1e-10, num_covariance_actions=80)], ids=["dense", "newton"]
+)
+def test_posterior_is_the_dense_one(name: str, kind: str, solver: LaplaceNewton | None) -> None:
+    problem = case(name, n=15, kind=kind, solver=solver)
+    x = test_points()
+    mean, covariance = dense_posterior(problem, x)
+    prediction = problem.model.eval()(x)
+    assert type(prediction) is (MultivariateNormal if name == "logit" else MultitaskMultivariateNormal)
+    torch.testing.assert_close(prediction.mean.flatten(), mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(prediction.covariance_matrix, covariance, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(prediction.variance.flatten(), covariance.diagonal(), rtol=1e-6, atol=1e-6)
+    means, blocks = problem.model.posterior().moments(x)
+    torch.testing.assert_close(means.flatten(), mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(blocks.diagonal(dim1=-2, dim2=-1).flatten(), covariance.diagonal(), rtol=1e-6, atol=1e-6)
+    batched = problem.model(torch.stack([x, x.flip(0)]))
+    torch.testing.assert_close(batched.mean[0].flatten(), mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(batched.covariance_matrix[0], covariance, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(batched.mean[1].flip(0), prediction.mean, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_split_of_the_variance(name: str, kind: str) -> None:
+    problem = case(name, n=30, kind=kind, solver=LaplaceNewton(max_rank=4, max_outer=200))
+    x = test_points()
+    _, covariance = dense_posterior(problem, x)
+    split = problem.model.eval().posterior_variance(x)
+    torch.testing.assert_close(split.mathematical.flatten(), covariance.diagonal(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(split.total, split.mathematical + split.computational)
+    torch.testing.assert_close(split.total, problem.model(x).variance, rtol=1e-6, atol=1e-7)
+    assert split.computational.min() >= 0
+    assert split.computational.max() > 0.01
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS[:4])
+def test_sample_paths_have_the_posterior(name: str, kind: str) -> None:
+    problem = case(name, n=12, kind=kind)
+    x = test_points()
+    mean, covariance = dense_posterior(problem, x)
+    paths = problem.model.eval().sample_paths(1500, num_frequencies=2000)
+    values = paths(x).reshape(1500, -1)
+    assert torch.equal(paths(x).reshape(1500, -1), values)  # functions, not draws
+    assert_mean_within(values, mean, max_sem=0.04)
+    # The random features' own error comes on top.
+    assert_mean_within((values - mean).square(), covariance.diagonal(), max_sem=0.1, floor=0.06)
+    moved = x.clone().requires_grad_()
+    paths(moved).sum().backward()
+    assert moved.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="one after the other"):
+        paths(torch.stack([x, x]))
+
+
+def test_no_random_features_no_paths() -> None:
+    problem = case("softmax", n=10, kind="coregionalised")
+    with pytest.raises(gpi.errors.SpectralDensityMissingError):
+        problem.model.eval().sample_paths(2)
+
+
+@pytest.mark.parametrize("name", ["probit", "logit", "softmax", "softmax-mixed"])
+def test_probabilities_are_averages_over_the_posterior(name: str) -> None:
+    problem = case(name, n=20)
+    model, x = problem.model.eval(), test_points()
+    mean, blocks = model.posterior().moments(x)
+    base = torch.randn(40_000, *mean.shape, 1, generator=torch.Generator().manual_seed(0), dtype=mean.dtype)
+    samples = mean + (torch.linalg.cholesky(blocks + 1e-12 * torch.eye(mean.shape[-1])) @ base).squeeze(-1)
+    inner = problem.likelihood.double()
+    if name.startswith("softmax"):
+        expected = inner(samples).probs.detach()
+        assert_mean_within(expected, model.predict_proba(x, method="mc", num_samples=20_000), max_sem=0.01, floor=0.01)
+        assert_mean_within(expected, model.predict_proba(x), max_sem=0.01, floor=0.04)
+        assert model.predict_proba(x, method="diagonal").shape == (9, 3)
+        torch.testing.assert_close(model.predict_proba(x).sum(-1), torch.ones(9, dtype=torch.float64))
+    else:
+        expected = inner(samples.squeeze(-1)).probs
+        assert_mean_within(expected, model.predict_proba(x), max_sem=0.01)
+        torch.testing.assert_close(model.likelihood(model(x)).probs, model.predict_proba(x), rtol=1e-6, atol=1e-6)
+    plug_in = inner(mean if name.startswith("softmax") else mean.squeeze(-1)).probs.detach()
+    torch.testing.assert_close(model.predict_proba(x, method="mode"), plug_in, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["probit", "logit", "poisson-log", "student", "negative-binomial", "softmax"])
+def test_predictive_log_densities_normalise(name: str) -> None:
+    problem = case(name, n=20)
+    model, x = problem.model.eval(), test_points()[:1]
+    if name == "student":
+        y = torch.linspace(-60, 60, 20_001, dtype=torch.float64)
+        total = torch.trapezoid(model.predictive_log_prob(x.expand(len(y), 2), y).exp(), y)
+    else:
+        size = {"probit": 2, "logit": 2, "softmax": 3}.get(name, 300)
+        y = torch.arange(size) if name == "softmax" else torch.arange(float(size), dtype=torch.float64)
+        total = model.predictive_log_prob(x.expand(size, 2), y).exp().sum()
+    assert total.item() == pytest.approx(1.0, abs=2e-3)
+
+
+def test_train_and_eval() -> None:
+    problem = case("logit", n=20)
+    model = problem.model
+    assert isinstance(model(problem.x), MultivariateNormal)
+    torch.testing.assert_close(model(problem.x).mean, model.mean_module(problem.x))
+    with pytest.raises(RuntimeError, match="train on the training inputs"):
+        model(problem.x + 1)
+    model.eval()
+    first = model.posterior()
+    before = model(problem.x).mean
+    assert model.posterior() is first
+    model.covar_module.outputscale = 0.3  # past autograd's versions
+    assert (model(problem.x).mean - before).abs().max() > 0.01
+    fresh = case("logit", n=20)
+    fresh.model.covar_module.outputscale = 0.3
+    torch.testing.assert_close(model(problem.x).mean, fresh.model.eval()(problem.x).mean, rtol=1e-6, atol=1e-7)
+    model.set_train_data(problem.x[:7], problem.y[:7])
+    assert model.fit_mode().latent.shape == (7, 1)
+    with pytest.raises(RuntimeError, match=r"call model\.train"):
+        LaplaceMarginalLogLikelihood(model.likelihood, model)(model(problem.x[:7]), problem.y[:7])
+
+
+def test_copies_pickles_and_state() -> None:
+    problem = case("softmax", n=15, solver=LaplaceNewton())
+    x = test_points()
+    expected = problem.model.eval()(x).mean
+    for twin in (copy.deepcopy(problem.model), pickle.loads(pickle.dumps(problem.model))):
+        torch.testing.assert_close(twin(x).mean, expected)
+    stream = io.BytesIO()
+    torch.save(problem.model.state_dict(), stream)
+    stream.seek(0)
+    other = case("softmax", n=15, solver=LaplaceNewton())
+    other.model.covar_module.outputscale = 7.0
+    other.model.load_state_dict(torch.load(stream, weights_only=True))
+    torch.testing.assert_close(other.model.eval()(x).mean, expected)
+    low = problem.model.float()
+    assert low(x.float()).mean.dtype == torch.float32
+    torch.testing.assert_close(low(x.float()).mean.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_gradients_flow_to_test_inputs_alone() -> None:
+    problem = case("poisson-log", n=20)
+    x = test_points().requires_grad_()
+    prediction = problem.model.eval()(x)
+    (prediction.mean.sum() + prediction.variance.sum()).backward()
+    assert all(parameter.grad is None for parameter in problem.model.parameters())
+    assert all(parameter.requires_grad for parameter in problem.model.parameters())
+    shift = torch.zeros_like(x)
+    shift[2, 1] = 1e-5
+
+    def total(points: Tensor) -> float:
+        found = problem.model(points)
+        return float(found.mean.sum() + found.variance.sum())
+
+    difference = (total(x.detach() + shift) - total(x.detach() - shift)) / 2e-5
+    assert x.grad[2, 1].item() == pytest.approx(difference, rel=1e-5)
+
+
+def test_without_test_points_and_with_inference_mode() -> None:
+    problem = case("softmax", n=12)
+    model = problem.model.eval()
+    assert model(problem.x[:0]).mean.shape == (0, 3)
+    assert model.predict_proba(problem.x[:0]).shape == (0, 3)
+    with torch.inference_mode():
+        inside = model.predict_proba(test_points())
+    torch.testing.assert_close(inside.clone(), model.predict_proba(test_points()))
+    one = case("logit", n=1)
+    assert one.model.eval().predict_proba(test_points()).shape == (9,)
+
+
+def test_frozen_parameters_and_priors() -> None:
+    problem = case("student", n=15)
+    problem.model.covar_module.raw_outputscale.requires_grad_(False)
+    problem.likelihood.raw_noise.requires_grad_(False)
+    prior = gpytorch.priors.GammaPrior(2.0, 3.0)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model)
+    plain = mll(problem.model(problem.x), problem.y)
+    plain.backward()
+    assert problem.model.covar_module.raw_outputscale.grad is None
+    assert problem.likelihood.raw_noise.grad is None
+    assert problem.likelihood.raw_deg_free.grad.abs().sum() > 0
+    problem.model.covar_module.base_kernel.register_prior("lengthscale_prior", prior, "lengthscale")
+    with_prior = mll(problem.model(problem.x), problem.y)
+    expected = prior.log_prob(problem.model.covar_module.base_kernel.lengthscale).sum() / 15
+    assert (with_prior - plain).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+class WrongForward(gpi.models.IterativeLaplaceGP):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def make(**changes: Any) -> LaplaceModel:
+    problem = case("logit", n=6)
+    given = {"x": problem.x, "y": problem.y, "likelihood": problem.likelihood} | changes
+    return LaplaceModel(**given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"x": inputs(6).index_fill(0, torch.tensor(2), torch.nan)}, ValueError, r"train_inputs\[2, 0\] is nan"),
+        ({"y": torch.zeros(5)}, ValueError, r"6 training inputs, and targets of shape \(5,\)"),
+        ({"x": inputs(6).expand(2, 6, 2)}, ValueError, r"must be \[n, d\]"),
+        ({"likelihood": gpytorch.likelihoods.LaplaceLikelihood()}, UnsupportedLikelihoodError, "LaplaceLikelihood"),
+        ({"solver": "newton"}, TypeError, "solver"),
+        ({"products": "tiles"}, TypeError, "products"),
+        ({"num_latents": 0}, ValueError, "num_latents"),
+    ],
+)
+def test_models_that_are_refused(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        make(**changes)
+
+
+def test_calls_that_are_refused() -> None:
+    problem = case("softmax", n=8)
+    model, x = problem.model, problem.x
+    with pytest.raises(TypeError, match="MultivariateNormal"):
+        WrongForward(x, problem.y, problem.likelihood)(x)
+    with pytest.raises(ValueError, match="num_latents is 2, but forward returns 3"):
+        case("softmax", n=8, num_latents=2).model(x)
+    with pytest.raises(ValueError, match="finite"):
+        model.set_train_data(x * torch.nan)
+    assert model.train_inputs[0] is x  # as it was
+    model.eval()
+    with pytest.raises(ValueError, match="method"):
+        model.predict_proba(x, method="probit")
+    with pytest.raises(ValueError, match="do not fit the training inputs"):
+        model(torch.zeros(3, 5, dtype=torch.float64))
+    with pytest.raises(ValueError, match="dtype"):
+        model(x.float())
+    with pytest.raises(ValueError, match="finite"):
+        model(x * torch.nan)
+    with pytest.raises(ValueError, match=r"targets \(2,\)"):
+        model.predictive_log_prob(x, problem.y[:2])
+    with pytest.raises(UnsupportedLikelihoodError, match="no classes"):
+        case("poisson-log", n=8).model.eval().predict_proba(x)
+    one = case("logit", n=8, kind="own")
+    one.model.latents = 1
+    wrong = LaplaceModel(one.x, problem.y, problem.likelihood, latents=2)
+    with pytest.raises(ValueError, match="needs 3 latent functions, the model has 2"):
+        wrong.eval()(x)
+
+
+def test_targets_that_are_refused_by_the_mll() -> None:
+    problem = case("poisson-log", n=8)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model)
+    prior = problem.model(problem.x)
+    with pytest.raises(ValueError, match=r"squeeze\(-1\)"):
+        mll(prior, problem.y.unsqueeze(-1))
+    with pytest.raises(ValueError, match=r"targets \[8\]"):
+        mll(prior, problem.y[:7])
+    with pytest.raises(ValueError, match=r"targets\[0\]"):
+        mll(prior, problem.y - 100)
+    with pytest.raises(RuntimeError, match="MultivariateNormal"):
+        mll(problem.y, problem.y)
+    with gpytorch.settings.observation_nan_policy("fill"), pytest.raises(ValueError, match="fill"):
+        mll(prior, problem.y)
+    problem.model.covar_module.raw_outputscale.data.fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match="raw_outputscale"):
+        mll(prior, problem.y)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"objective": "map"}, ValueError, "objective"),
+        ({"trace": "exact"}, ValueError, "trace"),
+        ({"logdet": "cholesky"}, ValueError, "logdet"),
+        ({"num_probes": 0}, ValueError, "num_probes"),
+        ({"tolerance": 0.0}, ValueError, "tolerance"),
+        ({"solver": "newton"}, TypeError, "solver"),
+        ({"objective": "elbo", "solver": LaplaceCholesky()}, ValueError, "subspaces"),
+    ],
+)
+def test_options_of_the_mll(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    problem = case("logit", n=5)
+    with pytest.raises(error, match=match):
+        LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options)
+
+
+def test_models_of_another_kind() -> None:
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    exact = gpytorch.models.ExactGP(torch.zeros(2, 1), torch.zeros(2), likelihood)
+    with pytest.raises(TypeError, match="IterativeLaplaceGP"):
+        LaplaceMarginalLogLikelihood(likelihood, exact)
+
+
+def test_a_budget_that_runs_out_is_told_once() -> None:
+    problem = case("logit", n=40, solver=LaplaceNewton(max_outer=1, max_inner=1))
+    with pytest.warns(ConvergenceWarning, match="Raise max_outer"):
+        problem.model.eval()(problem.x)
+    problem.model.train()
+    mll = LaplaceMarginalLogLikelihood(
+        problem.likelihood, problem.model, solver=LaplaceNewton(max_outer=1, max_inner=1)
+    )
+    with pytest.warns(ConvergenceWarning, match="mode was not reached"):
+        mll(problem.model(problem.x), problem.y)
+    mll(problem.model(problem.x), problem.y)  # warnings are errors here
+
+
+def test_too_many_features_are_refused() -> None:
+    problem = case("softmax", n=30)
+    solver = LaplaceNewton()
+    mll = LaplaceMarginalLogLikelihood(
+        problem.likelihood, problem.model, solver=solver, trace="pathwise", num_frequencies=10**6
+    )
+    with pytest.raises(ValueError, match="fewer frequencies"):
+        mll(problem.model(problem.x), problem.y)
+    assert mll.training_state().keys() == {"generator"}
