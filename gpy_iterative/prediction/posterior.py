@@ -228,8 +228,3 @@ def _seed(generator: torch.Generator | None) -> int:
     if generator is None:
         return 0
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
-
-
-def graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:
-    """A graph where test inputs ask for one, none otherwise."""
-    return torch.set_grad_enabled(torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
