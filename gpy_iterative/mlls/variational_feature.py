@@ -47,7 +47,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             second order in the rate: the whole share makes tr(P^-1 batch estimate of P) too small by as much as no share
             makes it too large. Off, value and gradient are exactly unbiased for any weights, as with update="gradient".
         centred: whether weights are those of the features before scaling (by outputscales, a LinearKernel's variances).
-            Off, scales and weights have to follow each other, which left up to nine times more to do.
+            Off, scales and weights have to follow each other, which is slow with update="gradient".
         generator: a generator, or the seed of one. The global generator is never touched.
 
     The first call, and `refresh()`, make one pass over the data, n m^2. After it a step costs b features, b m^2, and m^3
