@@ -41,7 +41,8 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             are parameters of this module, to be trained with the others (`Adam(mll.parameters())`); no factorisation, b m^2
             a step.
         tracker_rate: step size in (0, 1] of the natural update, or a function of the step's number (from 0); None is
-            min(.05, .1 b / m), falling with the square root of the steps to .001. Deep kernels with little noise gain from .2.
+            min(.05, .1 b / m), falling with the square root of the steps to .001. Deep kernels with little noise
+            gain from .2.
         include_batch: whether the weights of an estimate know its batch, with half of the share that it has in the averages
             of the next step. That lets them follow a network, without which deep kernels do not train. Their bias is of
             second order in the rate: the whole share makes tr(P^-1 batch estimate of P) too small by as much as no share
