@@ -261,7 +261,10 @@ def row(dataset: str, method: str, kernel: str, batch_size: int, outcomes: list[
 
 def draw_curves(runs: dict[str, dict[str, Outcome]], path: Path) -> None:
     """NLML against epochs: a panel a data set, a line a method."""
-    figure, axes = plt.subplots(2, -(-len(runs) // 2), figsize=(11, 5), constrained_layout=True, squeeze=False)
+    rows = 1 if len(runs) < 4 else 2
+    columns = -(-len(runs) // rows)
+    size = (1 + 3.2 * columns, 0.3 + 2.6 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, constrained_layout=True, squeeze=False)
     for axis, (dataset, methods) in zip(axes.flat, runs.items(), strict=False):
         for name, outcome in methods.items():
             if name != "full batch":

@@ -74,6 +74,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         self.report: MinibatchReport | None = None
         self._state = MinibatchState(make_generator(generator), f"{type(self).__name__}({options})")
         self._params: tuple[Any, ...] = ()
+        self._kwargs: dict[str, Any] = {}
         self._versions: tuple[list[int], list[int]] = [], []
         self._steps_alone = 0
         self._size_of(self._train_size())
@@ -166,7 +167,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
                 self._state.steps += 1
         if trains:
             self._notice_forgotten_parameters()
-        self._params = params
+        self._params, self._kwargs = params, kwargs
         result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
         result = self._add_other_terms(result, params).div(num_data)
         self.report = MinibatchReport(
@@ -293,7 +294,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         check_hyperparameters(self.model)
         prior = prior_at(self.model, inputs)
         check_fit(self.model, prior, self.model.train_targets)
-        return self._problem(prior, self.model.train_targets, *self._params), self.model.train_targets
+        return self._problem(prior, self.model.train_targets, *self._params, **self._kwargs), self.model.train_targets
 
     def _train_size(self) -> int:
         return self._train_inputs()[0].shape[-2]

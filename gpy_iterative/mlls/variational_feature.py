@@ -41,13 +41,14 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             are parameters of this module, to be trained with the others (`Adam(mll.parameters())`); no factorisation, b m^2
             a step.
         tracker_rate: step size in (0, 1] of the natural update, or a function of the step's number (from 0); None is
-            min(.05, .1 b / m), falling with the square root of the steps to .001.
+            min(.05, .1 b / m), falling with the square root of the steps to .001. Deep kernels with little noise
+            gain from .2.
         include_batch: whether the weights of an estimate know its batch, with half of the share that it has in the averages
             of the next step. That lets them follow a network, without which deep kernels do not train. Their bias is of
             second order in the rate: the whole share makes tr(P^-1 batch estimate of P) too small by as much as no share
             makes it too large. Off, value and gradient are exactly unbiased for any weights, as with update="gradient".
         centred: whether weights are those of the features before scaling (by outputscales, a LinearKernel's variances).
-            Off, scales and weights have to follow each other, which left up to nine times more to do.
+            Off, scales and weights have to follow each other, which is slow with update="gradient".
         generator: a generator, or the seed of one. The global generator is never touched.
 
     The first call, and `refresh()`, make one pass over the data, n m^2. After it a step costs b features, b m^2, and m^3

@@ -357,3 +357,29 @@ def test_minimax_is_exact_from_its_threshold_on(factor: float, is_minimum: bool)
     penalised = lambda a: torch.logdet(a) + mu * (a - precision).norm() / a.norm()
     moved = precision - 1e-5 * torch.linalg.eigvalsh(precision).min() * inverse / inverse.norm()
     assert bool(penalised(moved) > penalised(precision)) == is_minimum
+
+
+@pytest.mark.parametrize("include_batch", [False, True])
+def test_an_estimate_knows_half_of_its_batch_or_nothing(include_batch: bool) -> None:
+    case = feature_case(KERNELS["fourier"](), n=40)
+    mll = VariationalFeature(
+        case.likelihood, case.model, batch_size=8, tracker_rate=0.3, include_batch=include_batch, generator=0
+    )
+    mll.refresh()
+    rows = torch.tensor([1, 5, 8, 13, 21])
+    batch = WeightSpaceProblem(case.likelihood, case.model(case.x), case.y).batch(rows)
+    basis, noise = batch.basis, batch.noise
+    estimate = torch.diag(1 / batch.variances) + 8 * basis.mT @ torch.diag(1 / noise) @ basis
+    target = 8 * basis.mT @ (batch.residual / noise)
+    share = 0.15 if include_batch else 0.0
+    precision = (1 - share) * mll.precision + share * estimate
+    covariance = torch.linalg.inv(precision)
+    mean = covariance @ ((1 - share) * mll.moment + share * target)
+    after = 0.7 * mll.precision + 0.3 * estimate
+    found = step(mll, case, rows)[0]
+    data_terms = ((batch.residual - basis @ mean).square() + (basis @ covariance * basis).sum(-1)) / noise + noise.log()
+    prior_terms = (mean.square() + covariance.diagonal()) / batch.variances + batch.variances.log()
+    objective = 8 * data_terms.sum() + prior_terms.sum() + torch.logdet(precision) - len(mean)
+    expected = -(objective + 40 * torch.log(torch.tensor(2 * torch.pi))) / 80
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mll.precision, after.detach(), rtol=1e-10, atol=1e-10)
