@@ -225,7 +225,7 @@ def _svgp(rate: float, *, dataset: str, rows: int, seconds: float, max_rank: int
     likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=data.num_classes, mixing_weights=False)
     mll = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=len(data.train_x))
     optimiser = torch.optim.Adam(model.parameters(), lr=rate)
-    steps, due = 0, seconds / 8
+    steps, due = 0, seconds / 4
     while clock.now() < seconds:
         batch = torch.randint(len(data.train_x), (BATCH_SIZE,), generator=generator)
         optimiser.zero_grad()
@@ -233,7 +233,7 @@ def _svgp(rate: float, *, dataset: str, rows: int, seconds: float, max_rank: int
         optimiser.step()
         steps += 1
         if clock.now() > due or clock.now() > seconds:
-            due += seconds / 8
+            due += seconds / 4
             _measure_variational(clock, model)
     return clock.outcome(steps=steps)
 
