@@ -61,7 +61,7 @@ def run(solver: LaplaceNewton, prior: LatentPrior, likelihood: PointwiseLikeliho
     try:
         solution = solver.solve(prior, likelihood, callback=watch)
     except NonFiniteError:
-        return {"products": None, "error": math.inf, "total": None, "largest_count": float(likelihood.targets.max())}
+        return {"products": None, "error": None, "total": None, "largest_count": float(likelihood.targets.max())}
     return {
         "products": reached[0] if reached else None,
         "error": float((solution.latent - exact).abs().max()),

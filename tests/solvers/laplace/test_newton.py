@@ -138,6 +138,7 @@ def test_policies_of_the_users_own() -> None:
         policy=lambda state: torch.stack([state.gradient, state.weighted_residual], dim=-1), tolerance=1e-8
     ).solve(prior, likelihood)
     torch.testing.assert_close(blocks.latent, LaplaceCholesky().solve(prior, likelihood).latent, rtol=1e-6, atol=1e-6)
+    assert blocks.num_kernel_products < blocks.actions.shape[-1]  # two actions a product
     with pytest.raises(ValueError, match=r"actions \(12, 3\)"):
         LaplaceNewton(policy=lambda state: torch.ones(3)).solve(prior, likelihood)
 
