@@ -428,10 +428,10 @@ def quadruply_variance(
 @app.command(name="quadruply-digits")
 def quadruply_digits(
     basis: Annotated[str, typer.Option(help="rff or nystrom.")] = "nystrom",
-    features: int = 2000,
+    features: int = 3000,
     feature_samples: int = 2000,
     rows: int = 500,
-    steps: int = 1500,
+    steps: int = 700,
     outputscale: float = 10.0,
     shrink: Annotated[float, typer.Option(help="Lengthscale over the median distance.")] = 0.5,
     threads: Threads = DEFAULT_THREADS,
