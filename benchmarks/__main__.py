@@ -471,7 +471,8 @@ def quadruply(
     points: Annotated[int | None, typer.Option(help="Control points.")] = None,
     dense_columns: int | None = None,
     tail_features: Annotated[int | None, typer.Option(help="Random features of what a head leaves.")] = None,
-    hyper_rate: Annotated[float | None, typer.Option(help="Learning rate of the noise.")] = None,
+    hyper_rate: Annotated[float | None, typer.Option(help="Learning rate of hyperparameters.")] = None,
+    learn_kernel: Annotated[bool, typer.Option(help="Learn the kernel too, not the noise alone.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of our method; SVGP has the seconds of nystrom.")] = None,
     minutes: Annotated[float, typer.Option(help="Of each run in this call; another call goes on.")] = 120.0,
     threads: Threads = DEFAULT_THREADS,
@@ -485,7 +486,7 @@ def quadruply(
             for kind in method or ["nystrom", "svgp"]:
                 given = {} if kind == "svgp" else {"features": features, "steps": steps, "rows": rows}
                 given |= {"feature_samples": feature_samples, "points": points, "dense_columns": dense_columns}
-                given |= {"tail_features": tail_features, "hyper_rate": hyper_rate}
+                given |= {"tail_features": tail_features, "hyper_rate": hyper_rate, "learn_kernel": learn_kernel}
                 options = quadruply_module.method_options(kind, **given) | {"dataset": name, "split": split}
                 if kind == "svgp" and seconds is None:
                     console.print(f"[yellow]{name}: no time to give to SVGP; run nystrom in the same call.[/yellow]")
@@ -587,10 +588,10 @@ def quadruply_variance(
 @app.command(name="quadruply-digits")
 def quadruply_digits(
     basis: Annotated[str, typer.Option(help="rff or nystrom.")] = "nystrom",
-    features: int = 2000,
+    features: int = 3000,
     feature_samples: int = 2000,
     rows: int = 500,
-    steps: int = 1500,
+    steps: int = 700,
     outputscale: float = 10.0,
     shrink: Annotated[float, typer.Option(help="Lengthscale over the median distance.")] = 0.5,
     threads: Threads = DEFAULT_THREADS,

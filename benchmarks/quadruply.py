@@ -52,18 +52,18 @@ class Training(ABC):
 
 
 class QuadruplyStochastic(Training):
-    """Our method on one basis; kernel hyperparameters stay at their start, the noise is learned.
+    """Our method on one basis; the noise is learned, the kernel's hyperparameters on request.
 
     Args:
         data: one split.
         start: model with the hyperparameters of the start.
         basis: "nystrom" (centres are random training rows) or "rff".
-        options: features, feature_samples, rows, points, steps, dense_columns.
+        options: of `method_options`.
     """
 
     def __init__(self, data: Split, start: SquaredExponentialRegression, basis: str, options: dict[str, Any]) -> None:
         self.data = data
-        kernel, self.likelihood = start.covar_module.requires_grad_(False), start.likelihood
+        kernel, self.likelihood = start.covar_module.requires_grad_(options["learn_kernel"]), start.likelihood
         if basis == "nystrom":
             generator = torch.Generator().manual_seed(data.train_x.shape[0])
             rows = torch.randperm(len(data.train_x), generator=generator)[: options["features"]]
@@ -256,6 +256,7 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
             "steps": 12_000,
             "dense_columns": 0,
             "hyper_rate": 1e-2,
+            "learn_kernel": False,
         },
         "rff": {
             "features": 20_000,
@@ -266,6 +267,7 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
             "steps": 20_000,
             "dense_columns": 0,
             "hyper_rate": 1e-2,
+            "learn_kernel": False,
         },
         "svgp": {"features": 512, "rows": 1000, "steps": 10**9, "rate": 1e-2},
     }

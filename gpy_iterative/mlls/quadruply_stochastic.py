@@ -134,7 +134,8 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         Args:
             function_dist: `model(x)` in train mode, at all data or a batch of them.
             target: [n] or [b].
-            params, kwargs: as the likelihood takes them (`noise=` of a FixedNoiseGaussianLikelihood).
+            params: as the likelihood takes them.
+            kwargs: likewise (`noise=` of a FixedNoiseGaussianLikelihood).
 
         Returns:
             []. Priors and added loss terms are included as in `gpytorch.mlls.VariationalELBO`.
