@@ -1,7 +1,7 @@
 """Posteriors: of exact Gaussian processes from the training solves, of others around their mode."""
 
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
-from gpy_iterative.prediction.joint_prior import checked_inputs, fixed_parameters
+from gpy_iterative.prediction.joint_prior import checked_inputs, fixed_parameters, graph_for
 from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths
 from gpy_iterative.prediction.laplace_posterior import (
     LaplacePosterior,
@@ -10,7 +10,7 @@ from gpy_iterative.prediction.laplace_posterior import (
     observed_points,
 )
 from gpy_iterative.prediction.latent_blocks import latent_terms
-from gpy_iterative.prediction.posterior import PathwisePosterior, graph_for
+from gpy_iterative.prediction.posterior import PathwisePosterior
 from gpy_iterative.prediction.sample_paths import SamplePaths
 from gpy_iterative.prediction.snapshot import ModelSnapshot
 from gpy_iterative.prediction.strategy import PathwisePredictionStrategy
