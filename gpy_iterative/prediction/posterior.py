@@ -46,7 +46,7 @@ class PathwisePosterior:
         likelihood: Gaussian.
         solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
         products: how kernel products are computed.
-        generator: seeds all draws; None is seed 0.
+        generator: a generator, or the seed of one, for all draws; None is seed 0.
         params: the likelihood's own arguments, as passed to the marginal log likelihood; training inputs among them are
             recognised and followed when they change.
         initial_weights: [*b, n] representer weights of the last training solve, where the solve for the mean starts.
@@ -86,7 +86,7 @@ class PathwisePosterior:
         *,
         solver: Solver | None = None,
         products: KernelProducts | None = None,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | int | None = None,
         params: Sequence[Any] = (),
         initial_weights: Tensor | None = None,
         prior: tuple[RandomFeatures, Draws, Tensor] | None = None,
@@ -223,8 +223,10 @@ class PathwisePosterior:
         return snapshot, solves
 
 
-def _seed(generator: torch.Generator | None) -> int:
-    """One draw: all others follow from it, in whatever order variances and paths are asked for."""
+def _seed(generator: torch.Generator | int | None) -> int:
+    """The seed given, or one draw: all others follow from it, in whatever order variances and paths are asked for."""
     if generator is None:
         return 0
+    if isinstance(generator, int):
+        return generator
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))

@@ -38,6 +38,15 @@ def test_the_same_functions_at_every_call(name: str) -> None:
         torch.testing.assert_close(paths(x[:6].reshape(2, 1, 3, 3)), values[..., :6].reshape(5, 2, 1, 3))
 
 
+def test_a_seed_serves_as_a_generator() -> None:
+    case, x = CASES["matern-3/2"](), held_out_points(3)
+    first, again, other = (
+        PathwisePosterior(case.model, case.likelihood, generator=seed).sample_paths(2)(x) for seed in (7, 7, 8)
+    )
+    torch.testing.assert_close(first, again)
+    assert (first - other).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("solver", [Cholesky(), TIGHT])
 def test_distribution(solver: Cholesky | ConjugateGradients) -> None:
     """4,000 paths with features whose own error is known: mean and covariance of pathwise conditioning.
