@@ -24,6 +24,7 @@ from gpy_iterative.checks import check_count, check_finite
 from gpy_iterative.errors import BiasWarning, NonFiniteError
 from gpy_iterative.mlls.minibatch_state import MinibatchState
 from gpy_iterative.mlls.report import MinibatchReport
+from gpy_iterative.mlls.seen_data import SeenData
 from gpy_iterative.mlls.training_state import make_generator
 from gpy_iterative.mlls.validation import check_features, check_fit, check_hyperparameters, check_likelihood
 from gpy_iterative.prediction import check_inputs, prior_at
@@ -133,7 +134,8 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         Returns:
             A scalar. Priors and added loss terms are included. `.backward()` on it is the method's gradient estimator.
             In training mode with gradients on, a call is a step: it draws a batch and moves the state. Without
-            gradients, or in evaluation mode of this module, it looks at the next batch and moves nothing.
+            gradients, or in evaluation mode of this module, it looks at the next batch and moves nothing. Data other
+            than at the last call (`set_train_data`, other targets) start the state anew, with a pass over all of them.
 
         Raises:
             ValueError: shapes, dtypes or devices that do not fit, data that are not finite, noise that is not positive,
@@ -148,23 +150,26 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         num_data = problem.num_data
         size = self._size_of(num_data)
         trains = self._trains()
-        with torch.inference_mode(False), torch.no_grad(), self._unchanged_by_failure():
-            if self._state.started_for != num_data:
-                self._restart(problem, target)
-            elif self._has_unsettled():
-                self._settle(problem)
-        with self._unchanged_by_failure(always=not trains):
-            rows = self._state.rows.draw(num_data, size) if indices is None else _checked(indices, num_data)
-            loss, moved = self._step(problem, rows.to(target.device))
-            if not torch.isfinite(loss):
-                raise NonFiniteError(
-                    "The mini-batch's loss is not finite. A smaller learning rate, or a bound on the noise such as "
-                    "gpytorch.constraints.GreaterThan(1e-4), keeps the optimiser from leaving the domain."
-                )
-            if trains:
-                for name, tensor in moved.items():
-                    self._replace(name, tensor.detach())
-                self._state.steps += 1
+        data = (*self._train_inputs(), target)
+        with self._unchanged_by_failure():  # a failed step takes back a start or a settlement before it, too
+            with torch.inference_mode(False), torch.no_grad():
+                if self._state.started_for != num_data or not self._state.data.may_be(data):
+                    self._restart(problem, target)
+                elif self._has_unsettled():
+                    self._settle(problem)
+                self._state.data = SeenData.of(data)
+            with self._unchanged_by_failure(always=not trains):
+                rows = self._state.rows.draw(num_data, size) if indices is None else _checked(indices, num_data)
+                loss, moved = self._step(problem, rows.to(target.device))
+                if not torch.isfinite(loss):
+                    raise NonFiniteError(
+                        "The mini-batch's loss is not finite. A smaller learning rate, or a bound on the noise such as "
+                        "gpytorch.constraints.GreaterThan(1e-4), keeps the optimiser from leaving the domain."
+                    )
+                if trains:
+                    for name, tensor in moved.items():
+                        self._replace(name, tensor.detach())
+                    self._state.steps += 1
         if trains:
             self._notice_forgotten_parameters()
         self._params, self._kwargs = params, kwargs
@@ -279,6 +284,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         check_finite("target", target)
         self._start(problem, chunk_size)
         self._state.started_for = problem.num_data
+        self._state.data = SeenData.of((*self._train_inputs(), target))
 
     def _problem(
         self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any

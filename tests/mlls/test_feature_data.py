@@ -1,0 +1,62 @@
+"""A mini-batch method's state belongs to its data: others start it anew, and what fails leaves no trace."""
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+
+import gpy_iterative as gpi
+from gpy_iterative.errors import NonFiniteError
+from tests.mlls.feature_models import KERNELS, Counting, feature_case, network
+from tests.mlls.gaussian_models import Case
+from tests.mlls.test_exact import value_and_gradients
+from tests.mlls.test_feature_bad_input import assert_refused
+from tests.mlls.test_feature_exact import METHODS
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("how", ["replaced", "written to"])
+def test_other_data_of_the_same_size(method: str, how: str) -> None:
+    case = feature_case(KERNELS["fourier"]())
+    mll = METHODS[method](case.likelihood, case.model, batch_size=40)
+    value_and_gradients(mll, case)
+    x, y = case.x.flip(0).cos(), 2 * case.y.sin()
+    if how == "replaced":
+        case.model.set_train_data(x, y)
+        case = Case(case.model, case.likelihood, x, y)
+    else:
+        case.x.copy_(x)
+        case.y.copy_(y)
+    with gpytorch.settings.fast_computations(False, False, False):
+        expected, expected_gradients = value_and_gradients(
+            gpytorch.mlls.ExactMarginalLogLikelihood(case.likelihood, case.model), case
+        )
+    value, gradients = value_and_gradients(mll, case)
+    torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-8)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-8, atol=1e-8)
+
+
+def test_the_same_data_in_other_tensors_cost_no_pass() -> None:
+    spy = Counting(network())
+    case = feature_case(gpi.kernels.DeepFeatureKernel(spy, kernels.LinearKernel()), dtype=torch.float32)
+    mll = METHODS["natural"](case.likelihood, case.model, batch_size=8, generator=0)
+    mll(case.model(case.x), case.y)
+    spy.rows.clear()
+    mll(case.model(case.x), case.y.view(1, -1)[0])
+    case.model.set_train_data(case.x.clone(), case.y.clone())
+    mll(case.model(case.x), case.y)
+    mll.double()
+    mll(case.model(case.x.double()), case.y.double())
+    state = mll.training_state()
+    mll.load_training_state(state)
+    mll(case.model(case.x.double()), case.y.double())
+    assert spy.rows == [8] * 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_failed_first_call_leaves_nothing(method: str) -> None:
+    case = feature_case(KERNELS["fourier"]())
+    mll = METHODS[method](case.likelihood, case.model, batch_size=8, generator=0)
+    assert_refused(case, mll, NonFiniteError, "not finite", target=1e200 * case.y)
+    assert torch.isfinite(mll(case.model(case.x), case.y))
