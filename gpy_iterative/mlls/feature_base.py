@@ -138,9 +138,10 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
             than at the last call (`set_train_data`, other targets) start the state anew, with a pass over all of them.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not fit, data that are not finite, noise that is not positive,
-                a prior that is no sum of kernels with finite feature maps, row numbers outside of the data, another
-                number of features than at the start.
+            ValueError: shapes, dtypes or devices that do not fit, a prior at some of the training data, data that are
+                not finite, noise that is not positive, a prior that is no sum of kernels with finite feature maps, layers
+                whose output depends on the batch, row numbers outside of the data, another number of features than at
+                the start.
             NonFiniteError: a hyperparameter, feature or loss that is not finite; parameters and state stay as they were.
         """
         start = time.perf_counter()
@@ -148,6 +149,11 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         check_hyperparameters(self.model)
         problem = self._problem(function_dist, target, *params, **kwargs)
         num_data = problem.num_data
+        if num_data != self._train_size():
+            raise ValueError(
+                f"The prior is at {num_data} points, and the model has {self._train_size()} training data: call "
+                "mll(model(train_x), train_y) with all of them. Rows are drawn inside, or given as indices=."
+            )
         size = self._size_of(num_data)
         trains = self._trains()
         data = (*self._train_inputs(), target)
@@ -279,7 +285,6 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
             )
 
     def _restart(self, problem: WeightSpaceProblem, target: Tensor, chunk_size: int = 4096) -> None:
-        check_features(self.model)
         check_inputs(self.model)
         check_finite("target", target)
         self._start(problem, chunk_size)
@@ -289,6 +294,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
     def _problem(
         self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any
     ) -> WeightSpaceProblem:
+        check_features(self.model)
         problem = WeightSpaceProblem(self.likelihood, function_dist, target, *params, **kwargs)
         if self.needs_features:
             problem.prior.check_kernels()

@@ -60,3 +60,27 @@ def test_a_failed_first_call_leaves_nothing(method: str) -> None:
     mll = METHODS[method](case.likelihood, case.model, batch_size=8, generator=0)
     assert_refused(case, mll, NonFiniteError, "not finite", target=1e200 * case.y)
     assert torch.isfinite(mll(case.model(case.x), case.y))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_in_the_place_of_all_data(method: str) -> None:
+    """GPyTorch itself notices only in its debug mode."""
+    case = feature_case(KERNELS["fourier"]())
+    mll = METHODS[method](case.likelihood, case.model, batch_size=8)
+    with (
+        gpytorch.settings.debug(False),
+        pytest.raises(ValueError, match=r"8 points.* 40 training data.*indices="),
+    ):
+        mll(case.model(case.x[:8]), case.y[:8])
+
+
+def test_layers_that_are_put_into_training_mode_on_the_way() -> None:
+    extractor = torch.nn.Sequential(network(), torch.nn.BatchNorm1d(5).eval())
+    case = feature_case(gpi.kernels.DeepFeatureKernel(extractor, kernels.LinearKernel()))
+    mll = METHODS["natural"](case.likelihood, case.model, batch_size=8, generator=0)
+    mll(case.model(case.x), case.y)
+    case.model.train()
+    assert_refused(case, mll, ValueError, "BatchNorm1d in training mode")
+    for ask in (mll.exact_value, mll.gap, mll.refresh):
+        with pytest.raises(ValueError, match="BatchNorm1d in training mode"):
+            ask()
