@@ -27,7 +27,7 @@ from gpy_iterative.mlls.report import MinibatchReport
 from gpy_iterative.mlls.seen_data import SeenData
 from gpy_iterative.mlls.training_state import make_generator
 from gpy_iterative.mlls.validation import check_features, check_fit, check_hyperparameters, check_likelihood
-from gpy_iterative.prediction import check_inputs, prior_at
+from gpy_iterative.prediction import LikelihoodParams, check_inputs, prior_at
 from gpy_iterative.weight_space import (
     FeatureBatch,
     WeightDistribution,
@@ -75,6 +75,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         self.report: MinibatchReport | None = None
         self._state = MinibatchState(make_generator(generator), f"{type(self).__name__}({options})")
         self._params: tuple[Any, ...] = ()
+        self._params_inputs: list[Tensor] | None = None
         self._kwargs: dict[str, Any] = {}
         self._versions: tuple[list[int], list[int]] = [], []
         self._steps_alone = 0
@@ -178,7 +179,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
                     self._state.steps += 1
         if trains:
             self._notice_forgotten_parameters()
-        self._params, self._kwargs = params, kwargs
+        self._params, self._kwargs, self._params_inputs = params, kwargs, self._train_inputs()
         result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
         result = self._add_other_terms(result, params).div(num_data)
         self.report = MinibatchReport(
@@ -233,7 +234,10 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
             MultivariateNormal there. Training state and modes stay as they are.
         """
         posterior = WeightSpacePosterior(
-            self.model, self.likelihood, params=self._params, seed=(self._state.generator.initial_seed() + 1) % 2**63
+            self.model,
+            self.likelihood,
+            params=self._current_params(),
+            seed=(self._state.generator.initial_seed() + 1) % 2**63,
         )
         return posterior(*inputs) if inputs else posterior
 
@@ -306,7 +310,13 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         check_hyperparameters(self.model)
         prior = prior_at(self.model, inputs)
         check_fit(self.model, prior, self.model.train_targets)
-        return self._problem(prior, self.model.train_targets, *self._params, **self._kwargs), self.model.train_targets
+        return self._problem(
+            prior, self.model.train_targets, *self._current_params(), **self._kwargs
+        ), self.model.train_targets
+
+    def _current_params(self) -> tuple[Any, ...]:
+        """The likelihood's arguments of the last call at the training inputs of now, which they are without a call."""
+        return LikelihoodParams(self._params, self.model, self._params_inputs).current(self.model)
 
     def _train_size(self) -> int:
         return self._train_inputs()[0].shape[-2]

@@ -7,8 +7,8 @@ from gpytorch import kernels
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
-from tests.mlls.feature_models import KERNELS, Counting, feature_case, network
-from tests.mlls.gaussian_models import Case
+from tests.mlls.feature_models import KERNELS, Counting, feature_case, fourier, network
+from tests.mlls.gaussian_models import CASES, Case
 from tests.mlls.test_exact import value_and_gradients
 from tests.mlls.test_feature_bad_input import assert_refused
 from tests.mlls.test_feature_exact import METHODS
@@ -84,3 +84,26 @@ def test_layers_that_are_put_into_training_mode_on_the_way() -> None:
     for ask in (mll.exact_value, mll.gap, mll.refresh):
         with pytest.raises(ValueError, match="BatchNorm1d in training mode"):
             ask()
+
+
+@pytest.mark.parametrize("name", ["heteroskedastic", "fixed-noise"])
+def test_arguments_of_the_likelihood_follow_the_training_inputs(name: str) -> None:
+    case = CASES[name]()
+    case.model.covar_module = kernels.ScaleKernel(fourier()).double()
+    arguments = lambda x: (x,) if case.params else ()
+
+    def new() -> gpytorch.mlls.MarginalLogLikelihood:
+        return METHODS["natural"](case.likelihood, case.model, batch_size=40)
+
+    mll = new()
+    mll.refresh()  # before a call: at the training inputs
+    assert mll.gap() < 1e-8
+    mll(case.model(case.x), case.y, *arguments(case.x))
+    before = mll.exact_value()
+    x = 0.5 * case.x.flip(0)
+    case.model.set_train_data(x)
+    fresh = new()
+    fresh(case.model(x), case.y, *arguments(x))
+    assert abs(mll.exact_value() - before) > 1e-3
+    torch.testing.assert_close(mll.exact_value(), fresh.exact_value(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(mll.posterior(x[:3]).mean, fresh.posterior(x[:3]).mean, rtol=1e-10, atol=1e-10)
