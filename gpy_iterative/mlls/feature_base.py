@@ -147,7 +147,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         """
         start = time.perf_counter()
         check_fit(self.model, function_dist, target)
-        check_hyperparameters(self.model)
+        check_hyperparameters(self)
         problem = self._problem(function_dist, target, *params, **kwargs)
         num_data = problem.num_data
         if num_data != self._train_size():
@@ -216,10 +216,13 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         (J - l) / (2 n) in the notation of `gpy_iterative.weight_space.bound`; one pass, n m^2.
         """
         check_count("chunk_size", chunk_size)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self._unchanged_by_failure():
+            check_hyperparameters(self)
             problem, target = self._train_problem()
             if self._state.started_for != problem.num_data:
                 self._restart(problem, target, chunk_size)
+            elif self._has_unsettled():
+                self._settle(problem)
             statistics = exact_statistics(problem, centred=self.centred, chunk_size=chunk_size)
             return log_marginal_likelihood_gap(self._weights(), *statistics) / (2 * problem.num_data)
 

@@ -150,7 +150,7 @@ class WeightSpaceProblem:
 
         Raises:
             ValueError: data or noise that are not finite, noise that is not positive.
-            NonFiniteError: features that are not finite.
+            NonFiniteError: features or mean values that are not finite.
         """
         features = self.prior.features(rows)
         residual, noise = self.residual_and_noise(rows)
@@ -165,11 +165,17 @@ class WeightSpaceProblem:
         )
 
     def residual_and_noise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Y - mean [b] and noise variances [b] at these rows, in float64. Raises ValueError as `batch` does."""
-        target = self._target[rows]
+        """Y - mean [b] and noise variances [b] at these rows, in float64. Raises as `batch` does."""
+        target, mean = self._target[rows], self._distribution.loc[rows]
         if not torch.isfinite(target).all():
             check_finite("target", self._target)
-        return (target - self._distribution.loc[rows]).double(), self._noise(rows).double()
+        if not torch.isfinite(mean).all():
+            self.prior.check_inputs()
+            raise NonFiniteError(
+                "The mean function's values are not finite. A smaller learning rate, or bounds on its parameters, keep the "
+                "optimiser from leaving the domain."
+            )
+        return (target - mean).double(), self._noise(rows).double()
 
     def batches(self, chunk_size: int) -> Iterator[FeatureBatch]:
         """All rows, in order, each with weight 1."""

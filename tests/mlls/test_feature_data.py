@@ -63,6 +63,55 @@ def test_a_failed_first_call_leaves_nothing(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_mean_values_that_are_not_finite(method: str) -> None:
+    class Diverged(gpytorch.means.Mean):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(x[..., 0], torch.inf)
+
+    case = feature_case(KERNELS["fourier"]())
+    mll = METHODS[method](case.likelihood, case.model, batch_size=8, generator=0)
+    good, case.model.mean_module = case.model.mean_module, Diverged()
+    assert_refused(case, mll, NonFiniteError, "mean function")
+    for ask in (mll.exact_value, mll.posterior):
+        with pytest.raises(NonFiniteError, match="mean function"):
+            ask()
+    case.model.mean_module = good
+    assert torch.isfinite(mll(case.model(case.x), case.y))
+
+
+def test_an_exact_value_that_is_not_finite() -> None:
+    case = feature_case(KERNELS["fourier"]())
+    mll = METHODS["natural"](case.likelihood, case.model)
+    case.model.set_train_data(case.x, 1e200 * case.y)
+    with pytest.raises(NonFiniteError, match="marginal likelihood is not finite"):
+        mll.exact_value()
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("gradient", "mean"), ("compositional", "mean"), ("minimax", "auxiliary")]
+)
+def test_weights_that_are_not_finite(method: str, name: str) -> None:
+    case = feature_case(KERNELS["fourier"]())
+    mll = METHODS[method](case.likelihood, case.model, batch_size=8, generator=0)
+    mll(case.model(case.x), case.y)
+    getattr(mll, name).data.fill_(torch.nan)
+    for ask in (mll.gap, lambda: mll(case.model(case.x), case.y)):
+        with pytest.raises(NonFiniteError, match=f"The parameter {name} is not finite"):
+            ask()
+    mll.refresh()
+    assert mll.gap() < 1e-8
+
+
+def test_minimax_projects_before_it_measures_its_gap() -> None:
+    case = feature_case(KERNELS["fourier"]())
+    mll = METHODS["minimax"](case.likelihood, case.model, batch_size=8, generator=0)
+    mll(case.model(case.x), case.y)
+    mll.auxiliary.data -= 2 * torch.eye(12).double()  # an optimiser's step out of the positive definite matrices
+    assert torch.linalg.eigvalsh(mll.auxiliary).min() < 0
+    assert torch.isfinite(mll.gap())
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_batch_in_the_place_of_all_data(method: str) -> None:
     """GPyTorch itself notices only in its debug mode."""
     case = feature_case(KERNELS["fourier"]())
