@@ -25,6 +25,11 @@ class WeightSpaceFeatures:
     basis: Tensor
     variances: Tensor
 
+    @classmethod
+    def standard(cls, basis: Tensor) -> "WeightSpaceFeatures":
+        """Weights of variance 1."""
+        return cls(basis, basis.new_ones(*basis.shape[:-2], basis.shape[-1]))
+
     def scaled(self) -> Tensor:
         """phi(x) [*b, n, m] with k(x, x') = phi(x)^T phi(x')."""
         return self.basis * self.variances.sqrt().unsqueeze(-2)
@@ -47,8 +52,7 @@ class FiniteFeatureKernel(Kernel):
 
     def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
         """The features, with the scales of their weights apart where there are any."""
-        features = self.features(x)
-        return WeightSpaceFeatures(features, torch.ones_like(features[..., :1, :]).squeeze(-2).detach())
+        return WeightSpaceFeatures.standard(self.features(x))
 
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any

@@ -158,17 +158,32 @@ def test_non_finite_hyperparameters_and_losses(method: str) -> None:
     assert torch.isfinite(step)
 
 
-def test_inputs_that_are_not_finite() -> None:
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_inputs_that_are_not_finite(bad: float) -> None:
     case, mll = started()
     x = case.x.clone()
-    x[4, 1] = torch.inf
+    x[4, 1] = bad
     case.model.set_train_data(x, case.y)
     case = Case(case.model, case.likelihood, x, case.y)
-    assert_refused(case, mll, ValueError, r"inputs\[4, 1\] is inf", indices=torch.tensor([2, 4]))
-    with pytest.raises(ValueError, match=r"train_inputs\[4, 1\] is inf"):
+    with gpytorch.settings.debug(False):  # in which NaN is not equal to itself
+        assert_refused(case, mll, ValueError, rf"train_inputs\[4, 1\] is {bad}", indices=torch.tensor([2, 4]))
+    with pytest.raises(ValueError, match=rf"train_inputs\[4, 1\] is {bad}"):
         mll.refresh()
-    with pytest.raises(ValueError, match=r"train_inputs\[4, 1\] is inf"):
+    with pytest.raises(ValueError, match=rf"^inputs must be finite, but inputs\[4, 1\] is {bad}"):
+        mll.exact_value()
+    with pytest.raises(ValueError, match=rf"train_inputs\[4, 1\] is {bad}"):
         MLLS[0](case.likelihood, case.model)
+
+
+def test_features_that_are_not_finite() -> None:
+    class Diverged(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.nan
+
+    case = feature_case(gpi.kernels.DeepFeatureKernel(torch.nn.Identity(), fourier()), n=30)
+    mll = METHODS["natural"](case.likelihood, case.model, batch_size=8, generator=0)
+    case.model.covar_module.feature_extractor = Diverged()
+    assert_refused(case, mll, NonFiniteError, "features are not finite")
 
 
 @pytest.mark.parametrize("bad", [torch.nan, 0.0, -1.0])
