@@ -42,6 +42,7 @@ class WeightSpacePosterior:
     Raises:
         ValueError: data that do not fit or are not finite, kernels without a finite feature map.
         NonFiniteError: hyperparameters or features that are not finite.
+        UnsupportedLikelihoodError: a likelihood that is not Gaussian.
     """
 
     def __init__(
@@ -96,8 +97,9 @@ class WeightSpacePosterior:
         generator = torch.Generator().manual_seed(self._seed)
         # One by one: the first of many draws at once are not those of fewer.
         draws = [torch.randn(len(weights.mean), generator=generator, dtype=torch.float64) for _ in range(num_paths)]
-        samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1).to(weights.root)
-        with evaluating(self.model, self.likelihood):
+        # The functions outlive an inference mode around this call, and are differentiable outside of it.
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model, self.likelihood):
+            samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1).to(weights.root)
             return WeightSpacePaths(copy.deepcopy(self.model), samples)
 
     @torch.inference_mode(False)  # what is computed now may be differentiated through later

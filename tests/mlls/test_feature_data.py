@@ -156,3 +156,14 @@ def test_arguments_of_the_likelihood_follow_the_training_inputs(name: str) -> No
     assert abs(mll.exact_value() - before) > 1e-3
     torch.testing.assert_close(mll.exact_value(), fresh.exact_value(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(mll.posterior(x[:3]).mean, fresh.posterior(x[:3]).mean, rtol=1e-10, atol=1e-10)
+
+
+def test_a_pass_evaluates_a_noise_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["heteroskedastic"]()
+    case.model.covar_module = kernels.ScaleKernel(fourier()).double()
+    mll = METHODS["natural"](case.likelihood, case.model, batch_size=8)
+    noise_model, calls = case.likelihood.noise_covar, []
+    forward = noise_model.forward
+    monkeypatch.setattr(noise_model, "forward", lambda *args, **options: calls.append(1) or forward(*args, **options))
+    mll.refresh(chunk_size=7)
+    assert len(calls) == 1
