@@ -177,8 +177,8 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
                     for name, tensor in moved.items():
                         self._replace(name, tensor.detach())
                     self._state.steps += 1
-        if trains:
-            self._notice_forgotten_parameters()
+        if torch.is_grad_enabled():
+            self._notice_what_stands_still(trains)
         self._params, self._kwargs, self._params_inputs = params, kwargs, self._train_inputs()
         result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
         result = self._add_other_terms(result, params).div(num_data)
@@ -274,22 +274,23 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         else:
             self._parameters[name].data = tensor
 
-    def _notice_forgotten_parameters(self) -> None:
-        """BiasWarning, once, where an optimiser moves the hyperparameters and leaves the weights where they were."""
+    def _notice_what_stands_still(self, trains: bool) -> None:
+        """BiasWarning, once, where an optimiser moves the hyperparameters and weights or batches stay where they were."""
         own = [p for p in self._parameters.values() if p is not None and p.requires_grad]
         before, self._versions = (
             self._versions,
             ([p._version for p in own], [p._version for p in self.model.parameters()]),
         )
-        alone = bool(own) and self._versions[0] == before[0] and self._versions[1] != before[1]
-        self._steps_alone = self._steps_alone + 1 if alone else 0
+        still = not trains or (bool(own) and self._versions[0] == before[0])
+        self._steps_alone = self._steps_alone + 1 if still and self._versions[1] != before[1] else 0
         if self._steps_alone == STEPS_ALONE:
-            warnings.warn(
-                f"The last {STEPS_ALONE} steps moved hyperparameters and left the parameters of "
-                f"{type(self).__name__} itself where they were: make the optimiser with mll.parameters().",
-                BiasWarning,
-                stacklevel=4,
+            name = type(self).__name__
+            reason = (
+                f"left the parameters of {name} itself where they were: make the optimiser with mll.parameters()."
+                if trains
+                else f"saw one batch, since {name} is in evaluation mode: call mll.train()."
             )
+            warnings.warn(f"The last {STEPS_ALONE} steps moved hyperparameters and {reason}", BiasWarning, stacklevel=4)
 
     def _restart(self, problem: WeightSpaceProblem, target: Tensor, chunk_size: int = 4096) -> None:
         check_inputs(self.model)
