@@ -14,7 +14,8 @@ class SeenData:
 
     A tensor that takes the place of another (a view made anew at every step, a copy, the same numbers in a wider dtype or
     on another device) is compared by value; one that was written to counts as another. Inference tensors do not count
-    writes: what is written to them goes unnoticed.
+    writes: what is written to them goes unnoticed. Tensors that require gradients are learned with the hyperparameters, and
+    may move as these do.
 
     Attributes:
         tensors: inputs and targets, not copied; empty where nothing is known yet.
@@ -27,7 +28,8 @@ class SeenData:
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "SeenData":
         """These, as they are now."""
-        return cls(tuple(tensors), tuple(map(_version, tensors)))
+        kept = tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
+        return cls(kept, tuple(map(_version, kept)))
 
     def may_be(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the same data; true where nothing is known."""
@@ -45,6 +47,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def _same(known: Tensor, version: int, now: Tensor) -> bool:
+    if now.requires_grad:
+        return known.shape == now.shape
     if _version(known) != version:
         return False
     return known is now or (known.shape == now.shape and torch.equal(known.to(now), now))

@@ -54,6 +54,20 @@ def test_the_same_data_in_other_tensors_cost_no_pass() -> None:
     assert spy.rows == [8] * 4
 
 
+def test_learned_inputs_move_as_hyperparameters_do() -> None:
+    spy = Counting(network())
+    case = feature_case(gpi.kernels.DeepFeatureKernel(spy, kernels.LinearKernel()))
+    inputs = torch.nn.Parameter(case.x)
+    case.model.set_train_data(inputs, case.y)
+    mll = METHODS["natural"](case.likelihood, case.model, batch_size=8, generator=0)
+    optimizer = torch.optim.SGD([inputs, *mll.parameters()], lr=0.01)
+    for _ in range(3):
+        (-mll(case.model(inputs), case.y)).backward()
+        optimizer.step()
+    assert spy.rows[-2:] == [8, 8]  # no pass between the steps
+    assert inputs.grad.count_nonzero() >= 24
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_failed_first_call_leaves_nothing(method: str) -> None:
     case = feature_case(KERNELS["fourier"]())
