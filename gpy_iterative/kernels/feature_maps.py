@@ -37,10 +37,11 @@ def register_feature_map(
 
 def has_feature_map(kernel: kernels.Kernel) -> bool:
     """Whether `feature_map` knows the kernel and all of its parts."""
-    if isinstance(kernel, FiniteFeatureKernel):
-        return True
-    parts = [child for child in kernel.sub_kernels() if child is not kernel]
-    return type(kernel) in _REGISTRY and all(map(has_feature_map, parts))
+    try:
+        feature_map(kernel)
+    except ValueError:
+        return False
+    return True
 
 
 def feature_map(kernel: kernels.Kernel) -> FeatureMap:

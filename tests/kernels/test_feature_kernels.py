@@ -122,6 +122,18 @@ def test_kernels_without_features_are_named(make) -> None:
         gpi.kernels.DeepFeatureKernel(network(), kernel)
 
 
+def test_what_a_kernel_with_features_is_made_of_is_its_own() -> None:
+    class Landmarks(gpi.kernels.FiniteFeatureKernel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = kernels.RBFKernel()
+
+        def features(self, x: Tensor) -> Tensor:
+            return self.inner(x, x.new_zeros(1, x.shape[-1])).to_dense()
+
+    assert has_feature_map(kernels.ScaleKernel(Landmarks()))
+
+
 def test_an_extractor_that_is_no_module() -> None:
     with pytest.raises(TypeError, match="feature_extractor"):
         gpi.kernels.DeepFeatureKernel(None, kernels.LinearKernel())
