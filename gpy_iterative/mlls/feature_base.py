@@ -177,11 +177,11 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
                     for name, tensor in moved.items():
                         self._replace(name, tensor.detach())
                     self._state.steps += 1
+            result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
+            result = self._add_other_terms(result, params).div(num_data)
         if torch.is_grad_enabled():
             self._notice_what_stands_still(trains)
         self._params, self._kwargs, self._params_inputs = params, kwargs, self._train_inputs()
-        result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
-        result = self._add_other_terms(result, params).div(num_data)
         self.report = MinibatchReport(
             value=result.detach().clone(),
             batch_size=len(rows),

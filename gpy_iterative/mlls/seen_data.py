@@ -12,7 +12,7 @@ from torch import Tensor
 class SeenData:
     """Inputs and targets that a state belongs to.
 
-    A tensor that takes the place of another (a view made anew at every step, a copy, the same numbers in a wider dtype or
+    A tensor that takes the place of another (a view made anew at every step, a copy, the same numbers in another dtype or
     on another device) is compared by value; one that was written to counts as another. Inference tensors do not count
     writes: what is written to them goes unnoticed. Tensors that require gradients are learned with the hyperparameters, and
     may move as these do.

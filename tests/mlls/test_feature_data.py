@@ -76,6 +76,15 @@ def test_a_failed_first_call_leaves_nothing(method: str) -> None:
     assert torch.isfinite(mll(case.model(case.x), case.y))
 
 
+def test_a_failing_prior_leaves_nothing() -> None:
+    case = feature_case(KERNELS["fourier"]())
+    mll = METHODS["natural"](case.likelihood, case.model, batch_size=8, generator=0)
+    mll(case.model(case.x), case.y)
+    outside = lambda module: -module.outputscale
+    case.model.covar_module.register_prior("outside", gpytorch.priors.GammaPrior(2.0, 0.5, validate_args=True), outside)
+    assert_refused(case, mll, ValueError, "support")
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_mean_values_that_are_not_finite(method: str) -> None:
     class Diverged(gpytorch.means.Mean):
