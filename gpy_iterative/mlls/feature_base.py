@@ -240,6 +240,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
             self.model,
             self.likelihood,
             params=self._current_params(),
+            kwargs=self._kwargs,
             seed=(self._state.generator.initial_seed() + 1) % 2**63,
         )
         return posterior(*inputs) if inputs else posterior

@@ -1,7 +1,7 @@
 """Predictions from the weights: no solve, no kernel matrix."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class WeightSpacePosterior:
         model: an ExactGP with training data, whose kernels have finite feature maps.
         likelihood: Gaussian, with independent noise.
         params: the likelihood's own arguments, as passed to the marginal log likelihood.
+        kwargs: likewise, such as `noise`; they belong to the training data of now.
         seed: of the sample paths.
         chunk_size: training rows that are evaluated at a time.
 
@@ -51,12 +52,14 @@ class WeightSpacePosterior:
         likelihood: Likelihood,
         *,
         params: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
         seed: int = 0,
         chunk_size: int = 4096,
     ) -> None:
         check_count("chunk_size", chunk_size)
         self.model, self.likelihood = model, likelihood
         self._params, self._seed, self._chunk_size = LikelihoodParams(params, model), seed, chunk_size
+        self._kwargs = dict(kwargs or {})
         self._snapshot, self._weights = self._solved()
 
     @property
@@ -111,7 +114,8 @@ class WeightSpacePosterior:
         with evaluating(model, likelihood):
             snapshot = ModelSnapshot.of(model, likelihood)
             prior = prior_at(model, list(model.train_inputs))
-            problem = WeightSpaceProblem(likelihood, prior, model.train_targets, *self._params.current(model))
+            params = self._params.current(model)
+            problem = WeightSpaceProblem(likelihood, prior, model.train_targets, *params, **self._kwargs)
             return snapshot, posterior_weights(problem, chunk_size=self._chunk_size)
 
 

@@ -181,6 +181,18 @@ def test_arguments_of_the_likelihood_follow_the_training_inputs(name: str) -> No
     torch.testing.assert_close(mll.posterior(x[:3]).mean, fresh.posterior(x[:3]).mean, rtol=1e-10, atol=1e-10)
 
 
+def test_predictions_know_the_noise_of_the_last_call() -> None:
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.linspace(0.05, 0.3, 40).double())
+    case = feature_case(KERNELS["fourier"](), likelihood=likelihood)
+    mll = METHODS["natural"](case.likelihood, case.model, batch_size=8)
+    noise = torch.full((40,), 0.7).double()
+    mll(case.model(case.x), case.y, noise=noise)
+    found = mll.posterior(case.x[:3]).mean
+    case.likelihood.noise_covar.noise = noise
+    mll(case.model(case.x), case.y)
+    torch.testing.assert_close(found, mll.posterior(case.x[:3]).mean, rtol=1e-10, atol=1e-10)
+
+
 def test_a_pass_evaluates_a_noise_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["heteroskedastic"]()
     case.model.covar_module = kernels.ScaleKernel(fourier()).double()
