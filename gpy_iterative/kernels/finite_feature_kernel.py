@@ -49,10 +49,20 @@ class FiniteFeatureKernel(Kernel):
 
         A row depends on the row of the inputs alone: batches of rows must have the features of these rows.
         """
+        raise NotImplementedError(f"{type(self).__name__} must define features(x).")
 
     def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
-        """The features, with the scales of their weights apart where there are any."""
-        return WeightSpaceFeatures.standard(self.features(x))
+        """The features, with the scales of their weights apart where there are any.
+
+        Raises ValueError where `features` gives other rows than the input has.
+        """
+        features = self.features(x)
+        if features.shape[-2:-1] != x.shape[-2:-1]:
+            raise ValueError(
+                f"{type(self).__name__}.features must map [*b, n, d] to [*b, n, m]; it mapped {tuple(x.shape)} to "
+                f"{tuple(features.shape)}."
+            )
+        return WeightSpaceFeatures.standard(features)
 
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any

@@ -148,6 +148,18 @@ def test_an_extractor_that_loses_a_dimension() -> None:
         case.model(case.x).covariance_matrix  # noqa: B018
 
 
+def test_features_that_are_missing_or_of_other_rows() -> None:
+    class Transposed(gpi.kernels.FiniteFeatureKernel):
+        def features(self, x: Tensor) -> Tensor:
+            return x.mT
+
+    x, _ = data(4)
+    with pytest.raises(ValueError, match=r"Transposed.features .*\(4, 3\) to \(3, 4\)"):
+        feature_map(Transposed())(x)
+    with pytest.raises(NotImplementedError, match=r"must define features\(x\)"):
+        feature_map(gpi.kernels.FiniteFeatureKernel())(x)
+
+
 def test_members_of_a_batch_of_deep_kernels() -> None:
     base = kernels.LinearKernel(batch_shape=torch.Size([2]))
     base.raw_variance.data[1] += 1
