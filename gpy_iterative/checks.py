@@ -15,6 +15,12 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}.")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is True or False: a share or a word would count as True."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}.")
+
+
 def check_instance(name: str, value: Any, kind: type, example: str) -> None:
     """Raises TypeError unless the value is None or of a kind: an object, not its name and not its class."""
     if value is not None and not isinstance(value, kind):

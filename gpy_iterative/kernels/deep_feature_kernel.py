@@ -38,16 +38,16 @@ class DeepFeatureKernel(FiniteFeatureKernel):
         self.feature_extractor = feature_extractor
         self.base_kernel = base_kernel
 
-    @property
-    def batch_shape(self) -> torch.Size:
-        """The base kernel's."""
-        return self.base_kernel.batch_shape
-
     def features(self, x: Tensor) -> Tensor:
         """phi(x) [*b, n, m]."""
         return self.weight_space_features(x).scaled()
 
     def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
-        """The base kernel's, at the network's output."""
+        """The base kernel's, at the network's output. Raises ValueError where that has other rows than the input."""
         extracted = self.feature_extractor(x)
+        if extracted.shape[:-1] != x.shape[:-1]:
+            raise ValueError(
+                f"feature_extractor must map [*b, n, d] to [*b, n, e], row by row; it mapped {tuple(x.shape)} to "
+                f"{tuple(extracted.shape)}."
+            )
         return feature_map(self.base_kernel)(active_inputs(self.base_kernel, extracted))

@@ -3,12 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import combinations_with_replacement
 from typing import cast
 
 import torch
 from gpytorch import kernels
-from linear_operator.operators import RootLinearOperator
+from linear_operator.operators import MatmulLinearOperator, RootLinearOperator
 from torch import Tensor
 
 from gpy_iterative.kernels.finite_feature_kernel import FiniteFeatureKernel, WeightSpaceFeatures
@@ -36,10 +37,11 @@ def register_feature_map(
 
 def has_feature_map(kernel: kernels.Kernel) -> bool:
     """Whether `feature_map` knows the kernel and all of its parts."""
-    if isinstance(kernel, FiniteFeatureKernel):
-        return True
-    parts = [child for child in kernel.sub_kernels() if child is not kernel]
-    return type(kernel) in _REGISTRY and all(map(has_feature_map, parts))
+    try:
+        feature_map(kernel)
+    except ValueError:
+        return False
+    return True
 
 
 def feature_map(kernel: kernels.Kernel) -> FeatureMap:
@@ -80,8 +82,10 @@ def _constant(kernel: kernels.ConstantKernel) -> FeatureMap:
 @register_feature_map(kernels.RFFKernel)
 def _random_fourier(kernel: kernels.RFFKernel) -> FeatureMap:
     def features(x: Tensor) -> WeightSpaceFeatures:
-        basis = cast(RootLinearOperator, kernel.forward(x, x)).root.to_dense()
-        return WeightSpaceFeatures(basis, torch.ones_like(basis[..., :1, :]).squeeze(-2).detach())
+        covariance = kernel.forward(x, x)
+        if isinstance(covariance, MatmulLinearOperator):  # x with NaN, which equals nothing
+            return WeightSpaceFeatures.standard(covariance.left_linear_op.to_dense())
+        return WeightSpaceFeatures.standard(cast(RootLinearOperator, covariance).root.to_dense())
 
     return features
 
@@ -91,16 +95,28 @@ def _polynomial(kernel: kernels.PolynomialKernel) -> FeatureMap:
     """(x^T x' + c)^p has the monomials of degree up to p, each with its multinomial coefficient times a power of c."""
 
     def features(x: Tensor) -> WeightSpaceFeatures:
-        degree, dims = kernel.power, x.shape[-1]
-        monomials = list(combinations_with_replacement(range(dims + 1), degree))  # index `dims` is the constant
-        columns = torch.tensor(monomials, device=x.device)
-        basis = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)[..., columns].prod(-1)
-        counts = [math.factorial(degree) / math.prod(map(math.factorial, Counter(m).values())) for m in monomials]
-        constants = torch.tensor([m.count(dims) for m in monomials], device=x.device)
+        columns, counts, constants = (tensor.to(x.device) for tensor in _monomials(x.shape[-1], kernel.power))
+        one = torch.ones_like(x[..., :1])
+        padded, basis = torch.cat([x, one], dim=-1), one
+        for factor in columns.unbind(-1):  # a third of the time of one gather and `prod`
+            basis = basis * padded.index_select(-1, factor)
         offset = kernel.offset  # [*b, 1]
-        return WeightSpaceFeatures(basis, torch.tensor(counts).to(x) * offset.pow(constants))
+        return WeightSpaceFeatures(basis, counts.to(x) * offset.pow(constants))
 
     return features
+
+
+@lru_cache(maxsize=8)
+def _monomials(dims: int, degree: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Factors of each monomial [m, degree], its multinomial coefficient and its power of the constant (index `dims`), [m].
+
+    Kept from step to step: counting a thousand of them takes as long as a step of training.
+    """
+    with torch.inference_mode(False):
+        monomials = list(combinations_with_replacement(range(dims + 1), degree))
+        counts = [math.factorial(degree) / math.prod(map(math.factorial, Counter(m).values())) for m in monomials]
+        constants = [m.count(dims) for m in monomials]
+        return torch.tensor(monomials), torch.tensor(counts, dtype=torch.float64), torch.tensor(constants)
 
 
 @register_feature_map(kernels.ScaleKernel)

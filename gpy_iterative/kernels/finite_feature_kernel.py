@@ -25,6 +25,11 @@ class WeightSpaceFeatures:
     basis: Tensor
     variances: Tensor
 
+    @classmethod
+    def standard(cls, basis: Tensor) -> "WeightSpaceFeatures":
+        """Weights of variance 1."""
+        return cls(basis, basis.new_ones(*basis.shape[:-2], basis.shape[-1]))
+
     def scaled(self) -> Tensor:
         """phi(x) [*b, n, m] with k(x, x') = phi(x)^T phi(x')."""
         return self.basis * self.variances.sqrt().unsqueeze(-2)
@@ -44,11 +49,20 @@ class FiniteFeatureKernel(Kernel):
 
         A row depends on the row of the inputs alone: batches of rows must have the features of these rows.
         """
+        raise NotImplementedError(f"{type(self).__name__} must define features(x).")
 
     def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
-        """The features, with the scales of their weights apart where there are any."""
+        """The features, with the scales of their weights apart where there are any.
+
+        Raises ValueError where `features` gives other rows than the input has.
+        """
         features = self.features(x)
-        return WeightSpaceFeatures(features, torch.ones_like(features[..., :1, :]).squeeze(-2).detach())
+        if features.shape[-2:-1] != x.shape[-2:-1]:
+            raise ValueError(
+                f"{type(self).__name__}.features must map [*b, n, d] to [*b, n, m]; it mapped {tuple(x.shape)} to "
+                f"{tuple(features.shape)}."
+            )
+        return WeightSpaceFeatures.standard(features)
 
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any

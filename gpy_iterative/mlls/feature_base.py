@@ -10,7 +10,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from gpy_iterative.checks import check_count, check_finite
 from gpy_iterative.errors import BiasWarning, NonFiniteError
 from gpy_iterative.mlls.minibatch_state import MinibatchState
 from gpy_iterative.mlls.report import MinibatchReport
+from gpy_iterative.mlls.seen_data import SeenData
 from gpy_iterative.mlls.training_state import make_generator
 from gpy_iterative.mlls.validation import check_features, check_fit, check_hyperparameters, check_likelihood
-from gpy_iterative.prediction import check_inputs, prior_at
+from gpy_iterative.prediction import LikelihoodParams, check_inputs, prior_at
 from gpy_iterative.weight_space import (
     FeatureBatch,
     WeightDistribution,
@@ -74,6 +75,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         self.report: MinibatchReport | None = None
         self._state = MinibatchState(make_generator(generator), f"{type(self).__name__}({options})")
         self._params: tuple[Any, ...] = ()
+        self._params_inputs: list[Tensor] | None = None
         self._kwargs: dict[str, Any] = {}
         self._versions: tuple[list[int], list[int]] = [], []
         self._steps_alone = 0
@@ -133,43 +135,53 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         Returns:
             A scalar. Priors and added loss terms are included. `.backward()` on it is the method's gradient estimator.
             In training mode with gradients on, a call is a step: it draws a batch and moves the state. Without
-            gradients, or in evaluation mode of this module, it looks at the next batch and moves nothing.
+            gradients, or in evaluation mode of this module, it looks at the next batch and moves nothing. Data other
+            than at the last call (`set_train_data`, other targets) start the state anew, with a pass over all of them.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not fit, data that are not finite, noise that is not positive,
-                a prior that is no sum of kernels with finite feature maps, row numbers outside of the data, another
-                number of features than at the start.
+            ValueError: shapes, dtypes or devices that do not fit, a prior at some of the training data, data that are
+                not finite, noise that is not positive, a prior that is no sum of kernels with finite feature maps, layers
+                whose output depends on the batch, row numbers outside of the data, another number of features than at
+                the start.
             NonFiniteError: a hyperparameter, feature or loss that is not finite; parameters and state stay as they were.
         """
         start = time.perf_counter()
         check_fit(self.model, function_dist, target)
-        check_hyperparameters(self.model)
+        check_hyperparameters(self)
         problem = self._problem(function_dist, target, *params, **kwargs)
         num_data = problem.num_data
+        if num_data != self._train_size():
+            raise ValueError(
+                f"The prior is at {num_data} points, and the model has {self._train_size()} training data: call "
+                "mll(model(train_x), train_y) with all of them. Rows are drawn inside, or given as indices=."
+            )
         size = self._size_of(num_data)
         trains = self._trains()
-        with torch.inference_mode(False), torch.no_grad(), self._unchanged_by_failure():
-            if self._state.started_for != num_data:
-                self._restart(problem, target)
-            elif self._has_unsettled():
-                self._settle(problem)
-        with self._unchanged_by_failure(always=not trains):
-            rows = self._state.rows.draw(num_data, size) if indices is None else _checked(indices, num_data)
-            loss, moved = self._step(problem, rows.to(target.device))
-            if not torch.isfinite(loss):
-                raise NonFiniteError(
-                    "The mini-batch's loss is not finite. A smaller learning rate, or a bound on the noise such as "
-                    "gpytorch.constraints.GreaterThan(1e-4), keeps the optimiser from leaving the domain."
-                )
-            if trains:
-                for name, tensor in moved.items():
-                    self._replace(name, tensor.detach())
-                self._state.steps += 1
-        if trains:
-            self._notice_forgotten_parameters()
-        self._params, self._kwargs = params, kwargs
-        result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
-        result = self._add_other_terms(result, params).div(num_data)
+        data = (*self._train_inputs(), target)
+        with self._unchanged_by_failure():  # a failed step takes back a start or a settlement before it, too
+            with torch.inference_mode(False), torch.no_grad():
+                if self._state.started_for != num_data or not self._state.data.may_be(data):
+                    self._restart(problem, target)
+                elif self._has_unsettled():
+                    self._settle(problem)
+                self._state.data = SeenData.of(data)
+            with nullcontext() if trains else self._unchanged_by_failure(always=True):
+                rows = self._state.rows.draw(num_data, size) if indices is None else _checked(indices, num_data)
+                loss, moved = self._step(problem, rows.to(target.device))
+                if not torch.isfinite(loss):
+                    raise NonFiniteError(
+                        "The mini-batch's loss is not finite. A smaller learning rate, or a bound on the noise such as "
+                        "gpytorch.constraints.GreaterThan(1e-4), keeps the optimiser from leaving the domain."
+                    )
+                if trains:
+                    for name, tensor in moved.items():
+                        self._replace(name, tensor.detach())
+                    self._state.steps += 1
+            result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
+            result = self._add_other_terms(result, params).div(num_data)
+        if torch.is_grad_enabled():
+            self._notice_what_stands_still(trains)
+        self._params, self._kwargs, self._params_inputs = params, kwargs, self._train_inputs()
         self.report = MinibatchReport(
             value=result.detach().clone(),
             batch_size=len(rows),
@@ -204,10 +216,13 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         (J - l) / (2 n) in the notation of `gpy_iterative.weight_space.bound`; one pass, n m^2.
         """
         check_count("chunk_size", chunk_size)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self._unchanged_by_failure():
+            check_hyperparameters(self)
             problem, target = self._train_problem()
             if self._state.started_for != problem.num_data:
                 self._restart(problem, target, chunk_size)
+            elif self._has_unsettled():
+                self._settle(problem)
             statistics = exact_statistics(problem, centred=self.centred, chunk_size=chunk_size)
             return log_marginal_likelihood_gap(self._weights(), *statistics) / (2 * problem.num_data)
 
@@ -222,7 +237,11 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
             MultivariateNormal there. Training state and modes stay as they are.
         """
         posterior = WeightSpacePosterior(
-            self.model, self.likelihood, params=self._params, seed=(self._state.generator.initial_seed() + 1) % 2**63
+            self.model,
+            self.likelihood,
+            params=self._current_params(),
+            kwargs=self._kwargs,
+            seed=(self._state.generator.initial_seed() + 1) % 2**63,
         )
         return posterior(*inputs) if inputs else posterior
 
@@ -256,33 +275,35 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         else:
             self._parameters[name].data = tensor
 
-    def _notice_forgotten_parameters(self) -> None:
-        """BiasWarning, once, where an optimiser moves the hyperparameters and leaves the weights where they were."""
+    def _notice_what_stands_still(self, trains: bool) -> None:
+        """BiasWarning, once, where an optimiser moves the hyperparameters and weights or batches stay where they were."""
         own = [p for p in self._parameters.values() if p is not None and p.requires_grad]
         before, self._versions = (
             self._versions,
             ([p._version for p in own], [p._version for p in self.model.parameters()]),
         )
-        alone = bool(own) and self._versions[0] == before[0] and self._versions[1] != before[1]
-        self._steps_alone = self._steps_alone + 1 if alone else 0
+        still = not trains or (bool(own) and self._versions[0] == before[0])
+        self._steps_alone = self._steps_alone + 1 if still and self._versions[1] != before[1] else 0
         if self._steps_alone == STEPS_ALONE:
-            warnings.warn(
-                f"The last {STEPS_ALONE} steps moved hyperparameters and left the parameters of "
-                f"{type(self).__name__} itself where they were: make the optimiser with mll.parameters().",
-                BiasWarning,
-                stacklevel=4,
+            name = type(self).__name__
+            reason = (
+                f"left the parameters of {name} itself where they were: make the optimiser with mll.parameters()."
+                if trains
+                else f"saw one batch, since {name} is in evaluation mode: call mll.train()."
             )
+            warnings.warn(f"The last {STEPS_ALONE} steps moved hyperparameters and {reason}", BiasWarning, stacklevel=4)
 
     def _restart(self, problem: WeightSpaceProblem, target: Tensor, chunk_size: int = 4096) -> None:
-        check_features(self.model)
         check_inputs(self.model)
         check_finite("target", target)
         self._start(problem, chunk_size)
         self._state.started_for = problem.num_data
+        self._state.data = SeenData.of((*self._train_inputs(), target))
 
     def _problem(
         self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any
     ) -> WeightSpaceProblem:
+        check_features(self.model)
         problem = WeightSpaceProblem(self.likelihood, function_dist, target, *params, **kwargs)
         if self.needs_features:
             problem.prior.check_kernels()
@@ -294,7 +315,13 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         check_hyperparameters(self.model)
         prior = prior_at(self.model, inputs)
         check_fit(self.model, prior, self.model.train_targets)
-        return self._problem(prior, self.model.train_targets, *self._params, **self._kwargs), self.model.train_targets
+        return self._problem(
+            prior, self.model.train_targets, *self._current_params(), **self._kwargs
+        ), self.model.train_targets
+
+    def _current_params(self) -> tuple[Any, ...]:
+        """The likelihood's arguments of the last call at the training inputs of now, which they are without a call."""
+        return LikelihoodParams(self._params, self.model, self._params_inputs).current(self.model)
 
     def _train_size(self) -> int:
         return self._train_inputs()[0].shape[-2]

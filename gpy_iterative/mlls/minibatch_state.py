@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpy_iterative.mlls.seen_data import SeenData
 from gpy_iterative.weight_space import RowSampler
 
 _PREFIX = "state."
@@ -20,6 +21,7 @@ class MinibatchState:
         description: of method and options, which a saved state has to fit.
         steps: training steps so far.
         started_for: number of data that the state was started with; 0 is not at all.
+        data: the data of that start; no part of what is saved, so that a loaded state takes those of its next call.
         rows: of the steps' batches.
         other_rows: of the independent batches that minimax's ascent needs.
     """
@@ -28,6 +30,7 @@ class MinibatchState:
     description: str
     steps: int = 0
     started_for: int = 0
+    data: SeenData = field(default_factory=SeenData)
     rows: RowSampler = field(init=False)
     other_rows: RowSampler = field(init=False)
 
@@ -37,11 +40,11 @@ class MinibatchState:
     def memento(self) -> tuple[Any, ...]:
         """What `restore` takes."""
         rows = self.rows.memento(), self.other_rows.memento()
-        return self.steps, self.started_for, self.generator.get_state(), *rows
+        return self.steps, self.started_for, self.data, self.generator.get_state(), *rows
 
     def restore(self, memento: tuple[Any, ...]) -> None:
         """Goes back to where `memento` was called."""
-        self.steps, self.started_for, position, rows, other_rows = memento
+        self.steps, self.started_for, self.data, position, rows, other_rows = memento
         self.generator.set_state(position)
         self.rows.restore(rows)
         self.other_rows.restore(other_rows)
@@ -76,6 +79,7 @@ class MinibatchState:
                 )
         self.generator.set_state(state["generator"].cpu())
         self.steps, self.started_for = int(state["steps"]), int(state["started_for"])
+        self.data = SeenData()
         for prefix, sampler in (("rows.", self.rows), ("other_rows.", self.other_rows)):
             sampler.load_dict({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})
         return {name: state[_PREFIX + name].to(tensor.device, copy=True) for name, tensor in tensors.items()}

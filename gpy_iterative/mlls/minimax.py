@@ -4,7 +4,8 @@ Shoham and Avron, "Unbiased Stochastic Optimization for Gaussian Processes on Fi
 """
 
 import warnings
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 import torch
 from gpytorch.likelihoods import Likelihood
@@ -65,9 +66,9 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         dual_step: float = 0.5,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        if mu != "auto" and (isinstance(mu, (str, bool)) or not 0 < mu < float("inf")):
+        if mu != "auto" and not _is_positive(mu):
             raise ValueError(f"mu must be positive and finite, or 'auto', got {mu!r}.")
-        if isinstance(dual_step, bool) or not 0 < dual_step < float("inf"):
+        if not _is_positive(dual_step):
             raise ValueError(f"dual_step must be positive and finite, got {dual_step!r}.")
         options = f"mu={mu}, dual_step={dual_step}"
         super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options=options)
@@ -126,6 +127,10 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         self._replace("auxiliary", auxiliary)
         self._replace("dual", _in_ball(self.dual + self.dual_step * off / auxiliary.norm()))
         self._replace("unsettled", torch.zeros_like(self.unsettled))
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _symmetric(matrix: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
+from gpy_iterative.checks import check_flag
 from gpy_iterative.mlls.feature_base import FeatureMarginalLogLikelihood
 from gpy_iterative.mlls.tracker_rate import resolved_rate
 from gpy_iterative.weight_space import (
@@ -79,6 +80,8 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             raise ValueError(
                 "tracker_rate is an option of update='natural'; with 'gradient' the optimiser has the rate."
             )
+        check_flag("include_batch", include_batch)
+        check_flag("centred", centred)
         super().__init__(
             likelihood,
             model,

@@ -144,11 +144,13 @@ class LikelihoodParams:
         params: as passed to the marginal log likelihood; empty is what GPyTorch passes when it predicts, the list of
             training inputs.
         model: whose training inputs are looked for among them.
+        inputs: the training inputs when they were passed; None is those of now.
     """
 
-    def __init__(self, params: Sequence[Any], model: ExactGP) -> None:
-        self._inputs = [tensor.detach().clone() for tensor in model.train_inputs or ()]
-        self._params = tuple(params) or (list(model.train_inputs or ()),)
+    def __init__(self, params: Sequence[Any], model: ExactGP, inputs: Sequence[Tensor] | None = None) -> None:
+        known = (model.train_inputs or ()) if inputs is None else inputs
+        self._inputs = [tensor.detach().clone() for tensor in known]
+        self._params = tuple(params) or (list(known),)
 
     def current(self, model: ExactGP) -> tuple[Any, ...]:
         """The arguments for the model's training inputs of now.

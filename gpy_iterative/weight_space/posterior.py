@@ -1,7 +1,7 @@
 """Predictions from the weights: no solve, no kernel matrix."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class WeightSpacePosterior:
         model: an ExactGP with training data, whose kernels have finite feature maps.
         likelihood: Gaussian, with independent noise.
         params: the likelihood's own arguments, as passed to the marginal log likelihood.
+        kwargs: likewise, such as `noise`; they belong to the training data of now.
         seed: of the sample paths.
         chunk_size: training rows that are evaluated at a time.
 
@@ -42,6 +43,7 @@ class WeightSpacePosterior:
     Raises:
         ValueError: data that do not fit or are not finite, kernels without a finite feature map.
         NonFiniteError: hyperparameters or features that are not finite.
+        UnsupportedLikelihoodError: a likelihood that is not Gaussian.
     """
 
     def __init__(
@@ -50,12 +52,14 @@ class WeightSpacePosterior:
         likelihood: Likelihood,
         *,
         params: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
         seed: int = 0,
         chunk_size: int = 4096,
     ) -> None:
         check_count("chunk_size", chunk_size)
         self.model, self.likelihood = model, likelihood
         self._params, self._seed, self._chunk_size = LikelihoodParams(params, model), seed, chunk_size
+        self._kwargs = dict(kwargs or {})
         self._snapshot, self._weights = self._solved()
 
     @property
@@ -96,8 +100,9 @@ class WeightSpacePosterior:
         generator = torch.Generator().manual_seed(self._seed)
         # One by one: the first of many draws at once are not those of fewer.
         draws = [torch.randn(len(weights.mean), generator=generator, dtype=torch.float64) for _ in range(num_paths)]
-        samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1).to(weights.root)
-        with evaluating(self.model, self.likelihood):
+        # The functions outlive an inference mode around this call, and are differentiable outside of it.
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model, self.likelihood):
+            samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1).to(weights.root)
             return WeightSpacePaths(copy.deepcopy(self.model), samples)
 
     @torch.inference_mode(False)  # what is computed now may be differentiated through later
@@ -109,7 +114,8 @@ class WeightSpacePosterior:
         with evaluating(model, likelihood):
             snapshot = ModelSnapshot.of(model, likelihood)
             prior = prior_at(model, list(model.train_inputs))
-            problem = WeightSpaceProblem(likelihood, prior, model.train_targets, *self._params.current(model))
+            params = self._params.current(model)
+            problem = WeightSpaceProblem(likelihood, prior, model.train_targets, *params, **self._kwargs)
             return snapshot, posterior_weights(problem, chunk_size=self._chunk_size)
 
 

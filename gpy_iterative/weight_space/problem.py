@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.likelihoods import Likelihood
+from gpytorch.likelihoods import Likelihood, _GaussianLikelihoodBase
 from linear_operator import LinearOperator
 from linear_operator.operators import ConstantDiagLinearOperator, DiagLinearOperator
 from torch import Tensor
@@ -115,11 +115,17 @@ class WeightSpaceProblem:
 
     Raises:
         ValueError: as WeightSpacePrior, and for a batch of priors or a multitask prior.
+        UnsupportedLikelihoodError: a likelihood that is not Gaussian.
     """
 
     def __init__(
         self, likelihood: Likelihood, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any
     ) -> None:
+        if not isinstance(likelihood, _GaussianLikelihoodBase):
+            raise UnsupportedLikelihoodError(
+                f"Weights have a posterior in closed form under Gaussian noise, not with a {type(likelihood).__name__}: "
+                "use gpy_iterative.models.IterativeLaplaceGP, or QuadruplyStochasticGP for many data."
+            )
         if isinstance(function_dist, MultitaskMultivariateNormal) or function_dist.loc.dim() != 1:
             raise ValueError(
                 f"One output and one model are supported, not a {type(function_dist).__name__} of shape "
@@ -150,10 +156,13 @@ class WeightSpaceProblem:
 
         Raises:
             ValueError: data or noise that are not finite, noise that is not positive.
-            NonFiniteError: features that are not finite.
+            NonFiniteError: features or mean values that are not finite.
         """
+        return self._batch(rows, self._noise_covariance())
+
+    def _batch(self, rows: Tensor, noise_covariance: LinearOperator) -> FeatureBatch:
         features = self.prior.features(rows)
-        residual, noise = self.residual_and_noise(rows)
+        residual, noise = self._residual_and_noise(rows, noise_covariance)
         if not torch.isfinite(features.basis).all() or not torch.isfinite(features.variances).all():
             self.prior.check_inputs()
             raise NonFiniteError(
@@ -165,19 +174,33 @@ class WeightSpaceProblem:
         )
 
     def residual_and_noise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Y - mean [b] and noise variances [b] at these rows, in float64. Raises ValueError as `batch` does."""
-        target = self._target[rows]
+        """Y - mean [b] and noise variances [b] at these rows, in float64. Raises as `batch` does."""
+        return self._residual_and_noise(rows, self._noise_covariance())
+
+    def _residual_and_noise(self, rows: Tensor, noise_covariance: LinearOperator) -> tuple[Tensor, Tensor]:
+        target, mean = self._target[rows], self._distribution.loc[rows]
         if not torch.isfinite(target).all():
             check_finite("target", self._target)
-        return (target - self._distribution.loc[rows]).double(), self._noise(rows).double()
+        if not torch.isfinite(mean).all():
+            self.prior.check_inputs()
+            raise NonFiniteError(
+                "The mean function's values are not finite. A smaller learning rate, or bounds on its parameters, keep the "
+                "optimiser from leaving the domain."
+            )
+        return (target - mean).double(), self._noise(rows, noise_covariance).double()
 
     def batches(self, chunk_size: int) -> Iterator[FeatureBatch]:
         """All rows, in order, each with weight 1."""
+        noise_covariance = (
+            self._noise_covariance()
+        )  # once: where it depends on the inputs, it is evaluated at all of them
         for rows in torch.arange(self.num_data, device=self._distribution.loc.device).split(chunk_size):
-            yield replace(self.batch(rows), weight=1.0)
+            yield replace(self._batch(rows, noise_covariance), weight=1.0)
 
-    def _noise(self, rows: Tensor) -> Tensor:
-        covariance = noise_operator(self._likelihood, self._distribution, *self._params, **self._kwargs)
+    def _noise_covariance(self) -> LinearOperator:
+        return noise_operator(self._likelihood, self._distribution, *self._params, **self._kwargs)
+
+    def _noise(self, rows: Tensor, covariance: LinearOperator) -> Tensor:
         noise = _rows_of_diagonal(covariance, rows, self._likelihood)
         if not (torch.isfinite(noise) & (noise > 0)).all():
             check_noise(covariance.diagonal(dim1=-1, dim2=-2))  # of all data: the index that it names is theirs

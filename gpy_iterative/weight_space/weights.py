@@ -77,7 +77,8 @@ def exact_log_marginal_likelihood(problem: WeightSpaceProblem, *, chunk_size: in
     """The log marginal likelihood, a float64 scalar, from two passes over the data: cost n m^2, memory chunk_size m + m^2.
 
     The second pass sums squared residuals at the posterior mean, to which the result is insensitive in first order; the
-    textbook's difference r^T D^-1 r - h^T P^-1 h loses digits where the noise is small.
+    textbook's difference r^T D^-1 r - h^T P^-1 h loses digits where the noise is small. Raises NonFiniteError for a value
+    that is not finite.
     """
     weights = posterior_weights(problem, chunk_size=chunk_size)
     total = problem.num_data * math.log(2 * math.pi) - weights.log_determinant
@@ -86,4 +87,7 @@ def exact_log_marginal_likelihood(problem: WeightSpaceProblem, *, chunk_size: in
         rest = batch.residual - batch.basis @ weights.mean
         total = total + (rest.square() / batch.noise + batch.noise.log()).sum()
     assert batch is not None
-    return -0.5 * (total + (weights.mean.square() / batch.variances + batch.variances.log()).sum())
+    total = total + (weights.mean.square() / batch.variances + batch.variances.log()).sum()
+    if not torch.isfinite(total):
+        raise NonFiniteError("The log marginal likelihood is not finite: check the size of targets and noise.")
+    return -0.5 * total

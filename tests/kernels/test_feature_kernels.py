@@ -33,7 +33,8 @@ def test_features_are_those_of_the_kernel(name: str, dtype: torch.dtype) -> None
     for left, right in zip(by_features, by_kernel, strict=True):
         torch.testing.assert_close(left, right, rtol=100 * tolerance, atol=100 * tolerance)
     empty = feature_map(kernel)(selected[:0])
-    assert empty.basis.shape == (0, features.basis.shape[-1])
+    assert empty.basis.shape == empty.scaled().shape == (0, features.basis.shape[-1])
+    assert empty.variances.shape == features.variances.shape
 
 
 @pytest.mark.parametrize("name", ["linear", "fourier", "polynomial", "deep"])
@@ -85,6 +86,8 @@ def test_plain_gpytorch_runs_on_a_deep_feature_kernel(base, n: int) -> None:
     torch.testing.assert_close(found.mean, expected, rtol=1e-6, atol=1e-6)
     variance = (whole[n:, n:] - cross @ torch.linalg.solve(noisy, cross.mT)).diagonal()
     torch.testing.assert_close(found.variance, variance, rtol=1e-5, atol=1e-7)
+    with torch.no_grad():
+        assert model(test_x[:0]).mean.shape == (0,)
 
 
 def test_diagonals_and_rectangles() -> None:
@@ -119,9 +122,51 @@ def test_kernels_without_features_are_named(make) -> None:
         gpi.kernels.DeepFeatureKernel(network(), kernel)
 
 
+def test_what_a_kernel_with_features_is_made_of_is_its_own() -> None:
+    class Landmarks(gpi.kernels.FiniteFeatureKernel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = kernels.RBFKernel()
+
+        def features(self, x: Tensor) -> Tensor:
+            return self.inner(x, x.new_zeros(1, x.shape[-1])).to_dense()
+
+    assert has_feature_map(kernels.ScaleKernel(Landmarks()))
+
+
 def test_an_extractor_that_is_no_module() -> None:
     with pytest.raises(TypeError, match="feature_extractor"):
         gpi.kernels.DeepFeatureKernel(None, kernels.LinearKernel())
+
+
+def test_an_extractor_that_loses_a_dimension() -> None:
+    extractor = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(-2))
+    case = feature_case(gpi.kernels.DeepFeatureKernel(extractor, kernels.LinearKernel()))
+    with pytest.raises(ValueError, match=r"\(2, 3\) to \(2,\)"):
+        gpi.mlls.VariationalFeatureMarginalLogLikelihood(case.likelihood, case.model)
+    with pytest.raises(ValueError, match=r"\(40, 3\) to \(40,\)"):
+        case.model(case.x).covariance_matrix  # noqa: B018
+
+
+def test_features_that_are_missing_or_of_other_rows() -> None:
+    class Transposed(gpi.kernels.FiniteFeatureKernel):
+        def features(self, x: Tensor) -> Tensor:
+            return x.mT
+
+    x, _ = data(4)
+    with pytest.raises(ValueError, match=r"Transposed.features .*\(4, 3\) to \(3, 4\)"):
+        feature_map(Transposed())(x)
+    with pytest.raises(NotImplementedError, match=r"must define features\(x\)"):
+        feature_map(gpi.kernels.FiniteFeatureKernel())(x)
+
+
+def test_members_of_a_batch_of_deep_kernels() -> None:
+    base = kernels.LinearKernel(batch_shape=torch.Size([2]))
+    base.raw_variance.data[1] += 1
+    kernel = gpi.kernels.DeepFeatureKernel(network(), base)
+    assert kernel.batch_shape == torch.Size([2])
+    x, _ = data(6, dtype=torch.float32)
+    torch.testing.assert_close(kernel[1](x).to_dense(), kernel(x).to_dense()[1])
 
 
 def test_a_registered_kernel() -> None:

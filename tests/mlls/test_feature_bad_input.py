@@ -70,7 +70,10 @@ def test_tracker_rate_of_a_function() -> None:
     assert_refused(case, mll, ValueError, r"tracker_rate.*2\.0")
 
 
-@pytest.mark.parametrize("options", [{"mu": 0}, {"mu": -1.0}, {"mu": float("nan")}, {"mu": "much"}, {"dual_step": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"mu": 0}, {"mu": -1.0}, {"mu": float("nan")}, {"mu": "much"}, {"mu": None}, {"dual_step": 0}, {"dual_step": [1]}],
+)
 def test_minimax_options(options: dict) -> None:
     case = feature_case(KERNELS["fourier"](), n=30)
     with pytest.raises(ValueError, match=f"{next(iter(options))} must be positive"):
@@ -81,6 +84,14 @@ def test_small_mu_is_told() -> None:
     case = feature_case(KERNELS["fourier"](), n=30)
     with pytest.warns(BiasWarning, match="number of features, 12"):
         gpi.mlls.MinimaxMarginalLogLikelihood(case.likelihood, case.model, mu=1.0)
+
+
+@pytest.mark.parametrize("name", ["include_batch", "centred"])
+@pytest.mark.parametrize("value", [0.5, "no", None])
+def test_flags(name: str, value: object) -> None:
+    case = feature_case(KERNELS["fourier"](), n=30)
+    with pytest.raises(ValueError, match=f"{name} must be True or False, got {value!r}"):
+        MLLS[0](case.likelihood, case.model, **{name: value})
 
 
 def test_update_options() -> None:
@@ -158,17 +169,32 @@ def test_non_finite_hyperparameters_and_losses(method: str) -> None:
     assert torch.isfinite(step)
 
 
-def test_inputs_that_are_not_finite() -> None:
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_inputs_that_are_not_finite(bad: float) -> None:
     case, mll = started()
     x = case.x.clone()
-    x[4, 1] = torch.inf
+    x[4, 1] = bad
     case.model.set_train_data(x, case.y)
     case = Case(case.model, case.likelihood, x, case.y)
-    assert_refused(case, mll, ValueError, r"inputs\[4, 1\] is inf", indices=torch.tensor([2, 4]))
-    with pytest.raises(ValueError, match=r"train_inputs\[4, 1\] is inf"):
+    with gpytorch.settings.debug(False):  # in which NaN is not equal to itself
+        assert_refused(case, mll, ValueError, rf"train_inputs\[4, 1\] is {bad}", indices=torch.tensor([2, 4]))
+    with pytest.raises(ValueError, match=rf"train_inputs\[4, 1\] is {bad}"):
         mll.refresh()
-    with pytest.raises(ValueError, match=r"train_inputs\[4, 1\] is inf"):
+    with pytest.raises(ValueError, match=rf"^inputs must be finite, but inputs\[4, 1\] is {bad}"):
+        mll.exact_value()
+    with pytest.raises(ValueError, match=rf"train_inputs\[4, 1\] is {bad}"):
         MLLS[0](case.likelihood, case.model)
+
+
+def test_features_that_are_not_finite() -> None:
+    class Diverged(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.nan
+
+    case = feature_case(gpi.kernels.DeepFeatureKernel(torch.nn.Identity(), fourier()), n=30)
+    mll = METHODS["natural"](case.likelihood, case.model, batch_size=8, generator=0)
+    case.model.covar_module.feature_extractor = Diverged()
+    assert_refused(case, mll, NonFiniteError, "features are not finite")
 
 
 @pytest.mark.parametrize("bad", [torch.nan, 0.0, -1.0])
@@ -267,20 +293,33 @@ def test_training_states_of_others(method: str) -> None:
         assert all(torch.equal(tensor, state[key]) for key, tensor in mll.training_state().items())
 
 
+def train(case: Case, mll: gpytorch.mlls.MarginalLogLikelihood, parameters: list) -> None:
+    """Some steps of so small a rate that the weights stay near the posterior."""
+    optimizer = torch.optim.SGD(parameters, lr=1e-6)
+    for _ in range(14):
+        optimizer.zero_grad()
+        (-mll(case.model(case.x), case.y)).backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("method", ["gradient", "compositional", "minimax"])
 def test_an_optimiser_that_forgets_the_weights(method: str) -> None:
     case, mll = started(method)
-
-    def train(parameters: list) -> None:
-        optimizer = torch.optim.SGD(parameters, lr=1e-6)
-        for _ in range(14):
-            optimizer.zero_grad()
-            (-mll(case.model(case.x), case.y)).backward()
-            optimizer.step()
-
-    train(list(mll.parameters()))  # no warning
+    train(case, mll, list(mll.parameters()))  # no warning
     with pytest.warns(BiasWarning, match=r"mll\.parameters\(\)"):
-        train(list(case.model.parameters()))
+        train(case, mll, list(case.model.parameters()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_in_evaluation_mode(method: str) -> None:
+    """Such as BoTorch leaves behind; the usual `model.train()` does not reach the marginal log likelihood."""
+    case, mll = started(method)
+    mll.eval()
+    case.model.train()
+    with pytest.warns(BiasWarning, match=r"evaluation mode: call mll\.train\(\)"):
+        train(case, mll, list(mll.parameters()))
+    mll.train()
+    train(case, mll, list(mll.parameters()))  # no warning
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import gpy_iterative as gpi
+from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.weight_space import WeightSpacePosterior
 from tests.mlls.feature_models import KERNELS, feature_case, fixed_noise_case
 from tests.mlls.gaussian_models import Case, Regression, data
@@ -117,6 +118,16 @@ def test_sample_paths_are_functions_with_the_posteriors_moments() -> None:
     assert torch.autograd.grad(paths(point).sum(), point)[0].abs().max() > 0
 
 
+def test_paths_from_inference_mode_are_differentiable_outside() -> None:
+    case = feature_case(KERNELS["deep-fourier"]())
+    with torch.inference_mode():
+        paths = WeightSpacePosterior(case.model, case.likelihood).sample_paths(2)
+        values = paths(case.x[:3])
+    x = case.x[:3].clone().requires_grad_()
+    torch.testing.assert_close(paths(x), values)
+    assert torch.autograd.grad(paths(x).sum(), x)[0].abs().max() > 0
+
+
 def test_bad_input() -> None:
     case = feature_case(KERNELS["fourier"]())
     posterior = WeightSpacePosterior(case.model, case.likelihood)
@@ -130,6 +141,8 @@ def test_bad_input() -> None:
         posterior.sample_paths(0)
     with pytest.raises(ValueError, match="chunk_size"):
         WeightSpacePosterior(case.model, case.likelihood, chunk_size=0)
+    with pytest.raises(UnsupportedLikelihoodError, match=r"BernoulliLikelihood.*IterativeLaplaceGP"):
+        WeightSpacePosterior(case.model, gpytorch.likelihoods.BernoulliLikelihood())
     x, y = data(10)
     model = Regression(None, None, case.likelihood, KERNELS["linear"]()).double()
     with pytest.raises(ValueError, match="training data"):
