@@ -313,6 +313,27 @@ def test_a_failed_step_leaves_no_trace() -> None:
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.parametrize("mll_class", [RFF, SingleSample])
+def test_overflow_is_an_error_and_leaves_no_trace(mll_class: type) -> None:
+    case = rff_case(dtype=torch.float32)
+    mll = mll_class(case.likelihood, case.model, **({"num_frequencies": 10} if mll_class is RFF else GRID))
+    before = mll.training_state()
+    with pytest.raises(gpi.errors.NonFiniteError, match="not finite"):
+        mll(case.model(case.x), 1e25 * case.y)
+    after = mll.training_state()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("mll_class", [RFF, SingleSample])
+def test_second_derivatives_are_refused(mll_class: type) -> None:
+    case = rff_case()
+    mll = mll_class(case.likelihood, case.model, **({"num_frequencies": 10} if mll_class is RFF else GRID))
+    value = mll(case.model(case.x), case.y)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(value, list(case.model.parameters()), create_graph=True)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
