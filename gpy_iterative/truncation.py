@@ -16,7 +16,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_fraction
 
 #: Below this argument the two functions of `_geometric_*` are taken from their power series, exact to rounding.
 SERIES_BELOW = 0.02
@@ -184,6 +184,30 @@ def within(truncation: Truncation, num_rows: int, dtype: torch.dtype) -> Truncat
     return truncation.within(num_rows, dtype) if isinstance(truncation, ExponentialTruncation) else truncation
 
 
+def check_truncation(truncation: object) -> None:
+    """Raises TypeError unless it is an object, and no class, with the methods of a Truncation."""
+    if isinstance(truncation, type) or not isinstance(truncation, Truncation):
+        raise TypeError(
+            "truncation must be an object with the methods log_survival and sample, got "
+            f"{truncation!r} of type {type(truncation).__name__}. gpy_iterative.truncation.ExponentialTruncation() is one."
+        )
+
+
+def draw_stops(truncation: Truncation, size: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Independent draws of J, [*size] on the CPU.
+
+    Raises:
+        ValueError: a sampler that answers with another number of draws.
+    """
+    stops = truncation.sample(size, generator)
+    if tuple(stops.shape) != tuple(size):
+        raise ValueError(
+            f"{type(truncation).__name__}.sample must return draws of the size that it is asked for, {tuple(size)}, got "
+            f"{tuple(stops.shape)}: two sums must not share a draw."
+        )
+    return stops.cpu()
+
+
 def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
     """The logarithms of S_j for j = 1, ..., the largest of the draws `stops`.
 
@@ -191,7 +215,9 @@ def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
         ValueError: draws that are no positive integers, or a survival function that contradicts them.
     """
     name = type(truncation).__name__
-    if stops.dtype != torch.int64 or stops.numel() == 0 or int(stops.min()) < 1:
+    if not stops.numel():
+        return torch.zeros(0, dtype=torch.float64)
+    if stops.dtype != torch.int64 or int(stops.min()) < 1:
         raise ValueError(f"{name}.sample must return int64 draws of at least 1, got {stops.dtype}: {stops.tolist()}.")
     table = truncation.log_survival(torch.arange(1, int(stops.max()) + 1)).double().cpu()
     wrong = ~torch.isfinite(table) | (table > torch.cat([table.new_zeros(1), table[:-1]]) + 1e-12)
@@ -253,8 +279,7 @@ class AutomaticTruncation:
     def __post_init__(self) -> None:
         if not 0 < self.max_rate < math.inf:
             raise ValueError(f"max_rate must be positive and finite, got {self.max_rate}.")
-        if not 0 < self.tail < 1:
-            raise ValueError(f"tail must lie between 0 and 1, got {self.tail}.")
+        check_fraction("tail", self.tail)
         least = 1 + _geometric_mean(self.max_rate)
         if self.budget is not None and not least <= self.budget < math.inf:
             raise ValueError(

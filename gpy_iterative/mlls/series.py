@@ -23,7 +23,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_instance
+from gpy_iterative.checks import check_fraction, check_instance
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood
 from gpy_iterative.mlls.estimates import DensityEstimate
@@ -39,7 +39,15 @@ from gpy_iterative.solvers import (
     krylov_logarithm_terms,
 )
 from gpy_iterative.spectral import Draws, draws_under
-from gpy_iterative.truncation import AutomaticTruncation, Truncation, decay_rate, survival_table, within
+from gpy_iterative.truncation import (
+    AutomaticTruncation,
+    Truncation,
+    check_truncation,
+    decay_rate,
+    draw_stops,
+    survival_table,
+    within,
+)
 
 Value = Literal["unbiased", "truncated"] | None
 
@@ -78,16 +86,13 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
     ) -> None:
-        if not isinstance(truncation, (Truncation, AutomaticTruncation)):
-            raise TypeError(
-                f"truncation must have the methods log_survival and sample, got {type(truncation).__name__}. "
-                "gpy_iterative.truncation.ExponentialTruncation is one that has."
-            )
+        if not isinstance(truncation, AutomaticTruncation):
+            check_truncation(truncation)
         if value not in (*get_args(get_args(Value)[0]), None):
             raise ValueError(f"value must be 'unbiased', 'truncated' or None, got {value!r}.")
         check_instance("preconditioner", preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
-        if tolerance is not None and not 0 < tolerance < 1:
-            raise ValueError(f"tolerance must lie between 0 and 1, got {tolerance}.")
+        if tolerance is not None:
+            check_fraction("tolerance", tolerance)
         if not resample and isinstance(truncation, AutomaticTruncation):
             raise ValueError(
                 "resample=False freezes the draws, which AutomaticTruncation redistributes every step: give an "
@@ -153,11 +158,11 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
     def _draw(self, operator: LinearOperator, truncation: Truncation) -> Draws:
         batch, generator = operator.batch_shape, self._state.generator
-        target_stops = truncation.sample((*batch, self.num_truncations), generator)
+        target_stops = draw_stops(truncation, (*batch, self.num_truncations), generator)
         if self.shares_truncation:
             probe_stops = target_stops[..., :1].expand(*batch, self.probes.num_probes).clone()
         else:
-            probe_stops = truncation.sample((*batch, self.probes.num_probes), generator)
+            probe_stops = draw_stops(truncation, (*batch, self.probes.num_probes), generator)
         probes = self.probes.draw(operator, None, generator)
         drawn = {f"probes.{name}": tensor for name, tensor in probes.items()}
         return {"target_stops": target_stops, "probe_stops": probe_stops} | drawn

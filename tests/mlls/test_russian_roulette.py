@@ -467,6 +467,8 @@ def test_masked_targets_are_dropped() -> None:
         ({"value": "exact"}, ValueError, "exact"),
         ({"tolerance": 0.0}, ValueError, r"0\.0"),
         ({"truncation": 80}, TypeError, r"int.*ExponentialTruncation"),
+        ({"truncation": ExponentialTruncation}, TypeError, "an object.*class.*ExponentialTruncation"),
+        ({"truncation": AutomaticTruncation}, TypeError, "AutomaticTruncation"),
         ({"truncation": AutomaticTruncation(), "resample": False}, ValueError, "resample=False"),
     ],
 )
