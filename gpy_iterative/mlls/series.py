@@ -102,6 +102,10 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if preconditioner is not None:
             # P in the probes and in the recurrence is one matrix; its diagonal is the noise.
             probes = Preconditioned(num_probes=num_probes, rank=preconditioner.rank, correct_diagonal=False)
+        distribution = f"{probes!r}, {num_truncations} truncations, {'shared' if shares_truncation else 'independent'}"
+        if not resample:  # kept draws have the weights of the distribution that they come from
+            name = truncation if dataclasses.is_dataclass(truncation) else type(truncation).__qualname__
+            distribution += f", frozen draws of {name}"
         super().__init__(
             likelihood,
             model,
@@ -109,7 +113,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             warm_start=False,
             products=products,
             generator=generator,
-            distribution=f"{probes!r}, {num_truncations} truncations, {'shared' if shares_truncation else 'independent'}",
+            distribution=distribution,
         )
         self.probes = probes
         self.truncation = truncation

@@ -100,7 +100,10 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             solver=solver,
             products=products,
             generator=generator,
-            distribution=f"a single sample from {min_frequencies} frequencies on, in steps of {frequency_step}",
+            distribution=(
+                f"a single sample from {min_frequencies} to {max_frequencies or 'half of the data'} frequencies in steps "
+                f"of {frequency_step}, {'exact' if exact_last else 'features'} in the end"
+            ),
         )
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
         self.probabilities, self.exact_last, self._adapts = probabilities, exact_last, adapts

@@ -272,6 +272,14 @@ def test_redraw_freeze_resume_and_global_generator() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_draws_of_another_grid_are_refused() -> None:
+    case = rff_case()
+    state = SingleSample(case.likelihood, case.model, **GRID).training_state()
+    for options in ({"max_frequencies": 10}, {"exact_last": False}):
+        with pytest.raises(ValueError, match="a single sample"):
+            SingleSample(case.likelihood, case.model, **(GRID | options)).load_training_state(state)
+
+
 def test_predictions_are_those_of_the_kernel() -> None:
     case = rff_case()
     mll = RFF(case.likelihood, case.model, num_frequencies=5, generator=0)

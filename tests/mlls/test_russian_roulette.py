@@ -368,6 +368,17 @@ def test_frozen_draws_make_a_smooth_function() -> None:
     assert first != second
 
 
+def test_frozen_draws_of_another_truncation_are_refused() -> None:
+    case, other = smooth_case(), ExponentialTruncation(20, 0.5)
+    frozen = roulette(case, resample=False)
+    frozen(case.model(case.x), case.y)
+    roulette(case, resample=False).load_training_state(frozen.training_state())
+    with pytest.raises(ValueError, match=r"min_steps=6.*min_steps=20"):
+        roulette(case, resample=False, truncation=other).load_training_state(frozen.training_state())
+    # Where every step draws anew, the truncation may change on the way.
+    roulette(case, truncation=other).load_training_state(roulette(case).training_state())
+
+
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.VarianceWarning")
 def test_a_failed_step_leaves_no_trace() -> None:
     for resample in (True, False):
