@@ -18,6 +18,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.linear_operators import KernelProducts, KernelTerm, NoisyLinearOperator, kernel_terms
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood
@@ -96,15 +97,12 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         likelihood: Likelihood,
         model: ExactGP,
         *,
-        max_frequencies: int | None,
         resample: bool,
         solver: Solver | None,
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
         distribution: str,
     ) -> None:
-        if max_frequencies is not None:
-            RandomFourierFeatures(max_frequencies)  # validates
         super().__init__(
             likelihood,
             model,
@@ -114,7 +112,7 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             generator=generator,
             distribution=distribution,
         )
-        self.max_frequencies, self.resample = max_frequencies, resample
+        self.resample = resample
 
     @abstractmethod
     def _draw(self, num_data: int) -> tuple[int, Draws]:
@@ -203,10 +201,10 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         products: KernelProducts | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
+        check_count("num_frequencies", num_frequencies)
         super().__init__(
             likelihood,
             model,
-            max_frequencies=num_frequencies,
             resample=resample,
             solver=solver,
             products=products,

@@ -79,6 +79,8 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     ) -> None:
         check_count("min_frequencies", min_frequencies)
         check_count("frequency_step", frequency_step)
+        if max_frequencies is not None:
+            check_count("max_frequencies", max_frequencies)
         second = min_frequencies + frequency_step
         if max_frequencies is not None and max_frequencies < second:
             raise ValueError(
@@ -87,7 +89,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             )
         if isinstance(probabilities, Tensor):
             _check_probabilities(probabilities)
-        elif probabilities not in ("inverse", "adaptive"):
+        elif not isinstance(probabilities, str) or probabilities not in ("inverse", "adaptive"):
             raise ValueError(f"probabilities must be 'inverse', 'adaptive' or a tensor, got {probabilities!r}.")
         adapts = isinstance(probabilities, str) and probabilities == "adaptive"
         if not resample and adapts:
@@ -95,7 +97,6 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         super().__init__(
             likelihood,
             model,
-            max_frequencies=max_frequencies,
             resample=resample,
             solver=solver,
             products=products,
@@ -106,6 +107,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             ),
         )
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
+        self.max_frequencies = max_frequencies
         self.probabilities, self.exact_last, self._adapts = probabilities, exact_last, adapts
 
     def _grid(self, num_data: int) -> Tensor:

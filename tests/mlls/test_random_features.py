@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import gpytorch
+import numpy as np
 import pytest
 import torch
 from gpytorch import kernels
@@ -348,7 +349,10 @@ def test_second_derivatives_are_refused(mll_class: type) -> None:
         ({"min_frequencies": 0}, "min_frequencies.*0"),
         ({"frequency_step": 0}, "frequency_step.*0"),
         ({"max_frequencies": 5}, "5.*increment"),
-        ({"max_frequencies": 0}, "0"),
+        ({"max_frequencies": 0}, "max_frequencies.*0"),
+        ({"max_frequencies": 12.5}, r"max_frequencies.*12\.5"),
+        ({"max_frequencies": "13"}, "max_frequencies.*'13'"),
+        ({"probabilities": np.full(3, 1 / 3)}, "tensor, got array"),
         ({"probabilities": "equal"}, "equal"),
         ({"probabilities": torch.tensor([0.5, 0.0, 0.5])}, "positive"),
         ({"probabilities": torch.tensor([0.5, 0.2])}, r"sum to 1, got 0\.7"),
