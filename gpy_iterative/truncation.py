@@ -261,7 +261,7 @@ class AutomaticTruncation:
     The current draw plays no part in the choice: a truncation that looked at its own series would be biased.
 
     Args:
-        start: for the first step, and for the first one after the data have changed.
+        start: for the first step, and for the first one after the number of data has changed.
         max_rate: the rate is log(rho), of terms that fall as rho^-j, and at most this.
         tail: the first steps that are always taken leave this part of the sum of squared norms. At rate log(rho) the
             relative standard deviation is then about sqrt(tail).

@@ -46,7 +46,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             increments that earlier steps saw, begins with a share of 0.4 for the exact term, and never looks at the current
             step; or a tensor with one for every k >= 1.
         exact_last: the last log likelihood of the grid is replaced by the exact one, a dense Cholesky factor of O(n^3).
-            False is unbiased for the likelihood of max_frequencies features.
+            False is unbiased for the likelihood of the last number of frequencies on the grid.
         resample: False keeps frequencies and increment of the first step.
         solver: of predictions, which are of the kernel itself; None is Cholesky up to 3,000 data, and beyond conjugate
             gradients to 1e-4.
