@@ -269,6 +269,7 @@ class AutomaticTruncation:
 
     Raises:
         ValueError: an option outside its range.
+        TypeError: a start of another kind.
     """
 
     start: ExponentialTruncation = ExponentialTruncation()
@@ -277,6 +278,8 @@ class AutomaticTruncation:
     budget: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.start, ExponentialTruncation):
+            raise TypeError(f"start must be an ExponentialTruncation, got {self.start!r}.")
         if not 0 < self.max_rate < math.inf:
             raise ValueError(f"max_rate must be positive and finite, got {self.max_rate}.")
         check_fraction("tail", self.tail)

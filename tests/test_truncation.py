@@ -207,3 +207,5 @@ def test_other_options_outside_their_range() -> None:
     for options in ({"max_rate": 0.0}, {"tail": 1.0}, {"budget": 5.0}, {"budget": math.inf}):
         with pytest.raises(ValueError, match=next(iter(options))):
             AutomaticTruncation(**options)
+    with pytest.raises(TypeError, match=r"start.*FixedTruncation"):
+        AutomaticTruncation(start=FixedTruncation(80))
