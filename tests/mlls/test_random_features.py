@@ -68,6 +68,18 @@ def test_small_noise_in_float32() -> None:
     assert abs(float(found / expected) - 1) < 1e-5
 
 
+@pytest.mark.parametrize("columns", [56, 60])
+def test_float32_keeps_its_digits_where_almost_all_data_are_explained(columns: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    features, residual = (torch.randn(*shape, generator=generator) for shape in ((60, columns), (60,)))
+    noise, index, scale = torch.full((60,), 1e-6), torch.arange(columns), torch.ones(columns, dtype=torch.float64)
+    expected = FeatureDensity(features.double(), noise.double(), residual.double()).term(index, scale)
+    found = FeatureDensity(features, noise, residual).term(index, scale)
+    for name in ("value", "by_features", "by_noise", "by_residual"):
+        ours, theirs = getattr(found, name).double(), getattr(expected, name)
+        assert (ours - theirs).norm() < 1e-6 * theirs.norm(), name
+
+
 def rff_case(n: int = 30, dtype: torch.dtype = torch.float64) -> Case:
     return regression(kernels.ScaleKernel(kernels.MaternKernel(nu=1.5, ard_num_dims=3)), n=n, dtype=dtype)
 
