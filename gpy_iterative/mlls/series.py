@@ -158,7 +158,9 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if not isinstance(self.truncation, AutomaticTruncation):
             return self.truncation
         seen = self._state.kept_draws("decay") if self._state.shape == operator.shape else None
-        return self.truncation.start if seen is None else self.truncation.choose(seen["energies"].cpu())
+        if seen is None or not seen["energies"].any():  # a residual of zero shows no decay
+            return self.truncation.start
+        return self.truncation.choose(seen["energies"].cpu())
 
     def _draw(self, operator: LinearOperator, truncation: Truncation) -> Draws:
         batch, generator = operator.batch_shape, self._state.generator

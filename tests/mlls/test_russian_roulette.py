@@ -275,6 +275,10 @@ def test_automatic_truncation_follows_the_last_step_alone() -> None:
         fresh.load_training_state({**state, "generator": torch.Generator().manual_seed(seed).get_state()})
         fresh(case.model(case.x), case.y)
         assert fresh.report.truncation.truncation == chosen.within(60, torch.float64)
+    # Targets that are the mean have no decay to show.
+    mll(case.model(case.x), case.model.mean_module(case.x).detach())
+    mll(case.model(case.x), case.y)
+    assert mll.report.truncation.truncation.min_steps == 80
     x, y = data(50)
     case.model.set_train_data(x, y, strict=False)
     mll(case.model(x), y)
