@@ -136,6 +136,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         probes = self.probes.probes(operator, None, draws_under("probes", draws))
         target_stops = draws["target_stops"]
         probe_stops = draws["probe_stops"]
+        self._check_stops(target_stops, probe_stops, operator.batch_shape)
         table = survival_table(truncation, torch.cat([target_stops.reshape(-1), probe_stops.reshape(-1)]))
         batch = operator.batch_shape
         members = []
@@ -172,6 +173,17 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         probes = self.probes.draw(operator, None, generator)
         drawn = {f"probes.{name}": tensor for name, tensor in probes.items()}
         return {"target_stops": target_stops, "probe_stops": probe_stops} | drawn
+
+    def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
+        """ValueError for draws that were put into a training state in another number: one alone would be squared."""
+        for name, stops, count in (
+            ("series.target_stops", target_stops, self.num_truncations),
+            ("series.probe_stops", probe_stops, self.probes.num_probes),
+        ):
+            if tuple(stops.shape) != (*batch, count):
+                raise ValueError(
+                    f"{name} of the training state must have the shape {(*batch, count)}, got {tuple(stops.shape)}."
+                )
 
     def _member(
         self,
