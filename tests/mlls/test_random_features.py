@@ -285,6 +285,15 @@ def test_redraw_freeze_resume_and_global_generator() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_outputscale_that_underflows_to_zero(dtype: torch.dtype) -> None:
+    case = rff_case(dtype=dtype)
+    case.model.covar_module.raw_outputscale.data.fill_(-1e4)
+    _, gradients = value_and_gradients(RFF(case.likelihood, case.model, num_frequencies=10, generator=0), case)
+    assert len(gradients) == 4
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
+
+
 def test_draws_of_another_grid_are_refused() -> None:
     case = rff_case()
     state = SingleSample(case.likelihood, case.model, **GRID).training_state()
