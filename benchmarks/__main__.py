@@ -52,7 +52,8 @@ def _compare(case: str, names: list[str], **options: Any) -> dict[str, Outcome]:
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     table = Table(title=title)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        # Folded where the console is narrow: a figure must not lose its digits.
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.print(table)
@@ -313,6 +314,12 @@ def truncation_table(
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """RMSE and NLL by the protocol of Potapczynski et al. 2021, beside theirs. Goes on where it was interrupted."""
+    for option, given, known in (
+        ("dataset", dataset, table_module.PUBLISHED),
+        ("method", method, table_module.METHODS),
+    ):
+        if unknown := set(given or ()) - set(known):
+            raise typer.BadParameter(f"{option} must be one of {', '.join(known)}, got {', '.join(sorted(unknown))}.")
     progress = table_module.Progress()
     shown = []
     for name in dataset or list(table_module.PUBLISHED):

@@ -33,3 +33,9 @@ def check_finite(name: str, tensor: Tensor) -> None:
     if not finite.all():
         index = tuple((~finite).nonzero()[0].tolist())
         raise ValueError(f"{name} must be finite, but {name}{list(index)} is {tensor[index].item()}.")
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Raises ValueError unless the value lies between 0 and 1."""
+    if not 0 < value < 1:
+        raise ValueError(f"{name} must lie between 0 and 1, got {value}.")

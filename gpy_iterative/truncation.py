@@ -16,7 +16,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_fraction
 
 #: Below this argument the two functions of `_geometric_*` are taken from their power series, exact to rounding.
 SERIES_BELOW = 0.02
@@ -84,19 +84,21 @@ class ExponentialTruncation:
                 this.
 
         Raises:
-            ValueError: a condition number below 1, or a budget too small for the rate that it asks for.
+            ValueError: an option outside its range, or a budget too small for the rate that the condition number asks for.
         """
         if not 1 <= condition_number < math.inf:
             raise ValueError(f"condition_number must be finite and at least 1, got {condition_number}.")
         if not 0 < max_rate < math.inf:
             raise ValueError(f"max_rate must be positive and finite, got {max_rate}.")
+        if not 1 <= budget < math.inf:
+            raise ValueError(f"budget must be finite and at least 1, got {budget}.")
         root = math.sqrt(condition_number)
         rate = max_rate if root == 1 else min(max_rate, math.log1p(2 / (root - 1)))
-        min_steps = round(budget - 1 / math.expm1(rate))
+        min_steps = round(budget - _geometric_mean(rate))
         if min_steps < 1:
             raise ValueError(
                 f"A budget of {budget} steps is too small for a condition number of {condition_number:g}, whose rate "
-                f"{rate:.3g} takes {1 + 1 / math.expm1(rate):.0f} steps: raise it, or take a better preconditioner."
+                f"{rate:.3g} takes {1 + _geometric_mean(rate):.0f} steps: raise it, or take a better preconditioner."
             )
         return cls(min_steps, rate)
 
@@ -135,24 +137,25 @@ class ExponentialTruncation:
 
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
         """Independent draws of J, int64 [*size] on the CPU, by inversion of the survival function."""
-        uniform = 1 - torch.rand(tuple(size), generator=generator, device=generator.device, dtype=torch.float64).cpu()
+        uniform = torch.rand(tuple(size), generator=generator, device=generator.device, dtype=torch.float64).cpu()
         if self.rate == 0:
-            beyond = (1 - uniform) * self._support
+            beyond = uniform * self._support
         else:
-            beyond = -torch.log(uniform + (1 - uniform) * math.exp(-self.rate * self._support)) / self.rate
+            # Not the logarithm of a sum near one, which for a tiny rate is zero or rounding noise.
+            beyond = -torch.log1p(uniform * math.expm1(-self.rate * self._support)) / self.rate
         return self.min_steps + beyond.floor().clamp(0, self._support - 1).long()
 
     def mean(self) -> float:
         """E[J], in closed form: 99.5 for min_steps 80 and rate 0.05."""
         if self.max_steps is None:
-            return self.min_steps + 1 / math.expm1(self.rate)
+            return self.min_steps + _geometric_mean(self.rate)
         ends = self._support * _geometric_mean_excess(self.rate * self._support)
         return self.min_steps + _geometric_mean_excess(self.rate) - ends
 
     def std(self) -> float:
         """The standard deviation of J, in closed form: about 1 / rate."""
         if self.max_steps is None:
-            return 1 / (2 * math.sinh(self.rate / 2))
+            return math.exp(-self.rate / 2) / -math.expm1(-self.rate)
         ends = self._support**2 * _geometric_variance_excess(self.rate * self._support)
         return math.sqrt(max(_geometric_variance_excess(self.rate) - ends, 0.0))
 
@@ -181,6 +184,30 @@ def within(truncation: Truncation, num_rows: int, dtype: torch.dtype) -> Truncat
     return truncation.within(num_rows, dtype) if isinstance(truncation, ExponentialTruncation) else truncation
 
 
+def check_truncation(truncation: object) -> None:
+    """Raises TypeError unless it is an object, and no class, with the methods of a Truncation."""
+    if isinstance(truncation, type) or not isinstance(truncation, Truncation):
+        raise TypeError(
+            "truncation must be an object with the methods log_survival and sample, got "
+            f"{truncation!r} of type {type(truncation).__name__}. gpy_iterative.truncation.ExponentialTruncation() is one."
+        )
+
+
+def draw_stops(truncation: Truncation, size: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Independent draws of J, [*size] on the CPU.
+
+    Raises:
+        ValueError: a sampler that answers with another number of draws.
+    """
+    stops = truncation.sample(size, generator)
+    if tuple(stops.shape) != tuple(size):
+        raise ValueError(
+            f"{type(truncation).__name__}.sample must return draws of the size that it is asked for, {tuple(size)}, got "
+            f"{tuple(stops.shape)}: two sums must not share a draw."
+        )
+    return stops.cpu()
+
+
 def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
     """The logarithms of S_j for j = 1, ..., the largest of the draws `stops`.
 
@@ -188,7 +215,9 @@ def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
         ValueError: draws that are no positive integers, or a survival function that contradicts them.
     """
     name = type(truncation).__name__
-    if stops.dtype != torch.int64 or stops.numel() == 0 or int(stops.min()) < 1:
+    if not stops.numel():
+        return torch.zeros(0, dtype=torch.float64)
+    if stops.dtype != torch.int64 or int(stops.min()) < 1:
         raise ValueError(f"{name}.sample must return int64 draws of at least 1, got {stops.dtype}: {stops.tolist()}.")
     table = truncation.log_survival(torch.arange(1, int(stops.max()) + 1)).double().cpu()
     wrong = ~torch.isfinite(table) | (table > torch.cat([table.new_zeros(1), table[:-1]]) + 1e-12)
@@ -232,7 +261,7 @@ class AutomaticTruncation:
     The current draw plays no part in the choice: a truncation that looked at its own series would be biased.
 
     Args:
-        start: for the first step, and for the first one after the data have changed.
+        start: for the first step, and for the first one after the number of data has changed.
         max_rate: the rate is log(rho), of terms that fall as rho^-j, and at most this.
         tail: the first steps that are always taken leave this part of the sum of squared norms. At rate log(rho) the
             relative standard deviation is then about sqrt(tail).
@@ -240,6 +269,7 @@ class AutomaticTruncation:
 
     Raises:
         ValueError: an option outside its range.
+        TypeError: a start of another kind.
     """
 
     start: ExponentialTruncation = ExponentialTruncation()
@@ -248,14 +278,16 @@ class AutomaticTruncation:
     budget: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.start, ExponentialTruncation):
+            raise TypeError(f"start must be an ExponentialTruncation, got {self.start!r}.")
         if not 0 < self.max_rate < math.inf:
             raise ValueError(f"max_rate must be positive and finite, got {self.max_rate}.")
-        if not 0 < self.tail < 1:
-            raise ValueError(f"tail must lie between 0 and 1, got {self.tail}.")
-        if self.budget is not None and not self.budget >= 1 + 1 / math.expm1(self.max_rate):
+        check_fraction("tail", self.tail)
+        least = 1 + _geometric_mean(self.max_rate)
+        if self.budget is not None and not least <= self.budget < math.inf:
             raise ValueError(
-                f"budget must be at least {1 + 1 / math.expm1(self.max_rate):.1f}, the expected number of steps at "
-                f"max_rate = {self.max_rate}, got {self.budget}."
+                f"budget must be finite and at least {least:.1f}, the expected number of steps at max_rate = "
+                f"{self.max_rate}, got {self.budget}; None is no bound."
             )
 
     def choose(self, energies: Tensor) -> ExponentialTruncation:
@@ -272,14 +304,14 @@ class AutomaticTruncation:
             rate = max(rate, math.log1p(1 / (self.budget - 1)))
         min_steps = min(self._steps_to_tail(energies, decay), 2 * len(energies))
         if self.budget is not None:
-            min_steps = min(min_steps, max(1, math.floor(self.budget - 1 / math.expm1(rate))))
+            min_steps = min(min_steps, max(1, math.floor(self.budget - _geometric_mean(rate))))
         return ExponentialTruncation(min_steps, rate, self.start.max_steps and max(self.start.max_steps, min_steps))
 
     def _steps_to_tail(self, energies: Tensor, decay: float) -> int:
         """The first j after which at most `tail` of the sum is left; a geometric rest continues what was seen."""
         if decay <= 0:
             return 2 * len(energies)
-        rest = float(energies[-1]) / math.expm1(2 * decay) if decay < math.inf else 0.0
+        rest = float(energies[-1]) * _geometric_mean(2 * decay)
         after = energies.flip(0).cumsum(0).flip(0) - energies + rest
         allowed = self.tail * (float(energies.sum()) + rest)
         enough = (after <= allowed).nonzero()
@@ -306,11 +338,16 @@ def decay_rate(energies: Tensor) -> float:
     return -float((steps * half).sum() / steps.square().sum())
 
 
+def _geometric_mean(x: float) -> float:
+    """1 / (e^x - 1), the mean of a geometric distribution on 0, 1, ...; e^x itself may be infinite."""
+    return math.exp(-x) / -math.expm1(-x)
+
+
 def _geometric_mean_excess(x: float) -> float:
     """1 / (e^x - 1) - 1 / x: the mean of a geometric distribution less that of an exponential one."""
     if x < SERIES_BELOW:
         return -1 / 2 + x / 12 - x**3 / 720 + x**5 / 30240
-    return (math.exp(-x) / -math.expm1(-x)) - 1 / x
+    return _geometric_mean(x) - 1 / x
 
 
 def _geometric_variance_excess(x: float) -> float:

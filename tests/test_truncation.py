@@ -102,6 +102,20 @@ def test_sampler_follows_the_distribution(setting: tuple) -> None:
     assert abs(draws.double().mean() - truncation.mean()) < 4 * truncation.std() / size**0.5
 
 
+def test_rates_at_the_ends_of_their_range() -> None:
+    """One that is all but zero gives the uniform distribution, a huge one no steps beyond the minimum."""
+    tiny, uniform = ExponentialTruncation(3, 1e-18, 12), ExponentialTruncation(3, 0.0, 12)
+    draws = [t.sample((1000,), torch.Generator().manual_seed(0)) for t in (tiny, uniform)]
+    assert torch.equal(*draws)
+    assert tiny.mean() == pytest.approx(uniform.mean())
+    for steep in (ExponentialTruncation(3, 2000.0), ExponentialTruncation(3, 2000.0, 12)):
+        assert [steep.mean(), steep.expected_max(5)] == pytest.approx([3, 3])
+        assert steep.std() == pytest.approx(0, abs=1e-9)
+        assert (steep.sample((10,), torch.Generator().manual_seed(0)) == 3).all()
+    chosen = AutomaticTruncation(max_rate=2000.0, budget=9).choose(torch.ones(2))
+    assert chosen == ExponentialTruncation(2, 2000.0)
+
+
 def test_equal_generators_give_equal_draws_and_the_global_one_is_left_alone() -> None:
     before = torch.random.get_rng_state()
     first, second = (ExponentialTruncation().sample((5,), torch.Generator().manual_seed(3)) for _ in range(2))
@@ -129,6 +143,9 @@ def test_for_condition_number() -> None:
         ExponentialTruncation.for_condition_number(0.5, budget=100)
     with pytest.raises(ValueError, match=r"budget of 30.*preconditioner"):
         ExponentialTruncation.for_condition_number(1e4, budget=30)
+    for budget in (0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"budget must be.*{budget}"):
+            ExponentialTruncation.for_condition_number(100, budget=budget)
 
 
 def test_fixed_truncation() -> None:
@@ -187,6 +204,8 @@ def test_other_options_outside_their_range() -> None:
         FixedTruncation(0)
     with pytest.raises(ValueError, match="count"):
         ExponentialTruncation().expected_max(0)
-    for options in ({"max_rate": 0.0}, {"tail": 1.0}, {"budget": 5.0}):
+    for options in ({"max_rate": 0.0}, {"tail": 1.0}, {"budget": 5.0}, {"budget": math.inf}):
         with pytest.raises(ValueError, match=next(iter(options))):
             AutomaticTruncation(**options)
+    with pytest.raises(TypeError, match=r"start.*FixedTruncation"):
+        AutomaticTruncation(start=FixedTruncation(80))

@@ -363,7 +363,7 @@ def observed_data(function_dist: MultivariateNormal, target: Tensor) -> Tensor |
         ValueError: under "fill", targets that are NaN in some members of a batch and present in others.
     """
     policy = gpytorch.settings.observation_nan_policy.value()
-    if policy == "ignore":
+    if policy == "ignore" or not target.numel():
         return None
     present = ~torch.isnan(flat_targets(function_dist, target))
     present = present.reshape(-1, present.shape[-1])

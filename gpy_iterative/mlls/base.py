@@ -34,7 +34,7 @@ from gpy_iterative.mlls.estimates import DensityEstimate, Estimate, advice, exac
 from gpy_iterative.mlls.progress import Progress, SolveBar
 from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
 from gpy_iterative.mlls.training_state import TrainingState, make_generator
-from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood
+from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood, check_not_empty
 from gpy_iterative.prediction import PathwisePosterior, check_inputs
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
 from gpy_iterative.solvers import (
@@ -115,6 +115,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         check_hyperparameters(self.model)
         num_data = function_dist.event_shape.numel()
         observed = observed_data(function_dist, target)
+        check_not_empty(num_data if observed is None else int(observed.sum()))
         operator = noisy_operator(
             self.likelihood,
             function_dist,

@@ -89,12 +89,17 @@ class DensityEstimate:
         return surrogate(operator, self.value, self.left, self.right, self.weights, residual)
 
     def __post_init__(self) -> None:
-        for name, tensor in (("value", self.value), ("solve for y - mean", self.weights)):
-            if not torch.isfinite(tensor).all():
-                raise NonFiniteError(
-                    f"The log marginal likelihood's {name} is not finite: data or hyperparameters are too large for "
-                    f"{tensor.dtype}. Standardise the targets, bound the hyperparameters, or use float64."
-                )
+        check_estimated("value", self.value)
+        check_estimated("solve for y - mean", self.weights)
+
+
+def check_estimated(name: str, tensor: Tensor) -> None:
+    """NonFiniteError where a part of an estimate is not finite."""
+    if not torch.isfinite(tensor).all():
+        raise NonFiniteError(
+            f"The log marginal likelihood's {name} is not finite: data or hyperparameters are too large for "
+            f"{tensor.dtype}. Standardise the targets, bound the hyperparameters, or use float64."
+        )
 
 
 def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky) -> DensityEstimate:

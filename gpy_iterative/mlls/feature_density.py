@@ -69,26 +69,34 @@ class FeatureDensity:
         inner = gram + torch.eye(len(columns), dtype=gram.dtype, device=gram.device)
         lower = _factor(inner)
         weighted = self._weighted[..., columns] * scale.to(self._weighted)
-        whitened = (self._residual / self._root).double()
-        projected = (weighted.mT @ whitened.to(weighted).unsqueeze(-1)).double()
+        whitened = (self._residual.double() / self._root.double()).unsqueeze(-1)
+        # In float64: where few data are left unexplained, what is left is a small difference.
+        parts = zip(weighted.split(CHUNK, dim=-2), whitened.split(CHUNK, dim=-2), strict=True)
+        projected = sum(rows.mT.double() @ part for rows, part in parts)
         coefficients = torch.cholesky_solve(projected, lower)
-        # Two squares: r^T D^-1 r less the explained part would cancel in float32.
-        rest = whitened - (weighted @ coefficients.to(weighted)).squeeze(-1).double()
+        inverse = torch.cholesky_inverse(lower)
+        solved, explained, fitted = [], [], []
+        for rows in weighted.split(CHUNK, dim=-2):
+            exact = rows.double()
+            part = exact @ inverse
+            solved.append(part.to(weighted))
+            explained.append((part * exact).sum(-1))
+            fitted.append(exact @ coefficients)
+        # Two squares: r^T D^-1 r less the explained part would cancel.
+        rest = (whitened - torch.cat(fitted, dim=-2)).squeeze(-1)
         quadratic = rest.square().sum(-1) + coefficients.square().sum((-2, -1))
         logdet = 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum(-1) + self._noise.double().log().sum(-1)
 
-        inverse = torch.cholesky_inverse(lower)
-        solved = torch.cat([(rows.double() @ inverse).to(weighted) for rows in weighted.split(CHUNK, dim=-2)], dim=-2)
         root = self._root.unsqueeze(-1)
         outer = rest.to(weighted).unsqueeze(-1) * coefficients.mT.to(weighted)
-        explained = (solved * weighted).sum(-1)
-        weights = rest.to(weighted) / self._root
+        weights = rest / self._root.double()
+        by_noise = 0.5 * (weights.square() - (1 - torch.cat(explained, dim=-1)) / self._noise.double())
         return FeatureDensityTerm(
             value=-0.5 * (quadratic + logdet + self._size * math.log(2 * math.pi)),
             columns=columns,
-            by_features=(outer - solved) / root * scale.to(weighted),
-            by_noise=0.5 * (weights.square() - (1 - explained) / self._noise),
-            by_residual=-weights,
+            by_features=(outer - torch.cat(solved, dim=-2)) / root * scale.to(weighted),
+            by_noise=by_noise.to(weighted),
+            by_residual=-weights.to(weighted),
         )
 
     def _dense(self, columns: Tensor, scale: Tensor) -> FeatureDensityTerm:

@@ -18,12 +18,14 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.linear_operators import KernelProducts, KernelTerm, NoisyLinearOperator, kernel_terms
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood
-from gpy_iterative.mlls.estimates import DensityEstimate
+from gpy_iterative.mlls.estimates import DensityEstimate, check_estimated
 from gpy_iterative.mlls.feature_density import FeatureDensity, FeatureDensityTerm
 from gpy_iterative.mlls.report import FrequencyReport
+from gpy_iterative.mlls.surrogate import with_derivatives
 from gpy_iterative.solvers import Solver, SolveStats, SolveStatus
 from gpy_iterative.spectral import Draws, RandomFourierFeatures, draws_under
 
@@ -44,6 +46,12 @@ class FeatureEstimate:
     exact: tuple[float, DensityEstimate] | None
     stats: SolveStats
     truncation: FrequencyReport
+
+    def __post_init__(self) -> None:
+        check_estimated("value", self.value)
+        for _, term in self.terms:
+            for derivative in (term.by_features, term.by_noise, term.by_residual):
+                check_estimated("derivative", derivative)
 
     @property
     def status(self) -> SolveStatus:
@@ -72,12 +80,8 @@ class FeatureEstimate:
             by_features.index_add_(-1, term.columns, weight * term.by_features)
             by_noise += weight * term.by_noise
             by_residual += weight * term.by_residual
-        linear = (
-            (by_features * self.features).sum((-2, -1))
-            + (by_noise * operator.noise).sum(-1)
-            + (by_residual * residual).sum(-1)
-        )
-        value = linear - linear.detach() + self.value.detach()
+        pairs = [(self.features, by_features), (operator.noise, by_noise), (residual, by_residual)]
+        value = with_derivatives(self.value, pairs)
         if self.exact is not None:
             weight, estimate = self.exact
             exact = estimate.with_gradient(operator, residual)
@@ -93,15 +97,12 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         likelihood: Likelihood,
         model: ExactGP,
         *,
-        max_frequencies: int | None,
         resample: bool,
         solver: Solver | None,
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
         distribution: str,
     ) -> None:
-        if max_frequencies is not None:
-            RandomFourierFeatures(max_frequencies)  # validates
         super().__init__(
             likelihood,
             model,
@@ -111,7 +112,7 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             generator=generator,
             distribution=distribution,
         )
-        self.max_frequencies, self.resample = max_frequencies, resample
+        self.resample = resample
 
     @abstractmethod
     def _draw(self, num_data: int) -> tuple[int, Draws]:
@@ -200,10 +201,10 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         products: KernelProducts | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
+        check_count("num_frequencies", num_frequencies)
         super().__init__(
             likelihood,
             model,
-            max_frequencies=num_frequencies,
             resample=resample,
             solver=solver,
             products=products,

@@ -58,13 +58,15 @@ class MarginalLogLikelihoodReport:
         status: how the solve ended.
         iterations: solver iterations.
         epochs: passes over the kernel matrix that the solve took (0 for Cholesky).
-        residual_targets: relative residual norm of `H a = y - mean`, from a true residual.
+        residual_targets: relative residual norm of `H a = y - mean`, from a true residual; of a truncated series, that of
+            its unweighted sum, from the recurrence.
         residual_probes: the same of the probes' solves (their largest, or their mean under `stopping="mean"`);
             None where there are no probes (Cholesky).
         value: [*b], what `forward` returned: the log marginal likelihood with priors and added loss terms,
             divided by the number of data.
-        value_sem: [*b], standard error of `value`, estimated from the log-determinant's four probes (0 for Cholesky):
-            it is itself uncertain, and errors of twice as much are no surprise.
+        value_sem: [*b], standard error of `value`, estimated from the log-determinant's probes (four where the gradient has
+            others) and the weights of a truncated series. 0 for Cholesky, NaN where it is not known: random features, a
+            single probe, `value=None`. It is itself uncertain, and errors of twice as much are no surprise.
         seconds: wall-clock time of the forward pass.
         truncation: of the methods that truncate at random, what was drawn.
     """

@@ -23,7 +23,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_instance
+from gpy_iterative.checks import check_fraction, check_instance
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood
 from gpy_iterative.mlls.estimates import DensityEstimate
@@ -39,7 +39,15 @@ from gpy_iterative.solvers import (
     krylov_logarithm_terms,
 )
 from gpy_iterative.spectral import Draws, draws_under
-from gpy_iterative.truncation import AutomaticTruncation, Truncation, decay_rate, survival_table, within
+from gpy_iterative.truncation import (
+    AutomaticTruncation,
+    Truncation,
+    check_truncation,
+    decay_rate,
+    draw_stops,
+    survival_table,
+    within,
+)
 
 Value = Literal["unbiased", "truncated"] | None
 
@@ -78,16 +86,13 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
     ) -> None:
-        if not isinstance(truncation, (Truncation, AutomaticTruncation)):
-            raise TypeError(
-                f"truncation must have the methods log_survival and sample, got {type(truncation).__name__}. "
-                "gpy_iterative.truncation.ExponentialTruncation is one that has."
-            )
+        if not isinstance(truncation, AutomaticTruncation):
+            check_truncation(truncation)
         if value not in (*get_args(get_args(Value)[0]), None):
             raise ValueError(f"value must be 'unbiased', 'truncated' or None, got {value!r}.")
         check_instance("preconditioner", preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
-        if tolerance is not None and not 0 < tolerance < 1:
-            raise ValueError(f"tolerance must lie between 0 and 1, got {tolerance}.")
+        if tolerance is not None:
+            check_fraction("tolerance", tolerance)
         if not resample and isinstance(truncation, AutomaticTruncation):
             raise ValueError(
                 "resample=False freezes the draws, which AutomaticTruncation redistributes every step: give an "
@@ -97,6 +102,10 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if preconditioner is not None:
             # P in the probes and in the recurrence is one matrix; its diagonal is the noise.
             probes = Preconditioned(num_probes=num_probes, rank=preconditioner.rank, correct_diagonal=False)
+        distribution = f"{probes!r}, {num_truncations} truncations, {'shared' if shares_truncation else 'independent'}"
+        if not resample:  # kept draws have the weights of the distribution that they come from
+            name = truncation if dataclasses.is_dataclass(truncation) else type(truncation).__qualname__
+            distribution += f", frozen draws of {name}"
         super().__init__(
             likelihood,
             model,
@@ -104,7 +113,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             warm_start=False,
             products=products,
             generator=generator,
-            distribution=f"{probes!r}, {num_truncations} truncations, {'shared' if shares_truncation else 'independent'}",
+            distribution=distribution,
         )
         self.probes = probes
         self.truncation = truncation
@@ -127,6 +136,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         probes = self.probes.probes(operator, None, draws_under("probes", draws))
         target_stops = draws["target_stops"]
         probe_stops = draws["probe_stops"]
+        self._check_stops(target_stops, probe_stops, operator.batch_shape)
         table = survival_table(truncation, torch.cat([target_stops.reshape(-1), probe_stops.reshape(-1)]))
         batch = operator.batch_shape
         members = []
@@ -149,18 +159,31 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if not isinstance(self.truncation, AutomaticTruncation):
             return self.truncation
         seen = self._state.kept_draws("decay") if self._state.shape == operator.shape else None
-        return self.truncation.start if seen is None else self.truncation.choose(seen["energies"].cpu())
+        if seen is None or not seen["energies"].any():  # a residual of zero shows no decay
+            return self.truncation.start
+        return self.truncation.choose(seen["energies"].cpu())
 
     def _draw(self, operator: LinearOperator, truncation: Truncation) -> Draws:
         batch, generator = operator.batch_shape, self._state.generator
-        target_stops = truncation.sample((*batch, self.num_truncations), generator)
+        target_stops = draw_stops(truncation, (*batch, self.num_truncations), generator)
         if self.shares_truncation:
             probe_stops = target_stops[..., :1].expand(*batch, self.probes.num_probes).clone()
         else:
-            probe_stops = truncation.sample((*batch, self.probes.num_probes), generator)
+            probe_stops = draw_stops(truncation, (*batch, self.probes.num_probes), generator)
         probes = self.probes.draw(operator, None, generator)
         drawn = {f"probes.{name}": tensor for name, tensor in probes.items()}
         return {"target_stops": target_stops, "probe_stops": probe_stops} | drawn
+
+    def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
+        """ValueError for draws that were put into a training state in another number: one alone would be squared."""
+        for name, stops, count in (
+            ("series.target_stops", target_stops, self.num_truncations),
+            ("series.probe_stops", probe_stops, self.probes.num_probes),
+        ):
+            if tuple(stops.shape) != (*batch, count):
+                raise ValueError(
+                    f"{name} of the training state must have the shape {(*batch, count)}, got {tuple(stops.shape)}."
+                )
 
     def _member(
         self,

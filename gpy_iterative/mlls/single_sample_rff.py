@@ -46,7 +46,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             increments that earlier steps saw, begins with a share of 0.4 for the exact term, and never looks at the current
             step; or a tensor with one for every k >= 1.
         exact_last: the last log likelihood of the grid is replaced by the exact one, a dense Cholesky factor of O(n^3).
-            False is unbiased for the likelihood of max_frequencies features.
+            False is unbiased for the likelihood of the last number of frequencies on the grid.
         resample: False keeps frequencies and increment of the first step.
         solver: of predictions, which are of the kernel itself; None is Cholesky up to 3,000 data, and beyond conjugate
             gradients to 1e-4.
@@ -79,6 +79,8 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     ) -> None:
         check_count("min_frequencies", min_frequencies)
         check_count("frequency_step", frequency_step)
+        if max_frequencies is not None:
+            check_count("max_frequencies", max_frequencies)
         second = min_frequencies + frequency_step
         if max_frequencies is not None and max_frequencies < second:
             raise ValueError(
@@ -87,7 +89,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             )
         if isinstance(probabilities, Tensor):
             _check_probabilities(probabilities)
-        elif probabilities not in ("inverse", "adaptive"):
+        elif not isinstance(probabilities, str) or probabilities not in ("inverse", "adaptive"):
             raise ValueError(f"probabilities must be 'inverse', 'adaptive' or a tensor, got {probabilities!r}.")
         adapts = isinstance(probabilities, str) and probabilities == "adaptive"
         if not resample and adapts:
@@ -95,14 +97,17 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         super().__init__(
             likelihood,
             model,
-            max_frequencies=max_frequencies,
             resample=resample,
             solver=solver,
             products=products,
             generator=generator,
-            distribution=f"a single sample from {min_frequencies} frequencies on, in steps of {frequency_step}",
+            distribution=(
+                f"a single sample from {min_frequencies} to {max_frequencies or 'half of the data'} frequencies in steps "
+                f"of {frequency_step}, {'exact' if exact_last else 'features'} in the end"
+            ),
         )
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
+        self.max_frequencies = max_frequencies
         self.probabilities, self.exact_last, self._adapts = probabilities, exact_last, adapts
 
     def _grid(self, num_data: int) -> Tensor:

@@ -10,6 +10,7 @@ closed-form pass of the operator: no second graph, no n x n matrix. (Where H^-1 
 every entry of dH is, and the pass takes these.)
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,17 +35,58 @@ class _BilinearSurrogate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "The gradient of an iterative marginal log likelihood cannot be differentiated again: it is an "
-                "estimate whose solves are held fixed. Call backward() without create_graph=True."
-            )
+        _refuse_second_derivatives()
         (gradient,) = gradients
         left, right, *representation = ctx.saved_tensors
         operator = ctx.tree(*representation)
         left = gradient[..., None, None] * left
         derivatives = matrix_derivative(operator, left) if right is None else operator._bilinear_derivative(left, right)
         return (None, None, None, None, *derivatives)
+
+
+class _GivenDerivatives(torch.autograd.Function):
+    """Returns `value`; its derivatives with respect to as many tensors are given."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, derivatives: Sequence[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*derivatives)
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        (gradient,) = gradients
+
+        def scaled(derivative: Tensor, shape: torch.Size) -> Tensor:
+            factor = gradient.reshape(*gradient.shape, *[1] * (derivative.dim() - gradient.dim()))
+            return (factor * derivative).sum_to_size(shape)
+
+        parts = zip(ctx.needs_input_grad[2:], ctx.saved_tensors, ctx.shapes, strict=True)
+        return (None, None, *(scaled(derivative, shape) if needed else None for needed, derivative, shape in parts))
+
+
+def _refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "The gradient of an iterative marginal log likelihood cannot be differentiated again: it is an "
+            "estimate whose solves are held fixed. Call backward() without create_graph=True."
+        )
+
+
+def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """A value whose derivatives are known, with the gradient attached.
+
+    Args:
+        value: [*b], detached.
+        pairs: tensors [*b, ...] with the graph to the user's parameters, or without the batch, and the derivatives
+            [*b, ...] of the value with respect to each, detached.
+
+    Returns:
+        [*b] tensor. Its backward raises RuntimeError under `create_graph=True`.
+    """
+    tensors, derivatives = zip(*pairs, strict=True)
+    return _GivenDerivatives.apply(value, derivatives, *tensors)
 
 
 def surrogate(
@@ -67,6 +109,5 @@ def surrogate(
     """
     result = _BilinearSurrogate.apply(operator.representation_tree(), value, left, right, *operator.representation())
     if residual.requires_grad:
-        mean_term = -(weights * residual).sum(-1)
-        result = result + (mean_term - mean_term.detach())
+        result = result + with_derivatives(torch.zeros_like(value), [(residual, -weights)])
     return result

@@ -97,6 +97,12 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
         check_finite("target", target.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
 
 
+def check_not_empty(num_observed: int) -> None:
+    """Raises ValueError where there are no data, or all of them are missing."""
+    if not num_observed:
+        raise ValueError("There is no observed target: a marginal likelihood needs at least one.")
+
+
 def check_features(model: gpytorch.models.ExactGP) -> None:
     """Raises ValueError where a layer's output depends on the other rows of a batch, or on chance."""
     for name, module in model.named_modules():

@@ -122,6 +122,8 @@ def _factor_on(kernel: LinearOperator, pivots: Tensor) -> Tensor:
 
     The jitter covers the rounding of K[p, p]; it is fixed, so that the factor stays smooth in the hyperparameters.
     """
+    if not len(pivots):  # a kernel that is zero
+        return torch.zeros(kernel.shape[-1], 0, dtype=kernel.dtype, device=kernel.device)
     rows = dense_rows(kernel, pivots)
     dtype, rows = rows.dtype, rows.double()
     block = rows[:, pivots]

@@ -12,12 +12,13 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_fraction
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
 from gpy_iterative.solvers.base import check_system
 from gpy_iterative.solvers.conjugate_directions import ConjugateDirections
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveStats, SolveStatus
-from gpy_iterative.truncation import Truncation, survival_table, within
+from gpy_iterative.truncation import Truncation, check_truncation, draw_stops, survival_table, within
 
 #: Relative residual at which a column has converged: its further terms are zero. It must not depend on J.
 DEFAULT_TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-10}
@@ -86,12 +87,15 @@ def conjugate_gradient_series(
     the sums; no basis is stored. Lengths, products and weights are float64.
 
     Raises:
+        ValueError: a tolerance outside (0, 1).
         NonFiniteError: a NaN or an infinity appeared.
         NotPositiveDefiniteError: a direction of negative curvature, before the arithmetic's floor was reached.
     """
     start = time.perf_counter()
     size, num_columns = rhs.shape
-    tolerance = DEFAULT_TOLERANCES.get(rhs.dtype, 1e-6) if tolerance is None else tolerance
+    if tolerance is None:
+        tolerance = DEFAULT_TOLERANCES.get(rhs.dtype, 1e-6)
+    check_fraction("tolerance", tolerance)
     # Below this relative residual a sign is rounding noise.
     floor = math.sqrt(torch.finfo(rhs.dtype).eps)
     stops, columns = stops.cpu(), columns.cpu()
@@ -205,9 +209,12 @@ def russian_roulette_solve(
         which are the error that no truncation removes.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, a batch, or a truncation that contradicts itself.
+        ValueError: shapes, dtypes or devices that do not fit, a batch, an option outside its range, or a truncation that
+            contradicts itself.
+        TypeError: a truncation without the two methods.
         NonFiniteError, NotPositiveDefiniteError: as `conjugate_gradient_series`.
     """
+    check_truncation(truncation)
     block = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
     groups = (ColumnGroup("targets", block.shape[-1], 0.0),)
     if operator.batch_shape:
@@ -219,7 +226,7 @@ def russian_roulette_solve(
         preconditioner = preconditioner.build(operator)
         overhead += preconditioner.rank / operator.shape[-1]
     truncation = within(truncation, operator.shape[-1], block.dtype)
-    stops = truncation.sample((block.shape[-1],), generator).cpu()
+    stops = draw_stops(truncation, (block.shape[-1],), generator)
     series = conjugate_gradient_series(
         operator,
         block,

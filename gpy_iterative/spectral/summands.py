@@ -75,7 +75,11 @@ class Summand:
             result = cast(RootLinearOperator, kernel.forward(points, points)).root.to_dense()
         else:
             result = self._trigonometric(rows, frequencies)
-        return result if self.scale is None else result * self.scale.sqrt().unsqueeze(-1).unsqueeze(-1)
+        if self.scale is None:
+            return result
+        # A scale that has underflowed to zero is kept away from it: the root has no finite slope there.
+        root = self.scale.masked_fill(self.scale == 0, torch.finfo(self.scale.dtype).tiny).sqrt()
+        return result * root.unsqueeze(-1).unsqueeze(-1)
 
     def _trigonometric(self, rows: slice, frequencies: list[Tensor]) -> Tensor:
         phase = torch.zeros((), dtype=torch.float64, device=frequencies[0].device)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from benchmarks import bias, datasets, runner, truncation_cost, truncation_table
+from benchmarks.__main__ import app
 from tests.mlls.gaussian_models import data
 
 
@@ -54,6 +56,17 @@ def test_bias_table_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "truncation_bias.svg",
         "truncation_unbiased.svg",
     ]
+    # Of few rows, those single samples alone whose grid has an increment.
+    several = tuple(bias.Contender("single sample", count, bias._single_sample(count)) for count in (10, 20))
+    path = bias.run(dataset="data", rows=60, draws=2, pictures=None, console=console, contenders=several)
+    assert list(json.loads(path.read_text())["table"]) == ["exact", "single sample (10)"]
+
+
+def test_a_table_of_unknown_data_or_methods_is_refused() -> None:
+    for options in (["--dataset", "airfoil"], ["--method", "svgp"]):
+        result = CliRunner().invoke(app, ["truncation-table", *options])
+        assert result.exit_code == 2
+        assert options[1] in result.output
 
 
 def test_gradients_are_with_respect_to_logarithms() -> None:

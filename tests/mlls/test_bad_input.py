@@ -9,6 +9,7 @@ import gpy_iterative as gpi
 from tests.mlls.gaussian_models import Case, Regression, data, regression
 
 MLLS = [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
+TRUNCATING = [gpi.mlls.RussianRouletteMarginalLogLikelihood, gpi.mlls.RFFMarginalLogLikelihood]
 ITERATIVE = gpi.solvers.ConjugateGradients(tolerance=1e-4)
 
 
@@ -28,6 +29,17 @@ def test_bad_target_values() -> None:
         mll(case.model(case.x), y)
     with gpytorch.settings.observation_nan_policy("fill"), pytest.raises(ValueError, match="fill"):
         mll(case.model(case.x), case.y)
+
+
+@pytest.mark.parametrize("mll_class", [*MLLS, *TRUNCATING])
+def test_no_data_or_all_missing(mll_class: type) -> None:
+    x, y = data(30)
+    for size in (0, 30):
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        model = Regression(x[:size], y[:size], likelihood, kernels.RBFKernel()).double()
+        mll = mll_class(likelihood, model, generator=0)
+        with gpytorch.settings.observation_nan_policy("mask"), pytest.raises(ValueError, match="no observed target"):
+            mll(model(x[:size]), torch.full_like(y[:size], torch.nan))
 
 
 def test_targets_that_are_no_tensor() -> None:

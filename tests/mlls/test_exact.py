@@ -65,6 +65,16 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(value, list(case.model.parameters()), create_graph=True)
 
 
+@pytest.mark.parametrize("mll_class", [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.RFFMarginalLogLikelihood])
+def test_second_derivatives_in_the_mean_alone_are_refused(mll_class: type) -> None:
+    case = CASES["rbf"]()
+    case.model.requires_grad_(False)
+    constant = case.model.mean_module.raw_constant.requires_grad_()
+    value = mll_class(case.likelihood, case.model)(case.model(case.x), case.y)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(value, constant, create_graph=True)
+
+
 def test_a_parameter_changed_before_backward_is_an_error() -> None:
     case = CASES["rbf"]()
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import gpytorch
+import numpy as np
 import pytest
 import torch
 from gpytorch import kernels
@@ -65,6 +66,18 @@ def test_small_noise_in_float32() -> None:
     expected = FeatureDensity(features, noise, residual).term(index, scale).value
     found = FeatureDensity(features.float(), noise.float(), residual.float()).term(index, scale).value
     assert abs(float(found / expected) - 1) < 1e-5
+
+
+@pytest.mark.parametrize("columns", [56, 60])
+def test_float32_keeps_its_digits_where_almost_all_data_are_explained(columns: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    features, residual = (torch.randn(*shape, generator=generator) for shape in ((60, columns), (60,)))
+    noise, index, scale = torch.full((60,), 1e-6), torch.arange(columns), torch.ones(columns, dtype=torch.float64)
+    expected = FeatureDensity(features.double(), noise.double(), residual.double()).term(index, scale)
+    found = FeatureDensity(features, noise, residual).term(index, scale)
+    for name in ("value", "by_features", "by_noise", "by_residual"):
+        ours, theirs = getattr(found, name).double(), getattr(expected, name)
+        assert (ours - theirs).norm() < 1e-6 * theirs.norm(), name
 
 
 def rff_case(n: int = 30, dtype: torch.dtype = torch.float64) -> Case:
@@ -272,6 +285,23 @@ def test_redraw_freeze_resume_and_global_generator() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_outputscale_that_underflows_to_zero(dtype: torch.dtype) -> None:
+    case = rff_case(dtype=dtype)
+    case.model.covar_module.raw_outputscale.data.fill_(-1e4)
+    _, gradients = value_and_gradients(RFF(case.likelihood, case.model, num_frequencies=10, generator=0), case)
+    assert len(gradients) == 4
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
+
+
+def test_draws_of_another_grid_are_refused() -> None:
+    case = rff_case()
+    state = SingleSample(case.likelihood, case.model, **GRID).training_state()
+    for options in ({"max_frequencies": 10}, {"exact_last": False}):
+        with pytest.raises(ValueError, match="a single sample"):
+            SingleSample(case.likelihood, case.model, **(GRID | options)).load_training_state(state)
+
+
 def test_predictions_are_those_of_the_kernel() -> None:
     case = rff_case()
     mll = RFF(case.likelihood, case.model, num_frequencies=5, generator=0)
@@ -313,13 +343,37 @@ def test_a_failed_step_leaves_no_trace() -> None:
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.parametrize("mll_class", [RFF, SingleSample])
+def test_overflow_is_an_error_and_leaves_no_trace(mll_class: type) -> None:
+    case = rff_case(dtype=torch.float32)
+    mll = mll_class(case.likelihood, case.model, **({"num_frequencies": 10} if mll_class is RFF else GRID))
+    before = mll.training_state()
+    with pytest.raises(gpi.errors.NonFiniteError, match="not finite"):
+        mll(case.model(case.x), 1e25 * case.y)
+    after = mll.training_state()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("mll_class", [RFF, SingleSample])
+def test_second_derivatives_are_refused(mll_class: type) -> None:
+    case = rff_case()
+    mll = mll_class(case.likelihood, case.model, **({"num_frequencies": 10} if mll_class is RFF else GRID))
+    value = mll(case.model(case.x), case.y)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(value, list(case.model.parameters()), create_graph=True)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"min_frequencies": 0}, "min_frequencies.*0"),
         ({"frequency_step": 0}, "frequency_step.*0"),
         ({"max_frequencies": 5}, "5.*increment"),
-        ({"max_frequencies": 0}, "0"),
+        ({"max_frequencies": 0}, "max_frequencies.*0"),
+        ({"max_frequencies": 12.5}, r"max_frequencies.*12\.5"),
+        ({"max_frequencies": "13"}, "max_frequencies.*'13'"),
+        ({"probabilities": np.full(3, 1 / 3)}, "tensor, got array"),
         ({"probabilities": "equal"}, "equal"),
         ({"probabilities": torch.tensor([0.5, 0.0, 0.5])}, "positive"),
         ({"probabilities": torch.tensor([0.5, 0.2])}, r"sum to 1, got 0\.7"),

@@ -198,29 +198,24 @@ def full_matrix(case: Case) -> Tensor:
     return covariance + case.likelihood.noise.detach() * torch.eye(len(case.y), dtype=case.y.dtype)
 
 
-def test_truncated_value_is_above_in_fit_and_above_in_complexity() -> None:
-    """For plain conjugate gradients: the quadratic form from below, the log-determinant from above."""
+def test_truncated_value_is_too_good_in_fit_and_too_large_in_complexity() -> None:
+    """The quadratic form from below, the log-determinant from above."""
     case = smooth_case()
-    dense = full_matrix(case)
-    residual = (case.y - case.model.mean_module(case.x)).detach()
-    quadratic = float(residual @ torch.linalg.solve(dense, residual))
+    n, dense = len(case.y), full_matrix(case)
+    mean = case.model.mean_module(case.x).detach()
+    residual = case.y - mean
+    fit = float(-0.5 * residual @ torch.linalg.solve(dense, residual)) / n
+    complexity = float(-0.5 * torch.linalg.slogdet(dense)[1]) / n - 0.5 * math.log(2 * math.pi)
     for steps in (3, 8):
-        with torch.no_grad():
-            operator = gpi.linear_operators.NoisyLinearOperator(
-                gpi.linear_operators.kernel_operator(
-                    case.model(case.x).lazy_covariance_matrix, gpi.linear_operators.KernelProducts()
-                ),
-                case.likelihood.noise.expand(60),
-            )
-        series = gpi.solvers.conjugate_gradient_series(
-            operator,
-            residual.unsqueeze(-1),
-            torch.tensor([0]),
-            torch.tensor([steps]),
-            torch.zeros(steps),
-            preconditioner=None,
+        mll = TruncatedCG(
+            case.likelihood, case.model, num_steps=steps, num_probes=n, preconditioner=None, resample=False, generator=0
         )
-        assert float(series.energies.sum()) < quadratic
+        mll(case.model(case.x), case.y)
+        probes = {"series.probes.base": n**0.5 * torch.eye(n, dtype=torch.float64)}
+        mll.load_training_state(mll.training_state() | probes)
+        without_fit = float(mll(case.model(case.x), mean).detach())
+        assert without_fit < complexity - 1e-3
+        assert float(mll(case.model(case.x), case.y).detach()) - without_fit > fit + 1e-3
 
 
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.VarianceWarning")
@@ -280,6 +275,10 @@ def test_automatic_truncation_follows_the_last_step_alone() -> None:
         fresh.load_training_state({**state, "generator": torch.Generator().manual_seed(seed).get_state()})
         fresh(case.model(case.x), case.y)
         assert fresh.report.truncation.truncation == chosen.within(60, torch.float64)
+    # Targets that are the mean have no decay to show.
+    mll(case.model(case.x), case.model.mean_module(case.x).detach())
+    mll(case.model(case.x), case.y)
+    assert mll.report.truncation.truncation.min_steps == 80
     x, y = data(50)
     case.model.set_train_data(x, y, strict=False)
     mll(case.model(x), y)
@@ -366,6 +365,27 @@ def test_frozen_draws_make_a_smooth_function() -> None:
     resampled = roulette(case)
     first, second = (float(resampled(case.model(case.x), case.y).detach()) for _ in range(2))
     assert first != second
+
+
+@pytest.mark.parametrize("name", ["series.target_stops", "series.probe_stops"])
+def test_draws_of_another_number_are_refused(name: str) -> None:
+    case = smooth_case()
+    mll = roulette(case, resample=False)
+    mll(case.model(case.x), case.y)
+    mll.load_training_state(mll.training_state() | {name: torch.tensor([7])})
+    with pytest.raises(ValueError, match=rf"{name}.*\(1,\)"):
+        mll(case.model(case.x), case.y)
+
+
+def test_frozen_draws_of_another_truncation_are_refused() -> None:
+    case, other = smooth_case(), ExponentialTruncation(20, 0.5)
+    frozen = roulette(case, resample=False)
+    frozen(case.model(case.x), case.y)
+    roulette(case, resample=False).load_training_state(frozen.training_state())
+    with pytest.raises(ValueError, match=r"min_steps=6.*min_steps=20"):
+        roulette(case, resample=False, truncation=other).load_training_state(frozen.training_state())
+    # Where every step draws anew, the truncation may change on the way.
+    roulette(case, truncation=other).load_training_state(roulette(case).training_state())
 
 
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.VarianceWarning")
@@ -467,6 +487,8 @@ def test_masked_targets_are_dropped() -> None:
         ({"value": "exact"}, ValueError, "exact"),
         ({"tolerance": 0.0}, ValueError, r"0\.0"),
         ({"truncation": 80}, TypeError, r"int.*ExponentialTruncation"),
+        ({"truncation": ExponentialTruncation}, TypeError, "an object.*class.*ExponentialTruncation"),
+        ({"truncation": AutomaticTruncation}, TypeError, "AutomaticTruncation"),
         ({"truncation": AutomaticTruncation(), "resample": False}, ValueError, "resample=False"),
     ],
 )

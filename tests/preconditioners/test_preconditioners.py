@@ -90,6 +90,17 @@ def test_duplicate_rows_stop_the_factor_early() -> None:
     assert torch.isfinite(built.factor).all()
 
 
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_a_kernel_that_is_zero_has_a_factor_without_columns(batch: tuple[int, ...]) -> None:
+    operator = NoisyLinearOperator(DenseLinearOperator(torch.zeros(*batch, 6, 6)), torch.full((*batch, 6), NOISE))
+    factor = PivotedCholesky(rank=3).build(operator)
+    assert factor.rank == 0
+    again = PivotedCholesky(rank=3).build(operator, pivots=factor.pivots)
+    rhs = torch.ones(*batch, 6, 2)
+    for each in (factor, again):
+        torch.testing.assert_close(each.solve(rhs), rhs / NOISE)
+
+
 def test_members_of_a_batch() -> None:
     single = system(40)
     operator = NoisyLinearOperator(

@@ -18,7 +18,7 @@ from gpy_iterative.solvers import (
     krylov_logarithm_terms,
     russian_roulette_solve,
 )
-from gpy_iterative.truncation import ExponentialTruncation, FixedTruncation
+from gpy_iterative.truncation import AutomaticTruncation, ExponentialTruncation, FixedTruncation
 from tests import oracles
 from tests.monte_carlo import assert_mean_within
 from tests.solvers.contract import right_hand_sides, system, true_norms
@@ -183,6 +183,9 @@ def test_degenerate_systems() -> None:
     solution = russian_roulette_solve(one, torch.tensor([2.0], dtype=torch.float64), truncation, preconditioner=None)
     assert solution.value.tolist() == [0.5]
     assert solution.status is SolveStatus.CONVERGED
+    # No columns.
+    solution = russian_roulette_solve(operator, rhs[:, :0], TRUNCATION)
+    assert solution.value.shape == (N, 0)
 
 
 def test_a_full_run_is_conjugate_gradients() -> None:
@@ -268,10 +271,26 @@ def test_any_distribution_and_its_contradictions() -> None:
         def sample(self, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
             return torch.zeros(size, dtype=torch.int64)
 
-    for bad, said in ((NotOne(), "NotOne.log_survival.*j = 1"), (Short(), "j = 2"), (Zero(), "Zero.sample")):
+    class OneForAll(Halves):
+        def sample(self, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+            return super().sample((1,), generator)
+
+    contradictions = (
+        (NotOne(), "NotOne.log_survival.*j = 1"),
+        (Short(), "j = 2"),
+        (Zero(), "Zero.sample"),
+        (OneForAll(), r"OneForAll.sample.*\(6,\).*\(1,\)"),
+    )
+    for bad, said in contradictions:
         with pytest.raises(ValueError, match=said):
             russian_roulette_solve(operator, rhs, bad)
     with pytest.raises(ValueError, match="batch"):
         russian_roulette_solve(operator.expand(2, N, N), rhs.expand(2, N, 6), TRUNCATION)
     with pytest.raises(ValueError, match="does not fit"):
         russian_roulette_solve(operator, rhs[:-1], TRUNCATION)
+    for bad in (80, ExponentialTruncation, AutomaticTruncation()):
+        with pytest.raises(TypeError, match=r"log_survival and sample"):
+            russian_roulette_solve(operator, rhs, bad)
+    for bad in (0.0, 2.0, math.nan):
+        with pytest.raises(ValueError, match=f"tolerance.*{bad}"):
+            russian_roulette_solve(operator, rhs, TRUNCATION, tolerance=bad)
