@@ -76,7 +76,7 @@ class Processes:
         for end in self._ends:
             end.close()
         for process in self._processes:
-            process.join(10)
+            process.join(3)
             if process.is_alive():
                 process.kill()
 
@@ -86,7 +86,7 @@ def _serve(rank: int, size: int, store: str, timeout: float, end: Connection) ->
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
-    pair = dist.new_group([0, 1]) if size > 2 else "world"
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=timeout)) if size > 2 else "world"
     while True:
         try:
             function, arguments, wanted = pickle.loads(end.recv_bytes())

@@ -149,9 +149,10 @@ class Ranks:
         if others:
             raise RanksDisagreeError(
                 f"Rank(s) {', '.join(map(str, others))} of the process group have {what} than rank {self.rank}. Every rank "
-                "has to load the same rows in the same order, start from the same parameters and the same seed "
-                "(generator=0), make the same calls (predictions included), and compute with the same number of threads "
-                "on the same kind of processor. Nothing was changed by this product."
+                "has to load the same rows in the same order, start from the same parameters and the same seeds "
+                "(torch.manual_seed(0) before the model is built, generator=0), make the same calls (predictions "
+                "included), and compute with the same number of threads on the same kind of processor. Nothing was "
+                "changed by this product."
             )
 
 
