@@ -13,6 +13,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.linear_operators import KernelProducts
+from tests.laplace_cases import case
 from tests.mlls.gaussian_models import CASES, Case, regression
 from tests.processes import Processes
 
@@ -205,3 +206,42 @@ def test_ranks_that_were_given_something_else_take_no_step(processes: Processes,
     for answer in processes.run(train_with_another, what, size=2):
         assert "other vectors to multiply the kernel matrix by" in answer["error"]
         assert answer["unchanged"]
+
+
+def laplace(group: Any, name: str, kind: str) -> dict[str, Tensor]:
+    """The evidence of a likelihood that is not Gaussian, its gradient, and predictions from the mode."""
+    problem = case(name, 40, kind, products=KernelProducts(tile_size=8, process_group=group))
+    mll = gpi.mlls.LaplaceMarginalLogLikelihood(problem.model.likelihood, problem.model, generator=0)
+    value = mll(problem.model(problem.x), problem.y)
+    value.backward()
+    found = {name: p.grad for name, p in problem.model.named_parameters() if p.grad is not None}
+    prediction = mll.posterior()(problem.x[:5] + 0.1)
+    return found | {"value": value.detach(), "mean": prediction.mean.detach(), "variance": prediction.variance.detach()}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("probit", "own"), ("softmax", "shared"), ("softmax", "own")])
+def test_laplace_evidence_is_that_of_one_process(processes: Processes, name: str, kind: str) -> None:
+    expected = laplace(None, name, kind)
+    assert len(expected) > 5
+    for found in processes.run(laplace, name, kind, size=2):
+        for what, value in expected.items():
+            torch.testing.assert_close(found[what], value, rtol=1e-5, atol=1e-7)
+
+
+def stock_with_matrix_free_kernel(group: Any) -> tuple[Tensor, Tensor]:
+    """GPyTorch's own conjugate gradients on shared tiles: its solution, and the product that differentiates it."""
+    products = KernelProducts(tile_size=8, process_group=group)
+    base = kernels.ScaleKernel(kernels.MaternKernel(nu=1.5, ard_num_dims=3))
+    problem = regression(gpi.kernels.MatrixFreeKernel(base, products))
+    covariance = problem.likelihood(problem.model(problem.x)).lazy_covariance_matrix
+    settings = gpytorch.settings
+    with settings.max_cholesky_size(1), settings.cg_tolerance(1e-5), settings.max_preconditioner_size(0):
+        solution = covariance.solve(problem.y.unsqueeze(-1))
+    solution.square().sum().backward()
+    return solution.detach(), base.base_kernel.raw_lengthscale.grad
+
+
+def test_stock_code_runs_on_shared_tiles(processes: Processes) -> None:
+    expected = stock_with_matrix_free_kernel(None)
+    for found in processes.run(stock_with_matrix_free_kernel, size=3):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
