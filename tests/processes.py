@@ -32,9 +32,9 @@ class Processes:
     Args:
         size: how many.
         folder: where they find each other.
-        timeout: of the process group, in seconds.
+        timeout: of the groups that functions get, in seconds.
 
-    The first two of three or more also form a group of their own, which functions get in place of "world".
+    Functions get a process group, or "world" for all processes; the first two of three or more are a group too.
     """
 
     def __init__(self, size: int, folder: Path, *, timeout: float = TIMEOUT_SECONDS) -> None:
@@ -76,24 +76,27 @@ class Processes:
         for end in self._ends:
             end.close()
         for process in self._processes:
-            process.join(3)
-            if process.is_alive():
-                process.kill()
+            process.kill()  # they have nothing left to say, and some may wait for one that is gone
+            process.join()
 
 
 def _serve(rank: int, size: int, store: str, timeout: float, end: Connection) -> None:
     torch.set_num_threads(1)
+    # They may start far apart on a loaded machine: only the groups that functions get have the timeout asked for.
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_SECONDS)
     )
-    pair = dist.new_group([0, 1], timeout=timedelta(seconds=timeout)) if size > 2 else "world"
+    limit = timedelta(seconds=timeout)
+    groups: dict[int, Any] = {size: "world" if timeout == TIMEOUT_SECONDS else dist.new_group(timeout=limit)}
+    if size > 2:
+        groups[2] = dist.new_group([0, 1], timeout=limit)
     while True:
         try:
             function, arguments, wanted = pickle.loads(end.recv_bytes())
         except EOFError:
             return
         try:
-            answer = function("world" if wanted == size else pair, *arguments)
+            answer = function(groups[wanted], *arguments)
         except Exception as error:
             answer = Raised(type(error).__name__, str(error), traceback.format_exc())
         # By pickle alone: a pipe's own pickling passes tensors as shared memory of a process that may have ended.
