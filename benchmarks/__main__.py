@@ -25,6 +25,7 @@ from benchmarks import quadruply as quadruply_module
 from benchmarks import quadruply_cost as quadruply_cost_module
 from benchmarks import quadruply_digits as quadruply_digits_module
 from benchmarks import quality as quality_module
+from benchmarks import scaling as scaling_module
 from benchmarks import step as step_module
 from benchmarks import truncation_cost as truncation_cost_module
 from benchmarks import truncation_table as table_module
@@ -132,6 +133,53 @@ def product(n: int = 15_000, d: int = 26, s: int = 65, repeats: int = 5, threads
         ],
     )
     _finish("product", options, threads, outcomes=outcomes)
+
+
+@app.command()
+def scaling(
+    more: Annotated[
+        list[int] | None, typer.Argument(help="Further numbers of processes, as in --processes 1 2.")
+    ] = None,
+    processes: Annotated[
+        list[int] | None, typer.Option(help="Numbers of processes to compare; 1 and 2 by default.")
+    ] = None,
+    n: int = 15_000,
+    d: int = 26,
+    s: int = 65,
+    repeats: int = 5,
+    dataset: str = "elevators",
+    rows: Annotated[int | None, typer.Option(help="First training rows only.")] = None,
+    steps: int = 5,
+    threads: Annotated[int, typer.Option(help="Threads of all processes together.")] = DEFAULT_THREADS,
+) -> None:
+    """Products and a training step that several processes share, and the bytes that each contributes to sums."""
+    options = {"n": n, "d": d, "s": s, "repeats": repeats, "dataset": dataset, "rows": rows, "steps": steps}
+    with_threads = options | {"threads": 1, "threads_together": threads}
+    counts = [*(processes or []), *(more or [])] or [1, 2]
+    outcomes = {
+        str(count): _compare("scaling", ["shared tiles"], processes=count, **with_threads)["shared tiles"]
+        for count in counts
+    }
+    good = {count: outcome for count, outcome in outcomes.items() if "error" not in outcome}
+    for name in scaling_module.MEASURED if good else []:
+        first = next(iter(good.values()))[name]["best"]
+        _table(
+            f"{name}: {scaling_module.size_of(name, options)}, float32, {threads} threads together",
+            ["processes", "threads each", "s", "ratio", "sums", "bytes", "bytes / (4 n s)"],
+            [
+                [
+                    count,
+                    str(o["threads_each"]),
+                    f"{o[name]['best']:.3f}",
+                    f"{o[name]['best'] / first:.2f}",
+                    f"{o[name]['messages']:.0f}",
+                    f"{o[name]['bytes']:,.0f}",
+                    f"{o[name]['bytes'] / (4 * n * s):.2f}" if "step" not in name else "",
+                ]
+                for count, o in good.items()
+            ],
+        )
+    _finish("scaling", options | {"processes": counts}, threads, outcomes=outcomes)
 
 
 @app.command()

@@ -12,7 +12,8 @@ from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOpe
 from gpy_iterative.linear_operators.radial_functions import MATERN32
 
 
-def _problem(n: int, d: int, s: int) -> tuple[Tensor, Tensor]:
+def problem(n: int, d: int, s: int) -> tuple[Tensor, Tensor]:
+    """Inputs [n, d] at distances of about a lengthscale, and right-hand sides [n, s], in float32."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(n, d, generator=generator) / d**0.5, torch.randn(n, s, generator=generator)
 
@@ -29,7 +30,7 @@ def _seconds(function: Callable[[], object], repeats: int) -> Outcome:
 
 def _ours(products: KernelProducts) -> Callable[..., Outcome]:
     def run(n: int, d: int, s: int, repeats: int) -> Outcome:
-        x, v = _problem(n, d, s)
+        x, v = problem(n, d, s)
         operator = RadialKernelLinearOperator(x, torch.tensor(1.0), function=MATERN32, products=products)
         with torch.no_grad():
             return _seconds(lambda: operator._matmul(v), repeats)
@@ -46,7 +47,7 @@ contender("product", "our KeOps backend")(_ours(KernelProducts(backend="keops"))
 @contender("product", "bound: GEMMs alone")
 def bound(n: int, d: int, s: int, repeats: int) -> Outcome:
     """Distances and product over all n^2 entries, in the same tiles, with no element-wise work."""
-    x, v = _problem(n, d, s)
+    x, v = problem(n, d, s)
     size = KernelProducts().tile_size
     tile, result = torch.empty(size, size), torch.zeros(n, s)
 
@@ -65,7 +66,7 @@ def bound(n: int, d: int, s: int, repeats: int) -> Outcome:
 @contender("product", "row blocks")
 def row_blocks(n: int, d: int, s: int, repeats: int) -> Outcome:
     """What one would write first: all columns at once, a thousand rows at a time."""
-    x, v = _problem(n, d, s)
+    x, v = problem(n, d, s)
 
     result = torch.empty(n, s)
 
@@ -80,7 +81,7 @@ def row_blocks(n: int, d: int, s: int, repeats: int) -> Outcome:
 @contender("product", "KeOps")
 def keops(n: int, d: int, s: int, repeats: int) -> Outcome:
     """KeOps' generated loop over the same formula, as its users write it."""
-    x, v = _problem(n, d, s)
+    x, v = problem(n, d, s)
     formula = "(IntCst(1)+Sqrt(IntCst(3)*SqDist(x,y)))*Exp(-Sqrt(IntCst(3)*SqDist(x,y)))*v"
     product = Genred(formula, [f"x=Vi({d})", f"y=Vj({d})", f"v=Vj({s})"], reduction_op="Sum", axis=1)
     return _seconds(lambda: product(x, x, v, backend="CPU"), repeats)

@@ -25,6 +25,14 @@ class UnsupportedLikelihoodError(RuntimeError):
     """The marginal log likelihood cannot be formed with this likelihood; the text names what can."""
 
 
+class RanksDisagreeError(RuntimeError):
+    """The processes that share a kernel matrix were given different data, seeds or hyperparameters."""
+
+
+class RankLostError(RuntimeError):
+    """Another of the processes that share a kernel matrix ended, or does not answer in time."""
+
+
 class ConvergenceWarning(NumericalWarning):
     """A linear solver stopped before it reached its tolerance; the text says which lever helps."""
 

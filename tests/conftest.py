@@ -2,12 +2,15 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 
 os.environ.setdefault("KEOPS_VERBOSE", "0")  # read when pykeops is first imported
 
 import torch
+
+from tests.processes import Processes
 
 torch.set_num_threads(1)
 
@@ -28,3 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Three processes, two of which are a group too."""
+    started = Processes(3, tmp_path_factory.mktemp("processes"))
+    yield started
+    started.close()

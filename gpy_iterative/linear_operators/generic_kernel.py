@@ -224,6 +224,9 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             for columns in tiles.strips[i]:
                 weight = weights.strip(rows, tiles.span(columns), 1).squeeze(-3)
                 self._add_derivative(gradients, wanted, tiles.input_rows[i], tiles.input_span(columns), weight)
+        tiles.complete(
+            [gradient for gradient, is_wanted in zip(gradients, wanted, strict=True) if is_wanted], weights.tensors
+        )
         return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True))
 
     def _add_derivative(

@@ -2,12 +2,14 @@
 
 import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.keops import require_pykeops
+from gpy_iterative.linear_operators.sharded import Ranks, check_group
 
 Backend = Literal["auto", "tiles", "keops"]
 
@@ -28,9 +30,15 @@ class KernelProducts:
             (on a CPU at most 4 GB), 0 keeps none.
         precision: "native" computes in the inputs' dtype.
         compile: fuse the element-wise work of a tile with torch.compile (needs a C++ compiler at run time).
+        process_group: the processes that share the tiles, each of which evaluates, keeps and multiplies its own: a
+            `torch.distributed.ProcessGroup`, or "world" for the default one. Every rank runs the same program on the
+            same data with the same seeds, and has the same results; one all-reduce of n s numbers completes a product
+            with s columns. `cache_memory` is then a rank's own.
 
     Raises:
-        ValueError: an option outside its range.
+        ValueError: an option outside its range; a process group that is not initialised, does not contain this process,
+            or is asked to run KeOps.
+        TypeError: a process group of another kind.
         ImportError: the backend is "keops", and pykeops is not installed.
     """
 
@@ -39,6 +47,7 @@ class KernelProducts:
     cache_memory: int | None = None
     precision: Literal["native"] = "native"
     compile: bool = False
+    process_group: "dist.ProcessGroup | Literal['world'] | None" = None
 
     def __post_init__(self) -> None:
         if self.backend not in get_args(Backend):
@@ -48,8 +57,18 @@ class KernelProducts:
             raise ValueError(f"cache_memory must not be negative, got {self.cache_memory}.")
         if self.precision != "native":
             raise ValueError(f"precision must be 'native', got {self.precision!r}.")
+        check_group(self.process_group)
         if self.backend == "keops":
+            if self.process_group is not None:
+                raise ValueError("Several processes share tiles: leave backend='auto' with a process_group.")
             require_pykeops()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KernelProducts":
+        return self  # frozen; and process groups cannot be copied
+
+    def ranks(self) -> Ranks:
+        """The processes that share the tiles."""
+        return Ranks(self.process_group)
 
     def cache_budget(self, device: torch.device) -> int:
         """Bytes that a tile cache on this device may take now."""
@@ -58,4 +77,4 @@ class KernelProducts:
         if device.type == "cuda":
             return torch.cuda.mem_get_info(device)[0] // 2
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(free // 2, MAX_CPU_CACHE)
+        return min(free // 2, MAX_CPU_CACHE) // self.ranks().on_this_machine

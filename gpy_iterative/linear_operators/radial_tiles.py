@@ -125,6 +125,7 @@ class RadialTiles(Tiles):
                 dx1[..., rows] += _input_derivative(strip, left, right).sum(-3)
                 parts = self.parts(dx2, columns)
                 parts += _input_derivative(strip.mT, right, left)
+        self.complete([dx1, dvalue, dalpha] if self.symmetric else [dx1, dx2, dvalue, dalpha], weights.tensors)
         return RadialDerivative(2 * dx1.mT, None if self.symmetric else 2 * dx2.mT, dvalue, dalpha)
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:

@@ -15,6 +15,11 @@ class TileWeights(ABC):
 
     batch_shape: torch.Size
 
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What W is made of."""
+
     @abstractmethod
     def strip(self, rows: slice, columns: slice, parts: int) -> Tensor:
         """W of these rows and columns, the columns in equal parts: [*b, parts, rows, columns / parts], to be overwritten.
@@ -41,6 +46,10 @@ class BilinearWeights(TileWeights):
         else:
             self._rows, self._columns = self.left, self.right
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.left, self.right
+
     def both_sides(self) -> tuple[Tensor, Tensor]:
         """The factors of W + W^T, the weights of the pairs (i, j) and (j, i) together."""
         return torch.cat([self.left, self.right], dim=-1), torch.cat([self.right, self.left], dim=-1)
@@ -56,6 +65,10 @@ class MatrixWeights(TileWeights):
     def __init__(self, matrix: Tensor, batch_shape: torch.Size, *, symmetric: bool) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, matrix.shape[:-2])
         self._matrix, self._symmetric = matrix.expand(*self.batch_shape, *matrix.shape[-2:]), symmetric
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._matrix,)
 
     def strip(self, rows: slice, columns: slice, parts: int) -> Tensor:
         block = self._matrix[..., rows, columns]

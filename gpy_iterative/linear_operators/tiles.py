@@ -5,9 +5,15 @@ are kept in a `TileCache` as far as its budget goes; the rest is evaluated again
 
 Tiles are multiplied in strips of neighbours by one batched product each: BLAS spreads the members of a batch over its
 threads far better than it does a single tile times a few columns (two cores, four columns: 1.5 times as fast).
+
+Where several processes share the matrix, each visits its own strips only, and sums over strips are completed by the
+others' (`complete`).
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,7 +44,7 @@ class Tiles(ABC):
         symmetric: whether the tile (j, i) is the transpose of (i, j); only i <= j are asked for then.
         rows, columns: the slices of the tiles.
         owner: the tensors that the tiles depend on.
-        products: memory for kept tiles.
+        products: memory for kept tiles, and the processes that share them.
         cache: where evaluated tiles are kept.
     """
 
@@ -59,8 +65,13 @@ class Tiles(ABC):
         self._like = owner[0]
         self._budget = products.cache_budget(self._like.device)
         self._scratch: dict[tuple[torch.Size, int], Tensor] = {}
-        #: The columns of tiles to visit in every row of them, in strips of equal tiles.
-        self.strips = [self._make_strips(i) for i in range(len(rows))]
+        self.ranks = products.ranks()
+        self._agreed = False
+        #: The columns of tiles that this process visits in every row of them, in strips of equal tiles.
+        self.strips = [
+            [columns for number, columns in enumerate(self._make_strips(i)) if self.ranks.owns(i, number)]
+            for i in range(len(rows))
+        ]
 
     @abstractmethod
     def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
@@ -81,12 +92,18 @@ class Tiles(ABC):
 
     def tile(self, i: int, j: int) -> Tensor:
         """The tile (i, j), i <= j when symmetric; valid until the next call, and not to be overwritten."""
-        columns = next(columns for columns in self.strips[i] if j in columns)
-        kept = self._kept(i, columns)
-        if kept is not None:
-            return kept[..., columns.index(j), :, :]
+        columns = self._own_strip(i, j)
+        kept = None if columns is None else self._kept(i, columns)
+        return self._evaluated_alone(i, j) if columns is None or kept is None else kept[..., columns.index(j), :, :]
+
+    def _evaluated_alone(self, i: int, j: int) -> Tensor:
         alone = range(j, j + 1)
         return self.evaluate(i, alone, self.scratch(self.strip_shape(i, alone), 0)).squeeze(-3)
+
+    def _own_strip(self, i: int, j: int) -> range | None:
+        """The strip that the tile (i, j) is in; None where it is another process's."""
+        place = bisect_right(self.strips[i], j, key=attrgetter("start")) - 1
+        return self.strips[i][place] if place >= 0 and j in self.strips[i][place] else None
 
     def _kept(self, i: int, columns: range) -> Tensor | None:
         """The strip from the cache, evaluated if it was not yet; None where there is no room for it."""
@@ -128,6 +145,19 @@ class Tiles(ABC):
         """The columns of the matrix that a strip covers."""
         return slice(self.columns[columns[0]].start, self.columns[columns[-1]].stop)
 
+    def complete(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """Adds to sums over this process's strips those of the others, in place.
+
+        `given` is what they were made from beside the tiles; see `Ranks.sum_` for what is checked and raised.
+        """
+        if not self._agreed:
+            self.ranks.agree(f"shape {tuple(self.shape)}, rows in tiles of {self._length()}", self._owner)
+            self._agreed = True
+        self.ranks.sum_(partial, given)
+
+    def _length(self) -> int:
+        return self.rows[0].stop if self.rows else 0
+
     def matmul(self, rhs: Tensor) -> Tensor:
         """The matrix times rhs [*b, m, s]."""
         # Columns contiguous: with a handful of them, BLAS is up to eight times slower on the other layout.
@@ -141,6 +171,7 @@ class Tiles(ABC):
                 if self.symmetric and columns[0] != i:
                     parts = self.parts(result, columns)
                     parts += rhs[..., rows].unsqueeze(-3) @ tiles
+        self.complete([result], [rhs])
         return result.mT
 
     def parts(self, vectors: Tensor, columns: range) -> Tensor:
@@ -152,40 +183,60 @@ class Tiles(ABC):
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
         """Those rows of the matrix times rhs [m, s]."""
         if not isinstance(rows, slice):
-            return self.block(rows, slice(None)) @ rhs
+            return self._picked_rows_matmul(rows, rhs)
         size = len(range(*rows.indices(self.shape[-2])))
         rhs = rhs.mT.contiguous()  # as in `matmul`
         result = rhs.new_zeros(rhs.shape[-2], size)
         for i, part, outer in _overlaps(self.rows, rows):
             for columns in self.strips[i]:
                 result[:, outer] += (self.parts(rhs, columns) @ self.strip(i, columns)[:, part].mT).sum(0)
-            for j in range(i if self.symmetric else 0):
+            for j in self._own_rows(i, i if self.symmetric else 0):
                 result[:, outer].addmm_(rhs[:, self.rows[j]], self.tile(j, i)[:, part])
+        self.complete([result], [rhs])
         return result.mT
+
+    def _picked_rows_matmul(self, rows: Tensor, rhs: Tensor) -> Tensor:
+        """Rows from everywhere, which no tiles are kept for: every process takes a share of the columns."""
+        columns = self.ranks.part(self.shape[-1])
+        if columns.start == columns.stop:
+            result = rhs.new_zeros(len(rows), rhs.shape[-1])
+        else:
+            result = self.block(rows, columns) @ rhs[columns]
+        self.complete([result], [rows, rhs])
+        return result
+
+    def _own_rows(self, j: int, stop: int) -> list[int]:
+        """The i < stop whose tile (i, j) this process visits."""
+        return [i for i in range(stop) if self._own_strip(i, j) is not None]
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
         """Those columns of the matrix times rhs [len(columns), s]."""
         rhs = rhs.mT.contiguous()
         result = rhs.new_zeros(rhs.shape[-2], self.shape[-2])
         for j, part, outer in _overlaps(self.columns, columns):
-            for i in range(j if self.symmetric else len(self.rows)):
+            for i in self._own_rows(j, j if self.symmetric else len(self.rows)):
                 result[:, self.rows[i]].addmm_(rhs[:, outer], self.tile(i, j)[:, part].mT)
             if self.symmetric:
                 for strip in self.strips[j]:
                     parts = self.parts(result, strip)
                     parts += rhs[:, outer] @ self.strip(j, strip)[:, part]
+        self.complete([result], [rhs])
         return result.mT
 
     def principal_block(self, block: slice) -> Tensor:
-        """The block on the diagonal, as a dense tensor: the caller's to overwrite."""
+        """The block on the diagonal, as a dense tensor: the caller's to overwrite.
+
+        Every process evaluates it whole, and the same way: a kept strip may differ in the last bit from a single tile.
+        """
         if not self.symmetric:
             raise ValueError("A rectangular kernel matrix has no principal blocks.")
         size = len(range(*block.indices(self.shape[-1])))
         result = self._like.new_empty(size, size)
         overlaps = _overlaps(self.rows, block)
+        tile_of = self.tile if self.ranks.size == 1 else self._evaluated_alone
         for number, (i, part, rows) in enumerate(overlaps):
             for j, other, columns in overlaps[number:]:
-                result[rows, columns] = tile = self.tile(i, j)[part, other]
+                result[rows, columns] = tile = tile_of(i, j)[part, other]
                 if i != j:
                     result[columns, rows] = tile.mT
         return result

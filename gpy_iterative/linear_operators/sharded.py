@@ -1,0 +1,175 @@
+"""A kernel matrix spread over several processes: whose tiles are whose, and how their sums come together.
+
+Every rank of a `torch.distributed` process group runs the same program on the same data. Each tile belongs to one rank,
+which alone evaluates, keeps and multiplies it; what the ranks have summed up over their own tiles is summed over the ranks
+by one all-reduce, whose result is the same on all of them to the last bit. Everything else, vectors, preconditioners,
+blocks on the diagonal, factors of small matrices, every rank computes for itself from such numbers. So all ranks take the
+same decisions, as long as they start from the same numbers, which each sum checks: a rank that was given other data, or
+another seed, would otherwise wait for the others for ever, or quietly spoil their results.
+"""
+
+import os
+import zlib
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpy_iterative.errors import RankLostError, RanksDisagreeError
+
+#: Checksums are residues of this prime, which float32 holds exactly: they travel in the same message as the sums.
+_PRIME = 8_388_593
+
+
+def check_group(group: "dist.ProcessGroup | Literal['world'] | None") -> None:
+    """Does nothing for a process group that this process is a member of, nor for None.
+
+    Raises:
+        ValueError: the group is not there yet, or this process is no member of it.
+        TypeError: it is no process group.
+    """
+    if group is None:
+        return
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"process_group={group!r} needs a process group: start the script with torchrun, and call "
+            "torch.distributed.init_process_group(...) before."
+        )
+    if group == "world":
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (
+        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
+    ):
+        raise ValueError(
+            f"process_group does not contain rank {dist.get_rank()}, this process: only members of a group share its "
+            "matrices. Leave the others out of the training, or pass 'world'."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"process_group must be None, 'world' or a torch.distributed.ProcessGroup, got {group!r}.")
+
+
+class Ranks:
+    """The processes that share the products of one matrix; by default there is only this one.
+
+    Args:
+        group: a process group, "world" for the default one, None for this process alone.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup | Literal['world'] | None" = None) -> None:
+        check_group(group)
+        self._group = dist.group.WORLD if group == "world" else group
+        self.rank = 0 if group is None else dist.get_rank(self._group)
+        self.size = 1 if group is None else dist.get_world_size(self._group)
+
+    @property
+    def on_this_machine(self) -> int:
+        """How many of them share this machine's memory: what torchrun says, else all."""
+        return min(int(os.environ.get("LOCAL_WORLD_SIZE", self.size)), self.size)
+
+    def owns(self, row: int, number: int) -> bool:
+        """Whether a strip is this rank's, by its row of tiles and its number in it.
+
+        Dealt out in turn, with a shift from row to row: so every rank has its share of the whole matrix, of each row of
+        tiles and of each column, whatever part of the matrix a solver visits.
+        """
+        return (row + number) % self.size == self.rank
+
+    def part(self, count: int) -> slice:
+        """A contiguous share of range(count), this rank's."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def agree(self, description: str, tensors: Sequence[Tensor]) -> None:
+        """Makes sure that all ranks speak of the same matrix, before they sum up parts of it.
+
+        Args:
+            description: what the matrix's shape and tiles depend on.
+            tensors: what its entries depend on.
+
+        Raises:
+            RanksDisagreeError: they do not.
+            ValueError: the group cannot communicate tensors of this device.
+        """
+        if self.size == 1:
+            return
+        device = tensors[0].device
+        if device.type == "cpu" and dist.get_backend(self._group) == "nccl":
+            raise ValueError(
+                "The tensors are on the CPU, but the process group's backend is nccl, which serves CUDA devices: move "
+                "model and data to one, or call init_process_group('gloo')."
+            )
+        facts = torch.zeros(self.size, 2, dtype=torch.int64, device=device)
+        facts[self.rank, 0] = zlib.crc32(description.encode())
+        facts[self.rank, 1] = _checksum(tensors)
+        self._all_reduce(facts)
+        descriptions, contents = facts.T.tolist()
+        self._check(descriptions, f"kernel matrices of another shape or tile size (here: {description})")
+        self._check(contents, "other inputs or hyperparameters")
+
+    def sum_(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """Replaces partial sums by those over all ranks.
+
+        Args:
+            partial: what is summed up, overwritten.
+            given: what the sums were made from, beside the matrix: the same on every rank.
+
+        Cost: one all-reduce for each dtype, of the partial sums' size and one number a rank.
+
+        Raises:
+            RanksDisagreeError: `given` differs between the ranks.
+            RankLostError: a rank ended, or did not answer within the group's timeout.
+        """
+        if self.size == 1:
+            return
+        checksum = _checksum(given)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in partial):
+            same = [tensor for tensor in partial if tensor.dtype == dtype]
+            marks = same[0].new_zeros(self.size)
+            marks[self.rank] = checksum
+            message = torch.cat([*(tensor.reshape(-1) for tensor in same), marks])
+            self._all_reduce(message)
+            *sums, marks = message.split([*(tensor.numel() for tensor in same), self.size])
+            self._check(marks.tolist(), "other vectors to multiply the kernel matrix by")
+            for tensor, total in zip(same, sums, strict=True):
+                tensor.copy_(total.view(tensor.shape))
+
+    def _all_reduce(self, message: Tensor) -> None:
+        try:
+            dist.all_reduce(message, group=self._group)
+        except RuntimeError as error:
+            raise RankLostError(
+                f"Rank {self.rank} of {self.size} could not sum with the others: a rank ended, did not answer within the "
+                "process group's timeout, or computes something else than this one. End all of them, and start them again "
+                f"from the last checkpoint (model, optimiser and mll.training_state()). What torch says: {error}"
+            ) from error
+
+    def _check(self, checksums: list[float], what: str) -> None:
+        others = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[self.rank]]
+        if others:
+            raise RanksDisagreeError(
+                f"Rank(s) {', '.join(map(str, others))} of the process group have {what} than rank {self.rank}. Every rank "
+                "has to load the same rows in the same order, start from the same parameters and the same seeds "
+                "(torch.manual_seed(0) before the model is built, generator=0), make the same calls (predictions "
+                "included), and compute with the same number of threads on the same kind of processor. Nothing was "
+                "changed by this product."
+            )
+
+
+def _checksum(tensors: Sequence[Tensor]) -> Tensor:
+    """A residue of the entries' bits and their order, in exact arithmetic: other tensors have another, but for chance."""
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    for tensor in tensors:
+        values = tensor.detach()
+        values = (values if values.element_size() >= 4 else values.float()).contiguous()
+        # As a plain vector first: dimensions of size 1 may have any stride, which a view of other size refuses.
+        flat = values.as_strided((values.numel(),), (1,)).view(torch.int32)
+        bits = flat.view(values.shape[:-1].numel(), -1) if values.numel() else flat.unsqueeze(0)
+        # Odd factors, the same for all rows and then for all columns; int64 wraps around, which is as good as any hash.
+        by_row = (bits * _factors(bits.shape[-1], bits.device)).sum(-1)
+        total = total * 31 + (by_row * _factors(len(by_row), bits.device)).sum()
+    return total % _PRIME
+
+
+def _factors(count: int, device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * count, 2, device=device) * 0x9E3779B97F4A7C1 | 1
