@@ -157,7 +157,8 @@ class LaplaceSolver(ABC):
             prior: of n points and C functions.
             likelihood: with its targets.
             initial_weights: v [n, C] of a similar problem, where this one starts (one product). Bad ones cost nothing but
-                that product: the better of them and v = 0 is taken.
+                that product: the better of them and v = 0 is taken. Good ones save Newton steps, not the actions that the
+                covariance needs.
             generator: for the actions that refine a covariance.
             callback: told of every Newton step; `epochs` are kernel products.
 
