@@ -87,7 +87,9 @@ class PointwiseLikelihood:
         self._form = form_of(likelihood)
         self._check_latents()
         self._check_targets(targets)
-        self.targets = targets.long() if self.is_categorical else targets.detach().double()
+        with torch.inference_mode(False):  # autograd saves them
+            kept = targets.clone() if targets.is_inference() else targets.detach()
+            self.targets = kept.long() if self.is_categorical else kept.double()
         self._warned = False
 
     @property
