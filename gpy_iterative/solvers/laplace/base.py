@@ -166,8 +166,11 @@ class LaplaceSolver(ABC):
             A LaplaceSolution. What was not reached within the budget is a status there, not an exception.
 
         Raises:
+            ValueError: no points.
             NonFiniteError: a NaN or an infinity appeared; nothing of the caller's was changed.
         """
+        if not prior.size:
+            raise ValueError("There are no observed targets: without any there is no mode to find, only the prior.")
         start = time.perf_counter()
         problem = Problem(prior, likelihood)
         tolerance = self.tolerance or self._default_tolerance(prior.operator.dtype)
