@@ -4,7 +4,6 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import gpytorch
 import torch
@@ -30,7 +29,7 @@ from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths, PriorFunc
 from gpy_iterative.prediction.latent_blocks import latent_blocks, latent_covariance, latent_terms
 from gpy_iterative.prediction.snapshot import ModelSnapshot
 from gpy_iterative.prediction.training_system import check_inputs, evaluating, prior_at
-from gpy_iterative.solvers import ConjugateGradients
+from gpy_iterative.solvers import ConjugateGradients, SolveStatus
 from gpy_iterative.solvers.laplace import (
     LaplaceSolution,
     LaplaceSolver,
@@ -109,10 +108,6 @@ class LaplacePosterior:
             self._snapshot = ModelSnapshot.of(model, likelihood)
             self._fit = self._solved(initial_weights)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies of a model find their own mode when they are asked."""
-        return None
-
     @property
     def solution(self) -> LaplaceSolution:
         """The mode at the hyperparameters and data of now."""
@@ -169,6 +164,9 @@ class LaplacePosterior:
         Args:
             inputs: test inputs.
             tolerance: of these solves.
+
+        Warns:
+            ConvergenceWarning: they did not reach it.
         """
         _, blocks = self.moments(*inputs)
         total = blocks.diagonal(dim1=-2, dim2=-1)
@@ -192,6 +190,9 @@ class LaplacePosterior:
 
         Raises:
             SpectralDensityMissingError: a kernel has no random features.
+
+        Warns:
+            ConvergenceWarning: the solve did not reach its tolerance.
         """
         with evaluating(self.model, self.likelihood), torch.no_grad():
             fit = self._current()
@@ -266,6 +267,13 @@ class LaplacePosterior:
         preconditioner = nystrom_preconditioner(solution.curvature, solution.actions, solution.images, dtype)
         system = whitened_system(fit.prior.operator, solution.curvature)
         found = ConjugateGradients(tolerance=tolerance).solve(system, columns.to(dtype), preconditioner=preconditioner)
+        if found.status is not SolveStatus.CONVERGED:
+            status = found.status
+            warnings.warn(
+                f"A solve at the mode ended with status {status.name.lower()}. {status.advice}",
+                ConvergenceWarning,
+                stacklevel=4,
+            )
         return found.value.double()
 
 

@@ -183,6 +183,35 @@ def test_copies_pickles_and_state() -> None:
     torch.testing.assert_close(low(x.float()).mean.double(), expected, rtol=1e-2, atol=1e-2)
 
 
+def test_copies_of_a_posterior_are_posteriors() -> None:
+    problem = case("logit", n=15)
+    x = test_points()
+    posterior = problem.model.eval().posterior()
+    expected = posterior(x).mean
+    for twin in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
+        torch.testing.assert_close(twin(x).mean, expected)
+    problem.model.covar_module.outputscale = 0.3
+    torch.testing.assert_close(twin(x).mean, expected)  # of a model of its own
+
+
+def test_solves_that_fall_short_are_told() -> None:
+    problem = case("logit", n=30, dtype=torch.float32)
+    problem.model.covar_module.outputscale = 1e6
+    posterior = problem.model.eval().posterior()
+    with pytest.warns(ConvergenceWarning, match="solve at the mode"):
+        posterior.split_variance(test_points().float(), tolerance=1e-9)
+
+
+def test_nothing_observed() -> None:
+    problem = case("poisson-log", n=6)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model)
+    with gpytorch.settings.observation_nan_policy("mask"), pytest.raises(ValueError, match="no observed targets"):
+        mll(problem.model(problem.x), problem.y * torch.nan)
+    empty = LaplaceModel(problem.x[:0], problem.y[:0], problem.likelihood)
+    with pytest.raises(ValueError, match="no observed targets"):
+        empty.eval()(problem.x)
+
+
 def test_gradients_flow_to_test_inputs_alone() -> None:
     problem = case("poisson-log", n=20)
     x = test_points().requires_grad_()
