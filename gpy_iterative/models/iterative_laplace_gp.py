@@ -119,11 +119,19 @@ class IterativeLaplaceGP(GP):
         self._check_prior(prior)
         return prior
 
-    def posterior(self, initial_weights: Tensor | None = None) -> LaplacePosterior:
+    def posterior(
+        self,
+        initial_weights: Tensor | None = None,
+        *,
+        solver: LaplaceSolver | None = None,
+        products: KernelProducts | None = None,
+    ) -> LaplacePosterior:
         """What answers in evaluation mode: kept, and refreshed when parameters or data have changed.
 
         Args:
             initial_weights: v [n, C] at similar hyperparameters to start from, where there is no posterior yet.
+            solver: in the place of the model's own, where there is no posterior yet.
+            products: likewise.
 
         Raises, Warns: as `LaplacePosterior`.
         """
@@ -131,8 +139,8 @@ class IterativeLaplaceGP(GP):
             self._posterior = LaplacePosterior(
                 self,
                 self.likelihood,
-                solver=self.solver,
-                products=self.products,
+                solver=self.solver if solver is None else solver,
+                products=self.products if products is None else products,
                 seed=self.seed,
                 initial_weights=initial_weights,
             )
