@@ -46,8 +46,8 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
     Every call finds the mode, from the last one's; the gradient includes what moves with it.
 
     Args:
-        likelihood: the model's, see `gpy_iterative.likelihoods`: Bernoulli, softmax, Poisson, Student-t, negative binomial, beta,
-            Gaussian, registered ones, and any whose `forward` has a smooth `log_prob`.
+        likelihood: the model's, see `gpy_iterative.likelihoods`: Bernoulli, softmax, Poisson, Student-t, negative binomial,
+            beta, Gaussian, registered ones, and any whose `forward` has a smooth `log_prob`.
         model: an `IterativeLaplaceGP`.
         objective: "laplace" is the evidence of Laplace's approximation; "elbo" a lower bound on the true log marginal
             likelihood from the posterior that was computed: right also where computation was cut short.

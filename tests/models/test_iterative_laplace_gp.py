@@ -143,6 +143,46 @@ def test_predictive_log_densities_normalise(name: str) -> None:
     assert total.item() == pytest.approx(1.0, abs=2e-3)
 
 
+@pytest.mark.parametrize("noise", [1.0, 1e-2, 1e-4])
+def test_predictive_densities_of_gaussian_noise_are_known(noise: float) -> None:
+    problem = case("gaussian", n=20)
+    problem.likelihood.noise = noise
+    x, y = test_points(), torch.linspace(-1, 1, 9, dtype=torch.float64)
+    model = problem.model.eval()
+    mean, covariance = model.posterior().moments(x)
+    expected = torch.distributions.Normal(mean[:, 0], (covariance[:, 0, 0] + noise).sqrt()).log_prob(y)
+    torch.testing.assert_close(model.predictive_log_prob(x, y), expected, rtol=1e-5, atol=1e-5)
+    with torch.inference_mode():
+        torch.testing.assert_close(model.predictive_log_prob(x, y.clone()), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"squeeze\(-1\)"):
+        model.predictive_log_prob(x, y.unsqueeze(-1))
+
+
+class TwoTasks(gpi.models.IterativeLaplaceGP):
+    def __init__(self, x: Tensor, y: Tensor, likelihood: gpytorch.likelihoods.Likelihood) -> None:
+        super().__init__(x, y, likelihood)
+        self.covar_module = gpytorch.kernels.MultitaskKernel(gpytorch.kernels.RBFKernel(), num_tasks=2, rank=1)
+        self.to(x)
+
+    def forward(self, x: Tensor) -> MultitaskMultivariateNormal:
+        return MultitaskMultivariateNormal(x.new_zeros(len(x), 2), self.covar_module(x))
+
+
+def test_predictive_densities_of_several_tasks_are_known() -> None:
+    x, likelihood = inputs(12), gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2).double()
+    likelihood.noise, likelihood.task_noises = 1e-3, torch.tensor([1e-3, 0.1], dtype=torch.float64)
+    y = torch.stack([torch.sin(x[:, 0]), x[:, 1]], dim=-1)
+    model = TwoTasks(x, y, likelihood).eval()
+    points = test_points()
+    mean, covariance = model.posterior().moments(points)
+    noise = torch.diag(torch.tensor([2e-3, 0.101], dtype=torch.float64))
+    targets = 0.3 * points
+    expected = torch.distributions.MultivariateNormal(mean, covariance + noise).log_prob(targets)
+    torch.testing.assert_close(model.predictive_log_prob(points, targets), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"needs targets \[n, 2\]"):
+        LaplaceMarginalLogLikelihood(likelihood, model.train())(model(x), y[:, 0])
+
+
 def test_train_and_eval() -> None:
     problem = case("logit", n=20)
     model = problem.model

@@ -13,8 +13,8 @@ from gpy_iterative.solvers.laplace.base import Iterate, LaplaceSolver, Problem, 
 class _DenseSteps(StepSolver):
     """dv = e - R (I + R^T K R)^-1 R^T K e with e = g - v: valid for a singular W, and for any g.
 
-    A correction rather than the new v: where W is large (little noise) v is a small difference of large numbers, and further
-    steps would not make it any more exact.
+    A correction rather than the new v: where W is large (little noise) v is a small difference of large numbers, and
+    further steps would not make it any more exact.
     """
 
     def __init__(self, problem: Problem) -> None:
