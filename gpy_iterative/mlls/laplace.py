@@ -119,6 +119,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         self._generator = make_generator(generator)
         self._caches = TileCaches()
         self._weights: Tensor | None = None
+        self._params: tuple[Any, ...] = ()
         self._has_warned = False
 
     # Priors and added loss terms: read from the model, whatever the mll.
@@ -168,7 +169,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         else:
             value = estimate.with_gradient(prior, likelihood, solver.curvature)
         value = self._add_other_terms(value, params).div_(num_targets)
-        self._weights = solution.value
+        self._weights, self._params = solution.value, params
         status = solution.status if estimate is None else estimate.status
         self._warn_once(solution, status)
         self.report = LaplaceReport(
@@ -192,7 +193,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         self.model.eval()
         self.likelihood.eval()
         self._caches.clear()
-        return self.model.posterior(self._weights, solver=self.solver, products=self.products)
+        return self.model.posterior(self._weights, solver=self.solver, products=self.products, params=self._params)
 
     def training_state(self) -> dict[str, Tensor]:
         """Generator and warm start as a plain dict of tensors, which resumes a run exactly."""

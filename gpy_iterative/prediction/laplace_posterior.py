@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import gpytorch
 import torch
@@ -28,7 +29,7 @@ from gpy_iterative.prediction.joint_prior import checked_inputs, fixed_parameter
 from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths, PriorFunctions
 from gpy_iterative.prediction.latent_blocks import latent_blocks, latent_covariance, latent_terms
 from gpy_iterative.prediction.snapshot import ModelSnapshot
-from gpy_iterative.prediction.training_system import check_inputs, evaluating, prior_at
+from gpy_iterative.prediction.training_system import LikelihoodParams, check_inputs, evaluating, prior_at
 from gpy_iterative.solvers import ConjugateGradients, SolveStatus
 from gpy_iterative.solvers.laplace import (
     LaplaceSolution,
@@ -79,12 +80,13 @@ class LaplacePosterior:
         products: how kernel products are computed.
         seed: of sample paths and covariance actions.
         initial_weights: v [n, C] at similar hyperparameters, where the mode solver starts.
+        params: of the likelihood's `forward` at the training points, for a likelihood that takes any.
 
     Construction finds the mode. Hyperparameters and data that have changed since are noticed by value, and answered by
     another solve from the old mode.
 
     Raises:
-        ValueError: data that are not finite or do not fit.
+        ValueError: data that are not finite or do not fit, or have changed where params belong to them.
         NonFiniteError: from the solver.
 
     Warns:
@@ -100,10 +102,12 @@ class LaplacePosterior:
         products: KernelProducts | None = None,
         seed: int = 0,
         initial_weights: Tensor | None = None,
+        params: Sequence[Any] = (),
     ) -> None:
         self.model, self.likelihood = model, likelihood
         self._solver, self._products = solver, KernelProducts() if products is None else products
         self._seed = seed
+        self._params = LikelihoodParams(params, model) if params else None
         with evaluating(model, likelihood):
             self._snapshot = ModelSnapshot.of(model, likelihood)
             self._fit = self._solved(initial_weights)
@@ -234,7 +238,8 @@ class LaplacePosterior:
         check_targets_fit(distribution, targets)
         prior = latent_prior(distribution, self._products)
         prior = LatentPrior(prior.operator.detach().clone(), prior.mean.detach().clone())
-        likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents)
+        params = () if self._params is None else self._params.current(self.model)
+        likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents, params)
         solver = default_laplace_solver(prior.size) if self._solver is None else self._solver
         solution = solver.solve(
             prior, likelihood, initial_weights=initial_weights, generator=torch.Generator().manual_seed(self._seed)

@@ -205,6 +205,38 @@ def test_train_and_eval() -> None:
         LaplaceMarginalLogLikelihood(model.likelihood, model)(model(problem.x[:7]), problem.y[:7])
 
 
+class Exposed(gpytorch.likelihoods.likelihood._OneDimensionalLikelihood):
+    """Counts under exposures, which come as an argument."""
+
+    def forward(self, function_samples: Tensor, *args: Tensor, **kwargs: Any) -> torch.distributions.Poisson:
+        return torch.distributions.Poisson((args[0] if args else 1.0) * function_samples.exp())
+
+
+def test_arguments_of_the_likelihood_come_along() -> None:
+    problem = case("poisson-log", n=15)
+    model = LaplaceModel(problem.x, problem.y, Exposed())
+    exposure = torch.linspace(1, 9, 15, dtype=torch.float64)
+    mll = LaplaceMarginalLogLikelihood(model.likelihood, model)
+    mll(model(problem.x), problem.y, exposure)
+    solution = mll.posterior().solution
+    gradient = problem.y - exposure * solution.latent.flatten().exp()
+    torch.testing.assert_close(solution.value.flatten(), gradient, rtol=1e-6, atol=1e-6)
+    x, y = test_points(), torch.arange(9.0, dtype=torch.float64)
+    plain, exposed = (model.predictive_log_prob(x, y, params=params) for params in ((), (torch.full_like(y, 5.0),)))
+    assert (plain - exposed).abs().min() > 1e-3
+    model.train_inputs = (problem.x + 1,)
+    with pytest.raises(ValueError, match="training inputs have changed"):
+        model(x)
+
+
+def test_a_likelihood_in_the_place_of_another() -> None:
+    problem = case("logit", n=15)
+    model = problem.model.eval()
+    before = model(problem.x).mean
+    model.likelihood = gpytorch.likelihoods.BernoulliLikelihood().double()
+    assert (model(problem.x).mean - before).abs().max() > 0.01
+
+
 def test_copies_pickles_and_state() -> None:
     problem = case("softmax", n=15, solver=LaplaceNewton())
     x = test_points()
@@ -334,6 +366,8 @@ def test_calls_that_are_refused() -> None:
         WrongForward(x, problem.y, problem.likelihood)(x)
     with pytest.raises(ValueError, match="num_latents is 2, but forward returns 3"):
         case("softmax", n=8, num_latents=2).model(x)
+    with pytest.raises(ValueError, match="num_latents is 2, but forward returns 3"):
+        case("softmax", n=8, num_latents=2).model.eval()(x)
     with pytest.raises(ValueError, match="finite"):
         model.set_train_data(x * torch.nan)
     assert model.train_inputs[0] is x  # as it was
