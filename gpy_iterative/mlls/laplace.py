@@ -156,11 +156,16 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
             target = target[observed]
         likelihood = PointwiseLikelihood(self.likelihood, target, prior.num_latents, params)
         solver = self._solver_for(prior)
-        with torch.inference_mode(False), torch.no_grad():
-            solution = solver.solve(
-                _detached(prior), likelihood, initial_weights=self._weights, generator=self._generator
-            )
-            estimate = self._evidence(prior, likelihood, solution, solver, function_dist, observed)
+        position = self._generator.get_state()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                solution = solver.solve(
+                    _detached(prior), likelihood, initial_weights=self._weights, generator=self._generator
+                )
+                estimate = self._evidence(prior, likelihood, solution, solver, function_dist, observed)
+        except Exception:
+            self._generator.set_state(position)  # the next step draws what the failed one did
+            raise
         if estimate is None:
             coefficients = mean_coefficients(prior, likelihood, solution, solver.curvature)
             seed = self._generator.initial_seed() % 2**63
