@@ -298,6 +298,15 @@ def test_little_noise_is_no_obstacle_to_dense_steps(noise: float) -> None:
     torch.testing.assert_close(solution.value.flatten(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
 
 
+@pytest.mark.parametrize("n", [60, 200])
+def test_steps_that_overshoot_below_the_rounding_of_the_density(n: int) -> None:
+    """Fisher's information is not the Hessian: full steps would circle around the mode where psi cannot tell any more."""
+    problem = case("beta", n=n)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    for solver in (LaplaceCholesky(), LaplaceNewton(tolerance=1e-9, max_outer=100)):
+        assert solver.solve(prior, likelihood).converged
+
+
 def test_huge_outputscale_and_wrong_labels() -> None:
     problem = case("probit", n=60)
     problem.model.covar_module.outputscale = 1000.0
