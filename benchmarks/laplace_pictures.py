@@ -48,9 +48,9 @@ def uncertainty(path: Path) -> Path:
     grid = torch.linspace(-4, 6, 200, dtype=torch.float64).unsqueeze(-1)
     figure, panels = plt.subplots(1, len(RANKS), figsize=(10, 3), sharey=True)
     for panel, rank in zip(panels, RANKS, strict=True):
-        # One Newton step after the other would mix two effects: the mode is found first, then actions are counted.
+        # One Newton step after the other would mix two effects: the mode is known, and actions are counted.
         weights = gpi.solvers.LaplaceCholesky().solve(*_problem(x, y)).value
-        solver = gpi.solvers.LaplaceNewton(num_covariance_actions=rank)
+        solver = gpi.solvers.LaplaceNewton(max_inner=rank)
         model = BinaryModel(x, y, solver=solver).eval()
         posterior = model.posterior(initial_weights=weights)
         split = posterior.split_variance(grid)

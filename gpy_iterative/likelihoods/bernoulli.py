@@ -10,7 +10,7 @@ from torch.distributions import Bernoulli
 from torch.nn.functional import logsigmoid
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.likelihoods.quadrature import normal_nodes
+from gpy_iterative.likelihoods.quadrature import log_concave_marginal, normal_nodes
 
 
 class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
@@ -23,7 +23,7 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
         num_quadrature: nodes of the Gauss-Hermite quadrature that marginals are made of.
 
     Raises:
-        ValueError: num_quadrature below 1.
+        ValueError: num_quadrature below 1; labels other than 0 and 1.
     """
 
     has_analytic_marginal = True
@@ -50,18 +50,34 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
-        signs = 2 * observations - 1
-        return self.log_probability(signs * function_dist.mean, function_dist.variance)
+        return self.log_probability(_signs(observations) * function_dist.mean, function_dist.variance)
 
     def expected_log_prob(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
         nodes, log_weights = normal_nodes(function_dist.mean, function_dist.variance, self.num_quadrature)
-        expected = (log_weights.exp() * logsigmoid((2 * observations - 1) * nodes)).sum(0)
+        expected = (log_weights.exp() * logsigmoid(_signs(observations) * nodes)).sum(0)
         return expected.to(function_dist.mean.dtype)
 
     def log_probability(self, mean: Tensor, variance: Tensor) -> Tensor:
         """Log E[1 / (1 + exp(-f))] for f ~ N(mean, variance), elementwise and summed in log space."""
-        nodes, log_weights = normal_nodes(mean, variance, self.num_quadrature)
+        found = log_concave_marginal(
+            logsigmoid,
+            lambda f: torch.sigmoid(-f),
+            lambda f: torch.sigmoid(f) * torch.sigmoid(-f),
+            mean,
+            variance,
+            self.num_quadrature,
+        )
         # Weights add up to 1 but for rounding: never above log(1).
-        return torch.logsumexp(log_weights + logsigmoid(nodes), 0).clamp_max(0).to(mean.dtype)
+        return found.clamp_max(0).to(mean.dtype)
+
+
+def _signs(labels: Tensor) -> Tensor:
+    """-1 and 1 for labels 0 and 1. Raises ValueError for any others."""
+    bad = (labels != 0) & (labels != 1)
+    if bad.any():
+        raise ValueError(
+            f"LogitBernoulliLikelihood: labels must be 0 or 1 (not -1 and 1), but there is a {labels[bad][0].item()}."
+        )
+    return 2 * labels - 1 if labels.is_floating_point() else 2 * labels.long() - 1

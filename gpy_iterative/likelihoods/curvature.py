@@ -48,6 +48,10 @@ class Curvature(ABC):
     def blocks(self) -> Tensor:
         """W as [n, C, C]."""
 
+    @abstractmethod
+    def at(self, points: Tensor) -> "Curvature":
+        """The curvature of some points, by their indices."""
+
 
 @dataclass(frozen=True)
 class DiagonalCurvature(Curvature):
@@ -79,6 +83,9 @@ class DiagonalCurvature(Curvature):
 
     def blocks(self) -> Tensor:
         return self.values.view(-1, 1, 1)
+
+    def at(self, points: Tensor) -> "DiagonalCurvature":
+        return DiagonalCurvature(self.values[points])
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,9 @@ class BlockCurvature(Curvature):
 
     def blocks(self) -> Tensor:
         return (self.eigenvectors * self.eigenvalues.unsqueeze(-2)) @ self.eigenvectors.mT
+
+    def at(self, points: Tensor) -> "BlockCurvature":
+        return BlockCurvature(self.eigenvalues[points], self.eigenvectors[points])
 
     def _coordinates(self, columns: Tensor) -> Tensor:
         return self.eigenvectors.mT @ columns.reshape(self.num_points, self.num_latents, -1)
@@ -182,6 +192,9 @@ class SoftmaxCurvature(Curvature):
     def blocks(self) -> Tensor:
         p = self.probabilities
         return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+
+    def at(self, points: Tensor) -> "SoftmaxCurvature":
+        return SoftmaxCurvature(self.probabilities[points])
 
     def _by_point(self, columns: Tensor) -> Tensor:
         return columns.reshape(*self.probabilities.shape, -1)

@@ -77,8 +77,8 @@ class PointwiseLikelihood:
 
     Raises:
         UnsupportedLikelihoodError: see `check_laplace_likelihood`.
-        ValueError: targets outside the support (class and index are named) or of another dtype than the likelihood's
-            labels need, or latents of another number than the likelihood's.
+        ValueError: targets outside the support (class and index are named), of another shape, or of another dtype than the
+            likelihood's labels need, or latents of another number than the likelihood's.
     """
 
     def __init__(self, likelihood: Likelihood, targets: Tensor, num_latents: int, params: Sequence[Any] = ()) -> None:
@@ -87,7 +87,9 @@ class PointwiseLikelihood:
         self._form = form_of(likelihood)
         self._check_latents()
         self._check_targets(targets)
-        self.targets = targets.long() if self.is_categorical else targets.detach().double()
+        with torch.inference_mode(False):  # autograd saves them
+            kept = targets.clone() if targets.is_inference() else targets.detach()
+            self.targets = kept.long() if self.is_categorical else kept.double()
         self._warned = False
 
     @property
@@ -99,6 +101,11 @@ class PointwiseLikelihood:
     def is_categorical(self) -> bool:
         """Whether it is a softmax over classes."""
         return self._form is not None and self._form.visible_basis is not None
+
+    @property
+    def is_log_concave(self) -> bool:
+        """Whether log p is known to be concave in f."""
+        return self._form is not None and self._form.log_concave is True
 
     @property
     def has_parameters(self) -> bool:
@@ -135,15 +142,20 @@ class PointwiseLikelihood:
         Raises:
             NonFiniteError: an entry is not finite.
         """
-        with torch.inference_mode(False), torch.enable_grad():
-            point = f.detach().clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.log_prob(point).sum(), point)
+        gradient = self.slope(f)
         if not torch.isfinite(gradient).all():
             index = (~torch.isfinite(gradient)).nonzero()[0].tolist()
             raise NonFiniteError(
                 f"The gradient of {self.name}'s log density is not finite at datum {index[0]} "
                 f"(latent value {float(f[tuple(index)]):.3g}): check the data and the kernel's outputscale."
             )
+        return gradient
+
+    def slope(self, f: Tensor) -> Tensor:
+        """As `gradient`, but infinite or NaN where f is out of range."""
+        with torch.inference_mode(False), torch.enable_grad():
+            point = f.detach().clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.log_prob(point).sum(), point)
         return gradient
 
     def differentiable_gradient(self, f: Tensor) -> Tensor:
@@ -282,6 +294,7 @@ class PointwiseLikelihood:
             )
 
     def _check_targets(self, targets: Tensor) -> None:
+        self._check_target_shape(targets)
         if self.is_categorical:
             if targets.is_floating_point() or targets.dtype == torch.bool:
                 raise ValueError(
@@ -293,10 +306,23 @@ class PointwiseLikelihood:
         if support is None:
             return
         admissible, words = support
-        good = admissible(self.likelihood, targets)
+        good = admissible(self.likelihood, targets.long() if self.is_categorical else targets.double())
         if not good.all():
             index = int((~good).nonzero()[0, 0])
             raise ValueError(f"{self.name}: {words}, but targets[{index}] is {targets[index].item()}.")
+
+    def _check_target_shape(self, targets: Tensor) -> None:
+        shape, latents = tuple(targets.shape), self.num_latents
+        needed = None if self._form is None else self._form.target_per_latent
+        if needed is None and latents == 1:
+            needed = False
+        if needed is True and (len(shape) != 2 or shape[1] != latents):
+            raise ValueError(
+                f"{self.name} needs targets [n, {latents}], a value for each latent function; got {shape}."
+            )
+        if needed is False and len(shape) != 1:
+            hint = " Use targets.squeeze(-1)." if shape[-1:] == (1,) else ""
+            raise ValueError(f"{self.name} needs targets [n], one for each point; got {shape}.{hint}")
 
 
 def check_curvature_kind(kind: str) -> None:

@@ -8,9 +8,9 @@ from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 from torch.distributions import Poisson
 
-from gpy_iterative.likelihoods.quadrature import normal_nodes
+from gpy_iterative.likelihoods.quadrature import log_concave_marginal
 
-#: Nodes of the quadrature for marginals: exp(f) moves fast.
+#: Nodes of the quadrature for marginals.
 NUM_QUADRATURE = 101
 
 
@@ -33,7 +33,13 @@ class PoissonLogLikelihood(_OneDimensionalLikelihood):
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
-        nodes, log_weights = normal_nodes(function_dist.mean, function_dist.variance, NUM_QUADRATURE)
         counts = observations.double()
-        log_probs = counts * nodes - nodes.exp() - torch.lgamma(counts + 1)
-        return torch.logsumexp(log_weights + log_probs, 0).to(function_dist.mean.dtype)
+        constant = torch.lgamma(counts + 1)
+        return log_concave_marginal(
+            lambda f: counts * f - f.exp() - constant,
+            lambda f: counts - f.exp(),
+            torch.exp,
+            function_dist.mean,
+            function_dist.variance,
+            NUM_QUADRATURE,
+        ).to(function_dist.mean.dtype)

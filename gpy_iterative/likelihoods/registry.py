@@ -23,6 +23,7 @@ class LikelihoodForm:
         num_latents: C for a likelihood object; None admits any.
         visible_basis: an orthonormal basis [C, r] of what the likelihood sees of a point's latents, where that is
             less than everything; None is everything.
+        target_per_latent: whether targets are [n, C], a value for each latent function, and not [n]; None admits both.
     """
 
     log_prob: PointwiseFunction
@@ -32,6 +33,7 @@ class LikelihoodForm:
     support: tuple[Callable[[Likelihood, Tensor], Tensor], str] | None = None
     num_latents: Callable[[Likelihood], int | None] | None = None
     visible_basis: Callable[[Likelihood], Tensor] | None = None
+    target_per_latent: bool | None = False
 
 
 _FORMS: dict[type[Likelihood], LikelihoodForm] = {}
@@ -69,6 +71,7 @@ def register_curvature(
         log_concave=log_concave,
         support=support,
         num_latents=lambda _: num_latents,
+        target_per_latent=False if num_latents == 1 else None,
     )
 
 

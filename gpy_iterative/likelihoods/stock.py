@@ -148,25 +148,36 @@ def _beta_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     return _block(slope.square() * (torch.polygamma(1, alpha) + torch.polygamma(1, beta)))
 
 
-def _gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """Noise variances, to be broadcast against [n, C]."""
+def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
+    """Noise variances, to be broadcast against latents [n, C].
+
+    Raises:
+        ValueError: fixed noises of another number than points.
+    """
     if isinstance(likelihood, gl.MultitaskGaussianLikelihood):
         noise = torch.zeros((), dtype=f.dtype, device=f.device)
         if likelihood.has_task_noise:
             noise = noise + likelihood.task_noises.to(f.dtype)
         return noise + likelihood.noise.to(f.dtype) if likelihood.has_global_noise else noise
+    if isinstance(likelihood, gl.FixedNoiseGaussianLikelihood):
+        known = likelihood.noise_covar.noise.shape[-1]
+        if known != f.shape[0]:  # GPyTorch takes the noise for zero
+            raise ValueError(
+                f"FixedNoiseGaussianLikelihood has noise for {known} points, of which there are {f.shape[0]} here: leave "
+                "points without a target out of data and noise alike; at test points predict latent values."
+            )
     covariance = likelihood._shaped_noise_covar(f.shape[:1])
     return covariance.diagonal(dim1=-1, dim2=-2).to(f.dtype).unsqueeze(-1)
 
 
 def _gaussian_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    noise, targets = _gaussian_noise(likelihood, f), y if y.dim() == 2 else y.unsqueeze(-1)
+    noise, targets = gaussian_noise(likelihood, f), y.view_as(f)
     terms = (targets - f).square() / noise + (2 * math.pi * noise).log()
     return -0.5 * terms.expand_as(f).sum(-1)
 
 
 def _gaussian_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    return torch.diag_embed((1 / _gaussian_noise(likelihood, f)).expand_as(f))
+    return torch.diag_embed((1 / gaussian_noise(likelihood, f)).expand_as(f))
 
 
 def _tasks(likelihood: Likelihood) -> int:
@@ -221,7 +232,9 @@ for _class in (gl.GaussianLikelihood, gl.FixedNoiseGaussianLikelihood):
     register_form(_class, _GAUSSIAN)
 register_form(
     gl.MultitaskGaussianLikelihood,
-    LikelihoodForm(_gaussian_log_prob, hessian=_gaussian_hessian, log_concave=True, num_latents=_tasks),
+    LikelihoodForm(
+        _gaussian_log_prob, hessian=_gaussian_hessian, log_concave=True, num_latents=_tasks, target_per_latent=True
+    ),
 )
 register_refusal(
     gl.LaplaceLikelihood,

@@ -24,7 +24,13 @@ from gpy_iterative.linear_operators.latent import (
 )
 from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_operators.partial_products import columns_matmul, dense_rows, principal_block, rows_matmul
+from gpy_iterative.linear_operators.partial_products import (
+    Rows,
+    columns_matmul,
+    dense_rows,
+    principal_block,
+    rows_matmul,
+)
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.repeated import RepeatedKernelLinearOperator
@@ -38,6 +44,7 @@ __all__ = [
     "NoisyLinearOperator",
     "RadialKernelLinearOperator",
     "RepeatedKernelLinearOperator",
+    "Rows",
     "TileCache",
     "TileCaches",
     "active_inputs",

@@ -6,8 +6,14 @@ from its tiles. The defaults work for any LinearOperator. All take unbatched ope
 
 from functools import singledispatch
 
+import torch
 from linear_operator import LinearOperator, to_dense
-from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
+from linear_operator.operators import (
+    BlockInterleavedLinearOperator,
+    ConstantMulLinearOperator,
+    KroneckerProductLinearOperator,
+    SumLinearOperator,
+)
 from torch import Tensor
 
 from gpy_iterative.linear_operators.tiles import Rows, TiledLinearOperator
@@ -75,6 +81,22 @@ def _(operator: SumLinearOperator, block: slice) -> Tensor:
 @rows_matmul.register
 def _(operator: ConstantMulLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
     return operator._constant * rows_matmul(operator.base_linear_op, rows, rhs)
+
+
+@rows_matmul.register
+def _(operator: KroneckerProductLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
+    # Sliced, it would be interpolated: the same product, and sparse matrices on top.
+    return operator._matmul(rhs)[rows]
+
+
+@rows_matmul.register
+def _(operator: BlockInterleavedLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
+    base = operator.base_linear_op
+    members, index = base.shape[-3], torch.arange(operator.shape[-2], device=rhs.device)[rows]
+    points, position = (index // members).unique(return_inverse=True)
+    parts = rhs.view(-1, members, rhs.shape[-1]).unbind(1)
+    found = torch.stack([rows_matmul(base[member], points, part) for member, part in enumerate(parts)], dim=1)
+    return found[position, index % members]
 
 
 @columns_matmul.register

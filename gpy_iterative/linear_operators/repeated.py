@@ -6,6 +6,8 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators.partial_products import Rows, rows_matmul
+
 
 class RepeatedKernelLinearOperator(LinearOperator):
     """The covariance of `repeats` independent functions with the same kernel, their values at a point side by side.
@@ -61,6 +63,14 @@ class RepeatedKernelLinearOperator(LinearOperator):
         """The matrix [n C, m C]."""
         kernel = self.kernel.to_dense()
         return torch.kron(kernel, torch.eye(self.repeats, dtype=kernel.dtype, device=kernel.device))
+
+
+@rows_matmul.register
+def _(operator: RepeatedKernelLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
+    index = torch.arange(operator.shape[-2], device=rhs.device)[rows]
+    points, position = (index // operator.repeats).unique(return_inverse=True)
+    found = rows_matmul(operator.kernel, points, operator._side_by_side(rhs))
+    return found.view(len(points), operator.repeats, -1)[position, index % operator.repeats]
 
 
 def _whole_points(index: Any, repeats: int) -> slice | None:

@@ -46,8 +46,8 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
     Every call finds the mode, from the last one's; the gradient includes what moves with it.
 
     Args:
-        likelihood: see `gpy_iterative.likelihoods`: Bernoulli, softmax, Poisson, Student-t, negative binomial, beta,
-            Gaussian, registered ones, and any whose `forward` has a smooth `log_prob`.
+        likelihood: the model's, see `gpy_iterative.likelihoods`: Bernoulli, softmax, Poisson, Student-t, negative binomial,
+            beta, Gaussian, registered ones, and any whose `forward` has a smooth `log_prob`.
         model: an `IterativeLaplaceGP`.
         objective: "laplace" is the evidence of Laplace's approximation; "elbo" a lower bound on the true log marginal
             likelihood from the posterior that was computed: right also where computation was cut short.
@@ -65,7 +65,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
 
     Raises:
         UnsupportedLikelihoodError: a likelihood for which Laplace's method is meaningless.
-        ValueError: an option outside its range.
+        ValueError: an option outside its range, or another likelihood than the model's.
         TypeError: a model that is no IterativeLaplaceGP, a solver or products of another type.
     """
 
@@ -89,6 +89,11 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         if not isinstance(model, IterativeLaplaceGP):
             raise TypeError(
                 f"LaplaceMarginalLogLikelihood needs a gpy_iterative.models.IterativeLaplaceGP, got {type(model).__name__}."
+            )
+        if likelihood is not model.likelihood:
+            raise ValueError(
+                "The likelihood is not the model's own, with which the model predicts: pass model.likelihood, or make the "
+                "model with this one."
             )
         for name, value, kinds in (
             ("objective", objective, Objective),
@@ -114,6 +119,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         self._generator = make_generator(generator)
         self._caches = TileCaches()
         self._weights: Tensor | None = None
+        self._params: tuple[Any, ...] = ()
         self._has_warned = False
 
     # Priors and added loss terms: read from the model, whatever the mll.
@@ -150,11 +156,16 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
             target = target[observed]
         likelihood = PointwiseLikelihood(self.likelihood, target, prior.num_latents, params)
         solver = self._solver_for(prior)
-        with torch.inference_mode(False), torch.no_grad():
-            solution = solver.solve(
-                _detached(prior), likelihood, initial_weights=self._weights, generator=self._generator
-            )
-            estimate = self._evidence(prior, likelihood, solution, solver, function_dist, observed)
+        position = self._generator.get_state()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                solution = solver.solve(
+                    _detached(prior), likelihood, initial_weights=self._weights, generator=self._generator
+                )
+                estimate = self._evidence(prior, likelihood, solution, solver, function_dist, observed)
+        except Exception:
+            self._generator.set_state(position)  # the next step draws what the failed one did
+            raise
         if estimate is None:
             coefficients = mean_coefficients(prior, likelihood, solution, solver.curvature)
             seed = self._generator.initial_seed() % 2**63
@@ -163,7 +174,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         else:
             value = estimate.with_gradient(prior, likelihood, solver.curvature)
         value = self._add_other_terms(value, params).div_(num_targets)
-        self._weights = solution.value
+        self._weights, self._params = solution.value, params
         status = solution.status if estimate is None else estimate.status
         self._warn_once(solution, status)
         self.report = LaplaceReport(
@@ -180,11 +191,14 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         return value
 
     def posterior(self) -> LaplacePosterior:
-        """The posterior now, from the last mode; puts model and likelihood into evaluation mode."""
+        """The posterior now, from the last mode and with the solver of this object (the model's, where that is None).
+
+        Puts model and likelihood into evaluation mode, and answers `model(x)` until `model.train()`.
+        """
         self.model.eval()
         self.likelihood.eval()
         self._caches.clear()
-        return self.model.posterior(initial_weights=self._weights)
+        return self.model.posterior(self._weights, solver=self.solver, products=self.products, params=self._params)
 
     def training_state(self) -> dict[str, Tensor]:
         """Generator and warm start as a plain dict of tensors, which resumes a run exactly."""
@@ -193,12 +207,14 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         """Takes what `training_state()` gave. Raises ValueError, and changes nothing, for anything else."""
-        if "generator" not in state or state["generator"].dtype != torch.uint8 or set(state) - {"generator", "weights"}:
+        generator, weights = state.get("generator"), state.get("weights")
+        known = isinstance(generator, Tensor) and generator.shape == self._generator.get_state().shape
+        if not known or set(state) - {"generator", "weights"} or not _are_weights(weights):
             raise ValueError(
                 "This is no training state of a LaplaceMarginalLogLikelihood: take it from training_state()."
             )
-        self._generator.set_state(state["generator"].cpu())
-        self._weights = state["weights"].clone() if "weights" in state else None
+        self._generator.set_state(generator.cpu())
+        self._weights = None if weights is None else weights.clone()
 
     def _solver_for(self, prior: LatentPrior) -> LaplaceSolver:
         if self.solver is not None:
@@ -250,6 +266,11 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         if self._weights is not None:
             self._weights = fn(self._weights).double()
         return self
+
+
+def _are_weights(value: object) -> bool:
+    """Whether a training state's entry is v [n, C], or none."""
+    return value is None or (isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 2)
 
 
 def _detached(prior: LatentPrior) -> LatentPrior:

@@ -1,6 +1,6 @@
 """A Gaussian process for any likelihood, without inducing points."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import gpytorch
@@ -119,23 +119,39 @@ class IterativeLaplaceGP(GP):
         self._check_prior(prior)
         return prior
 
-    def posterior(self, initial_weights: Tensor | None = None) -> LaplacePosterior:
+    def posterior(
+        self,
+        initial_weights: Tensor | None = None,
+        *,
+        solver: LaplaceSolver | None = None,
+        products: KernelProducts | None = None,
+        params: Sequence[Any] = (),
+    ) -> LaplacePosterior:
         """What answers in evaluation mode: kept, and refreshed when parameters or data have changed.
 
         Args:
             initial_weights: v [n, C] at similar hyperparameters to start from, where there is no posterior yet.
+            solver: in the place of the model's own, where there is no posterior yet.
+            products: likewise.
+            params: of the likelihood's `forward` at the training points, for a likelihood that takes any.
 
-        Raises, Warns: as `LaplacePosterior`.
+        Raises:
+            ValueError: `forward` returns another number of latent functions than num_latents.
+
+        Otherwise raises and warns as `LaplacePosterior`.
         """
-        if self._posterior is None:
-            self._posterior = LaplacePosterior(
+        if self._posterior is None or self._posterior.likelihood is not self.likelihood:
+            posterior = LaplacePosterior(
                 self,
                 self.likelihood,
-                solver=self.solver,
-                products=self.products,
+                solver=self.solver if solver is None else solver,
+                products=self.products if products is None else products,
                 seed=self.seed,
                 initial_weights=initial_weights,
+                params=params,
             )
+            self._check_latents(posterior.solution.latent.shape[-1])
+            self._posterior = posterior
         return self._posterior
 
     def fit_mode(self) -> LaplaceSolution:
@@ -170,12 +186,22 @@ class IterativeLaplaceGP(GP):
         return probabilities.view(shape).to(self._dtype)
 
     def predictive_log_prob(
-        self, *inputs_and_targets: Tensor, method: PredictiveMethod = "pairwise", num_samples: int = 1000
+        self,
+        *inputs_and_targets: Tensor,
+        method: PredictiveMethod = "pairwise",
+        num_samples: int = 1000,
+        params: Sequence[Any] = (),
     ) -> Tensor:
         """Log p(y | x, data) [t] at test inputs [t, d] for targets [t], which come last.
 
         Closed forms and quadrature where there are any, samples else; see `predict_proba`. Its negative mean is the NLL
         of the literature.
+
+        Args:
+            inputs_and_targets: test inputs, and targets.
+            method: see `predict_proba`.
+            num_samples: where there is nothing better than samples.
+            params: of the likelihood's `forward` at the test points, for a likelihood that takes any.
 
         Raises:
             ValueError: inputs or targets that do not fit, targets outside the likelihood's support.
@@ -188,7 +214,7 @@ class IterativeLaplaceGP(GP):
                 f"predictive_log_prob takes inputs [t, d] and targets [t]; got targets {tuple(targets.shape)} for "
                 f"{tuple(mean.shape[:-1])} points."
             )
-        likelihood = PointwiseLikelihood(self.likelihood, targets, mean.shape[-1])
+        likelihood = PointwiseLikelihood(self.likelihood, targets, mean.shape[-1], params)
         with torch.no_grad():
             return predictive_log_probs(likelihood, mean, covariance, method, num_samples, self._generator()).to(
                 self._dtype
@@ -216,7 +242,9 @@ class IterativeLaplaceGP(GP):
     def _check_prior(self, prior: Any) -> None:
         if not isinstance(prior, MultivariateNormal):
             raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
-        found = latents_of(prior)
+        self._check_latents(latents_of(prior))
+
+    def _check_latents(self, found: int) -> None:
         if self.num_latents is not None and found != self.num_latents:
             raise ValueError(f"num_latents is {self.num_latents}, but forward returns {found} latent functions.")
 

@@ -29,8 +29,8 @@ from gpy_iterative.prediction.joint_prior import checked_inputs, fixed_parameter
 from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths, PriorFunctions
 from gpy_iterative.prediction.latent_blocks import latent_blocks, latent_covariance, latent_terms
 from gpy_iterative.prediction.snapshot import ModelSnapshot
-from gpy_iterative.prediction.training_system import check_inputs, evaluating, prior_at
-from gpy_iterative.solvers import ConjugateGradients
+from gpy_iterative.prediction.training_system import LikelihoodParams, check_inputs, evaluating, prior_at
+from gpy_iterative.solvers import ConjugateGradients, SolveStatus
 from gpy_iterative.solvers.laplace import (
     LaplaceSolution,
     LaplaceSolver,
@@ -80,12 +80,13 @@ class LaplacePosterior:
         products: how kernel products are computed.
         seed: of sample paths and covariance actions.
         initial_weights: v [n, C] at similar hyperparameters, where the mode solver starts.
+        params: of the likelihood's `forward` at the training points, for a likelihood that takes any.
 
     Construction finds the mode. Hyperparameters and data that have changed since are noticed by value, and answered by
     another solve from the old mode.
 
     Raises:
-        ValueError: data that are not finite or do not fit.
+        ValueError: data that are not finite or do not fit, or have changed where params belong to them.
         NonFiniteError: from the solver.
 
     Warns:
@@ -101,17 +102,15 @@ class LaplacePosterior:
         products: KernelProducts | None = None,
         seed: int = 0,
         initial_weights: Tensor | None = None,
+        params: Sequence[Any] = (),
     ) -> None:
         self.model, self.likelihood = model, likelihood
         self._solver, self._products = solver, KernelProducts() if products is None else products
         self._seed = seed
+        self._params = LikelihoodParams(params, model) if params else None
         with evaluating(model, likelihood):
             self._snapshot = ModelSnapshot.of(model, likelihood)
             self._fit = self._solved(initial_weights)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies of a model find their own mode when they are asked."""
-        return None
 
     @property
     def solution(self) -> LaplaceSolution:
@@ -169,6 +168,9 @@ class LaplacePosterior:
         Args:
             inputs: test inputs.
             tolerance: of these solves.
+
+        Warns:
+            ConvergenceWarning: they did not reach it.
         """
         _, blocks = self.moments(*inputs)
         total = blocks.diagonal(dim1=-2, dim2=-1)
@@ -192,6 +194,9 @@ class LaplacePosterior:
 
         Raises:
             SpectralDensityMissingError: a kernel has no random features.
+
+        Warns:
+            ConvergenceWarning: the solve did not reach its tolerance.
         """
         with evaluating(self.model, self.likelihood), torch.no_grad():
             fit = self._current()
@@ -233,7 +238,8 @@ class LaplacePosterior:
         check_targets_fit(distribution, targets)
         prior = latent_prior(distribution, self._products)
         prior = LatentPrior(prior.operator.detach().clone(), prior.mean.detach().clone())
-        likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents)
+        params = () if self._params is None else self._params.current(self.model)
+        likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents, params)
         solver = default_laplace_solver(prior.size) if self._solver is None else self._solver
         solution = solver.solve(
             prior, likelihood, initial_weights=initial_weights, generator=torch.Generator().manual_seed(self._seed)
@@ -266,6 +272,13 @@ class LaplacePosterior:
         preconditioner = nystrom_preconditioner(solution.curvature, solution.actions, solution.images, dtype)
         system = whitened_system(fit.prior.operator, solution.curvature)
         found = ConjugateGradients(tolerance=tolerance).solve(system, columns.to(dtype), preconditioner=preconditioner)
+        if found.status is not SolveStatus.CONVERGED:
+            status = found.status
+            warnings.warn(
+                f"A solve at the mode ended with status {status.name.lower()}. {status.advice}",
+                ConvergenceWarning,
+                stacklevel=4,
+            )
         return found.value.double()
 
 

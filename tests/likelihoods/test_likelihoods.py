@@ -202,6 +202,37 @@ def test_targets_outside_the_support(likelihood: gl.Likelihood, y: list[float], 
         PointwiseLikelihood(likelihood, torch.tensor(y), 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.long, torch.float32])
+def test_targets_of_any_dtype_that_can_hold_them(dtype: torch.dtype) -> None:
+    f, y = torch.tensor([[0.3], [-1.0]], dtype=torch.float64), torch.tensor([0, 1])
+    for inner in (gl.BernoulliLikelihood(), LogitBernoulliLikelihood(), gl.PoissonLikelihood(), PoissonLogLikelihood()):
+        expected = PointwiseLikelihood(inner, y.double(), 1).log_prob(f)
+        torch.testing.assert_close(PointwiseLikelihood(inner, y.to(dtype), 1).log_prob(f), expected)
+
+
+def test_targets_of_another_shape() -> None:
+    with pytest.raises(ValueError, match=r"BernoulliLikelihood needs targets \[n\].*got \(4, 1\).*squeeze"):
+        PointwiseLikelihood(gl.BernoulliLikelihood(), torch.ones(4, 1), 1)
+    with pytest.raises(ValueError, match=r"Cauchy needs targets \[n\]"):
+        PointwiseLikelihood(Cauchy(), torch.ones(4, 1), 1)
+    softmax = gl.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
+    with pytest.raises(ValueError, match=r"SoftmaxLikelihood needs targets \[n\]"):
+        PointwiseLikelihood(softmax, torch.eye(3).long(), 3)
+    for shape in ((4,), (4, 1), (4, 3)):
+        with pytest.raises(ValueError, match=r"needs targets \[n, 2\]"):
+            PointwiseLikelihood(gl.MultitaskGaussianLikelihood(num_tasks=2), torch.ones(shape), 2)
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_fixed_noise_belongs_to_its_points(more: bool) -> None:
+    """GPyTorch takes the fixed noise of another number of points for zero."""
+    inner = gl.FixedNoiseGaussianLikelihood(torch.full((5,), 0.5), learn_additional_noise=more)
+    f = torch.zeros(5, 1, dtype=torch.float64)
+    PointwiseLikelihood(inner, torch.zeros(5), 1).log_prob(f)
+    with pytest.raises(ValueError, match="noise for 5 points, of which there are 4"):
+        PointwiseLikelihood(inner, torch.zeros(4), 1).log_prob(f[:4])
+
+
 def test_labels_of_a_softmax() -> None:
     softmax = gl.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
     with pytest.raises(ValueError, match=r"0 to num_classes - 1, but targets\[1\] is 3"):
@@ -252,5 +283,8 @@ def test_own_likelihoods_as_gpytorch_uses_them() -> None:
         )
     probabilities = LogitBernoulliLikelihood()(latent).probs
     torch.testing.assert_close(probabilities, (weights * torch.sigmoid(f)).sum(0), rtol=1e-8, atol=1e-8)
+    for call in (LogitBernoulliLikelihood().expected_log_prob, LogitBernoulliLikelihood().log_marginal):
+        with pytest.raises(ValueError, match=r"labels must be 0 or 1 \(not -1 and 1\), but there is a -1"):
+            call(torch.tensor([1.0, -1.0]).double(), latent)
     with pytest.raises(ValueError, match="num_quadrature"):
         LogitBernoulliLikelihood(num_quadrature=0)

@@ -168,7 +168,7 @@ def test_low_rank_log_determinant_is_a_lower_bound() -> None:
 
 
 @pytest.mark.parametrize("name", ["logit", "poisson-log", "softmax"])
-def test_elbo_is_below_and_its_gradient_is_its_own(name: str) -> None:
+def test_elbo_grows_with_the_subspace_and_is_near_the_evidence(name: str) -> None:
     problem = case(name, n=20)
     bounds = []
     for rank in (2, 6, 20 * problem.model.latents):
@@ -224,11 +224,14 @@ def test_elbo_of_a_gaussian_likelihood_with_everything_captured_is_exact() -> No
         torch.testing.assert_close(found[key], gradient, rtol=1e-6, atol=1e-6)
 
 
-def test_elbo_gradient_is_its_derivative() -> None:
+@pytest.mark.parametrize(("name", "kind"), [("logit", "own"), ("student", "own"), *LAYOUTS[-6:]])
+def test_elbo_gradient_is_its_derivative(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With S, W^+ and a held fixed the bound is a plain function of the hyperparameters."""
-    problem = case("softmax", n=12)
+    problem = case(name, n=12, kind=kind)
     prior, likelihood = problem.prior(), problem.pointwise()
     solution = LaplaceNewton(tolerance=1e-6, max_inner=5).solve(prior, likelihood)
+    weights = likelihood.curvature(solution.latent, "auto", gpi.likelihoods.STEP_FLOOR)
+    monkeypatch.setattr(likelihood, "curvature", lambda *_: weights)  # of now, also where a parameter has moved
 
     coefficients = mean_coefficients(prior, likelihood, solution, "auto")
 
@@ -270,6 +273,46 @@ def test_a_step_of_training_improves_and_warm_starts() -> None:
     torch.testing.assert_close(problem.model(problem.x).mean, posterior(problem.x).mean)
 
 
+@pytest.mark.parametrize("name", ["logit", "softmax"])
+def test_the_bound_does_not_depend_on_the_call_before(name: str) -> None:
+    """The second call starts at the mode that the first has found."""
+    problem = case(name, n=25)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo", generator=0)
+    first, second = (gradients(problem, mll)[0] for _ in range(2))
+    assert second == pytest.approx(first, abs=0.02 * abs(first))
+
+
+def test_the_posterior_is_that_of_the_training() -> None:
+    problem = case("logit", n=30)
+    solver, products = LaplaceNewton(max_rank=6), gpi.linear_operators.KernelProducts(tile_size=512)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=solver, products=products)
+    mll(problem.model(problem.x), problem.y)
+    posterior = mll.posterior()  # at the very hyperparameters of the mode that it starts from
+    assert 1 <= posterior.solution.actions.shape[-1] <= 6
+    assert problem.model.posterior() is posterior
+    assert posterior._products is products
+    left = posterior(problem.x).variance / problem.model.covar_module.outputscale
+    assert left.mean() < 0.9
+    other = case("logit", n=30)
+    with pytest.raises(ValueError, match="not the model's own"):
+        LaplaceMarginalLogLikelihood(problem.likelihood, other.model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", [None, LaplaceNewton()])
+def test_inference_mode_gives_the_value(dtype: torch.dtype, solver: LaplaceNewton | None) -> None:
+    problem = case("poisson-log", n=20, dtype=dtype)
+    for objective in ("laplace", "elbo"):
+        options = {"objective": objective, "solver": solver, "generator": 0}
+        mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options)
+        with torch.inference_mode():
+            inside = float(mll(problem.model(problem.x), problem.y.clone()))
+        again = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options)
+        value = again(problem.model(problem.x), problem.y)
+        assert inside == pytest.approx(value.item(), abs=1e-4)
+        mll(problem.model(problem.x), problem.y).backward()
+
+
 def test_a_run_resumes_exactly() -> None:
     def run(steps: int, problem: Case, mll: LaplaceMarginalLogLikelihood) -> list[float]:
         return [gradients(problem, mll)[0] for _ in range(steps)]
@@ -284,8 +327,18 @@ def test_a_run_resumes_exactly() -> None:
     resumed = LaplaceMarginalLogLikelihood(again.likelihood, again.model, **options)
     resumed.load_training_state(state)
     assert run(2, again, resumed) == expected
-    with pytest.raises(ValueError, match="no training state"):
-        resumed.load_training_state({"weights": torch.zeros(3)})
+    kept = resumed.training_state()
+    for changed in (
+        {"weights": torch.zeros(3)},
+        {"generator": 3},
+        {"generator": torch.zeros(3, dtype=torch.uint8)},
+        kept | {"weights": torch.zeros(30, 1, dtype=torch.bool)},
+        kept | {"weights": 0.5},
+        kept | {"probes": torch.zeros(3)},
+    ):
+        with pytest.raises(ValueError, match="no training state"):
+            resumed.load_training_state(changed)
+    assert all(torch.equal(tensor, kept[key]) for key, tensor in resumed.training_state().items())
 
 
 def test_float32_agrees_with_float64() -> None:

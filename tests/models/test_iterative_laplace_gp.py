@@ -143,6 +143,46 @@ def test_predictive_log_densities_normalise(name: str) -> None:
     assert total.item() == pytest.approx(1.0, abs=2e-3)
 
 
+@pytest.mark.parametrize("noise", [1.0, 1e-2, 1e-4])
+def test_predictive_densities_of_gaussian_noise_are_known(noise: float) -> None:
+    problem = case("gaussian", n=20)
+    problem.likelihood.noise = noise
+    x, y = test_points(), torch.linspace(-1, 1, 9, dtype=torch.float64)
+    model = problem.model.eval()
+    mean, covariance = model.posterior().moments(x)
+    expected = torch.distributions.Normal(mean[:, 0], (covariance[:, 0, 0] + noise).sqrt()).log_prob(y)
+    torch.testing.assert_close(model.predictive_log_prob(x, y), expected, rtol=1e-5, atol=1e-5)
+    with torch.inference_mode():
+        torch.testing.assert_close(model.predictive_log_prob(x, y.clone()), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"squeeze\(-1\)"):
+        model.predictive_log_prob(x, y.unsqueeze(-1))
+
+
+class TwoTasks(gpi.models.IterativeLaplaceGP):
+    def __init__(self, x: Tensor, y: Tensor, likelihood: gpytorch.likelihoods.Likelihood) -> None:
+        super().__init__(x, y, likelihood)
+        self.covar_module = gpytorch.kernels.MultitaskKernel(gpytorch.kernels.RBFKernel(), num_tasks=2, rank=1)
+        self.to(x)
+
+    def forward(self, x: Tensor) -> MultitaskMultivariateNormal:
+        return MultitaskMultivariateNormal(x.new_zeros(len(x), 2), self.covar_module(x))
+
+
+def test_predictive_densities_of_several_tasks_are_known() -> None:
+    x, likelihood = inputs(12), gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2).double()
+    likelihood.noise, likelihood.task_noises = 1e-3, torch.tensor([1e-3, 0.1], dtype=torch.float64)
+    y = torch.stack([torch.sin(x[:, 0]), x[:, 1]], dim=-1)
+    model = TwoTasks(x, y, likelihood).eval()
+    points = test_points()
+    mean, covariance = model.posterior().moments(points)
+    noise = torch.diag(torch.tensor([2e-3, 0.101], dtype=torch.float64))
+    targets = 0.3 * points
+    expected = torch.distributions.MultivariateNormal(mean, covariance + noise).log_prob(targets)
+    torch.testing.assert_close(model.predictive_log_prob(points, targets), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"needs targets \[n, 2\]"):
+        LaplaceMarginalLogLikelihood(likelihood, model.train())(model(x), y[:, 0])
+
+
 def test_train_and_eval() -> None:
     problem = case("logit", n=20)
     model = problem.model
@@ -165,6 +205,38 @@ def test_train_and_eval() -> None:
         LaplaceMarginalLogLikelihood(model.likelihood, model)(model(problem.x[:7]), problem.y[:7])
 
 
+class Exposed(gpytorch.likelihoods.likelihood._OneDimensionalLikelihood):
+    """Counts under exposures, which come as an argument."""
+
+    def forward(self, function_samples: Tensor, *args: Tensor, **kwargs: Any) -> torch.distributions.Poisson:
+        return torch.distributions.Poisson((args[0] if args else 1.0) * function_samples.exp())
+
+
+def test_arguments_of_the_likelihood_come_along() -> None:
+    problem = case("poisson-log", n=15)
+    model = LaplaceModel(problem.x, problem.y, Exposed())
+    exposure = torch.linspace(1, 9, 15, dtype=torch.float64)
+    mll = LaplaceMarginalLogLikelihood(model.likelihood, model)
+    mll(model(problem.x), problem.y, exposure)
+    solution = mll.posterior().solution
+    gradient = problem.y - exposure * solution.latent.flatten().exp()
+    torch.testing.assert_close(solution.value.flatten(), gradient, rtol=1e-6, atol=1e-6)
+    x, y = test_points(), torch.arange(9.0, dtype=torch.float64)
+    plain, exposed = (model.predictive_log_prob(x, y, params=params) for params in ((), (torch.full_like(y, 5.0),)))
+    assert (plain - exposed).abs().min() > 1e-3
+    model.train_inputs = (problem.x + 1,)
+    with pytest.raises(ValueError, match="training inputs have changed"):
+        model(x)
+
+
+def test_a_likelihood_in_the_place_of_another() -> None:
+    problem = case("logit", n=15)
+    model = problem.model.eval()
+    before = model(problem.x).mean
+    model.likelihood = gpytorch.likelihoods.BernoulliLikelihood().double()
+    assert (model(problem.x).mean - before).abs().max() > 0.01
+
+
 def test_copies_pickles_and_state() -> None:
     problem = case("softmax", n=15, solver=LaplaceNewton())
     x = test_points()
@@ -181,6 +253,35 @@ def test_copies_pickles_and_state() -> None:
     low = problem.model.float()
     assert low(x.float()).mean.dtype == torch.float32
     torch.testing.assert_close(low(x.float()).mean.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_copies_of_a_posterior_are_posteriors() -> None:
+    problem = case("logit", n=15)
+    x = test_points()
+    posterior = problem.model.eval().posterior()
+    expected = posterior(x).mean
+    for twin in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
+        torch.testing.assert_close(twin(x).mean, expected)
+    problem.model.covar_module.outputscale = 0.3
+    torch.testing.assert_close(twin(x).mean, expected)  # of a model of its own
+
+
+def test_solves_that_fall_short_are_told() -> None:
+    problem = case("logit", n=30, dtype=torch.float32)
+    problem.model.covar_module.outputscale = 1e6
+    posterior = problem.model.eval().posterior()
+    with pytest.warns(ConvergenceWarning, match="solve at the mode"):
+        posterior.split_variance(test_points().float(), tolerance=1e-9)
+
+
+def test_nothing_observed() -> None:
+    problem = case("poisson-log", n=6)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model)
+    with gpytorch.settings.observation_nan_policy("mask"), pytest.raises(ValueError, match="no observed targets"):
+        mll(problem.model(problem.x), problem.y * torch.nan)
+    empty = LaplaceModel(problem.x[:0], problem.y[:0], problem.likelihood)
+    with pytest.raises(ValueError, match="no observed targets"):
+        empty.eval()(problem.x)
 
 
 def test_gradients_flow_to_test_inputs_alone() -> None:
@@ -265,6 +366,8 @@ def test_calls_that_are_refused() -> None:
         WrongForward(x, problem.y, problem.likelihood)(x)
     with pytest.raises(ValueError, match="num_latents is 2, but forward returns 3"):
         case("softmax", n=8, num_latents=2).model(x)
+    with pytest.raises(ValueError, match="num_latents is 2, but forward returns 3"):
+        case("softmax", n=8, num_latents=2).model.eval()(x)
     with pytest.raises(ValueError, match="finite"):
         model.set_train_data(x * torch.nan)
     assert model.train_inputs[0] is x  # as it was
@@ -281,8 +384,7 @@ def test_calls_that_are_refused() -> None:
         model.predictive_log_prob(x, problem.y[:2])
     with pytest.raises(UnsupportedLikelihoodError, match="no classes"):
         case("poisson-log", n=8).model.eval().predict_proba(x)
-    one = case("logit", n=8, kind="own")
-    one.model.latents = 1
+    one = case("logit", n=8)
     wrong = LaplaceModel(one.x, problem.y, problem.likelihood, latents=2)
     with pytest.raises(ValueError, match="needs 3 latent functions, the model has 2"):
         wrong.eval()(x)
@@ -347,10 +449,13 @@ def test_a_budget_that_runs_out_is_told_once() -> None:
 
 def test_too_many_features_are_refused() -> None:
     problem = case("softmax", n=30)
-    solver = LaplaceNewton()
+    solver = LaplaceNewton(num_covariance_actions=3)
     mll = LaplaceMarginalLogLikelihood(
         problem.likelihood, problem.model, solver=solver, trace="pathwise", num_frequencies=10**6
     )
+    before = mll.training_state()
     with pytest.raises(ValueError, match="fewer frequencies"):
         mll(problem.model(problem.x), problem.y)
-    assert mll.training_state().keys() == {"generator"}
+    after = mll.training_state()
+    assert after.keys() == before.keys() == {"generator"}
+    assert torch.equal(after["generator"], before["generator"])

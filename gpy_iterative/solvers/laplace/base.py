@@ -33,6 +33,8 @@ from gpy_iterative.solvers.solution import SolveProgress, SolveStats, SolveStatu
 
 #: A step is halved until psi rises by this share of what its slope promises, or its length is below the least.
 ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
+#: Psi tells steps apart whose promise is so many times its rounding.
+TOLD = 100
 #: Steps in a row that improve neither psi nor its gradient: the arithmetic allows no more.
 PATIENCE = 3
 #: An improvement of the gradient's norm that counts.
@@ -157,7 +159,8 @@ class LaplaceSolver(ABC):
             prior: of n points and C functions.
             likelihood: with its targets.
             initial_weights: v [n, C] of a similar problem, where this one starts (one product). Bad ones cost nothing but
-                that product: the better of them and v = 0 is taken.
+                that product: the better of them and v = 0 is taken. Good ones save Newton steps, not the actions that the
+                covariance needs.
             generator: for the actions that refine a covariance.
             callback: told of every Newton step; `epochs` are kernel products.
 
@@ -165,8 +168,11 @@ class LaplaceSolver(ABC):
             A LaplaceSolution. What was not reached within the budget is a status there, not an exception.
 
         Raises:
+            ValueError: no points.
             NonFiniteError: a NaN or an infinity appeared; nothing of the caller's was changed.
         """
+        if not prior.size:
+            raise ValueError("There are no observed targets: without any there is no mode to find, only the prior.")
         start = time.perf_counter()
         problem = Problem(prior, likelihood)
         tolerance = self.tolerance or self._default_tolerance(prior.operator.dtype)
@@ -231,7 +237,11 @@ class LaplaceSolver(ABC):
         return evaluated(problem, f, v) if math.isfinite(joint) and joint > cold.log_joint else cold
 
     def _damped(self, problem: Problem, iterate: Iterate, dv: Tensor, df: Tensor) -> Iterate | None:
-        """The iterate after the longest step that raises psi enough; None where none does."""
+        """The iterate after the longest step that raises psi enough; None where none does.
+
+        Where psi cannot tell for rounding, its slope at the step's end does (Hager and Zhang 2005, the approximate Wolfe
+        condition): a step with a curvature that is not the Hessian may overshoot, and would do so for ever.
+        """
         slope = float(iterate.error @ df)
         length = 1.0
         rounding = 10 * torch.finfo(torch.float64).eps * abs(iterate.log_joint)
@@ -239,7 +249,10 @@ class LaplaceSolver(ABC):
             f, v = iterate.f + length * df, iterate.v + length * dv
             joint = log_joint(problem, f, v)
             if not self.line_search or joint >= iterate.log_joint + ARMIJO * length * slope - rounding:
-                return evaluated(problem, f, v)
+                following = evaluated(problem, f, v)
+                is_told = not self.line_search or length * slope > TOLD * rounding
+                if is_told or float(following.error @ df) >= (2 * ARMIJO - 1) * slope:
+                    return following
             length /= 2
             if length < SHORTEST_STEP:
                 return None

@@ -5,22 +5,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.likelihoods import NO_FLOOR, Curvature, CurvatureFloor
 from gpy_iterative.solvers.laplace.base import Iterate, LaplaceSolver, Problem, StepSolver
 
 
 class _DenseSteps(StepSolver):
-    """v' = b - R (I + R^T K R)^-1 R^T K b with b = W (f - m) + g: valid for a singular W, and for any g."""
+    """dv = e - R (I + R^T K R)^-1 R^T K e with e = g - v: valid for a singular W, and for any g.
+
+    A correction rather than the new v: where W is large (little noise) v is a small difference of large numbers, and
+    further steps would not make it any more exact.
+    """
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
         self.kernel = problem.prior.operator.to_dense().detach().double()
+        if not torch.isfinite(self.kernel).all():
+            raise NonFiniteError("The kernel matrix is not finite: check inputs and hyperparameters, or use float64.")
 
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
-        target = curvature.matmul((iterate.f - self._problem.mean).unsqueeze(-1)).squeeze(-1) + iterate.gradient
-        inner = curvature.root_t((self.kernel @ target).unsqueeze(-1))
+        inner = curvature.root_t((self.kernel @ iterate.error).unsqueeze(-1))
         solved = torch.cholesky_solve(inner, self.factor(curvature))
-        dv = target - curvature.root(solved).squeeze(-1) - iterate.v
+        dv = iterate.error - curvature.root(solved).squeeze(-1)
         return dv, self.kernel @ dv
 
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:

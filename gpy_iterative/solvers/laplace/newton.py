@@ -134,12 +134,51 @@ class _SubspaceSteps(StepSolver):
         if self._steps % CHECK_EVERY == 0:
             self._check_images()
         system = GalerkinSystem.of(self.basis, curvature)
-        centred = iterate.f - self._problem.mean
-        rhs = centred + _apply(curvature.pinv, iterate.gradient)
+        # The policy's own residual may be no direction in which psi rises; its gradient always is.
+        first = error.unsqueeze(-1) if options.policy == "weighted_residual" else None
+        v, image = self._solved(system, iterate, options.max_inner, first)
+        dv, df = v - iterate.v, self._problem.mean + image - iterate.f
+        if not float(error @ df) > 0:
+            dv, df = self._steepest(curvature, error)
+        if self.basis.count > options.max_rank:
+            if options.compression is None:
+                self._forget()
+            else:
+                compress(system, self._rhs(iterate, curvature), options.max_rank, options.compression)
+        return dv, df
+
+    def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
+        options, system = self._options, GalerkinSystem.of(self.basis, curvature)
+        if not self.basis.count:
+            # A start at the mode took no step, or the rank was exceeded in the last one. Without the directions of the mean
+            # the covariance would be the prior's, however much is known.
+            self._solved(system, iterate, min(options.max_inner, options.max_rank))
+        if options.num_covariance_actions:
+            self._refine(system, curvature, options.num_covariance_actions)
+        # Copies without the buffer's spare rows.
+        return self.basis.actions.clone(), self.basis.images.clone(), system.transform
+
+    def _rhs(self, iterate: Iterate, curvature: Curvature) -> Tensor:
+        """F - m + W^+ g, the right-hand side of the Newton system."""
+        return iterate.f - self._problem.mean + _apply(curvature.pinv, iterate.gradient)
+
+    def _solved(
+        self, system: GalerkinSystem, iterate: Iterate, limit: int, first: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """V and K v of the Newton system at an iterate, after up to `limit` products with further actions.
+
+        Args:
+            system: K + W^+ in the subspace, which grows.
+            iterate: what is left of its own residual says how far the system is solved.
+            limit: products.
+            first: the first actions [N, b], in the place of the policy's.
+        """
+        options, curvature, error = self._options, system.curvature, iterate.error
+        centred, rhs = iterate.f - self._problem.mean, self._rhs(iterate, curvature)
         # Whitened: sqrt(e^T W^+ e) is the residual of v itself.
         scale = float((error @ _apply(curvature.pinv, error)).clamp_min(0).sqrt())
         v, image = self._galerkin(system, rhs)
-        for inner in range(options.max_inner):
+        for inner in range(limit):
             residual = rhs - image - _apply(curvature.pinv, v)
             # W r without a division by W: what r has of W^+ is multiplied out.
             weighted = (
@@ -150,29 +189,13 @@ class _SubspaceSteps(StepSolver):
             norm = float((weighted @ _apply(curvature.pinv, weighted)).clamp_min(0).sqrt())
             if norm <= options.forcing * scale and (inner or self._is_ascent(iterate, v, image)):
                 break
-            first = inner == 0 and options.policy == "weighted_residual"
-            actions = error.unsqueeze(-1) if first else self._chosen(iterate, curvature, residual, weighted, system)
+            is_given = inner == 0 and first is not None
+            actions = first if is_given else self._chosen(iterate, curvature, residual, weighted, system)
             change = self._act(system, actions, rhs)
             if change is None:
                 break  # the subspace has everything that this policy can add
             v, image = v + change[0], image + change[1]
-        dv, df = v - iterate.v, self._problem.mean + image - iterate.f
-        if not float(error @ df) > 0:
-            dv, df = self._steepest(curvature, error)
-        if self.basis.count > options.max_rank:
-            if options.compression is None:
-                self._forget()
-            else:
-                compress(system, rhs, options.max_rank, options.compression)
-        return dv, df
-
-    def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
-        system = GalerkinSystem.of(self.basis, curvature)
-        remaining = self._options.num_covariance_actions
-        if remaining:
-            self._refine(system, curvature, remaining)
-        # Copies without the buffer's spare rows.
-        return self.basis.actions.clone(), self.basis.images.clone(), system.transform
+        return v, image
 
     def _refine(self, system: GalerkinSystem, curvature: Curvature, count: int) -> None:
         """Further actions for the covariance: the mode's own residual is zero, so that of random right-hand sides."""

@@ -10,7 +10,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.likelihoods import Curvature
-from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.linear_operators import NoisyLinearOperator, Rows, rows_matmul
 from gpy_iterative.preconditioners import NystromFactor
 
 
@@ -39,6 +39,18 @@ class WhitenedKernelLinearOperator(LinearOperator):
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self
+
+
+@rows_matmul.register
+def _(operator: WhitenedKernelLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
+    curvature, kernel = operator.curvature, operator.kernel
+    size, latents = curvature.root_size, curvature.num_latents
+    index = torch.arange(operator.shape[-1], device=rhs.device)[rows]
+    points, position = (index // size).unique(return_inverse=True)
+    whole = (points.unsqueeze(-1) * latents + torch.arange(latents, device=rhs.device)).flatten()
+    product = rows_matmul(kernel, whole, curvature.root(rhs.double()).to(kernel.dtype))
+    whitened = curvature.at(points).root_t(product.double()).to(rhs.dtype)
+    return whitened[position * size + index % size]
 
 
 def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinearOperator:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gpytorch.constraints import GreaterThan
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
@@ -285,6 +286,27 @@ def test_degenerate_data(name: str) -> None:
         assert solution.latent.abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("noise", [1e-2, 1e-4, 1e-6])
+def test_little_noise_is_no_obstacle_to_dense_steps(noise: float) -> None:
+    problem = case("gaussian", n=40)
+    problem.likelihood.noise_covar.register_constraint("raw_noise", GreaterThan(1e-8))
+    problem.likelihood.noise = noise
+    solution = LaplaceCholesky().solve(problem.prior(), problem.pointwise())
+    assert solution.converged
+    system = problem.prior().operator.to_dense() + noise * torch.eye(40, dtype=torch.float64)
+    exact = torch.linalg.solve(system, problem.y - problem.prior().mean.flatten())
+    torch.testing.assert_close(solution.value.flatten(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("n", [60, 200])
+def test_steps_that_overshoot_below_the_rounding_of_the_density(n: int) -> None:
+    """Fisher's information is not the Hessian: full steps would circle around the mode where psi cannot tell any more."""
+    problem = case("beta", n=n)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    for solver in (LaplaceCholesky(), LaplaceNewton(tolerance=1e-9, max_outer=100)):
+        assert solver.solve(prior, likelihood).converged
+
+
 def test_huge_outputscale_and_wrong_labels() -> None:
     problem = case("probit", n=60)
     problem.model.covar_module.outputscale = 1000.0
@@ -310,9 +332,25 @@ def test_warm_starts_and_their_absence() -> None:
     cold = solver.solve(prior, likelihood)
     warm = solver.solve(prior, likelihood, initial_weights=cold.value)
     assert warm.num_outer == 0
-    assert warm.num_kernel_products == 1
+    assert warm.num_kernel_products <= 1 + solver.max_inner
     for bad in (torch.full_like(cold.value, torch.nan), cold.value[:3], 1e6 * cold.value):
         assert solver.solve(prior, likelihood, initial_weights=bad).converged
+
+
+@pytest.mark.parametrize("name", ["logit", "softmax"])
+def test_the_covariance_does_not_depend_on_where_the_mode_was_looked_for(name: str) -> None:
+    """A start at the mode needs no Newton step, and rank 4 without compression may drop the basis in the last one."""
+    problem = case(name, n=30)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    solver = LaplaceNewton(max_inner=30)
+    cold = solver.solve(prior, likelihood)
+    warm = solver.solve(prior, likelihood, initial_weights=cold.value)
+    reductions = [float(solution.image_of_root.square().sum()) for solution in (cold, warm)]
+    assert reductions[1] > 0.9 * reductions[0]
+    for max_rank in range(3, 8):
+        dropped = LaplaceNewton(max_rank=max_rank, compression=None, max_outer=200).solve(prior, likelihood)
+        assert 1 <= dropped.actions.shape[-1] <= max_rank
+        assert float(dropped.image_of_root.square().sum()) > 0.2 * reductions[0]
 
 
 def test_callbacks_are_told() -> None:
@@ -372,6 +410,8 @@ def test_numbers_that_are_not_finite() -> None:
     )
     with pytest.raises(NonFiniteError, match="product with the kernel"):
         LaplaceNewton().solve(replace(prior, operator=broken), likelihood)
+    with pytest.raises(NonFiniteError, match="kernel matrix is not finite"):
+        LaplaceCholesky().solve(replace(prior, operator=broken), likelihood)
     counts = case("poisson-log", n=10)
     with pytest.raises(NonFiniteError, match="prior's mean"):
         LaplaceNewton().solve(replace(counts.prior(), mean=prior.mean + 1000.0), counts.pointwise())
