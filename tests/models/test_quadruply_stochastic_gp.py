@@ -73,6 +73,19 @@ def test_train_mode_evaluates_nothing_before_it_is_asked(monkeypatch: pytest.Mon
     torch.testing.assert_close(output.covariance_matrix, model.predict(x).covariance_matrix)
 
 
+def test_what_is_derived_in_train_mode_is_that_of_the_prediction() -> None:
+    model, x, _ = fourier_problem()
+    set_weights(model, *weights_of(40, 0))
+    output, known = model(x), model.predict(x)
+    noisy = gaussian_likelihood(NOISE)(output)
+    torch.testing.assert_close(noisy.mean, known.mean)
+    torch.testing.assert_close(noisy.variance, known.variance + NOISE)
+    torch.testing.assert_close(output[3:9].covariance_matrix, known.covariance_matrix[3:9, 3:9])
+    torch.testing.assert_close((output * 2 + 1).mean, 2 * known.mean + 1)
+    torch.testing.assert_close(output.add_jitter(0.1).variance, known.variance + 0.1)
+    torch.testing.assert_close(copy.deepcopy(output).mean, known.mean)
+
+
 def test_predictions_have_gradients_in_the_inputs() -> None:
     model, x, _ = fourier_problem(num_dense_columns=2)
     set_weights(model, *weights_of(40, 2))
