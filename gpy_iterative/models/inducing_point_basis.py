@@ -1,7 +1,5 @@
 """Kernel functions at given points: with their kernel matrix as prior precision, or with a free diagonal one."""
 
-from collections.abc import Callable
-
 import torch
 from gpytorch import kernels
 from torch import Tensor
@@ -77,10 +75,6 @@ class InducingPointBasis(KernelFunctionBasis):
         if self.num_groups > MAX_FACTORED:
             return None
         return self._log_determinant.get(self.kernel, self._new_log_determinant)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "InducingPointBasis":
-        self._log_determinant = KeptAt()
-        return super()._apply(fn, recurse)
 
     def _new_log_determinant(self) -> Tensor:
         points = self.points.double()

@@ -1,7 +1,5 @@
 """Eigenfeatures of a kernel's Nystrom approximation, and random Fourier features of what they leave."""
 
-from collections.abc import Callable
-
 import torch
 from gpytorch import kernels
 from torch import Tensor
@@ -98,10 +96,6 @@ class NystromBasis(FeatureBasis):
     def group_prior_covariance(self, x: Tensor, head: Tensor) -> Tensor:
         """k(x, x) - head(x) head(x)^T."""
         return self.kernel(x).to_dense() - head @ head.mT
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NystromBasis":
-        self._kept = KeptAt()
-        return super()._apply(fn, recurse)
 
     def _gram(self) -> Tensor:
         points = self.points.double()

@@ -213,6 +213,44 @@ def test_bases_follow_conversions() -> None:
         torch.testing.assert_close(after.double(), before, rtol=1e-3, atol=1e-4)
 
 
+def test_what_is_kept_is_forgotten_by_loading() -> None:
+    # Other points at equal hyperparameters.
+    x = inputs(16)
+    for make in (NystromBasis, InducingPointBasis):
+        first, second = (make(rbf().requires_grad_(False), points) for points in x.split(8))
+        evaluate = lambda basis: basis.head_features(x) if basis.has_diagonal_prior else basis.prior_log_determinant()
+        before = evaluate(second)
+        second.load_state_dict(first.state_dict())
+        torch.testing.assert_close(evaluate(second), evaluate(first))
+        assert not torch.allclose(evaluate(second), before)
+
+
+def test_what_is_kept_in_inference_mode_serves_gradients() -> None:
+    x = inputs()
+    basis = NystromBasis(rbf().requires_grad_(False), x[:4])
+    with torch.inference_mode():
+        expected = basis.head_features(x).sum().item()
+    z = x.clone().requires_grad_()
+    value = basis.head_features(z).sum()
+    value.backward()
+    assert value.item() == pytest.approx(expected)
+    assert z.grad.abs().max() > 0
+
+
+class Exponential(kernels.Kernel):
+    """A kernel without parameters."""
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: object) -> Tensor:
+        return x1.new_ones(len(x1)) if diag else torch.exp(-torch.cdist(x1, x2))
+
+
+def test_kernels_without_parameters() -> None:
+    x = inputs()
+    with torch.no_grad():
+        head = NystromBasis(Exponential(), x[:5]).head_features(x)
+    torch.testing.assert_close(head @ head.mT, nystrom_kernel(Exponential(), x[:5], x))
+
+
 def test_unregistered_structures_are_bases_too() -> None:
     periodic = gpytorch.kernels.PeriodicKernel().double()
     basis = gpi.models.NystromBasis(periodic, inputs(6))
