@@ -237,6 +237,29 @@ def test_what_is_kept_in_inference_mode_serves_gradients() -> None:
     assert z.grad.abs().max() > 0
 
 
+class Warped(kernels.RBFKernel):
+    """A kernel with a layer, which takes its own dtype alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        torch.nn.init.eye_(self.layer.weight)
+
+    def forward(self, x1: Tensor, x2: Tensor, **params: object) -> Tensor:
+        return super().forward(self.layer(x1), self.layer(x2), **params)
+
+
+def test_kernels_with_layers_of_single_precision() -> None:
+    x, kernel = inputs().float(), Warped()
+    head = NystromBasis(kernel, x[:5]).head_features(x)
+    head.square().sum().backward()
+    assert kernel.layer.bias.grad is not None
+    assert kernel.layer.weight.dtype == torch.float32
+    assert kernel.layer.weight.grad.abs().max() > 0
+    torch.testing.assert_close(head @ head.mT, nystrom_kernel(kernel, x[:5], x), rtol=1e-3, atol=1e-3)
+    assert InducingPointBasis(kernel, x).prior_log_determinant().dtype == torch.float32
+
+
 class Exponential(kernels.Kernel):
     """A kernel without parameters."""
 
