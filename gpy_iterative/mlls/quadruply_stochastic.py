@@ -7,6 +7,7 @@ is a single sum over features is sampled once.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
-from gpy_iterative.likelihoods import check_binary_targets, is_log_concave
+from gpy_iterative.likelihoods import check_support, is_log_concave
 from gpy_iterative.mlls.control_variate import ControlVariate
 from gpy_iterative.mlls.data_terms import Rows, gaussian_term, noise_variances, site_bound
 from gpy_iterative.mlls.divergence import twice_divergence
@@ -44,7 +45,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
 
     Args:
         likelihood: Gaussian with one noise or fixed ones; or log-concave: Bernoulli (probit), `LogitBernoulliLikelihood`,
-            Laplace, Poisson.
+            Laplace, Poisson, `PoissonLogLikelihood`, or registered as such by `register_curvature`.
         model: a QuadruplyStochasticGP.
         num_data: n. None: every call passes all data.
         num_feature_samples: sampled features in each of the two index sets; None is 10,000, or all there are.
@@ -141,12 +142,13 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             []. Priors and added loss terms are included as in `gpytorch.mlls.VariationalELBO`.
 
         Raises:
-            ValueError: shapes, dtypes, devices or sizes that do not fit, data that are not finite, labels but 0 and 1.
+            ValueError: shapes, dtypes, devices or sizes that do not fit, data that are not finite, labels but 0 and 1 or counts
+                that are none.
             NonFiniteError: a hyperparameter or the estimate is not finite. State and parameters are as they were.
         """
         start = time.perf_counter()
         x = self._inputs_of(function_dist)
-        self._data.check(x, target)
+        self._data.check(x, target, partial(check_support, self.likelihood))
         self._check_model()
         position = self._generator.get_state()
         try:
@@ -172,8 +174,8 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         Differentiable. Memory and time O(n m): for small problems, and for looking at training from time to time.
         """
         x = self.model.check_inputs(x)
-        self._data.check(x, target, whole=True)
-        check_binary_targets(self.likelihood, target)
+        self._data.check(x, target, partial(check_support, self.likelihood), whole=True)
+        self._check_model()
         groups = torch.arange(self.model.num_tail_groups, device=x.device)
         sample = Sample.of(self.model, groups, sparse=False)
         rows = self._rows(x, target, torch.arange(len(x), device=x.device), len(x), params, kwargs)
@@ -212,7 +214,6 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         model, num_data = self.model, self._data.num_data_of(len(x))
         index = draw_set("uniform", len(x), self._data.num_samples_of(len(x)), self._generator).to(x.device)
         rows = self._rows(x, target, index, num_data, params, kwargs)
-        check_binary_targets(self.likelihood, rows.target)
         if not model.weights.initialized:
             initialize_weights(model, rows, num_data)
             free = (*model.hyperparameters(), *self.likelihood.parameters())

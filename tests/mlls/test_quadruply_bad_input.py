@@ -131,11 +131,30 @@ def test_labels(likelihood: gpytorch.likelihoods.Likelihood) -> None:
     mll = QuadruplyStochasticELBO(likelihood, model, generator=0)
     with pytest.raises(ValueError, match=r"pass \(target \+ 1\) / 2"):
         mll(model(x), y.sign())
-    with pytest.raises(ValueError, match="has labels 0 and 1, but"):
+    with pytest.raises(ValueError, match=r"labels must be 0 or 1 .*but targets\[\d+\] is"):
         mll(model(x), y)
     value = mll(model(x), (y > 0).double())
     assert torch.isfinite(value)
     torch.testing.assert_close(mll(model(x), (y > 0).long()), value)  # all data and features: nothing is drawn
+
+
+def test_every_target_is_looked_at_before_the_first_step() -> None:
+    # Not when a sample meets it, hours into a run; and by its own number.
+    likelihoods = [
+        (gpi.likelihoods.LogitBernoulliLikelihood(), 3.0),
+        (gpytorch.likelihoods.PoissonLikelihood(), -1.0),
+        (gpi.likelihoods.PoissonLogLikelihood(), 0.5),
+    ]
+    for likelihood, bad in likelihoods:
+        model, x, y = fourier_problem()
+        mll = QuadruplyStochasticELBO(likelihood, model, num_data_samples=2, generator=0)
+        target = (y > 0).double()
+        assert torch.isfinite(mll(model(x), target))
+        target[41] = bad
+        with pytest.raises(ValueError, match=rf"targets\[41\] is {bad}"):
+            mll(model(x), target)
+        with pytest.raises(ValueError, match=rf"targets\[41\] is {bad}"):
+            mll.exact_value(x, target)
 
 
 def test_learned_hyperparameters_of_a_dense_prior() -> None:
@@ -145,6 +164,8 @@ def test_learned_hyperparameters_of_a_dense_prior() -> None:
     mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2), model, generator=0)
     with pytest.raises(ValueError, match=r"requires_grad_\(False\)"):
         mll(model(x), y)
+    with pytest.raises(ValueError, match=r"requires_grad_\(False\)"):
+        mll.exact_value(x, y)  # its gradient would lack that of log|S|
     kernel.requires_grad_(False)
     assert torch.isfinite(mll(model(x), y))
 
