@@ -6,7 +6,8 @@ is a single sum over features is sampled once.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -27,7 +28,11 @@ from gpy_iterative.mlls.printed_estimate import printed_estimate
 from gpy_iterative.mlls.report import QuadruplyStochasticReport
 from gpy_iterative.mlls.training_data import TrainingData
 from gpy_iterative.mlls.training_state import make_generator
-from gpy_iterative.mlls.weight_initialization import initialize_weights, warn_of_capacity
+from gpy_iterative.mlls.weight_initialization import (
+    initialization_undone_by_failure,
+    initialize_weights,
+    warn_of_capacity,
+)
 from gpy_iterative.models import DeferredPrediction, QuadruplyStochasticGP
 
 #: Defaults, where there are so many.
@@ -142,21 +147,23 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             []. Priors and added loss terms are included as in `gpytorch.mlls.VariationalELBO`.
 
         Raises:
-            ValueError: shapes, dtypes, devices or sizes that do not fit, data that are not finite, labels but 0 and 1 or counts
-                that are none.
+            ValueError: shapes, dtypes, devices or sizes that do not fit, data that are not finite, labels but 0 and 1,
+                counts that are none.
             NonFiniteError: a hyperparameter or the estimate is not finite. State and parameters are as they were.
         """
         start = time.perf_counter()
         x = self._inputs_of(function_dist)
         self._data.check(x, target, partial(check_support, self.likelihood))
         self._check_model()
-        position = self._generator.get_state()
-        try:
+        tracks = torch.is_grad_enabled()
+        # What is kept must not be inference tensors: later steps could not use them.
+        with torch.inference_mode(False), torch.set_grad_enabled(tracks), self._unchanged_by_failure():
             value = self._estimate(x, target, params, kwargs)
-        except Exception:
-            self._generator.set_state(position)
-            raise
-        self._data.accept(x)
+            self._data.accept(x)
+        if tracks:  # a step may follow: one of which this control variate knows, and others of the same weights do not
+            self.model.weights.revision += 1
+            if self._control is not None:
+                self._control.revision = self.model.weights.revision
         self.report = QuadruplyStochasticReport(
             value=value.detach().clone(),
             is_unbiased=self.is_unbiased,
@@ -183,8 +190,10 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
 
     def refresh(self) -> None:
         """Works the control variate's state out from all features: p m (1 + k)."""
+        self._follow()
         if self._control is not None:
-            self._control.refresh(self.model)
+            with torch.inference_mode(False):
+                self._control.refresh(self.model)
 
     def reset_control_variate(self) -> None:
         """Forgets the control variate; the next step starts one at the current hyperparameters, with new support points."""
@@ -192,9 +201,9 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
 
     def training_state(self) -> dict[str, Tensor]:
         """The generator and the control variate as a plain dict of tensors, for an exact resume."""
+        self._follow()
         state = {"generator": self._generator.get_state()}
         if self._control is not None:
-            self._control.catch_up(self.model)
             state |= {f"control.{name}": tensor for name, tensor in self._control.to_dict().items()}
         return state
 
@@ -205,6 +214,8 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         """
         if "generator" not in state or state["generator"].dtype != torch.uint8:
             raise ValueError("This is no training state: it has no entry 'generator'. Take it from training_state().")
+        if state["generator"].shape != self._generator.get_state().shape:
+            raise ValueError("This is the training state of a generator of another kind, as of another device.")
         entries = {name.removeprefix("control."): tensor for name, tensor in state.items() if name != "generator"}
         control = ControlVariate.from_dict(self.model, entries) if entries else None
         self._generator.set_state(state["generator"].cpu())
@@ -274,7 +285,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             noise = noise_variances(self.likelihood, index, len(x), params, kwargs).detach() if fixed else None
             self._control = ControlVariate.start(model, x[index].detach(), target[index].detach().to(x), noise)
         else:
-            self._control.catch_up(model, self._refresh_every)
+            self._follow(self._refresh_every)
         state = self._control
         with torch.no_grad():
             residual = state.y - model.mean_module(state.x)
@@ -282,6 +293,30 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         return self.control_coefficient * state.term(
             model, first, second, residual, noise.detach(), form=self.control_form
         )
+
+    def _follow(self, refresh_every: int | None = None) -> None:
+        """Brings the control variate, where there is one, to the current weights."""
+        if self._control is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if self._control.follows(self.model):
+                self._control.catch_up(self.model, refresh_every)
+            else:
+                self._control = self._control.restart(self.model)
+
+    @contextmanager
+    def _unchanged_by_failure(self) -> Iterator[None]:
+        """What raises inside leaves generator and weights as they were, and a control variate that starts anew."""
+        position, control = self._generator.get_state(), self._control
+        try:
+            with initialization_undone_by_failure(self.model.weights):
+                yield
+        except BaseException:
+            self._generator.set_state(position)
+            self._control = control
+            if control is not None:  # it may have taken moves in that were no numbers, or a part of them
+                control.revision = -1
+            raise
 
     def _control_size(self, num_rows: int) -> int:
         """Support points that `num_rows` data give."""

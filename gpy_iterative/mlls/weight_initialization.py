@@ -1,14 +1,15 @@
 """Where the diagonal of C starts: at its optimum for independent columns, by what the first rows show of the features."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.errors import ApproximationWarning
 from gpy_iterative.mlls.data_terms import Rows
-from gpy_iterative.models import QuadruplyStochasticGP
+from gpy_iterative.models import FeatureWeights, QuadruplyStochasticGP
 
 #: Features that are evaluated at a time.
 BLOCK = 8192
@@ -32,6 +33,24 @@ def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) 
             index = model.basis.feature_index(groups)
             weights.tail_log_diagonal[index, 0] = _log_deviation(gram, model.tail_precision(groups))
     weights.initialized.fill_(1)
+
+
+@contextmanager
+def initialization_undone_by_failure(weights: FeatureWeights) -> Iterator[None]:
+    """Weights that were not initialised before are not so after an exception either."""
+    if weights.initialized:
+        yield
+        return
+    diagonals = (weights.head_log_diagonal, weights.tail_log_diagonal)
+    before = [diagonal.detach().clone() for diagonal in diagonals]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for diagonal, values in zip(diagonals, before, strict=True):
+                diagonal.copy_(values)
+            weights.initialized.zero_()
+        raise
 
 
 @torch.no_grad()

@@ -207,6 +207,57 @@ def test_hyperparameters_too_far_from_those_of_the_basis() -> None:
         basis.head_features(x)
 
 
+def test_a_failed_first_step_leaves_no_trace() -> None:
+    mll, model, x, y = make(num_control_points=61)
+    before = {name: tensor.clone() for name, tensor in mll.state_dict().items()}
+    with pytest.raises(ValueError, match="num_control_points"):
+        mll(model(x), y)
+    after = mll.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    mll, model, x, y = make()
+    state = mll.training_state()
+    with pytest.raises(NonFiniteError):
+        mll(model(x), 1e200 * y)
+    assert mll.training_state().keys() == state.keys()  # no control variate
+    assert not model.weights.initialized
+
+
+def test_training_goes_on_after_weights_that_were_no_numbers() -> None:
+    model, x, y = fourier_problem(m=2000)
+    model.basis.requires_grad_(False)
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2).requires_grad_(False), model, **(OPTIONS | {"generator": 3}))
+    optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (-mll(model(x), y)).backward()
+        optimizer.step()
+    moved = mll._control.announced[-1].index
+    moved = moved[~torch.isin(moved, mll._control.watched)]
+    good = model.weights.tail_mean.detach().clone()
+    model.weights.tail_mean.data[moved] = torch.nan
+    with pytest.raises(NonFiniteError):
+        mll(model(x), y)
+    model.weights.tail_mean.data.copy_(good)
+    mll(model(x), y)
+    kept = mll._control.total.clone()
+    assert torch.isfinite(kept).all()
+    mll.refresh()
+    torch.testing.assert_close(kept, mll._control.total)
+
+
+def test_states_of_other_models() -> None:
+    mll, model, x, y = make()
+    mll(model(x), y)
+    state = mll.training_state()
+    other, _, _ = fourier_problem(num_dense_columns=2)
+    into = QuadruplyStochasticELBO(gaussian_likelihood(0.2), other, **OPTIONS)
+    with pytest.raises(ValueError, match=r"another model: its 'total' has shape \(20, 1\)"):
+        into.load_training_state(state)
+    assert into.training_state().keys() == {"generator"}
+    with pytest.raises(ValueError, match="another kind"):
+        into.load_training_state(state | {"generator": torch.zeros(3, dtype=torch.uint8)})
+
+
 def test_pickling_and_conversion() -> None:
     mll, model, x, y = make()
     mll(model(x), y)
@@ -214,3 +265,14 @@ def test_pickling_and_conversion() -> None:
     torch.testing.assert_close(again(again.model(x), y), mll(model(x), y))
     mll.float()
     assert mll(model(x.float()), y.float()).dtype == torch.float32
+
+
+def test_converting_model_and_likelihood_apart_from_the_objective() -> None:
+    model, x, y = fourier_problem()
+    x, y, model = x.float(), y.float(), model.float()
+    likelihood = gaussian_likelihood(0.2).float()
+    mll = QuadruplyStochasticELBO(likelihood, model, **OPTIONS)
+    mll(model(x), y)
+    model.double()
+    likelihood.double()
+    assert mll(model(x.double()), y.double()).dtype == torch.float64

@@ -279,12 +279,73 @@ def test_the_control_state_survives_accumulated_gradients_and_idle_evaluations()
     assert control_error(mll) < 1e-12
 
 
+def adagrad(model: QuadruplyStochasticGP) -> torch.optim.Adagrad:
+    return torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
+
+
+def test_the_control_state_follows_what_is_loaded() -> None:
+    # No warning of optimisers that move untouched rows, and no state of weights that are there no more.
+    model, x, y = fourier_problem(m=2000)
+    model.basis.requires_grad_(False)
+    mll = QuadruplyStochasticELBO(
+        gaussian_likelihood(NOISE).requires_grad_(False), model, num_feature_samples=20, generator=0
+    )
+    train(mll, x, y, adagrad(model), 1)
+    best = copy.deepcopy(model.state_dict())
+    train(mll, x, y, adagrad(model), 3)
+    model.load_state_dict(best)
+    with torch.no_grad():
+        mll(model(x), y)
+    assert control_error(mll) < 1e-12
+
+
+def test_the_control_state_follows_steps_of_another_objective() -> None:
+    model, x, y = fourier_problem(m=2000)
+    model.basis.requires_grad_(False)
+    first, second = (
+        QuadruplyStochasticELBO(
+            gaussian_likelihood(NOISE).requires_grad_(False),
+            model,
+            num_feature_samples=20,
+            num_control_points=points,
+            generator=points,
+        )
+        for points in (60, 0)
+    )
+    for mll in (first, second, first):
+        train(mll, x, y, adagrad(model), 2)
+    assert control_error(first) < 1e-12
+    with torch.no_grad():
+        second(model(x), y)
+        control = first._control
+        first(model(x), y)
+    assert first._control is control  # an evaluation moves nothing
+
+
+def test_training_goes_on_as_if_inference_mode_had_been_no_grad() -> None:
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        model, x, y = fourier_problem(m=80, num_dense_columns=2)
+        likelihood = gaussian_likelihood(NOISE)
+        mll = QuadruplyStochasticELBO(likelihood, model, num_data=60, num_feature_samples=20, generator=0)
+        with mode():
+            values = [mll(model(x.clone()), y.clone()).item()]
+        values += train(mll, x, y, adagrad(model), 3)
+        with mode():
+            mll.refresh()
+            mll.training_state()
+            values.append(mll.exact_value(x, y).item())
+        found.append(values + train(mll, x, y, adagrad(model), 3))
+    assert found[0] == found[1]
+
+
 def test_an_optimiser_that_moves_untouched_rows_is_told() -> None:
     model, x, y = fourier_problem(m=80)
     options = {"num_feature_samples": 8, "sparse_gradients": False, "generator": 0}
     mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, **options)
-    with pytest.warns(ApproximationWarning, match="momentum or weight decay"):
+    with pytest.warns(ApproximationWarning, match="momentum or weight decay") as found:
         train(mll, x, y, torch.optim.Adam(model.variational_parameters(), lr=0.01), 10)
+    assert [warning.filename for warning in found] == [__file__]
     mll._control.catch_up(model)  # what is seen is repaired
     assert control_error(mll) < 1e-12
 
