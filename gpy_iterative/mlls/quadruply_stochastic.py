@@ -232,7 +232,8 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         if self.estimator == "printed":
             return self._printed(rows, num_data)
         first = self._sample()
-        second = self._sample() if self.is_unbiased else first
+        # A bound of the data term takes one set; a prior that is not diagonal two, for the products of its double sums.
+        second = self._sample() if self.is_unbiased or not model.basis.has_diagonal_prior else first
         control = x.new_zeros(())
         if self.num_control_points and model.num_tail_groups > self.num_group_samples:
             control = num_data * self._control_term(x, target, first, second, params, kwargs)
@@ -288,7 +289,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             self._follow(self._refresh_every)
         state = self._control
         with torch.no_grad():
-            residual = state.y - model.mean_module(state.x)
+            residual = state.y - model.prior_mean(state.x)
             noise = self.likelihood.noise.expand(len(state.x)) if state.noise is None else state.noise
         return self.control_coefficient * state.term(
             model, first, second, residual, noise.detach(), form=self.control_form
@@ -336,7 +337,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
     ) -> Rows:
         chosen = x[index]
         noise = noise_variances(self.likelihood, index, len(x), params, kwargs) if self.is_unbiased else None
-        return Rows(chosen, target[index].to(chosen), self.model.mean_module(chosen), noise, num_data / len(index))
+        return Rows(chosen, target[index].to(chosen), self.model.prior_mean(chosen), noise, num_data / len(index))
 
     def _inputs_of(self, function_dist: DeferredPrediction) -> Tensor:
         if not isinstance(function_dist, DeferredPrediction):

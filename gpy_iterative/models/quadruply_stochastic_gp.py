@@ -43,7 +43,8 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
     In train mode `model(x)` evaluates nothing: what it returns knows x, for the marginal log likelihood to sample from, and
     predicts when it is asked for a mean or variance. In eval mode it is the exact prediction, all features in blocks.
-    `model.variational_parameters()` and `model.hyperparameters()` are for two optimisers (`make_optimizers`).
+    `model.variational_parameters()` and `model.hyperparameters()` are for two optimisers, or all for a
+    `QuadruplyStochasticOptimizer`.
 
     Raises:
         ValueError: more dense columns than features, or not whole groups of them.
@@ -136,6 +137,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         Cost: t m (d + k); memory t (k + block_size). A graph where x asks for one, none otherwise.
         """
         x = self.check_inputs(x)
+        check_finite("x", x)
         check_count("block_size", block_size)
         with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
             moments = self.moments(x, block_size)
@@ -143,7 +145,17 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             covariance = WeightSpaceCovarianceLinearOperator(
                 x, moments.root, moments.diagonal, extra, model=self, block_size=block_size
             )
-            return MultivariateNormal(self.mean_module(x) + moments.mean, covariance)
+            return MultivariateNormal(self.prior_mean(x) + moments.mean, covariance)
+
+    def prior_mean(self, x: Tensor) -> Tensor:
+        """The mean module's, [n]. Raises ValueError where it has another shape, as that of a batch of models."""
+        mean = self.mean_module(x)
+        if mean.shape != x.shape[:1]:
+            raise ValueError(
+                f"The mean module must return a mean of shape ({len(x)},) for {len(x)} inputs: a batch of models is not "
+                f"supported, nor are several outputs. Got {tuple(mean.shape)}."
+            )
+        return mean
 
     def head_features(self, x: Tensor) -> Tensor:
         """The features that every step evaluates, [n, h]: the basis' head and the groups of dense columns."""

@@ -28,7 +28,7 @@ from tests.mlls.quadruply_models import (
     set_weights,
     weights_of,
 )
-from tests.mlls.weight_space import best_weights, elbo_terms, log_marginal, subsets
+from tests.mlls.weight_space import best_weights, elbo_terms, log_marginal, quasi_normal, subsets
 from tests.monte_carlo import assert_mean_within
 
 NOISE = 0.2
@@ -212,6 +212,20 @@ def test_the_site_bound_is_a_bound_and_exact_for_all_features(name: str, k: int)
     small = base_distributions.Normal(latent.mean, 0.3 * latent.stddev)
     too_high = expected_log_prob(likelihood, target, printed).sum()
     assert too_high > expected_log_prob(likelihood, target, small).sum() + 1e-4
+
+
+def test_the_divergence_of_a_bound_is_unbiased_for_a_dense_prior() -> None:
+    # Without features the data term is the same for every set.
+    m = 6
+    root = quasi_normal(m, m, root=19.0)
+    basis = TableBasis(torch.zeros(8, m).double(), root @ root.mT + torch.eye(m).double())
+    model, x = QuadruplyStochasticGP(basis, num_dense_columns=2), row_numbers(8)
+    set_weights(model, *weights_of(m, 2))
+    mll = QuadruplyStochasticELBO(LIKELIHOODS["logistic"], model, num_feature_samples=2, generator=0)
+    target = torch.ones(8).double()
+    with torch.no_grad():
+        draws = torch.stack([mll(model(x), target) for _ in range(1000)])
+        assert_mean_within(draws, mll.exact_value(x, target), max_sem=0.1)
 
 
 def test_the_noise_has_no_gradient_through_the_control_variate() -> None:

@@ -295,6 +295,19 @@ def test_what_the_model_refuses() -> None:
         model(x.float())
     with pytest.raises(ValueError, match="must be a tensor"):
         model(x.tolist())
+    broken = x.clone()
+    broken[3, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"x\[3, 1\] is nan"):
+        model.eval()(broken)
+    for mean in (
+        gpytorch.means.ConstantMean(batch_shape=torch.Size([2])),
+        gpytorch.means.LinearMean(2, torch.Size([1])),
+    ):
+        other = QuadruplyStochasticGP(basis, mean.double())
+        with pytest.raises(ValueError, match="batch of models"):
+            other.predict(x)
+        with pytest.raises(ValueError, match="batch of models"):
+            QuadruplyStochasticELBO(gaussian_likelihood(NOISE), other, generator=0)(other(x), x[:, 0])
     with pytest.raises(ValueError, match="block_size"):
         model.predict(x, block_size=0)
     for options in ({"num_steps": 0}, {"learning_rate": 0.0}, {"hyper_learning_rate": -1.0}, {"num_frozen_steps": 99}):
