@@ -85,6 +85,14 @@ def test_frequencies_travel_in_the_state_dict_or_not_at_all() -> None:
     assert sum(t.numel() for t in regenerated.state_dict().values()) < 10
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_loaded_state_brings_its_frequencies(stored: bool) -> None:
+    x = inputs()
+    first, second = (RandomFourierBasis(rbf(), 20, seed=s, store_frequencies=stored) for s in (1, 2))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(all_features(second, x), all_features(first, x))
+
+
 def nystrom_kernel(kernel: kernels.Kernel, points: Tensor, x: Tensor) -> Tensor:
     cross = kernel(x, points).to_dense()
     return cross @ torch.linalg.solve(kernel(points).to_dense(), cross.mT)
@@ -157,12 +165,24 @@ def test_precisions_of_relevance_vectors() -> None:
     precision = basis.precision
     basis.update_precision(mean, variance)
     mackay = ((1 - precision * variance) / mean.square()).clamp(1e-10, 1e12)
+    mackay[0] = precision[0]  # 1 - precision * variance = 0: nothing is known of it
     torch.testing.assert_close(basis.precision, mackay)
     assert basis.relevant().tolist() == (mackay < 50).nonzero().squeeze(-1).tolist()
     with pytest.raises(ValueError, match="'mackay' or 'em'"):
         basis.update_precision(mean, variance, rule="newton")
     with pytest.raises(ValueError, match=r"must be \(5,\)"):
         basis.update_precision(mean[:3], variance)
+
+
+def test_irrelevant_functions_stay_so_in_single_precision() -> None:
+    # Where nothing is left of 1 - s variance but rounding, that is no sign of relevance.
+    basis = RelevanceVectorBasis(rbf().float(), inputs(4).float())
+    for precision in (1.0, 1e8, 1e12):
+        with torch.no_grad():
+            basis.log_precision.fill_(torch.tensor(precision).log().item())
+        variance = 1 / (basis.precision + (1.0 if precision > 1 else 0.0))
+        basis.update_precision(1e-9 * torch.ones(4), variance)
+        assert (basis.precision >= 0.999 * precision).all()
 
 
 def test_what_bases_refuse() -> None:
