@@ -215,9 +215,10 @@ def test_relevance_vectors_of_a_sinc() -> None:
         set_weights(model, *best_weights(phi, torch.diag(basis.precision), y, 0.01, 0))
         basis.update_precision(model.weights.mean, model.weights.variance)
     assert len(basis.relevant()) <= 20
-    pruned = gpi.models.prune_relevance_vectors(model)
+    pruned = gpi.models.prune_relevance_vectors(model.eval())
+    assert not pruned.training
     assert pruned.basis.num_features == len(basis.relevant())
-    mean = pruned.eval()(x).mean
+    mean = pruned(x).mean
     assert float((mean - truth).square().mean().sqrt()) < 0.05
     assert float((mean - model.eval()(x).mean).abs().max()) < 1e-2
 
@@ -262,6 +263,15 @@ def test_state_dict_and_copies() -> None:
     other.train()
     QuadruplyStochasticELBO(gaussian_likelihood(NOISE), other, generator=0)(other(x), y)
     assert torch.equal(other.weights.head_log_diagonal, model.weights.head_log_diagonal)
+
+
+def test_weights_that_were_set_are_left_by_the_first_step() -> None:
+    model, x, y = fourier_problem()
+    prior = gpytorch.distributions.MultivariateNormal(torch.ones(40).double(), torch.eye(40).double() / 4)
+    model.weights.initialize_variational_distribution(prior)
+    QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, generator=0)(model(x), y)
+    torch.testing.assert_close(model.weights.variance, prior.variance)
+    torch.testing.assert_close(model.weights.mean, prior.mean)
 
 
 def test_empty_and_single_inputs() -> None:
