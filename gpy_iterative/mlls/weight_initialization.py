@@ -58,9 +58,9 @@ def warn_of_capacity(
     model: QuadruplyStochasticGP, rows: Rows, num_data: int, parameters: Iterable[Tensor], *, stacklevel: int
 ) -> None:
     """Warns where hyperparameters are free and random features are too many to learn them with."""
-    is_gaussian, is_shared = rows.noise is not None, model.weights.shared_diagonal
     free = any(parameter.requires_grad for parameter in parameters)
-    if model.basis.num_head_features or not is_gaussian or not is_shared or not free:
+    is_random = model.basis.knows_group_variance and not model.basis.num_head_features
+    if rows.noise is None or not is_random or not free:
         return
     head = model.head_features(rows.x)
     limit = float(num_data * model.tail_prior_variance(rows.x, head).mean() / rows.noise.mean())

@@ -81,8 +81,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
                 f"num_dense_columns must be at most {basis.num_head_features}, the head of the {type(basis).__name__}: its "
                 f"tail is what the head leaves; got {num_dense_columns}."
             )
-        knows_variance = _knows_group_variance(basis)
-        if shared_diagonal and not knows_variance:
+        if shared_diagonal and not basis.knows_group_variance:
             raise ValueError(
                 f"shared_diagonal=True needs a basis that knows the prior variance of its features together; "
                 f"{type(basis).__name__} does not. Leave it at None."
@@ -95,7 +94,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             head,
             basis.num_features - head,
             num_dense_columns,
-            shared_diagonal=knows_variance if shared_diagonal is None else shared_diagonal,
+            shared_diagonal=basis.knows_group_variance if shared_diagonal is None else shared_diagonal,
             like=basis.like,
         )
 
@@ -264,7 +263,3 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         for groups in self.tail_blocks(block_size):
             norm = norm + self.tail_features(x, head, groups).square().sum(-1)
         return noise * variance.square() / (norm + noise * variance)
-
-
-def _knows_group_variance(basis: FeatureBasis) -> bool:
-    return type(basis).group_prior_variance is not FeatureBasis.group_prior_variance

@@ -365,10 +365,10 @@ def test_an_optimiser_that_moves_untouched_rows_is_told() -> None:
 
 
 def test_too_many_features_for_free_hyperparameters_are_told() -> None:
-    for options, expected in (({}, True), ({"frozen": True}, False)):
-        model, x, y = fourier_problem(m=800)
+    for frozen, shared, expected in ((False, True, True), (False, False, True), (True, True, False)):
+        model, x, y = fourier_problem(m=800, shared_diagonal=shared)
         likelihood = gaussian_likelihood(NOISE)
-        if options:
+        if frozen:
             model.basis.requires_grad_(False)
             likelihood.requires_grad_(False)
         mll = QuadruplyStochasticELBO(likelihood, model, generator=0)
