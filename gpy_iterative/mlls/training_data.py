@@ -2,12 +2,32 @@
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_finite
 from gpy_iterative.linear_operators.tile_cache import version
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A tensor that was looked at, told by the memory that it shows: a vector of inputs is a new column at each call."""
+
+    base: weakref.ref[Tensor]
+    version: object
+    layout: tuple[object, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Seen":
+        base = tensor if tensor._base is None else tensor._base
+        layout = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return cls(weakref.ref(base), version(tensor), layout)
+
+    def is_still(self, tensor: Tensor) -> bool:
+        now = self.of(tensor)
+        return self.base() is now.base() and (self.version, self.layout) == (now.version, now.layout)
 
 
 class TrainingData:
@@ -31,7 +51,7 @@ class TrainingData:
         self.num_data, self.num_samples, self.default = num_data, num_samples, default
         self._marks: Tensor | None = None  # first, middle and last row of what `num_data=None` calls all data
         self._size: int | None = None
-        self._checked: tuple[weakref.ref[Tensor], object, weakref.ref[Tensor], object] | None = None
+        self._checked: tuple[_Seen, _Seen] | None = None
 
     def num_data_of(self, size: int) -> int:
         """n, where `size` rows were passed."""
@@ -61,7 +81,7 @@ class TrainingData:
             check_finite("x", x)
             check_finite("target", target)
             check_target(target)
-            self._checked = (weakref.ref(x), version(x), weakref.ref(target), version(target))
+            self._checked = (_Seen.of(x), _Seen.of(target))
         if self.num_data is None:
             self._check_same(x)
             if self.num_samples is not None and self.num_samples > size:
@@ -87,11 +107,9 @@ class TrainingData:
             )
 
     def _is_checked(self, x: Tensor, target: Tensor) -> bool:
-        if self._checked is None:
-            return False
-        first, x_version, second, target_version = self._checked
-        same = first() is x and second() is target
-        return same and (version(x), version(target)) == (x_version, target_version)
+        return self._checked is not None and all(
+            seen.is_still(tensor) for seen, tensor in zip(self._checked, (x, target), strict=True)
+        )
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_checked": None}  # weak references are neither copied nor pickled
