@@ -156,6 +156,21 @@ def test_batches_of_a_loader_estimate_the_same() -> None:
     torch.testing.assert_close(values.mean(), mll.exact_value(x, y), rtol=1e-10, atol=0)
 
 
+def test_a_noise_that_is_passed_is_sampled_with_the_rows() -> None:
+    # GPyTorch's GaussianLikelihood takes it in the place of its own.
+    noise = torch.linspace(0.1, 0.4, 60).double()
+    fixed, own = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise).double(), gaussian_likelihood(NOISE)
+    found = []
+    for likelihood, kwargs in ((fixed, {}), (own, {"noise": noise})):
+        model, x, y = fourier_problem()
+        set_weights(model, *weights_of(40, 0))
+        mll = QuadruplyStochasticELBO(likelihood, model, num_data_samples=20, generator=0)
+        found.append(mll(model(x), y, **kwargs).item())
+        with pytest.raises(ValueError, match="noise variances of shape"):
+            mll(model(x), y, noise=noise[:20])
+    assert found[0] == pytest.approx(found[1])
+
+
 def test_fixed_noise() -> None:
     model, x, y = fourier_problem()
     noise = torch.linspace(0.1, 0.4, 60).double()
