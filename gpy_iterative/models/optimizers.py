@@ -16,10 +16,11 @@ MAX_LOG_STEP = 0.3
 
 
 class HeadNaturalGradient(torch.optim.Optimizer):
-    """Natural gradient steps of q's mean and diagonal at the features that every step evaluates.
+    """Natural gradient steps of q's mean and diagonal at the features of a basis' own head (`NystromBasis`).
 
     mu moves by lr n Sigma (gradient), Sigma = C C^T, and log deviations by lr n / 2 (gradient): whatever scales features
-    have, directions that the data determine converge in about 1 / lr steps, those of the prior in no more.
+    have, directions that the data determine converge in about 1 / lr steps, those of the prior in no more. For features
+    that are nearly orthogonal on the data; with correlated ones, as random features and kernel functions are, it diverges.
 
     Args:
         weights: of a model.
@@ -62,8 +63,8 @@ class HeadNaturalGradient(torch.optim.Optimizer):
 class QuadruplyStochasticOptimizer:
     """All optimisers of one training, with their schedule: what the authors of the method do, and natural gradients.
 
-    `HeadNaturalGradient` for the features that every step evaluates, Adagrad (whose sparse steps move sampled rows alone)
-    for all other variational parameters and precisions of relevance vectors, Adam at a small rate for hyperparameters.
+    `HeadNaturalGradient` for the head of a `NystromBasis`, Adagrad (whose sparse steps move sampled rows alone) for all
+    other variational parameters and precisions of relevance vectors, Adam at a small rate for hyperparameters.
     These stay as they are for the first steps, while q has yet to become what they can be judged by. All rates fall
     exponentially.
 
@@ -109,10 +110,13 @@ class QuadruplyStochasticOptimizer:
         thaw = lambda step: decay(step) if step >= frozen else 0.0
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[torch.optim.lr_scheduler.LambdaLR] = []
-        if model.weights.num_head:
+        check_count("num_data", num_data)
+        check_count("num_data_samples", num_data_samples)
+        has_own_head = model.basis.num_head_features > 0
+        if has_own_head:
             sizes = {"num_data": num_data, "num_data_samples": num_data_samples}
             self._add(HeadNaturalGradient(model.weights, lr=head_learning_rate, **sizes), decay)
-        sampled = [*_sampled_weights(model.weights), *model.basis.sampled_parameters()]
+        sampled = [*_other_weights(model.weights, has_own_head), *model.basis.sampled_parameters()]
         if sampled:
             self._add(torch.optim.Adagrad(sampled, lr=learning_rate), decay)
         taken = {id(parameter) for parameter in sampled}
@@ -157,8 +161,11 @@ class QuadruplyStochasticOptimizer:
         self.schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, factor))
 
 
-def _sampled_weights(weights: FeatureWeights) -> Iterator[Tensor]:
-    for parameter in (weights.head_columns, weights.tail_mean, weights.tail_columns, weights.tail_log_diagonal):
+def _other_weights(weights: FeatureWeights, has_own_head: bool) -> Iterator[Tensor]:
+    """What Adagrad moves. Features of dense columns are no head of their own: they are correlated as all others are."""
+    own = () if has_own_head else (weights.head_mean, weights.head_log_diagonal)
+    tail = (weights.tail_mean, weights.tail_columns, weights.tail_log_diagonal)
+    for parameter in (*own, weights.head_columns, *tail):
         if parameter.numel():
             yield parameter
 
