@@ -92,12 +92,17 @@ class FourierGroups(torch.nn.Module):
             return {_name(name): buffer.index_select(-1, groups) for name, buffer in self.named_buffers(recurse=False)}
         chunks, which = (groups // CHUNK).unique(return_inverse=True)
         seed = int(self.seed)
-        drawn = [self._draw(kernel, seed + 1 + int(chunk), CHUNK) for chunk in chunks]
+        drawn = [self._draw(kernel, _seed_of(seed, int(chunk)), CHUNK) for chunk in chunks]
         position = which * CHUNK + groups % CHUNK
         return {
             name: torch.cat([draws[name] for draws in drawn], dim=-1).to(groups.device).index_select(-1, position)
             for name in drawn[0]
         }
+
+
+def _seed_of(seed: int, chunk: int) -> int:
+    """Neighbouring seeds must not share chunks: a prime above 2^32 keeps them apart."""
+    return (seed * 4_294_967_311 + chunk) % 2**63
 
 
 def _num_dims(kernel: kernels.Kernel, num_dims: int | None) -> int:

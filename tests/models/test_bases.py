@@ -79,6 +79,15 @@ def test_seeds_choose_the_frequencies() -> None:
     assert not torch.equal(first, other)
 
 
+def test_neighbouring_seeds_share_no_frequencies() -> None:
+    x, groups = inputs(), torch.arange(3 * 4096)
+    first, second = (
+        RandomFourierBasis(rbf(), 2 * len(groups), seed=s, store_frequencies=False).group_features(x, x[:, :0], groups)
+        for s in (1, 2)
+    )
+    assert len(torch.cat([first, second], dim=-1)[:3].unique(dim=-1).mT) == 4 * len(groups)
+
+
 def test_frequencies_travel_in_the_state_dict_or_not_at_all() -> None:
     stored, regenerated = (RandomFourierBasis(rbf(), 10_000, store_frequencies=s) for s in (True, False))
     assert any("normal" in name for name in stored.state_dict())
