@@ -180,6 +180,25 @@ def test_training_a_nystrom_model_by_natural_gradients() -> None:
     torch.testing.assert_close(model.weights.head_variances.detach(), best, rtol=0.1, atol=0)
 
 
+@pytest.mark.parametrize("k", [0, 10])
+def test_natural_gradients_bear_outlying_rows_and_dense_columns(k: int) -> None:
+    # A feature that lives on one row has n / b times its curvature in a batch with it, and none in the others.
+    x = torch.cat([0.1 * quasi_normal(360, 2, root=2.0), 3 * quasi_normal(40, 2, root=3.0)])
+    y = torch.sin(x[:, 0]) + 0.1 * quasi_normal(400, root=11.0)
+    kernel, likelihood = kernel_2d().requires_grad_(False), gaussian_likelihood(0.01).requires_grad_(False)
+    basis = NystromBasis(kernel, x[::4])
+    model = QuadruplyStochasticGP(basis, num_dense_columns=k)
+    mll = QuadruplyStochasticELBO(likelihood, model, num_data_samples=40, generator=0)
+    optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data=400, num_data_samples=40, num_steps=150)
+    for _ in range(150):
+        optimizer.zero_grad()
+        (-mll(model(x), y)).backward()
+        optimizer.step()
+    head = basis.head_features(x)
+    best, _ = best_weights(head, torch.eye(head.shape[1]).double(), y, 0.01, 0)
+    assert float((head @ best - model.eval()(x).mean).square().mean().sqrt()) < 0.1
+
+
 @pytest.mark.parametrize("kind", ["random", "inducing", "relevance"])
 def test_training_dense_columns_of_correlated_features(kind: str) -> None:
     # Natural gradients are for nearly orthogonal features; on these they diverge within a few steps.
