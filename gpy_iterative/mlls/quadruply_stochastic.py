@@ -55,8 +55,8 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         num_data: n. None: every call passes all data.
         num_feature_samples: sampled features in each of the two index sets; None is 10,000, or all there are.
         num_data_samples: rows of a step; None is 500, or all there are.
-        num_control_points: support points of the control variate, drawn from the first data that are passed; None is 500
-            where it serves (Gaussian noise, sampled features), 0 is none.
+        num_control_points: support points of the control variate, drawn from the first data that are passed, and never
+            more than these; None is 500 where it serves (Gaussian noise, sampled features), 0 is none.
         control_coefficient: what the control variate is multiplied by.
         control_form: "residual", or "printed" for equation 3 of the paper.
         estimator: "stratified", or "printed" for theorems 1 and 2 of the paper, for comparison.
@@ -68,6 +68,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         generator: of index sets; a generator or the seed of one.
 
     Attributes:
+        is_unbiased: whether the estimates are unbiased, or those of a bound.
         report: of the last evaluation.
 
     Raises:
