@@ -9,7 +9,7 @@ from gpy_iterative.likelihoods.curvature import (
     curvature_of_blocks,
 )
 from gpy_iterative.likelihoods.expected_log_prob import expected_log_prob
-from gpy_iterative.likelihoods.log_concave import check_binary_targets, is_log_concave
+from gpy_iterative.likelihoods.log_concave import is_log_concave
 from gpy_iterative.likelihoods.pointwise import (
     COVARIANCE_FLOOR,
     COVARIANCE_FLOOR_FLOAT32,
@@ -22,7 +22,7 @@ from gpy_iterative.likelihoods.pointwise import (
     check_laplace_likelihood,
 )
 from gpy_iterative.likelihoods.poisson import PoissonLogLikelihood
-from gpy_iterative.likelihoods.registry import register_curvature
+from gpy_iterative.likelihoods.registry import check_support, register_curvature
 
 __all__ = [
     "COVARIANCE_FLOOR",
@@ -38,9 +38,9 @@ __all__ = [
     "PointwiseLikelihood",
     "PoissonLogLikelihood",
     "SoftmaxCurvature",
-    "check_binary_targets",
     "check_curvature_kind",
     "check_laplace_likelihood",
+    "check_support",
     "curvature_of_blocks",
     "expected_log_prob",
     "is_log_concave",

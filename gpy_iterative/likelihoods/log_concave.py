@@ -1,27 +1,15 @@
-"""Which likelihoods are log-concave in the latent value, and which targets they know."""
+"""Which likelihoods are log-concave in their one latent value."""
 
-from gpytorch.likelihoods import BernoulliLikelihood, LaplaceLikelihood, Likelihood, PoissonLikelihood
-from torch import Tensor
+from gpytorch.likelihoods import LaplaceLikelihood, Likelihood
 
-from gpy_iterative.likelihoods.bernoulli import LogitBernoulliLikelihood
-
-_BINARY = (BernoulliLikelihood, LogitBernoulliLikelihood)
-_LOG_CONCAVE = (*_BINARY, LaplaceLikelihood, PoissonLikelihood)
+from gpy_iterative.likelihoods.registry import form_of
 
 
 def is_log_concave(likelihood: Likelihood) -> bool:
-    """Whether log p(y | f) is known to be concave in f."""
-    return isinstance(likelihood, _LOG_CONCAVE)
-
-
-def check_binary_targets(likelihood: Likelihood, target: Tensor) -> None:
-    """Raises ValueError for labels other than 0 and 1 where the likelihood is one of two classes."""
-    if not isinstance(likelihood, _BINARY):
-        return
-    bad = (target != 0) & (target != 1)
-    if bad.any():
-        index = tuple(bad.nonzero()[0].tolist())
-        advice = " For labels -1 and 1 pass (target + 1) / 2." if ((target.abs() == 1) | (target == 0)).all() else ""
-        raise ValueError(
-            f"{type(likelihood).__name__} has labels 0 and 1, but target{list(index)} is {target[index].item()}.{advice}"
-        )
+    """Whether log p(y | f) is known to be concave in f, of which there is one at each point."""
+    if isinstance(likelihood, LaplaceLikelihood):  # not registered: its curvature is zero almost everywhere
+        return True
+    form = form_of(likelihood)
+    if form is None or form.num_latents is None:
+        return False
+    return form.log_concave is True and form.num_latents(likelihood) in (1, None)

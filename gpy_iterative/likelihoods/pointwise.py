@@ -15,7 +15,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError, VarianceWarning
 from gpy_iterative.likelihoods.curvature import Curvature, SoftmaxCurvature, curvature_of_blocks
-from gpy_iterative.likelihoods.registry import LikelihoodForm, form_of, refusal_of
+from gpy_iterative.likelihoods.registry import LikelihoodForm, check_support, form_of, refusal_of
 from gpy_iterative.likelihoods.stock import softmax_blocks, softmax_logits
 
 CurvatureKind = Literal["auto", "hessian", "fisher", "abs"]
@@ -302,14 +302,7 @@ class PointwiseLikelihood:
                 )
         else:
             check_finite("targets", targets)
-        support = None if self._form is None else self._form.support
-        if support is None:
-            return
-        admissible, words = support
-        good = admissible(self.likelihood, targets.long() if self.is_categorical else targets.double())
-        if not good.all():
-            index = int((~good).nonzero()[0, 0])
-            raise ValueError(f"{self.name}: {words}, but targets[{index}] is {targets[index].item()}.")
+        check_support(self.likelihood, targets)
 
     def _check_target_shape(self, targets: Tensor) -> None:
         shape, latents = tuple(targets.shape), self.num_latents

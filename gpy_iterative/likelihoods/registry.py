@@ -94,6 +94,19 @@ def form_of(likelihood: Likelihood) -> LikelihoodForm | None:
     return None
 
 
+def check_support(likelihood: Likelihood, targets: Tensor) -> None:
+    """Raises ValueError, naming class and index, where a target is not one that the likelihood knows."""
+    form = form_of(likelihood)
+    if form is None or form.support is None:
+        return
+    admissible, words = form.support
+    is_categorical = form.visible_basis is not None
+    good = admissible(likelihood, targets.long() if is_categorical else targets.double())
+    if not good.all():
+        index = int((~good).nonzero()[0, 0])
+        raise ValueError(f"{type(likelihood).__name__}: {words}, but targets[{index}] is {targets[index].item()}.")
+
+
 def refusal_of(likelihood: Likelihood) -> str | None:
     """Why Laplace's method refuses this likelihood; None where it does not."""
     return next((_REFUSALS[base] for base in type(likelihood).__mro__ if base in _REFUSALS), None)

@@ -17,7 +17,7 @@ from gpy_iterative.likelihoods.bernoulli import LogitBernoulliLikelihood
 from gpy_iterative.likelihoods.poisson import PoissonLogLikelihood
 from gpy_iterative.likelihoods.registry import LikelihoodForm, register_form, register_refusal
 
-_LABELS = (lambda _, y: (y == 0) | (y == 1), "labels must be 0 or 1 (not -1 and 1)")
+_LABELS = (lambda _, y: (y == 0) | (y == 1), "labels must be 0 or 1 (for -1 and 1 pass (target + 1) / 2)")
 _COUNTS = (lambda _, y: (y >= 0) & (y == y.round()), "counts must be whole numbers, not negative")
 _FRACTIONS = (lambda _, y: (y > 0) & (y < 1), "targets must lie strictly between 0 and 1")
 

@@ -54,6 +54,7 @@ class ControlVariate:
         announced: moves that have not been applied.
         steps: since the state was worked out from all features.
         overflowed: rows of older evaluations have been forgotten: when anything moves, all is worked out anew.
+        revision: of the weights, to which the state belongs.
         has_warned: whether the user knows of an optimiser that moves untouched rows.
     """
 
@@ -68,6 +69,7 @@ class ControlVariate:
     announced: list[_Announced] = field(default_factory=list)
     steps: int = 0
     overflowed: bool = False
+    revision: int = 0
     has_warned: bool = False
 
     @classmethod
@@ -80,6 +82,19 @@ class ControlVariate:
         state.refresh(model)
         return state
 
+    def follows(self, model: QuadruplyStochasticGP) -> bool:
+        """Whether what has become of the weights is known: no other state was loaded, no other objective made steps."""
+        like = model.basis.like
+        return self.revision == model.weights.revision and (self.x.dtype, self.x.device) == (like.dtype, like.device)
+
+    def restart(self, model: QuadruplyStochasticGP) -> "ControlVariate":
+        """Another one at the same points, and at the model's current weights, hyperparameters and dtype."""
+        like = model.basis.like
+        noise = None if self.noise is None else self.noise.to(like)
+        state = ControlVariate.start(model, self.x.to(like), self.y.to(like), noise)
+        state.has_warned = self.has_warned
+        return state
+
     @torch.no_grad()
     def refresh(self, model: QuadruplyStochasticGP) -> None:
         """Works the state out from all features: p m (1 + k)."""
@@ -90,7 +105,7 @@ class ControlVariate:
             features = self.basis_model.tail_features(self.x, self.head, groups)
             total += (features @ _values(model, model.basis.feature_index(groups))).double()
         self.total, self.announced, self.steps, self.overflowed = total, [], 0, False
-        self.watched_values = _values(model, self.watched)
+        self.watched_values, self.revision = _values(model, self.watched), model.weights.revision
 
     @torch.no_grad()
     def catch_up(self, model: QuadruplyStochasticGP, refresh_every: int | None = None) -> None:
@@ -110,7 +125,7 @@ class ControlVariate:
                     "is slow, and wrong in between. Take torch.optim.Adagrad, SGD without momentum, or SparseAdam; or "
                     "num_control_points=0.",
                     ApproximationWarning,
-                    stacklevel=4,
+                    stacklevel=8,
                 )
                 self.has_warned = True
             self.refresh(model)
@@ -189,20 +204,29 @@ class ControlVariate:
     @classmethod
     @torch.no_grad()
     def from_dict(cls, model: QuadruplyStochasticGP, state: dict[str, Tensor]) -> "ControlVariate":
-        """The inverse of `to_dict`. Raises ValueError for entries that are missing."""
+        """The inverse of `to_dict`. Raises ValueError for entries that are missing or of another shape."""
         names = {"x", "y", "total", "watched_values", "steps"}
         names |= {f"basis.{name}" for name, _ in model.basis.named_parameters()}
         if missing := names - state.keys():
             raise ValueError(f"This is no training state of this model: it has no entry {sorted(missing)[0]!r}.")
+        watched, columns = _watched(model), 1 + model.weights.num_dense_columns
+        shapes = {"y": state["x"].shape[:1], "total": (len(state["x"]), columns)}
+        shapes |= {"watched_values": (len(watched), columns)}
+        shapes |= {f"basis.{name}": parameter.shape for name, parameter in model.basis.named_parameters()}
+        for name, shape in shapes.items():
+            if state[name].shape != shape:
+                raise ValueError(
+                    f"This is the training state of another model: its {name!r} has shape {tuple(state[name].shape)}, that "
+                    f"of this model {tuple(shape)}."
+                )
         frozen = _frozen(model)
         for name, parameter in frozen.basis.named_parameters():
             parameter.copy_(state[f"basis.{name}"])
-        x, y, noise = (state[name].clone() if name in state else None for name in ("x", "y", "noise"))
-        head = frozen.head_features(x)
-        restored = cls(
-            x, y, noise, frozen, head, state["total"].clone(), _watched(model), state["watched_values"].clone()
-        )
-        restored.steps = int(state["steps"])
+        like, names = model.basis.like, ("x", "y", "noise", "watched_values")
+        x, y, noise, values = (state[name].clone().to(like) if name in state else None for name in names)
+        total = state["total"].clone().to(like.device)
+        restored = cls(x, y, noise, frozen, frozen.head_features(x), total, watched, values)
+        restored.steps, restored.revision = int(state["steps"]), model.weights.revision
         return restored
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:

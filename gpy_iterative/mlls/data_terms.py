@@ -48,17 +48,18 @@ def noise_variances(
 
     Raises ValueError for fixed noises of another number than the data, and for variances that are not positive.
     """
-    if isinstance(likelihood, FixedNoiseGaussianLikelihood):
-        given = kwargs.get("noise", likelihood.noise_covar.noise)
-        if given.shape != (size,):
-            raise ValueError(
-                f"The likelihood has noise variances of shape {tuple(given.shape)} for {size} data. For a batch pass "
-                "its own: mll(model(x), y, noise=noise)."
-            )
-        # Not by the likelihood: given a noise, it takes it for the additional one as well.
-        noise = given[index] + likelihood.second_noise
-    else:
+    is_fixed = isinstance(likelihood, FixedNoiseGaussianLikelihood)
+    given = kwargs.get("noise", likelihood.noise_covar.noise if is_fixed else None)
+    if given is None:
         noise = likelihood._shaped_noise_covar(index.shape, *params, **kwargs).diagonal(dim1=-1, dim2=-2)
+    elif given.shape != (size,):
+        raise ValueError(
+            f"There are noise variances of shape {tuple(given.shape)} for {size} data. For a batch pass its own: "
+            "mll(model(x), y, noise=noise)."
+        )
+    else:
+        # Not by the likelihood: given a noise, it takes it for the additional one as well.
+        noise = given[index] + (likelihood.second_noise if is_fixed else 0)
     bad = ~(torch.isfinite(noise) & (noise > 0))
     if bad.any():
         raise ValueError(f"Every noise variance must be finite and positive, but one is {noise[bad][0].item()}.")

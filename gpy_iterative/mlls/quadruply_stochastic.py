@@ -6,7 +6,9 @@ is a single sum over features is sampled once.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
-from gpy_iterative.likelihoods import check_binary_targets, is_log_concave
+from gpy_iterative.likelihoods import check_support, is_log_concave
 from gpy_iterative.mlls.control_variate import ControlVariate
 from gpy_iterative.mlls.data_terms import Rows, gaussian_term, noise_variances, site_bound
 from gpy_iterative.mlls.divergence import twice_divergence
@@ -26,7 +28,11 @@ from gpy_iterative.mlls.printed_estimate import printed_estimate
 from gpy_iterative.mlls.report import QuadruplyStochasticReport
 from gpy_iterative.mlls.training_data import TrainingData
 from gpy_iterative.mlls.training_state import make_generator
-from gpy_iterative.mlls.weight_initialization import initialize_weights, warn_of_capacity
+from gpy_iterative.mlls.weight_initialization import (
+    initialization_undone_by_failure,
+    initialize_weights,
+    warn_of_capacity,
+)
 from gpy_iterative.models import DeferredPrediction, QuadruplyStochasticGP
 
 #: Defaults, where there are so many.
@@ -44,13 +50,13 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
 
     Args:
         likelihood: Gaussian with one noise or fixed ones; or log-concave: Bernoulli (probit), `LogitBernoulliLikelihood`,
-            Laplace, Poisson.
+            Laplace, Poisson, `PoissonLogLikelihood`, or registered as such by `register_curvature`.
         model: a QuadruplyStochasticGP.
         num_data: n. None: every call passes all data.
         num_feature_samples: sampled features in each of the two index sets; None is 10,000, or all there are.
         num_data_samples: rows of a step; None is 500, or all there are.
-        num_control_points: support points of the control variate, drawn from the first data that are passed; None is 500
-            where it serves (Gaussian noise, sampled features), 0 is none.
+        num_control_points: support points of the control variate, drawn from the first data that are passed, and never
+            more than these; None is 500 where it serves (Gaussian noise, sampled features), 0 is none.
         control_coefficient: what the control variate is multiplied by.
         control_form: "residual", or "printed" for equation 3 of the paper.
         estimator: "stratified", or "printed" for theorems 1 and 2 of the paper, for comparison.
@@ -62,6 +68,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         generator: of index sets; a generator or the seed of one.
 
     Attributes:
+        is_unbiased: whether the estimates are unbiased, or those of a bound.
         report: of the last evaluation.
 
     Raises:
@@ -141,20 +148,23 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             []. Priors and added loss terms are included as in `gpytorch.mlls.VariationalELBO`.
 
         Raises:
-            ValueError: shapes, dtypes, devices or sizes that do not fit, data that are not finite, labels but 0 and 1.
+            ValueError: shapes, dtypes, devices or sizes that do not fit, data that are not finite, labels but 0 and 1,
+                counts that are none.
             NonFiniteError: a hyperparameter or the estimate is not finite. State and parameters are as they were.
         """
         start = time.perf_counter()
         x = self._inputs_of(function_dist)
-        self._data.check(x, target)
+        self._data.check(x, target, partial(check_support, self.likelihood))
         self._check_model()
-        position = self._generator.get_state()
-        try:
+        tracks = torch.is_grad_enabled()
+        # What is kept must not be inference tensors: later steps could not use them.
+        with torch.inference_mode(False), torch.set_grad_enabled(tracks), self._unchanged_by_failure():
             value = self._estimate(x, target, params, kwargs)
-        except Exception:
-            self._generator.set_state(position)
-            raise
-        self._data.accept(x)
+            self._data.accept(x)
+        if tracks:  # a step may follow: one of which this control variate knows, and others of the same weights do not
+            self.model.weights.revision += 1
+            if self._control is not None:
+                self._control.revision = self.model.weights.revision
         self.report = QuadruplyStochasticReport(
             value=value.detach().clone(),
             is_unbiased=self.is_unbiased,
@@ -172,8 +182,8 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         Differentiable. Memory and time O(n m): for small problems, and for looking at training from time to time.
         """
         x = self.model.check_inputs(x)
-        self._data.check(x, target, whole=True)
-        check_binary_targets(self.likelihood, target)
+        self._data.check(x, target, partial(check_support, self.likelihood), whole=True)
+        self._check_model()
         groups = torch.arange(self.model.num_tail_groups, device=x.device)
         sample = Sample.of(self.model, groups, sparse=False)
         rows = self._rows(x, target, torch.arange(len(x), device=x.device), len(x), params, kwargs)
@@ -181,8 +191,10 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
 
     def refresh(self) -> None:
         """Works the control variate's state out from all features: p m (1 + k)."""
+        self._follow()
         if self._control is not None:
-            self._control.refresh(self.model)
+            with torch.inference_mode(False):
+                self._control.refresh(self.model)
 
     def reset_control_variate(self) -> None:
         """Forgets the control variate; the next step starts one at the current hyperparameters, with new support points."""
@@ -190,9 +202,9 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
 
     def training_state(self) -> dict[str, Tensor]:
         """The generator and the control variate as a plain dict of tensors, for an exact resume."""
+        self._follow()
         state = {"generator": self._generator.get_state()}
         if self._control is not None:
-            self._control.catch_up(self.model)
             state |= {f"control.{name}": tensor for name, tensor in self._control.to_dict().items()}
         return state
 
@@ -203,6 +215,8 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         """
         if "generator" not in state or state["generator"].dtype != torch.uint8:
             raise ValueError("This is no training state: it has no entry 'generator'. Take it from training_state().")
+        if state["generator"].shape != self._generator.get_state().shape:
+            raise ValueError("This is the training state of a generator of another kind, as of another device.")
         entries = {name.removeprefix("control."): tensor for name, tensor in state.items() if name != "generator"}
         control = ControlVariate.from_dict(self.model, entries) if entries else None
         self._generator.set_state(state["generator"].cpu())
@@ -212,7 +226,6 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         model, num_data = self.model, self._data.num_data_of(len(x))
         index = draw_set("uniform", len(x), self._data.num_samples_of(len(x)), self._generator).to(x.device)
         rows = self._rows(x, target, index, num_data, params, kwargs)
-        check_binary_targets(self.likelihood, rows.target)
         if not model.weights.initialized:
             initialize_weights(model, rows, num_data)
             free = (*model.hyperparameters(), *self.likelihood.parameters())
@@ -220,7 +233,8 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         if self.estimator == "printed":
             return self._printed(rows, num_data)
         first = self._sample()
-        second = self._sample() if self.is_unbiased else first
+        # A bound of the data term takes one set; a prior that is not diagonal two, for the products of its double sums.
+        second = self._sample() if self.is_unbiased or not model.basis.has_diagonal_prior else first
         control = x.new_zeros(())
         if self.num_control_points and model.num_tail_groups > self.num_group_samples:
             control = num_data * self._control_term(x, target, first, second, params, kwargs)
@@ -273,14 +287,38 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             noise = noise_variances(self.likelihood, index, len(x), params, kwargs).detach() if fixed else None
             self._control = ControlVariate.start(model, x[index].detach(), target[index].detach().to(x), noise)
         else:
-            self._control.catch_up(model, self._refresh_every)
+            self._follow(self._refresh_every)
         state = self._control
         with torch.no_grad():
-            residual = state.y - model.mean_module(state.x)
+            residual = state.y - model.prior_mean(state.x)
             noise = self.likelihood.noise.expand(len(state.x)) if state.noise is None else state.noise
         return self.control_coefficient * state.term(
             model, first, second, residual, noise.detach(), form=self.control_form
         )
+
+    def _follow(self, refresh_every: int | None = None) -> None:
+        """Brings the control variate, where there is one, to the current weights."""
+        if self._control is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if self._control.follows(self.model):
+                self._control.catch_up(self.model, refresh_every)
+            else:
+                self._control = self._control.restart(self.model)
+
+    @contextmanager
+    def _unchanged_by_failure(self) -> Iterator[None]:
+        """What raises inside leaves generator and weights as they were, and a control variate that starts anew."""
+        position, control = self._generator.get_state(), self._control
+        try:
+            with initialization_undone_by_failure(self.model.weights):
+                yield
+        except BaseException:
+            self._generator.set_state(position)
+            self._control = control
+            if control is not None:  # it may have taken moves in that were no numbers, or a part of them
+                control.revision = -1
+            raise
 
     def _control_size(self, num_rows: int) -> int:
         """Support points that `num_rows` data give."""
@@ -300,7 +338,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
     ) -> Rows:
         chosen = x[index]
         noise = noise_variances(self.likelihood, index, len(x), params, kwargs) if self.is_unbiased else None
-        return Rows(chosen, target[index].to(chosen), self.model.mean_module(chosen), noise, num_data / len(index))
+        return Rows(chosen, target[index].to(chosen), self.model.prior_mean(chosen), noise, num_data / len(index))
 
     def _inputs_of(self, function_dist: DeferredPrediction) -> Tensor:
         if not isinstance(function_dist, DeferredPrediction):

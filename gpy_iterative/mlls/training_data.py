@@ -1,11 +1,33 @@
 """What is passed to a step: all training data, or a batch of them."""
 
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_finite
+from gpy_iterative.linear_operators.tile_cache import version
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A tensor that was looked at, told by the memory that it shows: a vector of inputs is a new column at each call."""
+
+    base: weakref.ref[Tensor]
+    version: object
+    layout: tuple[object, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Seen":
+        base = tensor if tensor._base is None else tensor._base
+        layout = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return cls(weakref.ref(base), version(tensor), layout)
+
+    def is_still(self, tensor: Tensor) -> bool:
+        now = self.of(tensor)
+        return self.base() is now.base() and (self.version, self.layout) == (now.version, now.layout)
 
 
 class TrainingData:
@@ -29,7 +51,7 @@ class TrainingData:
         self.num_data, self.num_samples, self.default = num_data, num_samples, default
         self._marks: Tensor | None = None  # first, middle and last row of what `num_data=None` calls all data
         self._size: int | None = None
-        self._checked: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor], int] | None = None
+        self._checked: tuple[_Seen, _Seen] | None = None
 
     def num_data_of(self, size: int) -> int:
         """n, where `size` rows were passed."""
@@ -39,11 +61,11 @@ class TrainingData:
         """Rows that a step looks at, where `size` rows were passed."""
         return min(self.num_samples or self.default, size)
 
-    def check(self, x: Tensor, target: Tensor, *, whole: bool = False) -> None:
+    def check(self, x: Tensor, target: Tensor, check_target: Callable[[Tensor], None], *, whole: bool = False) -> None:
         """Raises ValueError for what does not fit.
 
         Costs nothing that grows with the number of rows, but for tensors that were not seen in the last call, all of which
-        is then checked to be finite.
+        is then checked to be finite, and by `check_target` to be what the likelihood knows.
         """
         if not isinstance(target, Tensor) or target.shape != x.shape[:1]:
             shape = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
@@ -58,7 +80,8 @@ class TrainingData:
         if not self._is_checked(x, target):
             check_finite("x", x)
             check_finite("target", target)
-            self._checked = (weakref.ref(x), x._version, weakref.ref(target), target._version)
+            check_target(target)
+            self._checked = (_Seen.of(x), _Seen.of(target))
         if self.num_data is None:
             self._check_same(x)
             if self.num_samples is not None and self.num_samples > size:
@@ -84,11 +107,9 @@ class TrainingData:
             )
 
     def _is_checked(self, x: Tensor, target: Tensor) -> bool:
-        if self._checked is None:
-            return False
-        first, version, second, target_version = self._checked
-        same = first() is x and second() is target
-        return same and (x._version, target._version) == (version, target_version)
+        return self._checked is not None and all(
+            seen.is_still(tensor) for seen, tensor in zip(self._checked, (x, target), strict=True)
+        )
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_checked": None}  # weak references are neither copied nor pickled

@@ -1,14 +1,15 @@
 """Where the diagonal of C starts: at its optimum for independent columns, by what the first rows show of the features."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.errors import ApproximationWarning
 from gpy_iterative.mlls.data_terms import Rows
-from gpy_iterative.models import QuadruplyStochasticGP
+from gpy_iterative.models import FeatureWeights, QuadruplyStochasticGP
 
 #: Features that are evaluated at a time.
 BLOCK = 8192
@@ -34,14 +35,32 @@ def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) 
     weights.initialized.fill_(1)
 
 
+@contextmanager
+def initialization_undone_by_failure(weights: FeatureWeights) -> Iterator[None]:
+    """Weights that were not initialised before are not so after an exception either."""
+    if weights.initialized:
+        yield
+        return
+    diagonals = (weights.head_log_diagonal, weights.tail_log_diagonal)
+    before = [diagonal.detach().clone() for diagonal in diagonals]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for diagonal, values in zip(diagonals, before, strict=True):
+                diagonal.copy_(values)
+            weights.initialized.zero_()
+        raise
+
+
 @torch.no_grad()
 def warn_of_capacity(
     model: QuadruplyStochasticGP, rows: Rows, num_data: int, parameters: Iterable[Tensor], *, stacklevel: int
 ) -> None:
     """Warns where hyperparameters are free and random features are too many to learn them with."""
-    is_gaussian, is_shared = rows.noise is not None, model.weights.shared_diagonal
     free = any(parameter.requires_grad for parameter in parameters)
-    if model.basis.num_head_features or not is_gaussian or not is_shared or not free:
+    is_random = model.basis.knows_group_variance and not model.basis.num_head_features
+    if rows.noise is None or not is_random or not free:
         return
     head = model.head_features(rows.x)
     limit = float(num_data * model.tail_prior_variance(rows.x, head).mean() / rows.noise.mean())

@@ -28,7 +28,15 @@ class DeferredPrediction(MultivariateNormal):
     Args:
         model: that predicts.
         x: [n, d].
+
+    What GPyTorch derives from it (`likelihood(output)`, `output[:5]`, `2 * output`) is a plain MultivariateNormal.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> MultivariateNormal:
+        # GPyTorch derives distributions by `self.__class__(mean, covariance)`: there is nothing to defer in these.
+        if kwargs or (args and isinstance(args[0], Tensor)):
+            return MultivariateNormal(*args, **kwargs)
+        return super().__new__(cls)
 
     def __init__(self, model: Predictor, x: Tensor) -> None:
         Distribution.__init__(self, torch.Size(), x.shape[:1], validate_args=False)

@@ -38,6 +38,11 @@ class FeatureBasis(gpytorch.Module, ABC):
         """A tensor of the dtype and device that inputs must have."""
         return next(tensor for tensor in (*self.parameters(), *self.buffers()) if tensor.is_floating_point())
 
+    @property
+    def knows_group_variance(self) -> bool:
+        """Whether `group_prior_variance` is known."""
+        return type(self).group_prior_variance is not FeatureBasis.group_prior_variance
+
     def sampled_parameters(self) -> list[torch.nn.Parameter]:
         """Hyperparameters with a row for every feature, of which a step moves a few: not for an Adam."""
         return []

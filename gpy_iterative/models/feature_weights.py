@@ -6,6 +6,7 @@ that a step of training knows nothing of their number.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gpytorch.distributions import Distribution, MultivariateNormal
@@ -42,6 +43,7 @@ class FeatureWeights(_VariationalDistribution):
 
     Attributes:
         initialized: whether the diagonal of C has been set from data (0 or 1, kept in the state_dict).
+        revision: counts what may have moved the weights: steps of any objective, and states that were loaded.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class FeatureWeights(_VariationalDistribution):
         super().__init__(num_head + num_tail)
         zeros = lambda *shape: Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
         self.num_head, self.num_tail, self.num_dense_columns = num_head, num_tail, num_dense_columns
+        self.revision = 0
         self.shared_diagonal = shared_diagonal
         self.register_parameter("head_mean", zeros(num_head))
         self.register_parameter("head_columns", zeros(num_head, num_dense_columns))
@@ -110,7 +113,7 @@ class FeatureWeights(_VariationalDistribution):
 
     @torch.no_grad()
     def initialize_variational_distribution(self, prior_dist: MultivariateNormal) -> None:
-        """Mean and variance of the prior, [m]; the dense columns become diagonal."""
+        """Mean and variance of the prior, [m], which the first step leaves; the dense columns become diagonal."""
         mean, log_diagonal = prior_dist.mean, prior_dist.variance.log() / 2
         self.head_mean.copy_(mean[: self.num_head])
         self.tail_mean.copy_(mean[self.num_head :].unsqueeze(-1))
@@ -119,6 +122,12 @@ class FeatureWeights(_VariationalDistribution):
         self.head_log_diagonal.copy_(log_diagonal[: self.num_head])
         tail = log_diagonal[self.num_head :].unsqueeze(-1)
         self.tail_log_diagonal.copy_(tail.mean(0, keepdim=True) if self.shared_diagonal and len(tail) else tail)
+        self.initialized.fill_(1)
+        self.revision += 1
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.revision += 1
+        super()._load_from_state_dict(*args, **kwargs)
 
     def _diagonal_variances(self) -> Tensor:
         head = functional.pad(self.head_variances.detach(), (self.num_dense_columns, 0))

@@ -34,12 +34,14 @@ class FourierGroups(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_count("num_groups", num_groups)
-        self.num_groups, self.num_dims, self.seed, self.stored = num_groups, _num_dims(kernel, num_dims), seed, stored
+        self.num_groups, self.num_dims, self.stored = num_groups, _num_dims(kernel, num_dims), stored
         parts = self._summands(kernel, _parameter(kernel).new_zeros(1, self.num_dims))
         self.group_size = 2 * len(parts)
         if stored:
             for name, draw in self._draw(kernel, seed, num_groups).items():
                 self.register_buffer(_buffer(name), draw)
+        else:  # in the state_dict, as stored frequencies are: weights mean nothing without theirs
+            self.register_buffer("seed", torch.tensor(seed))
 
     def features(self, kernel: kernels.Kernel, x: Tensor, groups: Tensor) -> Tensor:
         """[n, g * group_size] at x [n, d]; the features of all groups have the kernel's covariance in expectation."""
@@ -89,12 +91,18 @@ class FourierGroups(torch.nn.Module):
         if self.stored:
             return {_name(name): buffer.index_select(-1, groups) for name, buffer in self.named_buffers(recurse=False)}
         chunks, which = (groups // CHUNK).unique(return_inverse=True)
-        drawn = [self._draw(kernel, self.seed + 1 + int(chunk), CHUNK) for chunk in chunks]
+        seed = int(self.seed)
+        drawn = [self._draw(kernel, _seed_of(seed, int(chunk)), CHUNK) for chunk in chunks]
         position = which * CHUNK + groups % CHUNK
         return {
             name: torch.cat([draws[name] for draws in drawn], dim=-1).to(groups.device).index_select(-1, position)
             for name in drawn[0]
         }
+
+
+def _seed_of(seed: int, chunk: int) -> int:
+    """Neighbouring seeds must not share chunks: a prime above 2^32 keeps them apart."""
+    return (seed * 4_294_967_311 + chunk) % 2**63
 
 
 def _num_dims(kernel: kernels.Kernel, num_dims: int | None) -> int:

@@ -1,7 +1,5 @@
 """Kernel functions at given points: with their kernel matrix as prior precision, or with a free diagonal one."""
 
-from collections.abc import Callable
-
 import torch
 from gpytorch import kernels
 from torch import Tensor
@@ -78,13 +76,8 @@ class InducingPointBasis(KernelFunctionBasis):
             return None
         return self._log_determinant.get(self.kernel, self._new_log_determinant)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "InducingPointBasis":
-        self._log_determinant = KeptAt()
-        return super()._apply(fn, recurse)
-
     def _new_log_determinant(self) -> Tensor:
-        points = self.points.double()
-        matrix = self.kernel(points, points).to_dense().double()
+        matrix = gram_matrix(self.kernel, self.points)
         matrix.diagonal().mul_(1 + 1e-6)
         lower, info = torch.linalg.cholesky_ex(matrix)
         if info:
@@ -92,6 +85,26 @@ class InducingPointBasis(KernelFunctionBasis):
                 "The kernel matrix of the inducing points has no Cholesky factor. Take points farther apart."
             )
         return 2 * lower.diagonal().log().sum().to(self.points.dtype)
+
+
+def gram_matrix(kernel: kernels.Kernel, points: Tensor) -> Tensor:
+    """k(Z, Z) [m, m] in float64, differentiable: also for kernels with layers that take their own dtype alone."""
+    evaluated = _KernelMatrix(kernel)
+    tensors = {
+        name: tensor.double()
+        for name, tensor in (*evaluated.named_parameters(), *evaluated.named_buffers())
+        if tensor.is_floating_point()
+    }
+    return torch.func.functional_call(evaluated, tensors, (points.double(),)).double()
+
+
+class _KernelMatrix(torch.nn.Module):
+    def __init__(self, kernel: kernels.Kernel) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.kernel(points, points).to_dense()
 
 
 def check_points(kernel: kernels.Kernel, points: Tensor) -> None:

@@ -1,25 +1,42 @@
 """A tensor that depends on a kernel's hyperparameters alone, kept for as long as these stay what they are."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gpytorch import kernels
 from torch import Tensor
 
 
-@dataclass
-class KeptAt:
-    """One value and the hyperparameters that it belongs to, recognised by value (`initialize` moves no version)."""
+class KeptAt(torch.nn.Module):
+    """One value and the hyperparameters that it belongs to, recognised by value (`initialize` moves no version).
 
-    parameters: Tensor | None = None
-    value: Tensor | None = None
+    A part of the basis that keeps it, so that it is forgotten when that is converted, moved or loaded.
+    """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._forget()
+
+    @torch.inference_mode(False)  # later calls may ask for gradients
     @torch.no_grad()
     def get(self, kernel: kernels.Kernel, evaluate: Callable[[], Tensor]) -> Tensor:
         """The kept value, or a new one where hyperparameters have moved; without a graph."""
-        parameters = torch.cat([parameter.reshape(-1).double() for parameter in kernel.parameters()])
-        if self.value is None or self.parameters is None or not torch.equal(self.parameters, parameters):
+        current = [*kernel.parameters(), *kernel.buffers()]
+        stays = len(current) == len(self.hyperparameters) and all(map(torch.equal, current, self.hyperparameters))
+        if self.value is None or not stays:
             self.value = evaluate()
-            self.parameters = parameters
+            self.hyperparameters = [tensor.detach().clone() for tensor in current]
         return self.value
+
+    def _forget(self) -> None:
+        self.value: Tensor | None = None
+        self.hyperparameters: list[Tensor] = []
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KeptAt":
+        self._forget()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._forget()
+        super()._load_from_state_dict(*args, **kwargs)

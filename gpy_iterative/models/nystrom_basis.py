@@ -1,7 +1,5 @@
 """Eigenfeatures of a kernel's Nystrom approximation, and random Fourier features of what they leave."""
 
-from collections.abc import Callable
-
 import torch
 from gpytorch import kernels
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch import Tensor
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.models.feature_basis import FeatureBasis
 from gpy_iterative.models.fourier_groups import FourierGroups
-from gpy_iterative.models.inducing_point_basis import check_points
+from gpy_iterative.models.inducing_point_basis import check_points, gram_matrix
 from gpy_iterative.models.kept import KeptAt
 
 #: Eigenvalues below this part of the largest are left to the tail.
@@ -72,7 +70,7 @@ class NystromBasis(FeatureBasis):
                 kernel, self.num_groups, num_dims=inducing_points.shape[-1], seed=seed, stored=store_frequencies
             )
         with torch.no_grad():
-            values, vectors = torch.linalg.eigh(self._gram())
+            values, vectors = torch.linalg.eigh(gram_matrix(kernel, self.points))
             values, vectors = values.flip(0), vectors.flip(1)
             kept = values > SMALLEST_EIGENVALUE * values[0]
             rotation = vectors[:, kept] * values[kept].rsqrt()
@@ -99,14 +97,6 @@ class NystromBasis(FeatureBasis):
         """k(x, x) - head(x) head(x)^T."""
         return self.kernel(x).to_dense() - head @ head.mT
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NystromBasis":
-        self._kept = KeptAt()
-        return super()._apply(fn, recurse)
-
-    def _gram(self) -> Tensor:
-        points = self.points.double()
-        return self.kernel(points, points).to_dense().double()
-
     def _projection(self) -> Tensor:
         """P [points, h] with head(x) = k(x, Z) P, float64: rotation L^-T, L L^T = rotation^T K_ZZ rotation."""
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.kernel.parameters()):
@@ -115,7 +105,7 @@ class NystromBasis(FeatureBasis):
 
     def _new_projection(self) -> Tensor:
         rotation = self.rotation.double()  # unless the model was converted after it was made, it is so already
-        lower, info = torch.linalg.cholesky_ex(rotation.mT @ self._gram() @ rotation)
+        lower, info = torch.linalg.cholesky_ex(rotation.mT @ gram_matrix(self.kernel, self.points) @ rotation)
         if info:
             raise NonFiniteError(
                 "The kernel matrix of the inducing points is not positive definite at these hyperparameters, which are too "

@@ -16,17 +16,19 @@ MAX_LOG_STEP = 0.3
 
 
 class HeadNaturalGradient(torch.optim.Optimizer):
-    """Natural gradient steps of q's mean and diagonal at the features that every step evaluates.
+    """Natural gradient steps of q's mean and diagonal at the features of a basis' own head (`NystromBasis`).
 
-    mu moves by lr n Sigma (gradient), Sigma = C C^T, and log deviations by lr n / 2 (gradient): whatever scales features
-    have, directions that the data determine converge in about 1 / lr steps, those of the prior in no more.
+    mu moves by lr n c^2 (gradient), c the diagonal of C, and log deviations by lr n / 2 (gradient): whatever scales
+    features have, directions that the data determine converge in about 1 / lr steps, those of the prior in no more. For
+    features that are nearly orthogonal on the data; with correlated ones (random features, kernel functions) it diverges.
 
     Args:
         weights: of a model.
         num_data: n, which the loss was divided by.
         num_data_samples: b, rows of a step.
-        lr: of at most 1. The step is lr / (1 + sqrt(d / b))^2 for d directions that data determine, d = tr(I - Sigma):
-            the largest eigenvalue that a batch's own curvature has in units of all data's.
+        lr: of at most 1. The step is lr / (1 + sqrt(d / b))^2 for d directions that data determine, d = sum(1 - c^2):
+            the largest eigenvalue that a batch's own curvature has in units of all data's. A feature that a few rows
+            alone determine moves by less in the steps that meet them.
 
     Raises:
         ValueError: options outside their range.
@@ -41,29 +43,30 @@ class HeadNaturalGradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step; cost O(h k)."""
-        weights, k = self.weights, self.weights.num_dense_columns
+        """One step; cost O(h)."""
+        weights = self.weights
         if weights.head_mean.grad is None:
             return
-        root, variances = weights.dense_head_columns, weights.head_variances
-        diagonal = root.square().sum(-1)
-        diagonal[k:] += variances
-        determined = (1 - diagonal).clamp_min(0).sum()
+        # Not those of dense columns, which come from Adagrad's scale and not from the posterior's.
+        variances = (2 * weights.head_log_diagonal).exp()
+        determined = (1 - variances).clamp_min(0).sum()
         rate = self.param_groups[0]["lr"] / (1 + (determined / self.num_data_samples).sqrt()) ** 2
-        gradient = self.num_data * weights.head_mean.grad
-        direction = root @ (root.mT @ gradient)
-        direction[k:] += variances * gradient[k:]
-        weights.head_mean -= rate * direction
-        if weights.head_log_diagonal.grad is not None:
-            step = rate * self.num_data / 2 * weights.head_log_diagonal.grad
-            weights.head_log_diagonal -= step.clamp(-MAX_LOG_STEP, MAX_LOG_STEP)
+        direction = variances * (self.num_data * weights.head_mean.grad)
+        if weights.head_log_diagonal.grad is None:
+            weights.head_mean -= rate * direction
+            return
+        excess = self.num_data * weights.head_log_diagonal.grad
+        # A deviation's gradient is the batch's curvature along its feature, times c^2, less 1: beyond 2 / rate (an outlying
+        # row, or a c that no batch has told yet) the step would overshoot.
+        weights.head_mean -= rate * direction / (rate * (1 + excess)).clamp_min(1)
+        weights.head_log_diagonal -= (rate / 2 * excess).clamp(-MAX_LOG_STEP, MAX_LOG_STEP)
 
 
 class QuadruplyStochasticOptimizer:
     """All optimisers of one training, with their schedule: what the authors of the method do, and natural gradients.
 
-    `HeadNaturalGradient` for the features that every step evaluates, Adagrad (whose sparse steps move sampled rows alone)
-    for all other variational parameters and precisions of relevance vectors, Adam at a small rate for hyperparameters.
+    `HeadNaturalGradient` for the head of a `NystromBasis`, Adagrad (whose sparse steps move sampled rows alone) for all
+    other variational parameters and precisions of relevance vectors, Adam at a small rate for hyperparameters.
     These stay as they are for the first steps, while q has yet to become what they can be judged by. All rates fall
     exponentially.
 
@@ -109,10 +112,13 @@ class QuadruplyStochasticOptimizer:
         thaw = lambda step: decay(step) if step >= frozen else 0.0
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[torch.optim.lr_scheduler.LambdaLR] = []
-        if model.weights.num_head:
+        check_count("num_data", num_data)
+        check_count("num_data_samples", num_data_samples)
+        has_own_head = model.basis.num_head_features > 0
+        if has_own_head:
             sizes = {"num_data": num_data, "num_data_samples": num_data_samples}
             self._add(HeadNaturalGradient(model.weights, lr=head_learning_rate, **sizes), decay)
-        sampled = [*_sampled_weights(model.weights), *model.basis.sampled_parameters()]
+        sampled = [*_other_weights(model.weights, has_own_head), *model.basis.sampled_parameters()]
         if sampled:
             self._add(torch.optim.Adagrad(sampled, lr=learning_rate), decay)
         taken = {id(parameter) for parameter in sampled}
@@ -157,8 +163,11 @@ class QuadruplyStochasticOptimizer:
         self.schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, factor))
 
 
-def _sampled_weights(weights: FeatureWeights) -> Iterator[Tensor]:
-    for parameter in (weights.head_columns, weights.tail_mean, weights.tail_columns, weights.tail_log_diagonal):
+def _other_weights(weights: FeatureWeights, has_own_head: bool) -> Iterator[Tensor]:
+    """What Adagrad moves. Features of dense columns are no head of their own: they are correlated as all others are."""
+    own = () if has_own_head else (weights.head_mean, weights.head_log_diagonal)
+    tail = (weights.tail_mean, weights.tail_columns, weights.tail_log_diagonal)
+    for parameter in (*own, weights.head_columns, *tail):
         if parameter.numel():
             yield parameter
 

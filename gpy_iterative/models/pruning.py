@@ -49,4 +49,4 @@ def prune_relevance_vectors(model: QuadruplyStochasticGP) -> QuadruplyStochastic
     new.head_log_diagonal.copy_(log_diagonal[:h])
     new.tail_log_diagonal.copy_(log_diagonal[h:].unsqueeze(-1))
     new.initialized.fill_(1)
-    return result
+    return result.train(model.training)

@@ -43,7 +43,8 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
     In train mode `model(x)` evaluates nothing: what it returns knows x, for the marginal log likelihood to sample from, and
     predicts when it is asked for a mean or variance. In eval mode it is the exact prediction, all features in blocks.
-    `model.variational_parameters()` and `model.hyperparameters()` are for two optimisers (`make_optimizers`).
+    `model.variational_parameters()` and `model.hyperparameters()` are for two optimisers, or all for a
+    `QuadruplyStochasticOptimizer`.
 
     Raises:
         ValueError: more dense columns than features, or not whole groups of them.
@@ -80,8 +81,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
                 f"num_dense_columns must be at most {basis.num_head_features}, the head of the {type(basis).__name__}: its "
                 f"tail is what the head leaves; got {num_dense_columns}."
             )
-        knows_variance = _knows_group_variance(basis)
-        if shared_diagonal and not knows_variance:
+        if shared_diagonal and not basis.knows_group_variance:
             raise ValueError(
                 f"shared_diagonal=True needs a basis that knows the prior variance of its features together; "
                 f"{type(basis).__name__} does not. Leave it at None."
@@ -94,7 +94,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             head,
             basis.num_features - head,
             num_dense_columns,
-            shared_diagonal=knows_variance if shared_diagonal is None else shared_diagonal,
+            shared_diagonal=basis.knows_group_variance if shared_diagonal is None else shared_diagonal,
             like=basis.like,
         )
 
@@ -136,6 +136,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         Cost: t m (d + k); memory t (k + block_size). A graph where x asks for one, none otherwise.
         """
         x = self.check_inputs(x)
+        check_finite("x", x)
         check_count("block_size", block_size)
         with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
             moments = self.moments(x, block_size)
@@ -143,7 +144,17 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             covariance = WeightSpaceCovarianceLinearOperator(
                 x, moments.root, moments.diagonal, extra, model=self, block_size=block_size
             )
-            return MultivariateNormal(self.mean_module(x) + moments.mean, covariance)
+            return MultivariateNormal(self.prior_mean(x) + moments.mean, covariance)
+
+    def prior_mean(self, x: Tensor) -> Tensor:
+        """The mean module's, [n]. Raises ValueError where it has another shape, as that of a batch of models."""
+        mean = self.mean_module(x)
+        if mean.shape != x.shape[:1]:
+            raise ValueError(
+                f"The mean module must return a mean of shape ({len(x)},) for {len(x)} inputs: a batch of models is not "
+                f"supported, nor are several outputs. Got {tuple(mean.shape)}."
+            )
+        return mean
 
     def head_features(self, x: Tensor) -> Tensor:
         """The features that every step evaluates, [n, h]: the basis' head and the groups of dense columns."""
@@ -252,7 +263,3 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         for groups in self.tail_blocks(block_size):
             norm = norm + self.tail_features(x, head, groups).square().sum(-1)
         return noise * variance.square() / (norm + noise * variance)
-
-
-def _knows_group_variance(basis: FeatureBasis) -> bool:
-    return type(basis).group_prior_variance is not FeatureBasis.group_prior_variance

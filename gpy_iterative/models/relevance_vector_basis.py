@@ -63,6 +63,7 @@ class RelevanceVectorBasis(KernelFunctionBasis):
             mean: of the weights, [m] (`model.weights.mean`).
             variance: the diagonal of their covariance, [m] (`model.weights.variance`).
             rule: "mackay" is (1 - s variance) / mean^2, "em" 1 / (mean^2 + variance), slower and never lower in evidence.
+                MacKay's leaves an s of which the data have determined nothing, s variance = 1 to rounding.
 
         Raises:
             ValueError: another rule, or shapes that do not fit.
@@ -75,7 +76,8 @@ class RelevanceVectorBasis(KernelFunctionBasis):
         square = mean.square()
         if rule == "mackay":
             determined = (1 - self.precision * variance).clamp_min(0)
-            precision = determined / square.clamp_min(torch.finfo(square.dtype).tiny)
+            moved = determined / square.clamp_min(torch.finfo(square.dtype).tiny)
+            precision = torch.where(determined > torch.finfo(square.dtype).eps, moved, self.precision)
         else:
             precision = 1 / (square + variance)
         self.log_precision.copy_(precision.clamp(MIN_PRECISION, LARGEST_PRECISION).log().unsqueeze(-1))

@@ -6,7 +6,7 @@ import torch
 from gpytorch.distributions import base_distributions
 from torch import Tensor
 
-from gpy_iterative.likelihoods import LogitBernoulliLikelihood, expected_log_prob, is_log_concave
+from gpy_iterative.likelihoods import LogitBernoulliLikelihood, PoissonLogLikelihood, expected_log_prob, is_log_concave
 
 MEAN = torch.tensor([-3.0, 0.1, 0.4, 2.0], dtype=torch.float64)
 DEVIATION = torch.tensor([0.01, 0.7, 3.0, 1e-4], dtype=torch.float64)
@@ -53,4 +53,7 @@ def test_which_are_log_concave() -> None:
     for likelihood in (LogitBernoulliLikelihood(), known.BernoulliLikelihood(), known.LaplaceLikelihood()):
         assert is_log_concave(likelihood)
     assert is_log_concave(known.PoissonLikelihood())
-    assert not is_log_concave(known.StudentTLikelihood())
+    assert is_log_concave(PoissonLogLikelihood())
+    several = (known.SoftmaxLikelihood(num_features=2, num_classes=2), known.MultitaskGaussianLikelihood(2))
+    for likelihood in (known.StudentTLikelihood(), *several):
+        assert not is_log_concave(likelihood)

@@ -83,6 +83,25 @@ def test_data_that_are_not_finite(bad: float) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_data_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = gpytorch.kernels.RBFKernel(ard_num_dims=1).double()
+    x, y = torch.linspace(0, 1, 30).double(), torch.ones(30).double()
+    model = QuadruplyStochasticGP(gpi.models.RandomFourierBasis(kernel, 10))
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2), model, num_data=30, generator=0)
+    seen = []
+    monkeypatch.setattr("gpy_iterative.mlls.training_data.check_finite", lambda name, tensor: seen.append(name))
+    for _ in range(2):
+        mll(model(x), y)  # a vector of inputs is a new column at each call
+    assert seen == ["x", "target"]
+    for part in (slice(0, 10), slice(10, 20)):
+        mll(model(x[part]), y[part])
+    assert len(seen) == 6
+    y[0] = 2.0
+    mll(model(x), y)
+    mll(model(x), y)
+    assert len(seen) == 8
+
+
 def test_shapes_and_dtypes() -> None:
     mll, model, x, y = make()
     for target in (y[:-1], y.unsqueeze(-1), y.tolist(), None):
@@ -131,11 +150,30 @@ def test_labels(likelihood: gpytorch.likelihoods.Likelihood) -> None:
     mll = QuadruplyStochasticELBO(likelihood, model, generator=0)
     with pytest.raises(ValueError, match=r"pass \(target \+ 1\) / 2"):
         mll(model(x), y.sign())
-    with pytest.raises(ValueError, match="has labels 0 and 1, but"):
+    with pytest.raises(ValueError, match=r"labels must be 0 or 1 .*but targets\[\d+\] is"):
         mll(model(x), y)
     value = mll(model(x), (y > 0).double())
     assert torch.isfinite(value)
     torch.testing.assert_close(mll(model(x), (y > 0).long()), value)  # all data and features: nothing is drawn
+
+
+def test_every_target_is_looked_at_before_the_first_step() -> None:
+    # Not when a sample meets it, hours into a run; and by its own number.
+    likelihoods = [
+        (gpi.likelihoods.LogitBernoulliLikelihood(), 3.0),
+        (gpytorch.likelihoods.PoissonLikelihood(), -1.0),
+        (gpi.likelihoods.PoissonLogLikelihood(), 0.5),
+    ]
+    for likelihood, bad in likelihoods:
+        model, x, y = fourier_problem()
+        mll = QuadruplyStochasticELBO(likelihood, model, num_data_samples=2, generator=0)
+        target = (y > 0).double()
+        assert torch.isfinite(mll(model(x), target))
+        target[41] = bad
+        with pytest.raises(ValueError, match=rf"targets\[41\] is {bad}"):
+            mll(model(x), target)
+        with pytest.raises(ValueError, match=rf"targets\[41\] is {bad}"):
+            mll.exact_value(x, target)
 
 
 def test_learned_hyperparameters_of_a_dense_prior() -> None:
@@ -145,6 +183,8 @@ def test_learned_hyperparameters_of_a_dense_prior() -> None:
     mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2), model, generator=0)
     with pytest.raises(ValueError, match=r"requires_grad_\(False\)"):
         mll(model(x), y)
+    with pytest.raises(ValueError, match=r"requires_grad_\(False\)"):
+        mll.exact_value(x, y)  # its gradient would lack that of log|S|
     kernel.requires_grad_(False)
     assert torch.isfinite(mll(model(x), y))
 
@@ -186,6 +226,57 @@ def test_hyperparameters_too_far_from_those_of_the_basis() -> None:
         basis.head_features(x)
 
 
+def test_a_failed_first_step_leaves_no_trace() -> None:
+    mll, model, x, y = make(num_control_points=61)
+    before = {name: tensor.clone() for name, tensor in mll.state_dict().items()}
+    with pytest.raises(ValueError, match="num_control_points"):
+        mll(model(x), y)
+    after = mll.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    mll, model, x, y = make()
+    state = mll.training_state()
+    with pytest.raises(NonFiniteError):
+        mll(model(x), 1e200 * y)
+    assert mll.training_state().keys() == state.keys()  # no control variate
+    assert not model.weights.initialized
+
+
+def test_training_goes_on_after_weights_that_were_no_numbers() -> None:
+    model, x, y = fourier_problem(m=2000)
+    model.basis.requires_grad_(False)
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2).requires_grad_(False), model, **(OPTIONS | {"generator": 3}))
+    optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (-mll(model(x), y)).backward()
+        optimizer.step()
+    moved = mll._control.announced[-1].index
+    moved = moved[~torch.isin(moved, mll._control.watched)]
+    good = model.weights.tail_mean.detach().clone()
+    model.weights.tail_mean.data[moved] = torch.nan
+    with pytest.raises(NonFiniteError):
+        mll(model(x), y)
+    model.weights.tail_mean.data.copy_(good)
+    mll(model(x), y)
+    kept = mll._control.total.clone()
+    assert torch.isfinite(kept).all()
+    mll.refresh()
+    torch.testing.assert_close(kept, mll._control.total)
+
+
+def test_states_of_other_models() -> None:
+    mll, model, x, y = make()
+    mll(model(x), y)
+    state = mll.training_state()
+    other, _, _ = fourier_problem(num_dense_columns=2)
+    into = QuadruplyStochasticELBO(gaussian_likelihood(0.2), other, **OPTIONS)
+    with pytest.raises(ValueError, match=r"another model: its 'total' has shape \(20, 1\)"):
+        into.load_training_state(state)
+    assert into.training_state().keys() == {"generator"}
+    with pytest.raises(ValueError, match="another kind"):
+        into.load_training_state(state | {"generator": torch.zeros(3, dtype=torch.uint8)})
+
+
 def test_pickling_and_conversion() -> None:
     mll, model, x, y = make()
     mll(model(x), y)
@@ -193,3 +284,14 @@ def test_pickling_and_conversion() -> None:
     torch.testing.assert_close(again(again.model(x), y), mll(model(x), y))
     mll.float()
     assert mll(model(x.float()), y.float()).dtype == torch.float32
+
+
+def test_converting_model_and_likelihood_apart_from_the_objective() -> None:
+    model, x, y = fourier_problem()
+    x, y, model = x.float(), y.float(), model.float()
+    likelihood = gaussian_likelihood(0.2).float()
+    mll = QuadruplyStochasticELBO(likelihood, model, **OPTIONS)
+    mll(model(x), y)
+    model.double()
+    likelihood.double()
+    assert mll(model(x.double()), y.double()).dtype == torch.float64

@@ -28,7 +28,7 @@ from tests.mlls.quadruply_models import (
     set_weights,
     weights_of,
 )
-from tests.mlls.weight_space import best_weights, elbo_terms, log_marginal, subsets
+from tests.mlls.weight_space import best_weights, elbo_terms, log_marginal, quasi_normal, subsets
 from tests.monte_carlo import assert_mean_within
 
 NOISE = 0.2
@@ -156,6 +156,21 @@ def test_batches_of_a_loader_estimate_the_same() -> None:
     torch.testing.assert_close(values.mean(), mll.exact_value(x, y), rtol=1e-10, atol=0)
 
 
+def test_a_noise_that_is_passed_is_sampled_with_the_rows() -> None:
+    # GPyTorch's GaussianLikelihood takes it in the place of its own.
+    noise = torch.linspace(0.1, 0.4, 60).double()
+    fixed, own = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise).double(), gaussian_likelihood(NOISE)
+    found = []
+    for likelihood, kwargs in ((fixed, {}), (own, {"noise": noise})):
+        model, x, y = fourier_problem()
+        set_weights(model, *weights_of(40, 0))
+        mll = QuadruplyStochasticELBO(likelihood, model, num_data_samples=20, generator=0)
+        found.append(mll(model(x), y, **kwargs).item())
+        with pytest.raises(ValueError, match="noise variances of shape"):
+            mll(model(x), y, noise=noise[:20])
+    assert found[0] == pytest.approx(found[1])
+
+
 def test_fixed_noise() -> None:
     model, x, y = fourier_problem()
     noise = torch.linspace(0.1, 0.4, 60).double()
@@ -212,6 +227,20 @@ def test_the_site_bound_is_a_bound_and_exact_for_all_features(name: str, k: int)
     small = base_distributions.Normal(latent.mean, 0.3 * latent.stddev)
     too_high = expected_log_prob(likelihood, target, printed).sum()
     assert too_high > expected_log_prob(likelihood, target, small).sum() + 1e-4
+
+
+def test_the_divergence_of_a_bound_is_unbiased_for_a_dense_prior() -> None:
+    # Without features the data term is the same for every set.
+    m = 6
+    root = quasi_normal(m, m, root=19.0)
+    basis = TableBasis(torch.zeros(8, m).double(), root @ root.mT + torch.eye(m).double())
+    model, x = QuadruplyStochasticGP(basis, num_dense_columns=2), row_numbers(8)
+    set_weights(model, *weights_of(m, 2))
+    mll = QuadruplyStochasticELBO(LIKELIHOODS["logistic"], model, num_feature_samples=2, generator=0)
+    target = torch.ones(8).double()
+    with torch.no_grad():
+        draws = torch.stack([mll(model(x), target) for _ in range(1000)])
+        assert_mean_within(draws, mll.exact_value(x, target), max_sem=0.1)
 
 
 def test_the_noise_has_no_gradient_through_the_control_variate() -> None:
@@ -279,21 +308,82 @@ def test_the_control_state_survives_accumulated_gradients_and_idle_evaluations()
     assert control_error(mll) < 1e-12
 
 
+def adagrad(model: QuadruplyStochasticGP) -> torch.optim.Adagrad:
+    return torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
+
+
+def test_the_control_state_follows_what_is_loaded() -> None:
+    # No warning of optimisers that move untouched rows, and no state of weights that are there no more.
+    model, x, y = fourier_problem(m=2000)
+    model.basis.requires_grad_(False)
+    mll = QuadruplyStochasticELBO(
+        gaussian_likelihood(NOISE).requires_grad_(False), model, num_feature_samples=20, generator=0
+    )
+    train(mll, x, y, adagrad(model), 1)
+    best = copy.deepcopy(model.state_dict())
+    train(mll, x, y, adagrad(model), 3)
+    model.load_state_dict(best)
+    with torch.no_grad():
+        mll(model(x), y)
+    assert control_error(mll) < 1e-12
+
+
+def test_the_control_state_follows_steps_of_another_objective() -> None:
+    model, x, y = fourier_problem(m=2000)
+    model.basis.requires_grad_(False)
+    first, second = (
+        QuadruplyStochasticELBO(
+            gaussian_likelihood(NOISE).requires_grad_(False),
+            model,
+            num_feature_samples=20,
+            num_control_points=points,
+            generator=points,
+        )
+        for points in (60, 0)
+    )
+    for mll in (first, second, first):
+        train(mll, x, y, adagrad(model), 2)
+    assert control_error(first) < 1e-12
+    with torch.no_grad():
+        second(model(x), y)
+        control = first._control
+        first(model(x), y)
+    assert first._control is control  # an evaluation moves nothing
+
+
+def test_training_goes_on_as_if_inference_mode_had_been_no_grad() -> None:
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        model, x, y = fourier_problem(m=80, num_dense_columns=2)
+        likelihood = gaussian_likelihood(NOISE)
+        mll = QuadruplyStochasticELBO(likelihood, model, num_data=60, num_feature_samples=20, generator=0)
+        with mode():
+            values = [mll(model(x.clone()), y.clone()).item()]
+        values += train(mll, x, y, adagrad(model), 3)
+        with mode():
+            mll.refresh()
+            mll.training_state()
+            values.append(mll.exact_value(x, y).item())
+        found.append(values + train(mll, x, y, adagrad(model), 3))
+    assert found[0] == found[1]
+
+
 def test_an_optimiser_that_moves_untouched_rows_is_told() -> None:
     model, x, y = fourier_problem(m=80)
     options = {"num_feature_samples": 8, "sparse_gradients": False, "generator": 0}
     mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, **options)
-    with pytest.warns(ApproximationWarning, match="momentum or weight decay"):
+    with pytest.warns(ApproximationWarning, match="momentum or weight decay") as found:
         train(mll, x, y, torch.optim.Adam(model.variational_parameters(), lr=0.01), 10)
+    assert [warning.filename for warning in found] == [__file__]
     mll._control.catch_up(model)  # what is seen is repaired
     assert control_error(mll) < 1e-12
 
 
 def test_too_many_features_for_free_hyperparameters_are_told() -> None:
-    for options, expected in (({}, True), ({"frozen": True}, False)):
-        model, x, y = fourier_problem(m=800)
+    for frozen, shared, expected in ((False, True, True), (False, False, True), (True, True, False)):
+        model, x, y = fourier_problem(m=800, shared_diagonal=shared)
         likelihood = gaussian_likelihood(NOISE)
-        if options:
+        if frozen:
             model.basis.requires_grad_(False)
             likelihood.requires_grad_(False)
         mll = QuadruplyStochasticELBO(likelihood, model, generator=0)

@@ -79,10 +79,27 @@ def test_seeds_choose_the_frequencies() -> None:
     assert not torch.equal(first, other)
 
 
+def test_neighbouring_seeds_share_no_frequencies() -> None:
+    x, groups = inputs(), torch.arange(3 * 4096)
+    first, second = (
+        RandomFourierBasis(rbf(), 2 * len(groups), seed=s, store_frequencies=False).group_features(x, x[:, :0], groups)
+        for s in (1, 2)
+    )
+    assert len(torch.cat([first, second], dim=-1)[:3].unique(dim=-1).mT) == 4 * len(groups)
+
+
 def test_frequencies_travel_in_the_state_dict_or_not_at_all() -> None:
     stored, regenerated = (RandomFourierBasis(rbf(), 10_000, store_frequencies=s) for s in (True, False))
     assert any("normal" in name for name in stored.state_dict())
     assert sum(t.numel() for t in regenerated.state_dict().values()) < 10
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_loaded_state_brings_its_frequencies(stored: bool) -> None:
+    x = inputs()
+    first, second = (RandomFourierBasis(rbf(), 20, seed=s, store_frequencies=stored) for s in (1, 2))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(all_features(second, x), all_features(first, x))
 
 
 def nystrom_kernel(kernel: kernels.Kernel, points: Tensor, x: Tensor) -> Tensor:
@@ -157,12 +174,24 @@ def test_precisions_of_relevance_vectors() -> None:
     precision = basis.precision
     basis.update_precision(mean, variance)
     mackay = ((1 - precision * variance) / mean.square()).clamp(1e-10, 1e12)
+    mackay[0] = precision[0]  # 1 - precision * variance = 0: nothing is known of it
     torch.testing.assert_close(basis.precision, mackay)
     assert basis.relevant().tolist() == (mackay < 50).nonzero().squeeze(-1).tolist()
     with pytest.raises(ValueError, match="'mackay' or 'em'"):
         basis.update_precision(mean, variance, rule="newton")
     with pytest.raises(ValueError, match=r"must be \(5,\)"):
         basis.update_precision(mean[:3], variance)
+
+
+def test_irrelevant_functions_stay_so_in_single_precision() -> None:
+    # Where nothing is left of 1 - s variance but rounding, that is no sign of relevance.
+    basis = RelevanceVectorBasis(rbf().float(), inputs(4).float())
+    for precision in (1.0, 1e8, 1e12):
+        with torch.no_grad():
+            basis.log_precision.fill_(torch.tensor(precision).log().item())
+        variance = 1 / (basis.precision + (1.0 if precision > 1 else 0.0))
+        basis.update_precision(1e-9 * torch.ones(4), variance)
+        assert (basis.precision >= 0.999 * precision).all()
 
 
 def test_what_bases_refuse() -> None:
@@ -211,6 +240,67 @@ def test_bases_follow_conversions() -> None:
             after = all_features(basis.float(), x.float())
         assert after.dtype == torch.float32
         torch.testing.assert_close(after.double(), before, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_kept_is_forgotten_by_loading() -> None:
+    # Other points at equal hyperparameters.
+    x = inputs(16)
+    for make in (NystromBasis, InducingPointBasis):
+        first, second = (make(rbf().requires_grad_(False), points) for points in x.split(8))
+        evaluate = lambda basis: basis.head_features(x) if basis.has_diagonal_prior else basis.prior_log_determinant()
+        before = evaluate(second)
+        second.load_state_dict(first.state_dict())
+        torch.testing.assert_close(evaluate(second), evaluate(first))
+        assert not torch.allclose(evaluate(second), before)
+
+
+def test_what_is_kept_in_inference_mode_serves_gradients() -> None:
+    x = inputs()
+    basis = NystromBasis(rbf().requires_grad_(False), x[:4])
+    with torch.inference_mode():
+        expected = basis.head_features(x).sum().item()
+    z = x.clone().requires_grad_()
+    value = basis.head_features(z).sum()
+    value.backward()
+    assert value.item() == pytest.approx(expected)
+    assert z.grad.abs().max() > 0
+
+
+class Warped(kernels.RBFKernel):
+    """A kernel with a layer, which takes its own dtype alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        torch.nn.init.eye_(self.layer.weight)
+
+    def forward(self, x1: Tensor, x2: Tensor, **params: object) -> Tensor:
+        return super().forward(self.layer(x1), self.layer(x2), **params)
+
+
+def test_kernels_with_layers_of_single_precision() -> None:
+    x, kernel = inputs().float(), Warped()
+    head = NystromBasis(kernel, x[:5]).head_features(x)
+    head.square().sum().backward()
+    assert kernel.layer.bias.grad is not None
+    assert kernel.layer.weight.dtype == torch.float32
+    assert kernel.layer.weight.grad.abs().max() > 0
+    torch.testing.assert_close(head @ head.mT, nystrom_kernel(kernel, x[:5], x), rtol=1e-3, atol=1e-3)
+    assert InducingPointBasis(kernel, x).prior_log_determinant().dtype == torch.float32
+
+
+class Exponential(kernels.Kernel):
+    """A kernel without parameters."""
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: object) -> Tensor:
+        return x1.new_ones(len(x1)) if diag else torch.exp(-torch.cdist(x1, x2))
+
+
+def test_kernels_without_parameters() -> None:
+    x = inputs()
+    with torch.no_grad():
+        head = NystromBasis(Exponential(), x[:5]).head_features(x)
+    torch.testing.assert_close(head @ head.mT, nystrom_kernel(Exponential(), x[:5], x))
 
 
 def test_unregistered_structures_are_bases_too() -> None:

@@ -73,6 +73,19 @@ def test_train_mode_evaluates_nothing_before_it_is_asked(monkeypatch: pytest.Mon
     torch.testing.assert_close(output.covariance_matrix, model.predict(x).covariance_matrix)
 
 
+def test_what_is_derived_in_train_mode_is_that_of_the_prediction() -> None:
+    model, x, _ = fourier_problem()
+    set_weights(model, *weights_of(40, 0))
+    output, known = model(x), model.predict(x)
+    noisy = gaussian_likelihood(NOISE)(output)
+    torch.testing.assert_close(noisy.mean, known.mean)
+    torch.testing.assert_close(noisy.variance, known.variance + NOISE)
+    torch.testing.assert_close(output[3:9].covariance_matrix, known.covariance_matrix[3:9, 3:9])
+    torch.testing.assert_close((output * 2 + 1).mean, 2 * known.mean + 1)
+    torch.testing.assert_close(output.add_jitter(0.1).variance, known.variance + 0.1)
+    torch.testing.assert_close(copy.deepcopy(output).mean, known.mean)
+
+
 def test_predictions_have_gradients_in_the_inputs() -> None:
     model, x, _ = fourier_problem(num_dense_columns=2)
     set_weights(model, *weights_of(40, 2))
@@ -167,6 +180,49 @@ def test_training_a_nystrom_model_by_natural_gradients() -> None:
     torch.testing.assert_close(model.weights.head_variances.detach(), best, rtol=0.1, atol=0)
 
 
+@pytest.mark.parametrize("k", [0, 10])
+def test_natural_gradients_bear_outlying_rows_and_dense_columns(k: int) -> None:
+    # A feature that lives on one row has n / b times its curvature in a batch with it, and none in the others.
+    generator = torch.Generator().manual_seed(2)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    x = torch.cat([0.1 * draw(900, 2), 3 * draw(100, 2)])
+    y = torch.sin(x[:, 0]) + 0.1 * draw(1000)
+    kernel, likelihood = kernel_2d().requires_grad_(False), gaussian_likelihood(0.01).requires_grad_(False)
+    kernel.base_kernel.lengthscale = 1.5
+    basis = NystromBasis(kernel, torch.cat([x[:900:20], x[900::2]]))
+    model = QuadruplyStochasticGP(basis, num_dense_columns=k)
+    mll = QuadruplyStochasticELBO(likelihood, model, num_data_samples=50, generator=0)
+    optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data=1000, num_data_samples=50, num_steps=120)
+    for _ in range(120):
+        optimizer.zero_grad()
+        (-mll(model(x), y)).backward()
+        optimizer.step()
+    head = basis.head_features(x)
+    best, _ = best_weights(head, torch.eye(head.shape[1]).double(), y, 0.01, 0)
+    assert float((head @ best - model.eval()(x).mean).square().mean().sqrt()) < 0.1
+
+
+@pytest.mark.parametrize("kind", ["random", "inducing", "relevance"])
+def test_training_dense_columns_of_correlated_features(kind: str) -> None:
+    # Natural gradients are for nearly orthogonal features; on these they diverge within a few steps.
+    x, y = data(100)
+    kernel, likelihood = kernel_2d().requires_grad_(False), gaussian_likelihood(NOISE).requires_grad_(False)
+    make = {
+        "random": lambda: RandomFourierBasis(kernel, 60),
+        "inducing": lambda: InducingPointBasis(kernel, x[:40]),
+        "relevance": lambda: RelevanceVectorBasis(kernel, x[:40]),
+    }
+    model = QuadruplyStochasticGP(make[kind](), num_dense_columns=20)
+    mll = QuadruplyStochasticELBO(likelihood, model, num_feature_samples=10, generator=0)
+    optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data=100, num_steps=120)
+    before = mll.exact_value(x, y).item()
+    for _ in range(120):
+        optimizer.zero_grad()
+        (-mll(model(x), y)).backward()
+        optimizer.step()
+    assert mll.exact_value(x, y).item() > before + 0.5
+
+
 def test_noise_is_learned_after_the_frozen_start() -> None:
     x, y = data(200)
     model, likelihood = QuadruplyStochasticGP(NystromBasis(kernel_2d(), x[:40])), gaussian_likelihood(1.0)
@@ -202,9 +258,10 @@ def test_relevance_vectors_of_a_sinc() -> None:
         set_weights(model, *best_weights(phi, torch.diag(basis.precision), y, 0.01, 0))
         basis.update_precision(model.weights.mean, model.weights.variance)
     assert len(basis.relevant()) <= 20
-    pruned = gpi.models.prune_relevance_vectors(model)
+    pruned = gpi.models.prune_relevance_vectors(model.eval())
+    assert not pruned.training
     assert pruned.basis.num_features == len(basis.relevant())
-    mean = pruned.eval()(x).mean
+    mean = pruned(x).mean
     assert float((mean - truth).square().mean().sqrt()) < 0.05
     assert float((mean - model.eval()(x).mean).abs().max()) < 1e-2
 
@@ -251,6 +308,15 @@ def test_state_dict_and_copies() -> None:
     assert torch.equal(other.weights.head_log_diagonal, model.weights.head_log_diagonal)
 
 
+def test_weights_that_were_set_are_left_by_the_first_step() -> None:
+    model, x, y = fourier_problem()
+    prior = gpytorch.distributions.MultivariateNormal(torch.ones(40).double(), torch.eye(40).double() / 4)
+    model.weights.initialize_variational_distribution(prior)
+    QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, generator=0)(model(x), y)
+    torch.testing.assert_close(model.weights.variance, prior.variance)
+    torch.testing.assert_close(model.weights.mean, prior.mean)
+
+
 def test_empty_and_single_inputs() -> None:
     model, x, y = fourier_problem()
     set_weights(model, *weights_of(40, 0))
@@ -282,8 +348,27 @@ def test_what_the_model_refuses() -> None:
         model(x.float())
     with pytest.raises(ValueError, match="must be a tensor"):
         model(x.tolist())
+    broken = x.clone()
+    broken[3, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"x\[3, 1\] is nan"):
+        model.eval()(broken)
+    for mean in (
+        gpytorch.means.ConstantMean(batch_shape=torch.Size([2])),
+        gpytorch.means.LinearMean(2, torch.Size([1])),
+    ):
+        other = QuadruplyStochasticGP(basis, mean.double())
+        with pytest.raises(ValueError, match="batch of models"):
+            other.predict(x)
+        with pytest.raises(ValueError, match="batch of models"):
+            QuadruplyStochasticELBO(gaussian_likelihood(NOISE), other, generator=0)(other(x), x[:, 0])
     with pytest.raises(ValueError, match="block_size"):
         model.predict(x, block_size=0)
-    for options in ({"num_steps": 0}, {"learning_rate": 0.0}, {"hyper_learning_rate": -1.0}, {"num_frozen_steps": 99}):
+    for options in (
+        {"num_data": 0},
+        {"num_steps": 0},
+        {"learning_rate": 0.0},
+        {"hyper_learning_rate": -1.0},
+        {"num_frozen_steps": 99},
+    ):
         with pytest.raises(ValueError, match=next(iter(options))):
             QuadruplyStochasticOptimizer(model, **({"num_data": 5, "num_steps": 10} | options))
