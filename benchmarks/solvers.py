@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.datasets import load
-from benchmarks.runner import Outcome, contender
+from benchmarks.runner import Outcome
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
 from gpy_iterative.preconditioners import AutomaticRank, Nystrom, PivotedCholesky, RandomlyPivotedCholesky
@@ -68,10 +68,9 @@ def _solvers(tolerance: float, max_epochs: float, block_size: int) -> dict[str, 
 NAMES = tuple(_solvers(0.01, 1.0, 1))
 
 
-@contender("solvers", "epochs")
-def epochs(*, name: str, solver: str, rows: int, tolerance: float, max_epochs: float, block_size: int) -> Outcome:
+def epochs(*, on: str, solver: str, rows: int, tolerance: float, max_epochs: float, block_size: int) -> Outcome:
     """One solver on one system."""
-    operator, rhs = system(name, rows)
+    operator, rhs = system(on, rows)
     solution = _solvers(tolerance, max_epochs, block_size)[solver].solve(operator, rhs)
     stats = solution.stats
     return {
@@ -83,12 +82,8 @@ def epochs(*, name: str, solver: str, rows: int, tolerance: float, max_epochs: f
     }
 
 
-@contender("preconditioner-rank", "epochs")
-def rank(*, name: str, rows: int, rank: int | None, tolerance: float) -> Outcome:
-    """Conjugate gradients with random pivots of one rank, or of the rank that is chosen (None)."""
-    operator, rhs = system(name, rows)
-    recipe = AutomaticRank(num_columns=1 + PROBES, tolerance=tolerance) if rank is None else None
-    factor = (recipe or RandomlyPivotedCholesky(rank)).build(operator) if recipe or rank else None
-    solver = ConjugateGradients(preconditioner=None, tolerance=tolerance, max_epochs=2000)
-    stats = solver.solve(operator, rhs, preconditioner=factor).stats
-    return {"rank": 0 if factor is None else factor.rank, "epochs": stats.epochs, "seconds": stats.seconds}
+def shown(outcome: Outcome) -> str:
+    """A cell of the table: epochs and overhead, or the residual that was left."""
+    if outcome["status"] != "CONVERGED":
+        return f"residual {outcome['residual']:.2g}"
+    return f"{outcome['epochs']:.0f} + {outcome['overhead']:.1f}"

@@ -32,7 +32,8 @@ class AutomaticRank(PivotedCholesky):
         rank: the largest rank.
         num_columns: s, right-hand sides of the solves that the factor is for.
         tolerance: relative residual norm of these solves.
-        entry_cost: of evaluating one entry of the kernel matrix, in multiply-adds of the product.
+        entry_cost: of evaluating one entry of the kernel matrix, in multiply-adds of the product. 40 is what a product
+            with 65 columns, cold and from kept tiles, measures at n = 15,000 and d = 26 on a CPU; 0 is for kept tiles.
         pivoting: "random" or "greedy".
 
     The rule: with the eigenvalues m_1 >= m_2 >= ... of D^-1/2 (K - L L^T) D^-1/2, conjugate gradients take at most about
@@ -50,7 +51,7 @@ class AutomaticRank(PivotedCholesky):
     rank: int = 1000
     num_columns: int = 16
     tolerance: float = 0.01
-    entry_cost: float = 30.0
+    entry_cost: float = 40.0
     pivoting: Literal["random", "greedy"] = "random"
 
     def __post_init__(self) -> None:

@@ -216,8 +216,8 @@ def test_rank_is_that_of_the_rule_evaluated_densely() -> None:
         factor = PivotedCholesky(rank=rank).build(operator).factor if rank else kernel[:, :0]
         left = torch.linalg.eigvalsh(kernel - factor @ factor.mT).flip(0).clamp_min(0) / noise
         epochs = min(j + (1 + float(left[j])) ** 0.5 * math.log(200) / 2 for j in range(size))
-        spent += sum(30 + 3 * (before + rank) / 2 for _ in range(before, rank)) / (size * 46)
-        totals.append(epochs + spent + 2 * rank * 16 * epochs / (size * 46))
+        spent += sum(40 + 3 * (before + rank) / 2 for _ in range(before, rank)) / (size * 56)
+        totals.append(epochs + spent + 2 * rank * 16 * epochs / (size * 56))
     stop = next((i for i in range(2, len(ranks)) if min(totals[i - 1 : i + 1]) >= min(totals[: i - 1])), len(ranks) - 1)
     assert 0 < stop < len(ranks) - 1
     assert built.rank == ranks[stop]
