@@ -169,8 +169,8 @@ def solvers(
     options = {"rows": rows, "tolerance": tolerance, "max_epochs": max_epochs, "block_size": block_size}
     outcomes: dict[str, dict[str, Outcome]] = {}
     for name in only or solvers_module.NAMES:
-        with console.status(name):
-            outcomes[name] = {on: solvers_module.epochs(on=on, solver=name, **options) for on in solvers_module.SYSTEMS}
+        outcomes[name] = {on: solvers_module.epochs(on=on, solver=name, **options) for on in solvers_module.SYSTEMS}
+        console.print(name, *map(solvers_module.shown, outcomes[name].values()), sep=" | ")
     _table(
         f"{rows} rows, 16 columns to {tolerance:g}, blocks of {block_size}; epochs + overhead",
         ["solver", *solvers_module.SYSTEMS],
