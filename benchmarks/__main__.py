@@ -26,6 +26,7 @@ from benchmarks import quadruply_cost as quadruply_cost_module
 from benchmarks import quadruply_digits as quadruply_digits_module
 from benchmarks import quality as quality_module
 from benchmarks import scaling as scaling_module
+from benchmarks import solvers as solvers_module
 from benchmarks import step as step_module
 from benchmarks import truncation_cost as truncation_cost_module
 from benchmarks import truncation_table as table_module
@@ -203,6 +204,28 @@ def epochs(
         [[name, f"{o['total']:.0f}", f"{reference / o['total']:.1f}"] for name, o in outcomes.items()],
     )
     _finish(f"epochs_{dataset}", options, threads, outcomes=outcomes)
+
+
+@app.command()
+def solvers(
+    rows: int = 3000,
+    tolerance: float = 0.01,
+    max_epochs: float = 300,
+    block_size: int = 250,
+    only: Annotated[list[str] | None, typer.Option(help="Solvers, by name; all by default.")] = None,
+) -> None:
+    """Epochs to tolerance of every solver and preconditioner, on three kernel systems; some minutes."""
+    options = {"rows": rows, "tolerance": tolerance, "max_epochs": max_epochs, "block_size": block_size}
+    outcomes: dict[str, dict[str, Outcome]] = {}
+    for name in only or solvers_module.NAMES:
+        outcomes[name] = {on: solvers_module.epochs(on=on, solver=name, **options) for on in solvers_module.SYSTEMS}
+        console.print(name, *map(solvers_module.shown, outcomes[name].values()), sep=" | ")
+    _table(
+        f"{rows} rows, 16 columns to {tolerance:g}, blocks of {block_size}; epochs + overhead",
+        ["solver", *solvers_module.SYSTEMS],
+        [[name, *map(solvers_module.shown, found.values())] for name, found in outcomes.items()],
+    )
+    _finish("solvers", options, torch.get_num_threads(), outcomes=outcomes)
 
 
 @app.command()

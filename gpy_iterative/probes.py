@@ -99,8 +99,9 @@ class Preconditioned(ProbeDistribution):
     """S = L L^T + diag(d): a pivoted Cholesky factor of K, its missing diagonal and the noise; from signs.
 
     Args:
-        rank: of the factor.
+        rank: of a greedily pivoted factor.
         correct_diagonal: give S the diagonal of H.
+        recipe: for the factor, in place of `rank`.
 
     The pivots are frozen with the signs, so that probes move smoothly with the hyperparameters. Cost: `rank` rows of the
     kernel matrix, and n rank (rank + s) multiply-adds.
@@ -108,9 +109,10 @@ class Preconditioned(ProbeDistribution):
 
     rank: int = 100
     correct_diagonal: bool = True
+    recipe: PivotedCholesky | None = None
 
     def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
-        factor = PivotedCholesky(rank=self.rank).build(operator, correct_diagonal=self.correct_diagonal)
+        factor = self._recipe().build(operator, correct_diagonal=self.correct_diagonal, generator=generator)
         return {
             "pivots": factor.pivots,
             "factor_base": _signs(operator, factor.rank, self.num_probes, generator),
@@ -118,11 +120,12 @@ class Preconditioned(ProbeDistribution):
         }
 
     def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
-        factor = PivotedCholesky(rank=self.rank).build(
-            operator, pivots=draws["pivots"], correct_diagonal=self.correct_diagonal
-        )
+        factor = self._recipe().build(operator, pivots=draws["pivots"], correct_diagonal=self.correct_diagonal)
         vectors = factor.sample(draws["factor_base"], draws["diagonal_base"])
         return Probes(vectors, factor.solve(vectors), factor)
+
+    def _recipe(self) -> PivotedCholesky:
+        return PivotedCholesky(rank=self.rank) if self.recipe is None else self.recipe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,3 +82,31 @@ def krylov_logarithms(lengths: Tensor, products: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(matrix[:j, :j])
         result.append(vectors[0].square() @ values.log())
     return torch.stack(result)
+
+
+def stochastic_dual_descent(
+    matrix: Tensor, rhs: Tensor, batches: list[Tensor], learning_rate: float, momentum: float, averaging: float
+) -> Tensor:
+    """Algorithm 1 of the paper from zero, with the mean gradient's learning rate: the averaged iterate [n, s]."""
+    value, velocity, average = torch.zeros_like(rhs), torch.zeros_like(rhs), torch.zeros_like(rhs)
+    for rows in batches:
+        gradient = torch.zeros_like(rhs)
+        gradient[rows] = (matrix @ (value + momentum * velocity) - rhs)[rows] / len(rows)
+        velocity = momentum * velocity - learning_rate * gradient
+        value = value + velocity
+        average = averaging * value + (1 - averaging) * average
+    return average
+
+
+def sketch_and_project(matrix: Tensor, rhs: Tensor, blocks: list[Tensor], convexity: float) -> Tensor:
+    """Accelerated projections onto blocks from zero, [n, s], in the paper's letters."""
+    nu = len(rhs) / len(blocks[0])
+    beta, gamma = 1 - math.sqrt(convexity / nu), 1 / math.sqrt(convexity * nu)
+    alpha = 1 / (1 + gamma * nu)
+    w, v, z = torch.zeros_like(rhs), torch.zeros_like(rhs), torch.zeros_like(rhs)
+    for rows in blocks:
+        d = torch.zeros_like(rhs)
+        d[rows] = torch.linalg.solve(matrix[rows][:, rows], (matrix @ z - rhs)[rows])
+        w, v = z - d, beta * v + (1 - beta) * z - gamma * d
+        z = alpha * v + (1 - alpha) * w
+    return w

@@ -18,6 +18,7 @@ from gpy_iterative.linear_operators import (
     kernel_terms,
     noisy_operator,
 )
+from gpy_iterative.preconditioners import RandomlyPivotedCholesky
 from gpy_iterative.probes import (
     ExactPrior,
     Gaussian,
@@ -36,6 +37,7 @@ DISTRIBUTIONS = {
     "gaussian": lambda s: Gaussian(num_probes=s),
     "preconditioned": lambda s: Preconditioned(num_probes=s, rank=5),
     "preconditioned, diagonal as it is": lambda s: Preconditioned(num_probes=s, rank=5, correct_diagonal=False),
+    "preconditioned, random pivots": lambda s: Preconditioned(num_probes=s, recipe=RandomlyPivotedCholesky(rank=5)),
     "features": lambda s: RandomFeatures(num_probes=s, num_frequencies=20),
     "exact prior": lambda s: ExactPrior(num_probes=s),
 }

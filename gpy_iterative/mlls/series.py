@@ -101,7 +101,9 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         probes: ProbeDistribution = Rademacher(num_probes=num_probes)
         if preconditioner is not None:
             # P in the probes and in the recurrence is one matrix; its diagonal is the noise.
-            probes = Preconditioned(num_probes=num_probes, rank=preconditioner.rank, correct_diagonal=False)
+            probes = Preconditioned(
+                num_probes=num_probes, rank=preconditioner.rank, correct_diagonal=False, recipe=preconditioner
+            )
         distribution = f"{probes!r}, {num_truncations} truncations, {'shared' if shares_truncation else 'independent'}"
         if not resample:  # kept draws have the weights of the distribution that they come from
             name = truncation if dataclasses.is_dataclass(truncation) else type(truncation).__qualname__
@@ -152,7 +154,8 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             )
         if isinstance(self.truncation, AutomaticTruncation):
             self._state.frozen["decay"] = {"energies": _pooled_energies([member.series for member in members])}
-        return self._joined(members, batch, truncation, target_stops, probe_stops, start)
+        overhead = 0.0 if probes.covariance is None else probes.covariance.build_epochs
+        return self._joined(members, batch, truncation, target_stops, probe_stops, overhead, start)
 
     def _current_truncation(self, operator: LinearOperator) -> Truncation:
         """Of this step: chosen, where that is asked for, from what the last step showed."""
@@ -237,6 +240,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         truncation: Truncation,
         target_stops: Tensor,
         probe_stops: Tensor,
+        overhead: float,
         start: float,
     ) -> DensityEstimate:
         def stacked(name: str) -> Tensor:
@@ -246,13 +250,11 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         runs = [member.series for member in members]
         steps = torch.stack([series.steps for series in runs]).reshape(*batch, -1)
         converged = torch.stack([series.converged for series in runs]).reshape(*batch, -1)
-        size = len(members[0].weights)
-        rank = min(self.probes.rank, size) if isinstance(self.probes, Preconditioned) else 0
         stats = [
             SolveStats(
                 iterations=series.iterations,
                 epochs=float(series.iterations),
-                overhead=rank / size,
+                overhead=overhead,
                 residual_norms={"targets": float(series.norms[0]), "probes": float(series.norms[1:].amax())},
                 seconds=series.seconds,
             )

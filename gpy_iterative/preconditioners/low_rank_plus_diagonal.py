@@ -46,6 +46,11 @@ class LowRankPlusDiagonal:
         """k, the number of columns of L."""
         return self.factor.shape[-1]
 
+    @property
+    def build_epochs(self) -> float:
+        """Passes over the matrix that the factor took to build: k of its n rows."""
+        return self.rank / self.factor.shape[-2]
+
     def __getitem__(self, index: int | tuple[int, ...]) -> Self:
         """One member of a batch; nothing is computed again."""
         member = copy.copy(self)

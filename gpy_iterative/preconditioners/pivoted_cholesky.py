@@ -1,10 +1,12 @@
-"""The greedily pivoted Cholesky factor of a kernel matrix, plus its noise.
+"""Pivoted Cholesky factors of a kernel matrix, plus its noise: greedy pivots, and random ones.
 
-Harbrecht, Peters and Schneider 2012, "On the low-rank approximation by the pivoted Cholesky decomposition"; as a
-preconditioner for Gaussian processes: Gardner et al. 2018.
+Greedy: Harbrecht, Peters and Schneider 2012, "On the low-rank approximation by the pivoted Cholesky decomposition"; as a
+preconditioner for Gaussian processes: Gardner et al. 2018. Random: Epperly, Tropp and Webber 2024; as a preconditioner:
+Diaz, Epperly, Frangella, Tropp and Webber 2023, "Robust, randomized preconditioning for kernel ridge regression".
 """
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,9 +15,10 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator, dense_rows
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
+from gpy_iterative.preconditioners.partial_cholesky import PartialCholesky, factor_on
+from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
 
 
 class PivotedCholeskyFactor(LowRankPlusDiagonal):
@@ -27,7 +30,7 @@ class PivotedCholeskyFactor(LowRankPlusDiagonal):
 
 
 @dataclass(frozen=True)
-class PivotedCholesky:
+class PivotedCholesky(PreconditionerRecipe):
     """The recipe; `build` makes the factor for one operator.
 
     Args:
@@ -44,18 +47,24 @@ class PivotedCholesky:
 
     @torch.no_grad()
     def build(
-        self, operator: LinearOperator, pivots: Tensor | None = None, *, correct_diagonal: bool = False
+        self,
+        operator: LinearOperator,
+        pivots: Tensor | None = None,
+        *,
+        correct_diagonal: bool = False,
+        generator: torch.Generator | None = None,
     ) -> PivotedCholeskyFactor:
         """The factor of a system H [*b, n, n].
 
         Args:
             operator: K plus noise, whose K is factored and whose noise is the diagonal; of any other positive
                 definite operator, the operator itself is factored and the rest of its diagonal is the diagonal.
-            pivots: [*b, k] from an earlier factor: greedy search is skipped. While pivots stay, the factor is a smooth
+            pivots: [*b, k] from an earlier factor: the search is skipped. While pivots stay, the factor is a smooth
                 function of the hyperparameters.
             correct_diagonal: add diag(K - L L^T) to the diagonal, so that S has the diagonal of H.
+            generator: for random pivots; None is seed 0.
 
-        Cost: k rows of the kernel matrix and n k^2 multiply-adds, for one member of a batch after the other. Greedy
+        Cost: k rows of the kernel matrix and n k^2 multiply-adds, for one member of a batch after the other. The
         search stops early when the rest of the diagonal is rounding noise (duplicate rows); a batch stops together.
 
         Raises:
@@ -67,12 +76,13 @@ class PivotedCholesky:
         if kernel.shape != operator.shape:
             kernel = kernel.expand(operator.shape)
         diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
-        factor, pivots = self._factor(kernel, diagonal, pivots)
+        noise = operator.noise.detach().expand(diagonal.shape) if noisy else None
+        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        factor, pivots = self._factor(kernel, diagonal, noise, pivots, generator)
         rest = (diagonal - factor.square().sum(-1)).clamp_min(0)
         mean = diagonal.mean(-1, keepdim=True)
         eps = torch.finfo(diagonal.dtype).eps
-        if noisy:
-            noise = operator.noise.detach().expand(diagonal.shape)
+        if noise is not None:
             # Never zero: S stays positive definite, and its inverse finite, where the noise has vanished.
             return PivotedCholeskyFactor(
                 factor, (noise + rest if correct_diagonal else noise).maximum(eps * mean), pivots
@@ -81,59 +91,66 @@ class PivotedCholesky:
         floor = 1e-3 * rest.mean(-1, keepdim=True) + eps**0.5 * mean
         return PivotedCholeskyFactor(factor, rest + floor, pivots)
 
-    def _factor(self, kernel: LinearOperator, diagonal: Tensor, pivots: Tensor | None) -> tuple[Tensor, Tensor]:
+    def extend(self, partial: PartialCholesky, rank: int, generator: torch.Generator) -> None:
+        """Grows a partial factor to a rank, by this recipe's way to choose pivots."""
+        partial.add_greedy(rank)
+
+    def _choose(self, partial: PartialCholesky, noise: Tensor | None, generator: torch.Generator) -> None:
+        """All pivots of one member [n, n], whose noise is [n] where it is known."""
+        self.extend(partial, min(self.rank, len(partial.rest)), generator)
+
+    def _factor(
+        self,
+        kernel: LinearOperator,
+        diagonal: Tensor,
+        noise: Tensor | None,
+        pivots: Tensor | None,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
         """L [*b, n, k] and its pivots [*b, k], member by member."""
         batch, size = diagonal.shape[:-1], diagonal.shape[-1]
         members = []
         for index in itertools.product(*map(range, batch)):
             member = cast(LinearOperator, kernel[index]) if batch else kernel
             if pivots is None:
-                members.append(_greedy_factor(member, diagonal[index], min(self.rank, size)))
+                partial = PartialCholesky(member, diagonal[index], min(self.rank, size))
+                self._choose(partial, None if noise is None else noise[index], generator)
+                members.append((partial.factor, partial.pivots))
             else:
-                members.append((_factor_on(member, pivots[index]), pivots[index]))
+                rows = dense_rows(member, pivots[index])
+                members.append((factor_on(rows, rows[:, pivots[index]].double()), pivots[index]))
         rank = min(len(chosen) for _, chosen in members)
         factors = torch.stack([factor[:, :rank] for factor, _ in members])
         chosen = torch.stack([chosen[:rank] for _, chosen in members])
         return factors.reshape(*batch, size, rank), chosen.reshape(*batch, rank)
 
 
-def _greedy_factor(kernel: LinearOperator, diagonal: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """L [n, k] and its pivots [k]: each pivot is where the rest of the diagonal is largest."""
-    rest, size = diagonal.clone(), diagonal.shape[-1]
-    # Columns are rows here: each step reads and writes contiguous memory.
-    columns = diagonal.new_zeros(rank, size)
-    pivots = torch.zeros(rank, dtype=torch.long, device=diagonal.device)
-    stop = torch.finfo(diagonal.dtype).eps * diagonal.max()
-    for step in range(rank):
-        pivot = rest.argmax()
-        if rest[pivot] <= stop:
-            return columns[:step].mT, pivots[:step]
-        column = dense_rows(kernel, pivot.unsqueeze(0)).squeeze(-2)
-        column = column - columns[:step, pivot] @ columns[:step]
-        column /= rest[pivot].sqrt()
-        columns[step], pivots[step] = column, pivot
-        rest = (rest - column.square()).clamp_min_(0)
-        rest[pivots[: step + 1]] = 0
-    return columns.mT, pivots
+@dataclass(frozen=True)
+class RandomlyPivotedCholesky(PivotedCholesky):
+    """Pivots drawn in proportion to the diagonal that is left, many at a time.
 
+    Outliers, which greedy search takes first and which tell nothing about other data, are met as often as they matter.
+    Rows come in blocks, which kernels evaluate several times faster than one by one.
 
-def _factor_on(kernel: LinearOperator, pivots: Tensor) -> Tensor:
-    """The same factor in one go: K[:, p] times the inverse transpose of the Cholesky factor of K[p, p].
+    Args:
+        rank: columns of the factor; clamped at n.
+        block_size: proposals at a time; None is a tenth of the rank, and at least 8. A larger block takes fewer rounds,
+            and more of its proposals are rejected; the distribution of the pivots is the same for every size.
 
-    The jitter covers the rounding of K[p, p]; it is fixed, so that the factor stays smooth in the hyperparameters.
+    Cost beside that of `PivotedCholesky`: block_size^2 kernel entries a round.
+
+    Raises:
+        ValueError: a rank or block size below 1.
     """
-    if not len(pivots):  # a kernel that is zero
-        return torch.zeros(kernel.shape[-1], 0, dtype=kernel.dtype, device=kernel.device)
-    rows = dense_rows(kernel, pivots)
-    dtype, rows = rows.dtype, rows.double()
-    block = rows[:, pivots]
-    jitter = max(1e-10, len(pivots) * torch.finfo(dtype).eps)
-    block.diagonal().add_(jitter * block.diagonal().max())
-    lower, info = torch.linalg.cholesky_ex(block)
-    if not torch.isfinite(block).all():
-        raise NonFiniteError("The kernel matrix has entries that are not finite: check data and hyperparameters.")
-    if info.any():
-        raise NotPositiveDefiniteError(
-            f"The kernel matrix of {len(pivots)} pivots has no Cholesky factor: choose new pivots, or a lower rank."
-        )
-    return torch.linalg.solve_triangular(lower, rows, upper=False).mT.to(dtype)
+
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size is not None:
+            check_count("block_size", self.block_size)
+
+    def extend(self, partial: PartialCholesky, rank: int, generator: torch.Generator) -> None:
+        """Grows a partial factor to a rank by accepted proposals."""
+        block_size = max(8, math.ceil(self.rank / 10)) if self.block_size is None else self.block_size
+        partial.add_random(rank, block_size, generator)

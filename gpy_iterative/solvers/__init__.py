@@ -1,5 +1,6 @@
 """Linear systems with the kernel matrix: solved, and their log-determinant measured."""
 
+from gpy_iterative.solvers.accelerated_sketch_and_project import AcceleratedSketchAndProject
 from gpy_iterative.solvers.alternating_projections import AlternatingProjections
 from gpy_iterative.solvers.base import Iterate, IterativeSolver, Solver
 from gpy_iterative.solvers.cholesky import Cholesky, CholeskyFactor
@@ -14,11 +15,13 @@ from gpy_iterative.solvers.series import (
     russian_roulette_solve,
 )
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
+from gpy_iterative.solvers.stochastic_dual_descent import StochasticDualDescent
 from gpy_iterative.solvers.stochastic_gradient_descent import StochasticGradientDescent
 from gpy_iterative.solvers.warm_start import WarmStart
 
 __all__ = [
     "EXACT_BELOW",
+    "AcceleratedSketchAndProject",
     "AlternatingProjections",
     "Cholesky",
     "CholeskyFactor",
@@ -37,6 +40,7 @@ __all__ = [
     "SolveStats",
     "SolveStatus",
     "Solver",
+    "StochasticDualDescent",
     "StochasticGradientDescent",
     "WarmStart",
     "conjugate_gradient_series",

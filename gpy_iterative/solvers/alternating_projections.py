@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count, check_instance
-from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.linear_operators import columns_matmul, principal_block
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
+from gpy_iterative.solvers.block_cholesky import block_cholesky, block_solve
 from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
 
-#: Relative jitters, tried in turn on a block that has no Cholesky factor even in float64.
-JITTERS = (0.0, 1e-8, 1e-6, 1e-4)
 #: The pace is taken over this many epochs; when it promises more than `PATIENCE` further ones, the finish takes over.
 EPOCHS_PER_LOOK = 2.0
 PATIENCE = 10.0
@@ -90,9 +88,8 @@ class AlternatingProjections(IterativeSolver[_State]):
         chosen = self._worst_block(iterate.residual)
         block = slice(chosen * self.block_size, min((chosen + 1) * self.block_size, state.size))
         if chosen not in state.factors:
-            state.factors[chosen] = _factor(principal_block(operator, block))
-        factor = state.factors[chosen]
-        update = torch.cholesky_solve(iterate.residual[block].to(factor.dtype), factor).to(iterate.value.dtype)
+            state.factors[chosen] = block_cholesky(principal_block(operator, block))
+        update = block_solve(state.factors[chosen], iterate.residual[block])
         iterate.value[block] += update
         iterate.residual -= columns_matmul(operator, block, update)
         return replace(state, steps=state.steps + 1)
@@ -130,25 +127,3 @@ class AlternatingProjections(IterativeSolver[_State]):
         rows = residual.square().sum(-1)
         missing = -len(rows) % self.block_size
         return int(pad(rows, (0, missing)).view(-1, self.block_size).sum(-1).argmax())
-
-
-def _factor(block: Tensor) -> Tensor:
-    """The lower Cholesky factor, in the precision and with as much jitter as the arithmetic needs."""
-    factor, info = torch.linalg.cholesky_ex(block)
-    if not info:
-        return factor
-    if not torch.isfinite(block).all():
-        raise NonFiniteError("A block of the system has entries that are not finite: check data and hyperparameters.")
-    block = block.double()
-    diagonal = block.diagonal()
-    scale, added = diagonal.max().clone(), 0.0
-    for jitter in JITTERS:
-        diagonal.add_((jitter - added) * scale)
-        added = jitter
-        factor, info = torch.linalg.cholesky_ex(block)
-        if not info:
-            return factor
-    raise NotPositiveDefiniteError(
-        f"A block of {len(block)} rows is not positive definite even with a jitter of {JITTERS[-1]:g} of its diagonal. "
-        "Keep the noise away from zero (a noise constraint), or use float64."
-    )

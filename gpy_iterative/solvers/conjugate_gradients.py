@@ -10,7 +10,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_instance
-from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
+from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, PreconditionerRecipe
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.conjugate_directions import ConjugateDirections
 
@@ -28,16 +28,17 @@ class ConjugateGradients(IterativeSolver[_State]):
     """One product with the matrix an iteration, one iteration an epoch.
 
     Args:
-        preconditioner: the recipe that `solve` builds when it is given none; None for no preconditioner.
+        preconditioner: the recipe that `solve` builds when it is given none; None for no preconditioner. Random recipes
+            draw from the generator of `solve`.
 
     Further options are those of `IterativeSolver`. Memory: eight blocks [n, s], and [n, rank].
     """
 
-    preconditioner: PivotedCholesky | None = field(default=PivotedCholesky(rank=100))
+    preconditioner: PreconditionerRecipe | None = field(default=PivotedCholesky(rank=100))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_instance("preconditioner", self.preconditioner, PivotedCholesky, "PivotedCholesky(rank=100)")
+        check_instance("preconditioner", self.preconditioner, PreconditionerRecipe, "PivotedCholesky(rank=100)")
 
     def init(
         self,
@@ -48,8 +49,8 @@ class ConjugateGradients(IterativeSolver[_State]):
     ) -> _State:
         setup = 0.0
         if preconditioner is None and self.preconditioner is not None:
-            preconditioner = self.preconditioner.build(operator)
-            setup = preconditioner.rank / operator.shape[-1]
+            preconditioner = self.preconditioner.build(operator, generator=generator)
+            setup = preconditioner.build_epochs
         return _State(ConjugateDirections.begin(iterate.residual, preconditioner), setup)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:

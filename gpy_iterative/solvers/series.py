@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_fraction
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
-from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
+from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, PreconditionerRecipe
 from gpy_iterative.solvers.base import check_system
 from gpy_iterative.solvers.conjugate_directions import ConjugateDirections
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveStats, SolveStatus
@@ -189,7 +189,7 @@ def russian_roulette_solve(
     rhs: Tensor,
     truncation: Truncation,
     *,
-    preconditioner: LowRankPlusDiagonal | PivotedCholesky | None = PivotedCholesky(rank=5),  # noqa: B008 (frozen)
+    preconditioner: LowRankPlusDiagonal | PreconditionerRecipe | None = PivotedCholesky(rank=5),  # noqa: B008 (frozen)
     tolerance: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Solution:
@@ -222,9 +222,9 @@ def russian_roulette_solve(
     check_system(operator, block, groups, initial_guess=None)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     overhead = 1.0
-    if isinstance(preconditioner, PivotedCholesky):
-        preconditioner = preconditioner.build(operator)
-        overhead += preconditioner.rank / operator.shape[-1]
+    if isinstance(preconditioner, PreconditionerRecipe):
+        preconditioner = preconditioner.build(operator, generator=generator)
+        overhead += preconditioner.build_epochs
     truncation = within(truncation, operator.shape[-1], block.dtype)
     stops = draw_stops(truncation, (block.shape[-1],), generator)
     series = conjugate_gradient_series(

@@ -4,7 +4,6 @@ Lin et al. 2024, algorithm 3 (heavy ball, no averaging), with the true residual 
 an epoch, and a step size that is chosen to be stable.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,17 +11,16 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators import rows_matmul
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
-
-#: The largest eigenvalue is known well enough when a power iteration raises it by less than this part.
-EIGENVALUE_TOLERANCE = 0.05
-MAX_POWER_ITERATIONS = 10
-#: A residual that grows beyond this multiple of where it started sends the solve back there with half the step size.
-DIVERGENCE = 10.0
-MAX_HALVINGS = 5
+from gpy_iterative.solvers.descent import (
+    DIVERGENCE,
+    MAX_HALVINGS,
+    check_descent,
+    largest_eigenvalue,
+    row_permutation,
+)
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,7 @@ class StochasticGradientDescent(IterativeSolver[_State]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("batch_size", self.batch_size)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}.")
-        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}.")
+        check_descent(self.batch_size, self.momentum, self.learning_rate)
 
     def init(
         self,
@@ -79,16 +73,16 @@ class StochasticGradientDescent(IterativeSolver[_State]):
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         rate, setup = self.learning_rate, 0
         if rate is None:
-            largest, setup = _largest_eigenvalue(operator, generator)
+            largest, setup = largest_eigenvalue(operator, generator)
             rate = 0.5 * self._stability_limit(operator, largest)
-        return self._begin(iterate, rate, 0, _permutation(operator, generator), 0, generator, setup)
+        return self._begin(iterate, rate, 0, row_permutation(operator, generator), 0, generator, setup)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
         return self._begin(iterate, state.learning_rate, 0, state.order, state.position, state.generator, state.setup)
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
         if state.position >= len(state.order):
-            state = replace(state, order=_permutation(operator, state.generator), position=0)
+            state = replace(state, order=row_permutation(operator, state.generator), position=0)
         rows = state.order[state.position : state.position + self.batch_size]
         gradient = rows_matmul(operator, rows, iterate.value) - iterate.rhs[rows]
         state.momentum.mul_(self.momentum)
@@ -160,22 +154,3 @@ class StochasticGradientDescent(IterativeSolver[_State]):
             2 * (1 + self.momentum) * size / largest,
             2 * (1 - self.momentum) * min(self.batch_size, size) / diagonal,
         )
-
-
-def _permutation(operator: LinearOperator, generator: torch.Generator) -> Tensor:
-    order = torch.randperm(operator.shape[-1], generator=generator, device=generator.device)
-    return order.to(operator.device)
-
-
-def _largest_eigenvalue(operator: LinearOperator, generator: torch.Generator) -> tuple[float, int]:
-    """A lower estimate by power iterations, and how many products it took."""
-    vector = torch.randn(operator.shape[-1], 1, generator=generator, device=generator.device, dtype=operator.dtype).to(
-        operator.device
-    )
-    largest = 0.0
-    for iteration in range(1, MAX_POWER_ITERATIONS + 1):
-        vector = operator._matmul(vector / torch.linalg.vector_norm(vector))
-        previous, largest = largest, float(torch.linalg.vector_norm(vector))
-        if largest <= (1 + EIGENVALUE_TOLERANCE) * previous:
-            return largest, iteration
-    return largest, MAX_POWER_ITERATIONS

@@ -1,0 +1,92 @@
+"""Epochs to tolerance: conjugate gradients under every preconditioner, and every other solver, on three kernel systems."""
+
+import torch
+from linear_operator.operators import DenseLinearOperator
+from torch import Tensor
+
+from benchmarks.datasets import load
+from benchmarks.runner import Outcome
+from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial_functions import MATERN32
+from gpy_iterative.preconditioners import AutomaticRank, Nystrom, PivotedCholesky, RandomlyPivotedCholesky
+from gpy_iterative.solvers import (
+    AcceleratedSketchAndProject,
+    AlternatingProjections,
+    ConjugateGradients,
+    IterativeSolver,
+    StochasticDualDescent,
+    StochasticGradientDescent,
+)
+
+#: name -> data set, noise variance, lengthscale; Matern-3/2, outputscale 1, standardised inputs.
+SYSTEMS: dict[str, tuple[str, float, float]] = {
+    "easy": ("elevators", 0.1, 1.0),
+    "small noise": ("kin40k", 0.001, 1.0),
+    "hard": ("pol", 0.01, 3.0),
+}
+#: Signs beside the targets.
+PROBES = 15
+
+
+def system(name: str, rows: int) -> tuple[NoisyLinearOperator, Tensor]:
+    """H [n, n], dense since only epochs are compared, and its right-hand sides [n, 16] in float64."""
+    dataset, noise, lengthscale = SYSTEMS[name]
+    data = load(dataset, rows=rows, dtype=torch.float64)
+    x, y = data.train_x[:rows], data.train_y[:rows]
+    kernel = RadialKernelLinearOperator(x / lengthscale, torch.tensor(1.0).to(x), function=MATERN32)
+    signs = torch.randint(0, 2, (len(y), PROBES), generator=torch.Generator().manual_seed(0)).to(y) * 2 - 1
+    return NoisyLinearOperator(DenseLinearOperator(kernel.to_dense()), torch.full_like(y, noise)), torch.cat(
+        [y.unsqueeze(-1), signs], dim=-1
+    )
+
+
+def _solvers(tolerance: float, max_epochs: float, block_size: int) -> dict[str, IterativeSolver]:
+    common = {"tolerance": tolerance, "max_epochs": max_epochs}
+    recipes = {
+        "none": None,
+        "PivotedCholesky(100)": PivotedCholesky(100),
+        "RandomlyPivotedCholesky(100)": RandomlyPivotedCholesky(100),
+        "Nystrom(100)": Nystrom(100),
+        "PivotedCholesky(500)": PivotedCholesky(500),
+        "RandomlyPivotedCholesky(500)": RandomlyPivotedCholesky(500),
+        "Nystrom(500)": Nystrom(500),
+        "AutomaticRank()": AutomaticRank(tolerance=tolerance, num_columns=1 + PROBES),
+    }
+    solvers: dict[str, IterativeSolver] = {
+        f"CG, {name}": ConjugateGradients(preconditioner=recipe, **common) for name, recipe in recipes.items()
+    }
+    return solvers | {
+        "AlternatingProjections": AlternatingProjections(block_size=block_size, finish=None, **common),
+        "AlternatingProjections, with its finish": AlternatingProjections(block_size=block_size, **common),
+        "StochasticGradientDescent": StochasticGradientDescent(batch_size=block_size, **common),
+        "StochasticDualDescent": StochasticDualDescent(batch_size=block_size, **common),
+        "AcceleratedSketchAndProject": AcceleratedSketchAndProject(block_size=block_size, **common),
+        "AcceleratedSketchAndProject, rank / 4": AcceleratedSketchAndProject(
+            block_size=block_size, rank=max(block_size // 4, 1), **common
+        ),
+    }
+
+
+#: What `python -m benchmarks solvers` runs by default, in order.
+NAMES = tuple(_solvers(0.01, 1.0, 1))
+
+
+def epochs(*, on: str, solver: str, rows: int, tolerance: float, max_epochs: float, block_size: int) -> Outcome:
+    """One solver on one system."""
+    operator, rhs = system(on, rows)
+    solution = _solvers(tolerance, max_epochs, block_size)[solver].solve(operator, rhs)
+    stats = solution.stats
+    return {
+        "status": solution.status.name,
+        "epochs": stats.epochs,
+        "overhead": stats.overhead,
+        "residual": stats.residual_norms["targets"],
+        "seconds": stats.seconds,
+    }
+
+
+def shown(outcome: Outcome) -> str:
+    """A cell of the table: epochs and overhead, or the residual that was left."""
+    if outcome["status"] != "CONVERGED":
+        return f"residual {outcome['residual']:.2g}"
+    return f"{outcome['epochs']:.0f} + {outcome['overhead']:.1f}"

@@ -1,0 +1,106 @@
+"""Nystrom's approximation of a kernel matrix from a random subspace, plus its noise.
+
+Frangella, Tropp and Udell 2021, "Randomized Nystrom preconditioning".
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
+from gpy_iterative.preconditioners.partial_cholesky import factor_on
+from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
+
+
+class RandomizedNystromFactor(NystromFactor):
+    """L L^T + diag(d) on the test matrix [*b, n, k] that it was built from."""
+
+    def __init__(self, factor: Tensor, diagonal: Tensor, test_matrix: Tensor) -> None:
+        super().__init__(factor, diagonal)
+        self.test_matrix = test_matrix
+
+    @property
+    def build_epochs(self) -> float:
+        """One product with all columns of the test matrix."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Nystrom(PreconditionerRecipe):
+    """The recipe; `build` makes K C (C^T K C)^-1 C^T K plus the noise, for a random subspace C of dimension `rank`.
+
+    The paper scales the complement of the subspace by the smallest eigenvalue that was found; here it is the noise, which
+    bounds the preconditioned spectrum by 1 from below. The spread of the two spectra is alike.
+
+    Args:
+        rank: dimension of the subspace; clamped at n.
+
+    Raises:
+        ValueError: a rank below 1.
+    """
+
+    rank: int = 100
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+
+    @torch.no_grad()
+    def build(
+        self,
+        operator: LinearOperator,
+        test_matrix: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> RandomizedNystromFactor:
+        """The factor of a system H [*b, n, n].
+
+        Args:
+            operator: K plus noise, whose K is approximated and whose noise is the diagonal; of any other positive
+                definite operator, the operator itself is approximated and the mean of the rest of its diagonal is
+                the diagonal.
+            test_matrix: C [*b, n, k] from an earlier factor. While it stays, the factor is a smooth function of the
+                hyperparameters.
+            generator: for the subspace; None is seed 0.
+
+        Cost: one product of the kernel matrix with k columns (an epoch), and 3 n k^2 multiply-adds.
+
+        Raises:
+            NonFiniteError: an entry of the factor is not finite.
+            NotPositiveDefiniteError: the kernel matrix is not positive semidefinite on the subspace.
+        """
+        noisy = isinstance(operator, NoisyLinearOperator)
+        kernel = operator.kernel if noisy else operator
+        if kernel.shape != operator.shape:
+            kernel = kernel.expand(operator.shape)
+        if test_matrix is None:
+            test_matrix = self._draw(operator, generator)
+        image = kernel._matmul(test_matrix).detach()
+        block = test_matrix.mT.double() @ image.double()
+        block = (block + block.mT) / 2
+        batch, (size, rank) = image.shape[:-2], image.shape[-2:]
+        factors = [
+            factor_on(rows, inner)
+            for rows, inner in zip(image.mT.reshape(-1, rank, size), block.reshape(-1, rank, rank), strict=True)
+        ]
+        factor = torch.stack(factors).reshape(*batch, size, rank)
+        diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
+        least = torch.finfo(diagonal.dtype).eps * diagonal.mean(-1, keepdim=True)
+        if noisy:
+            return RandomizedNystromFactor(
+                factor, operator.noise.detach().expand(diagonal.shape).maximum(least), test_matrix
+            )
+        rest = (diagonal - factor.square().sum(-1)).clamp_min(0).mean(-1, keepdim=True)
+        return RandomizedNystromFactor(factor, rest.maximum(least).expand(diagonal.shape), test_matrix)
+
+    def _draw(self, operator: LinearOperator, generator: torch.Generator | None) -> Tensor:
+        """An orthonormal basis of a random subspace [*b, n, k]."""
+        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        size = operator.shape[-1]
+        shape = (*operator.batch_shape, size, min(self.rank, size))
+        drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=operator.dtype)
+        return cast(Tensor, torch.linalg.qr(drawn.to(operator.device)).Q)
