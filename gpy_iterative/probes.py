@@ -30,11 +30,12 @@ Terms = Sequence[KernelTerm]
 
 @dataclass(frozen=True)
 class Probes:
-    """Attributes:
+    """Probe vectors and what they have to be multiplied by.
 
-    vectors: xi [*b, n, s].
-    dual: S^-1 xi [*b, n, s]; None where S = H, whose dual is the solution itself.
-    covariance: S, where it is low rank plus diagonal.
+    Attributes:
+        vectors: xi [*b, n, s].
+        dual: S^-1 xi [*b, n, s]; None where S = H, whose dual is the solution itself.
+        covariance: S, where it is low rank plus diagonal.
     """
 
     vectors: Tensor

@@ -29,17 +29,17 @@ class LatentPrior:
 
     @property
     def num_points(self) -> int:
-        """N."""
+        """How many points, n."""
         return self.mean.shape[0]
 
     @property
     def num_latents(self) -> int:
-        """C."""
+        """How many functions, C."""
         return self.mean.shape[1]
 
     @property
     def size(self) -> int:
-        """N C."""
+        """Rows of K, n C."""
         return self.mean.numel()
 
     @torch.no_grad()

@@ -19,13 +19,14 @@ CHUNK = 4096
 
 @dataclass(frozen=True)
 class FeatureDensityTerm:
-    """Attributes:
+    """A Gaussian log density whose covariance is made of features, with its derivatives.
 
-    value: log N(r; 0, S) [*b], float64.
-    columns: of Phi that S is made of, [k].
-    by_features: derivative with respect to these columns, [*b, n, k].
-    by_noise: with respect to D, [*b, n].
-    by_residual: with respect to r, [*b, n].
+    Attributes:
+        value: log N(r; 0, S) [*b], float64.
+        columns: of Phi that S is made of, [k].
+        by_features: derivative with respect to these columns, [*b, n, k].
+        by_noise: with respect to D, [*b, n].
+        by_residual: with respect to r, [*b, n].
     """
 
     value: Tensor

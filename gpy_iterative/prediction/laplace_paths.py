@@ -86,7 +86,7 @@ class LaplaceSamplePaths:
 
     @property
     def num_paths(self) -> int:
-        """K."""
+        """How many paths, k."""
         return self._update.shape[-1]
 
     def __call__(self, *inputs: Tensor) -> Tensor:

@@ -48,11 +48,12 @@ NEGATIVE_VARIANCE = 1e-6
 
 @dataclass(frozen=True)
 class VarianceSplit:
-    """Attributes:
+    """A posterior variance and its two parts.
 
-    total: the posterior variance, [*b, t] or [*b, t, C].
-    mathematical: what an exact computation would leave, that of Laplace's approximation.
-    computational: what the data would still explain if more were computed; total = mathematical + computational.
+    Attributes:
+        total: the posterior variance, [*b, t] or [*b, t, C].
+        mathematical: what an exact computation would leave, that of Laplace's approximation.
+        computational: what the data would still explain if more were computed; total = mathematical + computational.
     """
 
     total: Tensor

@@ -51,15 +51,16 @@ class ColumnGroup:
 
 @dataclass(frozen=True)
 class SolveStats:
-    """Attributes:
+    """What a solve took and how exact it is.
 
-    iterations: of the solver.
-    epochs: passes over the matrix that the iterations took.
-    overhead: further passes, outside the budget: the initial residual of a warm start, the set-up of the solver
-        (preconditioner, factors, step size), true residuals.
-    residual_norms: true relative residual of every group; the largest of its columns, or their mean
-        under stopping="mean".
-    seconds: wall-clock time.
+    Attributes:
+        iterations: of the solver.
+        epochs: passes over the matrix that the iterations took.
+        overhead: further passes, outside the budget: the initial residual of a warm start, the set-up of the solver
+            (preconditioner, factors, step size), true residuals.
+        residual_norms: true relative residual of every group; the largest of its columns, or their mean
+            under stopping="mean".
+        seconds: wall-clock time.
     """
 
     iterations: int
@@ -93,12 +94,13 @@ class SolveProgress:
 
 @dataclass(frozen=True)
 class Solution:
-    """Attributes:
+    """The answer of a solver.
 
-    value: [*b, n, s], the best iterate of every column.
-    residual: [*b, n, s], the true `rhs - H value`.
-    status: how the solve ended; of several batch members, the worst.
-    stats: what it took.
+    Attributes:
+        value: [*b, n, s], the best iterate of every column.
+        residual: [*b, n, s], the true `rhs - H value`.
+        status: how the solve ended; of several batch members, the worst.
+        stats: what it took.
 
     A warm start of the next solve needs `value` and nothing else.
     """

@@ -148,7 +148,7 @@ class WeightSpaceProblem:
 
     @property
     def num_data(self) -> int:
-        """N."""
+        """How many data, n."""
         return self._distribution.loc.shape[-1]
 
     def batch(self, rows: Tensor) -> FeatureBatch:
@@ -174,7 +174,7 @@ class WeightSpaceProblem:
         )
 
     def residual_and_noise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Y - mean [b] and noise variances [b] at these rows, in float64. Raises as `batch` does."""
+        """Targets less mean [b] and noise variances [b] at these rows, in float64. Raises as `batch` does."""
         return self._residual_and_noise(rows, self._noise_covariance())
 
     def _residual_and_noise(self, rows: Tensor, noise_covariance: LinearOperator) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ class Problem:
 
     @property
     def mean(self) -> Tensor:
-        """M [n C], float64."""
+        """The prior mean m [n C], float64."""
         return self.prior.mean.detach().double().flatten()
 
     def by_point(self, flat: Tensor) -> Tensor:
@@ -65,10 +65,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Iterate:
-    """Attributes:
+    """Where Newton's method stands.
 
-    f, v, gradient: [n C], with f = m + K v and the gradient of log p(y | f).
-    log_joint: psi.
+    Attributes:
+        f, v, gradient: [n C], with f = m + K v and the gradient of log p(y | f).
+        log_joint: psi.
     """
 
     f: Tensor
@@ -78,7 +79,7 @@ class Iterate:
 
     @property
     def error(self) -> Tensor:
-        """G - v, the gradient of psi in dual coordinates."""
+        """The gradient of psi in dual coordinates, g - v."""
         return self.gradient - self.v
 
     @property

@@ -24,7 +24,7 @@ RESIDUAL_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class LiteralOptions:
-    """Attributes: j_max and R of the paper, delta of algorithm 1, and whether buffers are kept."""
+    """The paper's j_max and R, delta of its algorithm 1, and whether buffers are kept."""
 
     max_outer: int
     max_inner: int
