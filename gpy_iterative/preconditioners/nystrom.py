@@ -11,10 +11,9 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 from gpy_iterative.preconditioners.partial_cholesky import factor_on
-from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
+from gpy_iterative.preconditioners.recipe import PreconditionerRecipe, kernel_and_noise
 
 
 class RandomizedNystromFactor(NystromFactor):
@@ -73,10 +72,7 @@ class Nystrom(PreconditionerRecipe):
             NonFiniteError: an entry of the factor is not finite.
             NotPositiveDefiniteError: the kernel matrix is not positive semidefinite on the subspace.
         """
-        noisy = isinstance(operator, NoisyLinearOperator)
-        kernel = operator.kernel if noisy else operator
-        if kernel.shape != operator.shape:
-            kernel = kernel.expand(operator.shape)
+        kernel, diagonal, noise = kernel_and_noise(operator)
         if test_matrix is None:
             test_matrix = self._draw(operator, generator)
         image = kernel._matmul(test_matrix).detach()
@@ -88,12 +84,9 @@ class Nystrom(PreconditionerRecipe):
             for rows, inner in zip(image.mT.reshape(-1, rank, size), block.reshape(-1, rank, rank), strict=True)
         ]
         factor = torch.stack(factors).reshape(*batch, size, rank)
-        diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
         least = torch.finfo(diagonal.dtype).eps * diagonal.mean(-1, keepdim=True)
-        if noisy:
-            return RandomizedNystromFactor(
-                factor, operator.noise.detach().expand(diagonal.shape).maximum(least), test_matrix
-            )
+        if noise is not None:
+            return RandomizedNystromFactor(factor, noise.maximum(least), test_matrix)
         rest = (diagonal - factor.square().sum(-1)).clamp_min(0).mean(-1, keepdim=True)
         return RandomizedNystromFactor(factor, rest.maximum(least).expand(diagonal.shape), test_matrix)
 

@@ -15,10 +15,10 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators import NoisyLinearOperator, dense_rows
+from gpy_iterative.linear_operators import dense_rows
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.partial_cholesky import PartialCholesky, factor_on
-from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
+from gpy_iterative.preconditioners.recipe import PreconditionerRecipe, kernel_and_noise
 
 
 class PivotedCholeskyFactor(LowRankPlusDiagonal):
@@ -71,12 +71,7 @@ class PivotedCholesky(PreconditionerRecipe):
             NonFiniteError: an entry of the factor is not finite.
             NotPositiveDefiniteError: the given pivots have become linearly dependent.
         """
-        noisy = isinstance(operator, NoisyLinearOperator)
-        kernel = operator.kernel if noisy else operator
-        if kernel.shape != operator.shape:
-            kernel = kernel.expand(operator.shape)
-        diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
-        noise = operator.noise.detach().expand(diagonal.shape) if noisy else None
+        kernel, diagonal, noise = kernel_and_noise(operator)
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         factor, pivots = self._factor(kernel, diagonal, noise, pivots, generator)
         rest = (diagonal - factor.square().sum(-1)).clamp_min(0)

@@ -4,7 +4,9 @@ from abc import ABC, abstractmethod
 
 import torch
 from linear_operator import LinearOperator
+from torch import Tensor
 
+from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 
 
@@ -19,3 +21,16 @@ class PreconditionerRecipe(ABC):
             operator: K plus noise, or any other symmetric positive definite operator.
             generator: for recipes that draw; None is seed 0.
         """
+
+
+def kernel_and_noise(operator: LinearOperator) -> tuple[LinearOperator, Tensor, Tensor | None]:
+    """What of a system is approximated, [*b, n, n], its diagonal [*b, n], and the noise [*b, n] that is kept as it is.
+
+    K and the noise of K plus noise; of any other operator the operator itself, whose noise is unknown: None.
+    """
+    noisy = isinstance(operator, NoisyLinearOperator)
+    kernel = operator.kernel if noisy else operator
+    if kernel.shape != operator.shape:
+        kernel = kernel.expand(operator.shape)
+    diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
+    return kernel, diagonal, operator.noise.detach().expand(diagonal.shape) if noisy else None
