@@ -196,7 +196,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         seen = {name: tensor.clone() for name, tensor in self._seen(increments).items()}
         seen["count"][index - 1] += 1
         seen["squares"][index - 1] += square
-        self._state.frozen["increments"] = seen
+        self._state.keep("increments", seen)
 
 
 def _check_probabilities(probabilities: Tensor) -> None:
