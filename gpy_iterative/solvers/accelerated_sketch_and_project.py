@@ -19,7 +19,7 @@ from gpy_iterative.linear_operators import dense_rows
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, Nystrom
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.block_cholesky import block_cholesky, block_solve
-from gpy_iterative.solvers.descent import DIVERGENCE, largest_eigenvalue, row_permutation
+from gpy_iterative.solvers.descent import WayBack, largest_eigenvalue, row_permutation
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,7 @@ class _State:
     ahead_residual: Tensor
     momentum: Tensor
     momentum_residual: Tensor
-    start: Tensor
-    start_residual: Tensor
-    limit: Tensor
+    way_back: WayBack
     convexity: float | None
     diverged: bool
     generator: torch.Generator
@@ -107,7 +105,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
             state.ahead_residual.copy_(iterate.residual)
         else:
             self._accelerate(iterate, state, state.convexity, rows, update, image)
-        growth = (torch.linalg.vector_norm(iterate.residual, dim=0) / state.limit).max()
+        growth = state.way_back.growth(iterate.residual)
         if growth <= 1:
             return state
         return self._give_up(iterate, state)
@@ -119,9 +117,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
             ahead_residual=state.ahead_residual[:, columns],
             momentum=state.momentum[:, columns],
             momentum_residual=state.momentum_residual[:, columns],
-            start=state.start[:, columns],
-            start_residual=state.start_residual[:, columns],
-            limit=state.limit[columns],
+            way_back=state.way_back.narrow(columns),
         )
 
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
@@ -158,9 +154,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
             ahead_residual=iterate.residual.clone(),
             momentum=iterate.value.clone(),
             momentum_residual=iterate.residual.clone(),
-            start=iterate.value.clone(),
-            start_residual=iterate.residual.clone(),
-            limit=DIVERGENCE * torch.linalg.vector_norm(iterate.residual, dim=0),
+            way_back=WayBack.to(iterate),
             convexity=convexity,
             diverged=False,
             generator=generator,
@@ -168,8 +162,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
 
     def _give_up(self, iterate: Iterate, state: _State) -> _State:
         """Back to where the round began, without acceleration."""
-        iterate.value.copy_(state.start)
-        iterate.residual.copy_(state.start_residual)
+        state.way_back.take(iterate)
         return replace(self._begin(iterate, None, state.generator), diverged=state.convexity is None)
 
     def _convexity(self, operator: LinearOperator) -> float:

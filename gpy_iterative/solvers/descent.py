@@ -1,12 +1,14 @@
 """What the solvers that descend by rows share: their options, how far a step may go, and when it went too far."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
+from gpy_iterative.solvers.base import Iterate
 
 #: The largest eigenvalue is known well enough when a power iteration raises it by less than this part.
 EIGENVALUE_TOLERANCE = 0.05
@@ -14,6 +16,39 @@ MAX_POWER_ITERATIONS = 10
 #: A residual that grows beyond this multiple of where it started sends the solve back there with a smaller step.
 DIVERGENCE = 10.0
 MAX_HALVINGS = 5
+
+
+@dataclass(frozen=True)
+class WayBack:
+    """Where a round of iterations began, and how far residuals may grow before it goes back there.
+
+    Attributes:
+        value, residual: [n, s], copies.
+        limit: [s], residual norms.
+    """
+
+    value: Tensor
+    residual: Tensor
+    limit: Tensor
+
+    @classmethod
+    def to(cls, iterate: Iterate) -> "WayBack":
+        """To where the iterate stands now."""
+        limit = DIVERGENCE * torch.linalg.vector_norm(iterate.residual, dim=0)
+        return cls(iterate.value.clone(), iterate.residual.clone(), limit)
+
+    def growth(self, residual: Tensor) -> Tensor:
+        """The largest norm of the columns of [n, s] over its limit, []: 1 or less is well."""
+        return (torch.linalg.vector_norm(residual, dim=0) / self.limit).max()
+
+    def take(self, iterate: Iterate) -> None:
+        """Overwrites the iterate."""
+        iterate.value.copy_(self.value)
+        iterate.residual.copy_(self.residual)
+
+    def narrow(self, columns: Tensor) -> "WayBack":
+        """For some of the columns."""
+        return WayBack(self.value[:, columns], self.residual[:, columns], self.limit[columns])
 
 
 def check_descent(batch_size: int, momentum: float, learning_rate: float | None) -> None:

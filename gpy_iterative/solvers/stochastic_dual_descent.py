@@ -15,8 +15,8 @@ from gpy_iterative.linear_operators import dense_rows
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.descent import (
-    DIVERGENCE,
     MAX_HALVINGS,
+    WayBack,
     check_descent,
     largest_eigenvalue,
     row_permutation,
@@ -31,9 +31,7 @@ class _State:
     residual: Tensor
     velocity: Tensor
     image: Tensor
-    start: Tensor
-    start_residual: Tensor
-    limit: Tensor
+    way_back: WayBack
     learning_rate: float
     halvings: int
     generator: torch.Generator
@@ -100,11 +98,10 @@ class StochasticDualDescent(IterativeSolver[_State]):
         state.residual.sub_(state.image)
         iterate.value.lerp_(state.position, self.averaging)
         iterate.residual.lerp_(state.residual, self.averaging)
-        growth = (torch.linalg.vector_norm(state.residual, dim=0) / state.limit).max()
+        growth = state.way_back.growth(state.residual)
         if growth <= 1 or (not torch.isfinite(growth) and state.halvings == MAX_HALVINGS):
             return state  # what no step size keeps finite is for the loop to report
-        iterate.value.copy_(state.start)
-        iterate.residual.copy_(state.start_residual)
+        state.way_back.take(iterate)
         smaller = self._begin(iterate, state.learning_rate / 2, state.generator, state.setup)
         return replace(smaller, halvings=state.halvings + 1)
 
@@ -115,9 +112,7 @@ class StochasticDualDescent(IterativeSolver[_State]):
             residual=state.residual[:, columns],
             velocity=state.velocity[:, columns],
             image=state.image[:, columns],
-            start=state.start[:, columns],
-            start_residual=state.start_residual[:, columns],
-            limit=state.limit[columns],
+            way_back=state.way_back.narrow(columns),
         )
 
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
@@ -135,9 +130,7 @@ class StochasticDualDescent(IterativeSolver[_State]):
             residual=iterate.residual.clone(),
             velocity=torch.zeros_like(iterate.value),
             image=torch.zeros_like(iterate.value),
-            start=iterate.value.clone(),
-            start_residual=iterate.residual.clone(),
-            limit=DIVERGENCE * torch.linalg.vector_norm(iterate.residual, dim=0),
+            way_back=WayBack.to(iterate),
             learning_rate=learning_rate,
             halvings=0,
             generator=generator,

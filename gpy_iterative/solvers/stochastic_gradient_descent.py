@@ -15,8 +15,8 @@ from gpy_iterative.linear_operators import rows_matmul
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.descent import (
-    DIVERGENCE,
     MAX_HALVINGS,
+    WayBack,
     check_descent,
     largest_eigenvalue,
     row_permutation,
@@ -26,9 +26,7 @@ from gpy_iterative.solvers.descent import (
 @dataclass(frozen=True)
 class _State:
     momentum: Tensor
-    start: Tensor
-    start_residual: Tensor
-    limit: Tensor
+    way_back: WayBack
     learning_rate: float
     halvings: int
     order: Tensor
@@ -90,7 +88,7 @@ class StochasticGradientDescent(IterativeSolver[_State]):
         iterate.value += state.momentum
         iterate.residual[rows] = -gradient
         state = replace(state, position=state.position + self.batch_size)
-        growth = (torch.linalg.vector_norm(iterate.residual, dim=0) / state.limit).max()
+        growth = state.way_back.growth(iterate.residual)
         if growth <= 1 or (not torch.isfinite(growth) and state.halvings == MAX_HALVINGS):
             return state  # what no step size keeps finite is for the loop to report
         return self._halve(iterate, state)
@@ -99,9 +97,7 @@ class StochasticGradientDescent(IterativeSolver[_State]):
         return replace(
             state,
             momentum=state.momentum[:, columns],
-            start=state.start[:, columns],
-            start_residual=state.start_residual[:, columns],
-            limit=state.limit[columns],
+            way_back=state.way_back.narrow(columns),
         )
 
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
@@ -125,9 +121,7 @@ class StochasticGradientDescent(IterativeSolver[_State]):
     ) -> _State:
         return _State(
             momentum=torch.zeros_like(iterate.value),
-            start=iterate.value.clone(),
-            start_residual=iterate.residual.clone(),
-            limit=DIVERGENCE * torch.linalg.vector_norm(iterate.residual, dim=0),
+            way_back=WayBack.to(iterate),
             learning_rate=learning_rate,
             halvings=halvings,
             order=order,
@@ -138,8 +132,7 @@ class StochasticGradientDescent(IterativeSolver[_State]):
 
     def _halve(self, iterate: Iterate, state: _State) -> _State:
         """Back to where the round began, with half the step size."""
-        iterate.value.copy_(state.start)
-        iterate.residual.copy_(state.start_residual)
+        state.way_back.take(iterate)
         return replace(
             state,
             momentum=torch.zeros_like(state.momentum),
