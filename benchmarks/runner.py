@@ -1,6 +1,7 @@
 """Each contender in a process of its own: its time, its peak memory, and what machine it ran on."""
 
 import json
+import os
 import platform
 import resource
 import subprocess
@@ -53,11 +54,20 @@ def environment(threads: int) -> dict[str, Any]:
     """What a reader needs to judge a number."""
     packages = ("torch", "gpytorch", "linear_operator", "pykeops", "gpy_iterative")
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
         "threads": threads,
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
     }
+
+
+def _processor() -> str:
+    """The model's name, where the system tells it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def save(name: str, content: dict[str, Any]) -> Path:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks import datasets
+from benchmarks.cases.step import relative_errors
 from benchmarks.datasets import Split, airport_weather, load, standardise
+from benchmarks.metrics import regression_scores
 from benchmarks.models import MaternRegression
-from benchmarks.quality import scores
-from benchmarks.step import relative_errors
 
 
 def write(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_airport_weather_is_there() -> None:
 
 def test_scores() -> None:
     target = torch.tensor([1.0, 2.0])
-    rmse, log_likelihood = scores(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 4.0]), target)
+    rmse, log_likelihood = regression_scores(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 4.0]), target)
     assert rmse == pytest.approx(math.sqrt(0.5))
     expected = [
         torch.distributions.Normal(0.0, 1.0).log_prob(target[0]),

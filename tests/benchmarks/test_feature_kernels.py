@@ -7,8 +7,9 @@ import gpytorch
 import pytest
 import torch
 
-from benchmarks import feature_kernels, feature_order, feature_step
+from benchmarks.cases import feature_kernels, feature_order, feature_step
 from benchmarks.datasets import Split
+from benchmarks.runs import Measured
 from tests.mlls.gaussian_models import data
 
 
@@ -58,12 +59,17 @@ def test_rows_of_the_table_and_picture(tmp_path: Path) -> None:
         "seconds_training": 60.0,
         "curve": [(1, 0.0), (2, -1.0)],
     }
-    cells = feature_kernels.row("bike", "natural", "linear", 128, [outcome, outcome | {"nlml": -2.0}])
+    options = {"rows": None, "rate": 0.01, "batch_size": 128, "epochs": 2, "full_steps": 3}
+    run = lambda method, split, kernel="linear": feature_kernels.planned_run(
+        "bike", method, split, kernel=kernel, **options
+    )
+    found = [Measured(run("natural", 0), outcome), Measured(run("natural", 1), outcome | {"nlml": -2.0})]
+    (cells,) = feature_kernels.table(found).rows
     assert cells[:4] == ["bike", "natural", "2", "-1.500 ± 0.500"]
     assert cells[4].split() == ["-1.340", "-1.358", "-0.832", "-1.311"]
-    assert feature_kernels.row("bike", "natural", "fourier", 128, [outcome])[4] == ""
-    path = tmp_path / "curves.svg"
-    feature_kernels.draw_curves({"bike": {"natural": outcome, "full batch": outcome}}, path)
+    assert feature_kernels.table([Measured(run("natural", 0, "fourier"), outcome)]).rows[0][4] == ""
+    found.append(Measured(run("full batch", 0), outcome))
+    path = feature_kernels.draw_curves(found, tmp_path / "curves.svg")
     assert path.stat().st_size > 1000
 
 

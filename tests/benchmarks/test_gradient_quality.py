@@ -4,7 +4,7 @@ import gpytorch
 import pytest
 import torch
 
-from benchmarks import gradient_quality as benchmark
+from benchmarks.cases import gradient_quality as benchmark
 from benchmarks.datasets import Split
 from benchmarks.models import MaternRegression
 from tests.mlls.gaussian_models import data
@@ -38,7 +38,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         "DISTRIBUTIONS",
         {name: benchmark.DISTRIBUTIONS[name] for name in ("exact prior", "features 250, corrected", "Rademacher")},
     )
-    frame = benchmark.gradient_quality("data", 25, 0.3, num_probes=8, repeats=30, seed=0)
+    frame = benchmark.error_table("data", 25, 0.3, num_probes=8, repeats=30, seed=0)
     assert list(frame.index) == [benchmark.GRADIENT, *benchmark.DISTRIBUTIONS]
     assert frame.loc["exact prior", benchmark.WORST] == 1
     errors = frame.loc[list(benchmark.DISTRIBUTIONS), list(benchmark.ENTRIES)]
@@ -47,5 +47,5 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     variance = 2 * float((2 * 0.09 * inverse).square().sum()) / (4 * 8)
     assert errors.loc["exact prior", "noise scale"] == pytest.approx(variance**0.5, rel=0.4)
     assert (errors > 0).all(axis=None)
-    again = benchmark.gradient_quality("data", 25, 0.3, num_probes=8, repeats=30, seed=0)
+    again = benchmark.error_table("data", 25, 0.3, num_probes=8, repeats=30, seed=0)
     assert again.equals(frame)

@@ -4,24 +4,28 @@ import gzip
 import math
 from pathlib import Path
 
+import gpytorch
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import laplace_poisson
+from benchmarks.cases import laplace_poisson
+from benchmarks.cases.laplace_classification import CASE, LaplaceClassifier, class_kernel, table
 from benchmarks.datasets import gaussian_mixture, mnist_digits
-from benchmarks.laplace_classification import LaplaceClassifier, VariationalClassifier, scores, summary
+from benchmarks.metrics import classification_scores
+from benchmarks.runs import Measured, Run
+from benchmarks.variational import VariationalGP
 
 
 def test_scores() -> None:
     y = torch.tensor([0, 1, 1, 0])
     sure = torch.tensor([[1.0, 0], [0, 1], [0, 1], [1, 0]])
-    assert scores(sure, y) == {"accuracy": 1.0, "nll": 0.0, "ece": 0.0}
+    assert classification_scores(sure, y) == {"accuracy": 1.0, "nll": 0.0, "ece": 0.0}
     even = torch.full((4, 2), 0.5)
-    found = scores(even, y)
+    found = classification_scores(even, y)
     assert found["nll"] == pytest.approx(math.log(2))
     assert found["ece"] == pytest.approx(abs(0.5 - found["accuracy"]))
-    wrong = scores(torch.tensor([[0.2, 0.8]]), torch.tensor([0]))
+    wrong = classification_scores(torch.tensor([[0.2, 0.8]]), torch.tensor([0]))
     assert wrong["accuracy"] == 0
     assert wrong["ece"] == pytest.approx(0.8, abs=1e-6)
 
@@ -67,7 +71,7 @@ def test_digits_are_split_without_overlap(tmp_path: Path, monkeypatch: pytest.Mo
 def test_contenders_have_the_same_prior() -> None:
     data = gaussian_mixture(40, test_rows=10)
     ours = LaplaceClassifier(data.train_x, data.train_y, 10, 0.7)
-    theirs = VariationalClassifier(data.train_x[:7], 10, 0.7)
+    theirs = VariationalGP(data.train_x[:7], gpytorch.means.ZeroMean(), class_kernel(0.7), 10)
     dense = [model.covar_module(data.train_x).to_dense() for model in (ours, theirs)]
     torch.testing.assert_close(*dense)
     assert theirs(data.test_x).mean.shape == (10, 10)
@@ -88,10 +92,14 @@ def test_products_are_far_fewer_than_those_of_the_published_algorithm() -> None:
         assert found["error"] < 1e-3
 
 
-def test_summary_counts_only_what_both_reach() -> None:
+def test_products_count_only_where_both_reach_the_mode() -> None:
     reached, lost = {"products": 30.0}, {"products": None}
-    table = {"a": {"published": [reached, lost], "ours": [{"products": 10.0}, {"products": 1.0}]}}
-    assert laplace_poisson.summary(table) == [["a", "1 of 2", "2 of 2", "30", "10", "0.33", "0.33"]]
+    outcomes = {"a": {"published": [reached, lost], "ours": [{"products": 10.0}, {"products": 1.0}]}}
+    assert laplace_poisson.summary(outcomes) == [["a", "1 of 2", "2 of 2", "30", "10", "0.33", "0.33"]]
+
+
+def test_a_contender_is_shown_by_its_last_measurement() -> None:
     point = {"seconds": 1.0, "kind": "mc", "accuracy": 0.5, "nll": 1.0, "ece": 0.1}
-    rows = summary({"x": {"curve": [point, point | {"nll": 0.5}], "peak_memory_mb": 10.0}})
+    outcome = {"curve": [point, point | {"nll": 0.5}], "peak_memory_mb": 10.0}
+    rows = table([Measured(Run(CASE, "x", {}), outcome)], "title").rows
     assert rows == [["x", "mc", "0.5000", "0.5000", "0.100", "", "1", "10"]]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import quadruply as benchmark
-from benchmarks import quadruply_cost
+from benchmarks.cases import quadruply as benchmark
+from benchmarks.cases import quadruply_cost
 from benchmarks.datasets import Split
 from benchmarks.runner import CONTENDERS
 from tests.mlls.gaussian_models import data
@@ -34,13 +34,13 @@ def options(method: str, **given: object) -> dict:
 @pytest.mark.parametrize("method", ["nystrom", "rff", "svgp"])
 def test_an_interrupted_run_ends_where_another_does(small: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)  # GPyTorch starts its variational mean at random
-    whole = CONTENDERS["quadruply"][method](**options(method), key="whole")
+    whole = CONTENDERS["quadruply"][method](**options(method))
     torch.manual_seed(0)
     assert whole["finished"]
     assert whole["steps"] == 12
     calls = []
-    step = benchmark.Variational.step if method == "svgp" else benchmark.QuadruplyStochastic.step
-    owner = benchmark.Variational if method == "svgp" else benchmark.QuadruplyStochastic
+    owner = benchmark.VariationalTraining if method == "svgp" else benchmark.QuadruplyStochastic
+    step = owner.step
     for piece in range(10):
         clock = iter(range(10**6))
 
@@ -51,7 +51,7 @@ def test_an_interrupted_run_ends_where_another_does(small: Path, method: str, mo
         monkeypatch.setattr(owner, "step", counted)
         with monkeypatch.context() as patch:
             patch.setattr(benchmark.time, "perf_counter", lambda clock=clock: float(next(clock)))
-            found = CONTENDERS["quadruply"][method](**options(method) | {"minutes": 0.2}, key="pieces")
+            found = CONTENDERS["quadruply"][method](**options(method) | {"minutes": 0.2})
         assert found["finished"] == (found["steps"] == 12), piece
         if found["finished"]:
             break

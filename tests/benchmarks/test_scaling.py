@@ -4,8 +4,8 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from benchmarks import __main__ as command_line
-from benchmarks import scaling
+from benchmarks.__main__ import app
+from benchmarks.cases import scaling
 from tests.processes import Processes
 
 N, D, S = 700, 3, 5
@@ -35,8 +35,8 @@ def test_numbers_of_processes_are_listed_after_one_option(monkeypatch: Any) -> N
         asked.append(options["processes"])
         return {names[0]: {"error": ["not run"]}}
 
-    monkeypatch.setattr(command_line, "_compare", compare)
-    monkeypatch.setattr(command_line, "_finish", lambda *_, **__: None)
+    monkeypatch.setattr(scaling, "run_contenders", compare)
+    monkeypatch.setattr(scaling, "finish", lambda *_, **__: None)
     for arguments in (["--processes", "1", "3"], []):
-        assert CliRunner().invoke(command_line.app, ["scaling", *arguments]).exit_code == 0
+        assert CliRunner().invoke(app, ["scaling", *arguments]).exit_code == 0
     assert asked == [1, 3, 1, 2]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import solvers
+from benchmarks.cases import solvers
 from benchmarks.datasets import Split
 from tests.oracles import problem
 

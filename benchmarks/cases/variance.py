@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 
 import gpy_iterative as gpi
+from benchmarks.command_line import app, console, finish
 from benchmarks.datasets import Split, load, standardise
 from benchmarks.models import MaternRegression
 from gpy_iterative.prediction import PathwisePosterior, VarianceError
@@ -100,3 +101,11 @@ def _plane(rows: int, num_points: int, dtype: torch.dtype) -> tuple[Split, Mater
     model.covar_module.base_kernel.lengthscale = 0.2 * math.sqrt(12)
     model.likelihood.noise = 0.01
     return split, model
+
+
+@app.command()
+def variance(rows: int = 1500, num_points: int = 500, steps: int = 60) -> None:
+    """The posterior variance's error against the exact one."""
+    frame = variance_error_table(rows=rows, num_points=num_points, steps=steps)
+    console.print(frame.to_string())
+    finish("variance", {"rows": rows, "steps": steps}, torch.get_num_threads(), table=frame.to_dict("records"))

@@ -7,23 +7,23 @@ the same wall-clock time.
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import gpytorch
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import torch
+import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 import gpy_iterative as gpi
+from benchmarks.command_line import app, console
 from benchmarks.datasets import Split, airport_weather, standardise
-from benchmarks.quality import scores
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
+from benchmarks.metrics import regression_scores
+from benchmarks.plots import plt, save_figure
+from benchmarks.runs import progress_bar
+from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
 
 #: Longitude and latitude in degrees.
 AIRPORTS = {"EWR": (-74.17, 40.69), "JFK": (-73.78, 40.64), "LGA": (-73.87, 40.78)}
@@ -84,7 +84,7 @@ def run(*, steps: int, out: Path, with_svgp: bool, console: Console) -> dict[str
     with console.status("start: fits to two neighbourhoods of 1,500 rows"):
         gpi.initialize_from_subsets(model, likelihood, subset_size=1500, num_subsets=2, optimizer_steps=30)
     started = time.perf_counter()
-    with _progress(console) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("ours", total=steps, figures="")
         for _ in range(steps):
             optimizer.zero_grad()
@@ -102,7 +102,7 @@ def run(*, steps: int, out: Path, with_svgp: bool, console: Console) -> dict[str
     posterior = mll.posterior()
     with torch.no_grad():
         prediction = likelihood(posterior(split.test_x))
-        results = {"ours": scores(prediction.mean, prediction.variance, split.test_y)}
+        results = {"ours": regression_scores(prediction.mean, prediction.variance, split.test_y)}
     seconds = time.perf_counter() - start
     console.print(
         f"started in {started - start:.0f} s, trained in {trained:.0f} s, "
@@ -112,65 +112,28 @@ def run(*, steps: int, out: Path, with_svgp: bool, console: Console) -> dict[str
     if with_svgp:
         predict = train_svgp(split, seconds, console)
         with torch.no_grad():
-            results["SVGP, 512 inducing points, same time"] = scores(*predict(split.test_x), split.test_y)
+            results["SVGP, 512 inducing points, same time"] = regression_scores(*predict(split.test_x), split.test_y)
     for name, (rmse, log_likelihood) in results.items():
         console.print(f"{name}: RMSE {rmse:.4f}, log-likelihood {log_likelihood:.4f} (standardised)")
-    out.mkdir(parents=True, exist_ok=True)
     path = out / "demo.png"
     plot(path, split, posterior, likelihood, train_frame, test_frame)
     console.print(f"saved {path}")
     return results
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[figures]}"),
-        console=console,
-    )
-
-
-class _Svgp(gpytorch.models.ApproximateGP):
-    def __init__(self, inducing: Tensor) -> None:
-        distribution = gpytorch.variational.CholeskyVariationalDistribution(len(inducing))
-        super().__init__(gpytorch.variational.VariationalStrategy(self, inducing, distribution))
-        self.mean_module = gpytorch.means.ConstantMean()
-        self.covar_module = weather_kernel()
-
-    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
 def train_svgp(split: Split, seconds: float, console: Console) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """As its tutorial does it: mini-batches of 1,024, Adam at 0.01, for so many seconds; returns its predictor."""
-    generator = torch.Generator().manual_seed(0)
-    inducing = split.train_x[torch.randperm(len(split.train_x), generator=generator)[:512]].clone()
-    model, likelihood = _Svgp(inducing), gpytorch.likelihoods.GaussianLikelihood()
+    """512 inducing points and mini-batches of 1,024 for so many seconds; returns the predictor."""
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
     likelihood.noise = 0.05
-    elbo = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=len(split.train_y))
-    optimizer = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=0.01)
-    loader = DataLoader(TensorDataset(split.train_x, split.train_y), batch_size=1024, shuffle=True, generator=generator)
-    start, passes = time.perf_counter(), 0
-    with _progress(console) as bar:
+    inducing = random_rows(split.train_x, 512)
+    model = VariationalGP(inducing, gpytorch.means.ConstantMean(), weather_kernel())
+    training = VariationalTraining(model, likelihood, split.train_x, split.train_y)
+    with progress_bar(console) as bar:
         task = bar.add_task("SVGP", total=round(seconds), figures="")
-        while time.perf_counter() - start < seconds:
-            passes += 1
-            for x, y in loader:
-                optimizer.zero_grad()
-                loss = -elbo(model(x), y)
-                loss.backward()
-                optimizer.step()
-                bar.update(task, completed=time.perf_counter() - start, figures=f"loss {loss.item():.4f}")
-                if time.perf_counter() - start >= seconds:
-                    break
-    model.eval()
-    likelihood.eval()
+        training.train_for(seconds, lambda spent, loss: bar.update(task, completed=spent, figures=f"loss {loss:.4f}"))
 
     def predict(x: Tensor) -> tuple[Tensor, Tensor]:
-        prediction = likelihood(model(x))
+        prediction = training.predict(x)
         return prediction.mean, prediction.variance
 
     return predict
@@ -203,5 +166,12 @@ def plot(
     axes.set_ylabel("temperature at JFK, °C")
     axes.legend(ncols=4, loc="upper left", fontsize=8)
     axes.margins(x=0)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
+
+
+@app.command()
+def demo(
+    steps: int = 5, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
+) -> None:
+    """Hourly weather of three airports: train, predict, compare, plot."""
+    run(steps=steps, out=out, with_svgp=svgp, console=console)

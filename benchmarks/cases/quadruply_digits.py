@@ -4,13 +4,16 @@ import gzip
 import os
 import time
 from pathlib import Path
+from typing import Annotated
 
 import gpytorch
 import numpy as np
 import torch
+import typer
 from torch import Tensor
 
 import gpy_iterative as gpi
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, finish, run_contenders
 from benchmarks.datasets import FOLDER_VARIABLE
 from benchmarks.runner import Outcome, contender
 
@@ -102,3 +105,22 @@ def exact_kernel(*, shrink: float, **_: object) -> Outcome:
         best, chosen = max((best, chosen), (found, penalty))
     alpha = torch.linalg.solve(matrix + chosen * torch.eye(TRAINING).double(), sign[:TRAINING].double())
     return {"accuracy": float(((cross @ alpha > 0) == (sign[TRAINING:] > 0)).float().mean()), "penalty": chosen}
+
+
+@app.command(name="quadruply-digits")
+def quadruply_digits(
+    basis: Annotated[str, typer.Option(help="rff or nystrom.")] = "nystrom",
+    features: int = 3000,
+    feature_samples: int = 2000,
+    rows: int = 500,
+    steps: int = 700,
+    outputscale: float = 10.0,
+    shrink: Annotated[float, typer.Option(help="Lengthscale over the median distance.")] = 0.5,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Odd or even digits: logistic site bound beside a machine with the exact kernel."""
+    options = {"basis": basis, "features": features, "feature_samples": feature_samples, "rows": rows}
+    options |= {"steps": steps, "outputscale": outputscale, "shrink": shrink}
+    outcomes = run_contenders("quadruply-digits", ["ours", "exact kernel"], threads=threads, **options)
+    console.print(outcomes)
+    finish(f"quadruply_digits_{basis}", options, threads, outcomes=outcomes)

@@ -4,15 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import gpytorch
-import matplotlib
 import torch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 
 import gpy_iterative as gpi
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from benchmarks.command_line import app, console
+from benchmarks.plots import plt, save_figure
 
 #: Actions that are kept, in the three panels.
 RANKS = (1, 3, 10)
@@ -64,7 +62,8 @@ def uncertainty(path: Path) -> Path:
         panel.set_title(f"{rank} action{'s' * (rank > 1)}")
     panels[0].set_ylabel("latent function")
     panels[0].legend(loc="lower left", fontsize=8)
-    return _saved(figure, path)
+    figure.tight_layout()
+    return save_figure(figure, path)
 
 
 def _problem(x: Tensor, y: Tensor) -> tuple[Any, Any]:
@@ -87,17 +86,17 @@ def over_time(outcomes: dict[str, Any], path: Path) -> Path:
         panel.set_ylabel({"accuracy": "accuracy", "nll": "NLL"}[figure_of_merit])
     panels[1].set_yscale("log")
     panels[1].legend(fontsize=6)
-    return _saved(figure, path)
-
-
-def _saved(figure: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-    return path
+    return save_figure(figure, path)
 
 
 def run(folder: Path) -> list[Path]:
     """All that need no long run."""
     return [uncertainty(folder / "laplace_uncertainty.svg")]
+
+
+@app.command(name="laplace-pictures")
+def laplace_pictures(folder: Path = Path("docs/pictures")) -> None:
+    """The pictures of the documentation's page on Laplace's method."""
+    for path in run(folder):
+        console.print(f"saved {path}")

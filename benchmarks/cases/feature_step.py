@@ -3,14 +3,17 @@
 import resource
 import time
 from collections.abc import Callable
+from typing import Annotated
 
 import gpytorch
 import torch
+import typer
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
 import gpy_iterative as gpi
-from benchmarks.runner import Outcome, contender
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show
+from benchmarks.runner import CONTENDERS, Outcome, contender
 
 DIMS = 8
 #: Steps before the clock starts.
@@ -97,3 +100,37 @@ def minimax(**options: int) -> Outcome:
 def bsgd(**options: int) -> Outcome:
     """A dense matrix of the batch."""
     return measure(gpi.mlls.MinibatchMarginalLogLikelihood, **options)
+
+
+@app.command(name="feature-step")
+def feature_step(
+    n: Annotated[list[int] | None, typer.Option(help="Rows; 10,000 and 1,000,000 by default.")] = None,
+    m: int = 256,
+    batch_size: int = 256,
+    steps: int = 100,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Seconds and memory of a mini-batch step, which do not depend on the number of rows."""
+    options = {"m": m, "batch_size": batch_size, "steps": steps}
+    sizes = n or [10_000, 1_000_000]
+    names = list(CONTENDERS["feature-step"])
+    outcomes = {size: run_contenders("feature-step", names, threads=threads, n=size, **options) for size in sizes}
+    show(
+        f"m = {m}, b = {batch_size}, {threads} threads, float32 data",
+        ["method", "n", "ms / step, median", "least", "over the first n", "first call, s", "MB beyond the data"],
+        [
+            [
+                name,
+                str(size),
+                f"{1e3 * o['seconds']:.1f}",
+                f"{1e3 * o['least']:.1f}",
+                f"{o['seconds'] / outcomes[sizes[0]][name]['seconds']:.2f}",
+                f"{o['seconds_first']:.2f}",
+                f"{o['megabytes_beyond']:.0f}",
+            ]
+            for size, by_name in outcomes.items()
+            for name, o in by_name.items()
+            if "error" not in o
+        ],
+    )
+    finish("feature_step", options, threads, outcomes=outcomes)

@@ -7,75 +7,27 @@ held out.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import gpytorch
-import matplotlib
 import torch
+import typer
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
 import gpy_iterative as gpi
+from benchmarks import published
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
 from benchmarks.datasets import Split, load
-from benchmarks.quality import scores
-from benchmarks.runner import RESULTS, Outcome, contender
-from benchmarks.truncation_table import Progress
+from benchmarks.metrics import regression_scores
+from benchmarks.plots import plt, save_figure
+from benchmarks.runner import CONTENDERS, RESULTS, Outcome, contender
+from benchmarks.runs import Measured, Run, SavedRuns
+from benchmarks.suite import Case, Preset, register
+from benchmarks.tables import Table
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-#: Methods of the publication, in the order of its columns.
-COLUMNS = ("minimax", "scgd", "svgp", "bsgd")
-#: Network and linear kernel: data set -> batch size -> published mean NLML of COLUMNS over five splits.
-PUBLISHED: dict[str, dict[int, tuple[float, float, float, float]]] = {
-    "bike": {
-        32: (-1.482, -1.454, -0.895, -1.167),
-        64: (-1.378, -1.366, -0.644, -1.282),
-        128: (-1.340, -1.358, -0.832, -1.311),
-    },
-    "elevators": {
-        32: (-1.588, -1.530, -0.150, -1.125),
-        64: (-1.523, -1.427, -0.152, -1.139),
-        128: (-1.678, -1.399, 0.044, -1.173),
-    },
-    "keggdirected": {
-        32: (-0.745, -0.740, -0.151, -0.688),
-        64: (-0.780, -0.748, -0.126, -0.726),
-        128: (-0.805, -0.778, -0.189, -0.763),
-    },
-    "kin40k": {
-        32: (-1.713, -1.760, 0.792, -0.684),
-        64: (-1.654, -1.682, 0.298, -0.952),
-        128: (-1.590, -1.618, 0.003, -1.224),
-    },
-    "pol": {
-        32: (2.128, 2.016, 1.643, 2.689),
-        64: (2.206, 2.171, 1.610, 2.413),
-        128: (2.215, 2.150, 1.583, 2.223),
-    },
-    "protein": {
-        32: (0.392, 0.393, 0.848, 0.640),
-        64: (0.325, 0.381, 0.659, 0.618),
-        128: (0.289, 0.327, 0.709, 0.576),
-    },
-    "tamielectric": {
-        32: (0.178, 0.179, 0.179, 0.179),
-        64: (0.178, 0.178, 0.179, 0.179),
-        128: (0.178, 0.178, 0.179, 0.179),
-    },
-}
-#: The same at a batch of 128: test RMSE.
-PUBLISHED_RMSE: dict[str, tuple[float, float, float, float]] = {
-    "bike": (0.125, 0.123, 0.111, 0.056),
-    "elevators": (0.110, 0.101, 0.250, 0.091),
-    "keggdirected": (0.116, 0.118, 0.370, 0.123),
-    "kin40k": (0.073, 0.071, 0.283, 0.078),
-    "pol": (2.469, 2.413, 2.537, 2.642),
-    "protein": (0.435, 0.436, 0.513, 0.461),
-    "tamielectric": (0.290, 0.289, 0.289, 0.289),
-}
 WIDTH = 128
 FREQUENCIES = 500
 
@@ -186,7 +138,7 @@ def train(
 def _tested(model: DeepRegression, mll: Any, data: Split) -> Outcome:
     with torch.no_grad():
         prediction = model.likelihood(mll.posterior(data.test_x))
-        rmse, log_likelihood = scores(prediction.mean, prediction.variance, data.test_y)
+        rmse, log_likelihood = regression_scores(prediction.mean, prediction.variance, data.test_y)
     scale = data.target_scale
     return {
         "rmse": rmse * scale,
@@ -221,28 +173,39 @@ def _full_batch(*, dataset: str, split: int, rows: int | None, **options: Any) -
     return full_batch(load(dataset, split, rows=rows), seed=split, **options)
 
 
-def progress() -> Progress:
-    """Finished runs, with which an interrupted table goes on."""
-    return Progress(RESULTS / "feature_kernels.json")
+def table(found: Sequence[Measured]) -> Table:
+    """A line a data set and method: means and standard deviations over splits, beside the published means."""
+    groups: dict[tuple[str, str], list[Measured]] = {}
+    for measured in found:
+        groups.setdefault((measured.run.options["dataset"], measured.run.contender), []).append(measured)
+    # A full batch alone has neither epochs nor a batch size.
+    options = {"epochs": 0, "batch_size": 128}
+    for measured in found:
+        options |= measured.run.options
+    return Table(
+        f"network, {options['kernel']} kernel; b = {options['batch_size']}, {options['epochs']} epochs, Adam at "
+        f"{options['rate']}; published: five splits, 100 epochs",
+        [
+            "data",
+            "method",
+            "splits",
+            "NLML",
+            "published minimax, SCGD, SVGP, BSGD",
+            "RMSE",
+            "published",
+            "NLPD",
+            "minutes",
+        ],
+        [
+            _row(dataset, method, options["kernel"], options["batch_size"], [measured.outcome for measured in group])
+            for (dataset, method), group in groups.items()
+        ],
+    )
 
 
-HEADER = [
-    "data",
-    "method",
-    "splits",
-    "NLML",
-    "published minimax, SCGD, SVGP, BSGD",
-    "RMSE",
-    "published",
-    "NLPD",
-    "minutes",
-]
-
-
-def row(dataset: str, method: str, kernel: str, batch_size: int, outcomes: list[Outcome]) -> list[str]:
-    """A line of the table: means and standard deviations over splits, beside the published means."""
-    published = PUBLISHED[dataset].get(batch_size) if kernel == "linear" else None
-    published_rmse = PUBLISHED_RMSE[dataset] if kernel == "linear" and batch_size == 128 else None
+def _row(dataset: str, method: str, kernel: str, batch_size: int, outcomes: list[Outcome]) -> list[str]:
+    theirs = published.FEATURE_NLML[dataset].get(batch_size) if kernel == "linear" else None
+    theirs_rmse = published.FEATURE_RMSE[dataset] if kernel == "linear" and batch_size == 128 else None
     shown = lambda figures: " ".join(f"{figure:.3f}" for figure in figures or ())
     column = lambda name: torch.tensor([outcome[name] for outcome in outcomes], dtype=torch.float64)
     mean_and_sd = lambda name: f"{column(name).mean():.3f} ± {column(name).std(unbiased=False):.3f}"
@@ -251,16 +214,19 @@ def row(dataset: str, method: str, kernel: str, batch_size: int, outcomes: list[
         method,
         str(len(outcomes)),
         mean_and_sd("nlml"),
-        shown(published),
+        shown(theirs),
         mean_and_sd("rmse"),
-        shown(published_rmse),
+        shown(theirs_rmse),
         mean_and_sd("nlpd"),
         f"{column('seconds_training').mean() / 60:.1f}",
     ]
 
 
-def draw_curves(runs: dict[str, dict[str, Outcome]], path: Path) -> None:
-    """NLML against epochs: a panel a data set, a line a method."""
+def draw_curves(found: Sequence[Measured], path: Path) -> Path:
+    """NLML against epochs on the first split: a panel a data set, a line a method."""
+    runs: dict[str, dict[str, Outcome]] = {}
+    for measured in found:
+        runs.setdefault(measured.run.options["dataset"], {}).setdefault(measured.run.contender, measured.outcome)
     rows = 1 if len(runs) < 4 else 2
     columns = -(-len(runs) // rows)
     size = (1 + 3.2 * columns, 0.3 + 2.6 * rows)
@@ -278,6 +244,73 @@ def draw_curves(runs: dict[str, dict[str, Outcome]], path: Path) -> None:
         axis.axis("off")
     axes[0, 0].set_ylabel("NLML per datum")
     axes[0, 0].legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    return save_figure(figure, path)
+
+
+@app.command(name="feature-kernels")
+def feature_kernels(
+    dataset: Annotated[list[str] | None, typer.Option(help="Data sets; all seven by default.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="natural, 'natural .2', gradient, scgd, minimax, bsgd, 'full batch'.")
+    ] = None,
+    kernel: Annotated[str, typer.Option(help="linear (m = 128) or fourier (m = 1000), over the network.")] = "linear",
+    batch_size: int = 128,
+    epochs: int = 100,
+    rate: Annotated[float, typer.Option(help="Adam's, falling to 0.")] = 0.01,
+    splits: Annotated[int, typer.Option(help="Of the ten 90/10 splits; the publication has five.")] = 5,
+    rows: Annotated[int | None, typer.Option(help="First training rows only.")] = None,
+    full_steps: Annotated[int, typer.Option(help="Adam steps of the full batch.")] = 300,
+    picture: Annotated[Path | None, typer.Option(help="File for the picture of NLML against epochs.")] = None,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """NLML and RMSE by the protocol of Shoham and Avron, beside theirs. Goes on where it was interrupted."""
+    runs = [
+        planned_run(name, kind, split, rows, kernel, rate, batch_size, epochs, full_steps)
+        for name in dataset or list(published.FEATURE_NLML)
+        for kind in method or list(CONTENDERS["feature-kernels"])
+        for split in range(splits)
+    ]
+    found = SavedRuns(RESULTS / "feature_kernels.json").execute(runs, threads, console)
+    console.print(table(found).for_terminal())
+    if picture is not None:
+        console.print(f"drew {draw_curves(found, picture)}")
+
+
+def planned_run(
+    dataset: str,
+    method: str,
+    split: int,
+    rows: int | None,
+    kernel: str,
+    rate: float,
+    batch_size: int,
+    epochs: int,
+    full_steps: int,
+) -> Run:
+    """Full batches have steps in place of epochs."""
+    options = {"dataset": dataset, "split": split, "rows": rows, "kernel": kernel, "rate": rate}
+    own = {"steps": full_steps} if method == "full batch" else {"batch_size": batch_size, "epochs": epochs}
+    return Run("feature-kernels", method, options | own)
+
+
+def preset_runs(preset: Preset) -> list[Run]:
+    """All methods, with full batches beside."""
+    methods = list(CONTENDERS["feature-kernels"])
+    if preset is Preset.PAPER:
+        chosen, splits, sizes = list(published.FEATURE_NLML), 5, (None, "linear", 0.01, 128, 100, 300)
+    elif preset is Preset.QUICK:
+        chosen, splits, sizes = ["elevators"], 1, (None, "linear", 0.01, 128, 5, 15)
+    else:
+        chosen, splits, sizes = ["bike"], 1, (500, "linear", 0.01, 128, 1, 2)
+    return [planned_run(name, kind, split, *sizes) for name in chosen for kind in methods for split in range(splits)]
+
+
+register(
+    Case(
+        "feature-kernels",
+        "Mini-batches for kernels with finitely many features, by the protocol of Shoham and Avron.",
+        preset_runs,
+        lambda found: [table(found)],
+        lambda found, folder: [draw_curves(found, folder / "feature_kernels.svg")],
+    )
+)

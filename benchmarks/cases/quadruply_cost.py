@@ -4,18 +4,17 @@ import resource
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import gpytorch
-import matplotlib
 import torch
+import typer
 
 import gpy_iterative as gpi
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, finish, run_contenders, show
 from benchmarks.datasets import load
+from benchmarks.plots import plt, save_figure
 from benchmarks.runner import Outcome, contender
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 #: Input dimensions of the synthetic data of the cost table.
 DIMS = 8
@@ -115,7 +114,6 @@ def control_variances(
 
 def draw_variances(table: list[dict[str, Any]], folder: Path) -> Path:
     """Against the number of support points, relative to the product of residuals alone."""
-    folder.mkdir(parents=True, exist_ok=True)
     reference = next(row for row in table if row["estimator"] == "residual product")
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), constrained_layout=True)
     for axis, field, power, title in (
@@ -132,7 +130,67 @@ def draw_variances(table: list[dict[str, Any]], folder: Path) -> Path:
         axis.set_title(title)
     axes[0].set_ylabel("variance, relative to none")
     axes[0].legend(fontsize=7)
-    path = folder / "quadruply_control_variate.svg"
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-    return path
+    return save_figure(figure, folder / "quadruply_control_variate.svg")
+
+
+@app.command(name="quadruply-cost")
+def quadruply_cost(
+    steps: int = 15,
+    feature_samples: int = 4000,
+    rows: int = 500,
+    points: int = 500,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Seconds of a quadruply stochastic step against the number of data and of features."""
+    options = {"steps": steps, "feature_samples": feature_samples, "rows": rows, "points": points}
+    outcomes = {}
+    for n, m in ((10_000, 100_000), (1_000_000, 100_000), (10_000, 1_000_000), (1_000_000, 1_000_000)):
+        outcome = run_contenders("quadruply-cost", ["step"], threads=threads, num_data=n, num_features=m, **options)[
+            "step"
+        ]
+        if "error" not in outcome:
+            outcomes[f"n={n} m={m}"] = outcome
+    show(
+        f"{feature_samples} sampled features, {rows} rows, {points} control points",
+        ["problem", "s / step", "first", "MB beyond the second step"],
+        [
+            [name, f"{o['seconds']:.4f}", f"{o['seconds_first']:.2f}", f"{o['memory_growth_mb']:.0f}"]
+            for name, o in outcomes.items()
+        ],
+    )
+    finish("quadruply_cost", options, threads, outcomes=outcomes)
+
+
+@app.command(name="quadruply-variance")
+def quadruply_variance(
+    dataset: str = "kin40k",
+    features: int = 10_000,
+    samples: int = 500,
+    rows: int = 500,
+    draws: int = 300,
+    lengthscale: float = 2.5,
+    points: Annotated[list[int] | None, typer.Option(help="Support points; 50, 100, 200, 400 by default.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for the picture of the documentation.")] = None,
+) -> None:
+    """What control variates do to the noise of value and gradient."""
+    counts = points or [50, 100, 200, 400]
+    options = {"dataset": dataset, "num_features": features, "samples": samples, "rows": rows, "draws": draws}
+    options |= {"points": counts, "lengthscale": lengthscale}
+    table = control_variances(**options)
+    show(
+        f"{dataset}, {features} features, {samples} sampled, {draws} draws",
+        ["data term", "points", "mean", "sd of the value", "gradient variance"],
+        [
+            [
+                row["estimator"],
+                str(row["points"]),
+                f"{row['mean']:.4g}",
+                f"{row['value_sd']:.3g}",
+                f"{row['gradient_variance']:.3g}",
+            ]
+            for row in table
+        ],
+    )
+    if pictures is not None:
+        console.print(f"drew {draw_variances(table, pictures)}")
+    finish("quadruply_variance", options, torch.get_num_threads(), table=table)

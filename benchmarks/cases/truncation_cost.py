@@ -3,9 +3,11 @@
 import statistics
 import time
 
+import typer
 from gpytorch.mlls import MarginalLogLikelihood
 
 import gpy_iterative as gpi
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show
 from benchmarks.datasets import load_random_split
 from benchmarks.models import SquaredExponentialRegression
 from benchmarks.runner import Outcome, contender
@@ -74,3 +76,31 @@ def step_seconds(*, dataset: str, rows: int | None, repeats: int) -> Outcome:
         }
         for name in mlls
     }
+
+
+@app.command(name="truncation-cost")
+def truncation_cost(
+    dataset: str = "pol", rows: int | None = 4000, repeats: int = 20, threads: Threads = DEFAULT_THREADS
+) -> None:
+    """Seconds of a step: Russian roulette beside truncated CG, with the expected length of its run."""
+    options = {"dataset": dataset, "rows": rows, "repeats": repeats}
+    outcome = run_contenders("truncation-cost", ["all"], threads=threads, **options)["all"]
+    if "error" in outcome:
+        raise typer.Exit(1)
+    reference = outcome["CG, 100 steps"]
+    show(
+        f"{dataset}, {rows or 'all'} rows, {repeats} steps each, rate 0.05, 80 steps at the least",
+        ["truncations", "s / step", "over CG", "its run's length / 100", "expected length / 100"],
+        [
+            [
+                name,
+                f"{o['seconds']:.3f}",
+                f"{o['seconds'] / reference['seconds']:.2f}",
+                f"{o['length'] / 100:.2f}",
+                f"{o['expected_length'] / 100:.2f}",
+            ]
+            for name, o in outcome.items()
+            if name != "peak_memory_mb"
+        ],
+    )
+    finish(f"truncation_cost_{dataset}", options, threads, outcome=outcome)

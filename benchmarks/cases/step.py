@@ -4,13 +4,15 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Annotated, Any
 
 import gpytorch
 import torch
+import typer
 from gpytorch.mlls import MarginalLogLikelihood
 
 import gpy_iterative as gpi
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show
 from benchmarks.datasets import load
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
@@ -147,3 +149,48 @@ for _method in METHODS:
     contender("step", _method)(_train)
     contender("gradients", _method)(_gradients)
 contender("gradients", "exact")(exact_gradients)
+
+
+@app.command()
+def step(
+    dataset: str = "elevators",
+    split: int = 0,
+    rows: Annotated[int | None, typer.Option(help="First training rows only.")] = None,
+    steps: int = 10,
+    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name; all but Cholesky by default.")] = None,
+    gradient_error: Annotated[bool, typer.Option(help="Measure gradients against the exact one.")] = True,
+    seeds: Annotated[int, typer.Option(help="Gradients a contender and checkpoint.")] = 2,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Seconds, memory, epochs and gradient error of one training step."""
+    names = only or [name for name in METHODS if "Cholesky" not in name]
+    options = {"dataset": dataset, "split": split, "rows": rows}
+    outcomes = run_contenders("step", names, threads=threads, steps=steps, rate=0.1, **options)
+    errors: dict[str, list[float]] = {}
+    if gradient_error:
+        checkpoints = next(o["checkpoints"] for o in outcomes.values() if "error" not in o)
+        exact = run_contenders("gradients", ["exact"], threads=threads, checkpoints=checkpoints, **options)["exact"]
+        found = run_contenders("gradients", names, threads=threads, checkpoints=checkpoints, seeds=seeds, **options)
+        errors = {
+            name: relative_errors(outcome["gradients"], exact["gradients"])
+            for name, outcome in found.items()
+            if "error" not in outcome
+        }
+    good = {name: outcome for name, outcome in outcomes.items() if "error" not in outcome}
+    show(
+        f"{dataset}, steps 1 to {steps}, {threads} threads",
+        ["contender", "s / step", "median", "first", "MB", "epochs / step", "gradient errors at steps 0, 5, 10"],
+        [
+            [
+                name,
+                f"{o['seconds_mean']:.2f}",
+                f"{o['seconds_median']:.2f}",
+                f"{o['seconds_first']:.2f}",
+                f"{o['peak_memory_mb']:.0f}",
+                f"{sum(o['epochs'][1:]) / steps:.1f}" if o["epochs"] else "",
+                " ".join(f"{error:.3f}" for error in errors.get(name, [])),
+            ]
+            for name, o in good.items()
+        ],
+    )
+    finish(f"step_{dataset}", options | {"steps": steps}, threads, outcomes=outcomes, gradient_errors=errors)

@@ -5,6 +5,7 @@ import time
 import torch
 
 import gpy_iterative as gpi
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, finish, run_contenders
 from benchmarks.runner import Outcome, contender
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
@@ -26,3 +27,12 @@ def product_and_step(*, n: int, d: int, columns: int) -> Outcome:
     solver = gpi.solvers.ConjugateGradients(max_epochs=1, preconditioner=None)
     solution = solver.solve(operator, rhs)
     return {"seconds_product": product, "seconds_step": solution.stats.seconds}
+
+
+@app.command()
+def memory(n: int = 200_000, d: int = 8, columns: int = 17, threads: Threads = DEFAULT_THREADS) -> None:
+    """Peak memory of one product and one solver step with the tile cache off."""
+    options = {"n": n, "d": d, "columns": columns}
+    outcome = run_contenders("memory", ["ours"], threads=threads, **options)["ours"]
+    console.print(outcome)
+    finish("memory", options, threads, outcome=outcome)

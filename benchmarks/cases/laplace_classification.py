@@ -5,25 +5,30 @@ All start at the same hyperparameters (outputscale 5, lengthscale half the media
 all classes. Every contender reports accuracy and negative log-likelihood (NLL) over time.
 """
 
-import json
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 import gpytorch
 import torch
+import typer
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.variational import (
-    CholeskyVariationalDistribution,
-    IndependentMultitaskVariationalStrategy,
-    VariationalStrategy,
-)
 from torch import Tensor
 
 import gpy_iterative as gpi
+from benchmarks.cases.laplace_pictures import over_time
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
 from benchmarks.datasets import Labelled, gaussian_mixture, mnist_digits
-from benchmarks.runner import RESULTS, Outcome, contender
+from benchmarks.metrics import classification_scores
+from benchmarks.runner import CONTENDERS, RESULTS, Outcome, contender
+from benchmarks.runs import Measured, Run, SavedRuns
+from benchmarks.suite import Case, Preset, register
+from benchmarks.tables import Table
+from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
 from gpy_iterative.likelihoods.predictive import PredictiveMethod, class_probabilities
 
 CASE = "laplace-classification"
@@ -42,48 +47,25 @@ def labelled(dataset: str, rows: int) -> Labelled:
     return mnist_digits(rows) if dataset == "mnist" else gaussian_mixture(rows)
 
 
+def class_kernel(lengthscale: float) -> gpytorch.kernels.ScaleKernel:
+    """Matern-3/2 with outputscale 5: where all contenders start."""
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))
+    kernel.outputscale = 5.0
+    kernel.base_kernel.lengthscale = lengthscale
+    return kernel
+
+
 class LaplaceClassifier(gpi.models.IterativeLaplaceGP):
     """Zero mean, one scaled Matern-3/2 kernel for all classes."""
 
     def __init__(self, x: Tensor, y: Tensor, classes: int, lengthscale: float, **options: Any) -> None:
         likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=classes, mixing_weights=False)
         super().__init__(x, y, likelihood, **options)
-        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))
-        self.covar_module.outputscale = 5.0
-        self.covar_module.base_kernel.lengthscale = lengthscale
+        self.covar_module = class_kernel(lengthscale)
         self.classes = classes
 
     def forward(self, x: Tensor) -> MultivariateNormal:
         return MultivariateNormal(x.new_zeros(self.classes, len(x)), self.covar_module(x))
-
-
-class VariationalClassifier(gpytorch.models.ApproximateGP):
-    """The same prior with inducing points that all classes share."""
-
-    def __init__(self, inducing: Tensor, classes: int, lengthscale: float) -> None:
-        batch = torch.Size([classes])
-        distribution = CholeskyVariationalDistribution(len(inducing), batch_shape=batch)
-        inner = VariationalStrategy(self, inducing.clone(), distribution, learn_inducing_locations=True)
-        super().__init__(IndependentMultitaskVariationalStrategy(inner, num_tasks=classes))
-        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))
-        self.covar_module.outputscale = 5.0
-        self.covar_module.base_kernel.lengthscale = lengthscale
-
-    def forward(self, x: Tensor) -> MultivariateNormal:
-        return MultivariateNormal(x.new_zeros(x.shape[:-1]), self.covar_module(x))
-
-
-def scores(probabilities: Tensor, y: Tensor) -> dict[str, float]:
-    """Accuracy, NLL and the 15-bin expected calibration error of class probabilities [t, C]."""
-    confidence, label = probabilities.double().max(-1)
-    right = (label == y).double()
-    error = 0.0
-    for low in torch.linspace(0, 1, 16, dtype=torch.float64)[:-1]:
-        inside = (confidence > low) & (confidence <= low + 1 / 15)
-        if inside.any():
-            error += float(inside.double().mean() * (right[inside].mean() - confidence[inside].mean()).abs())
-    chosen = probabilities.double().gather(-1, y.unsqueeze(-1)).clamp_min(1e-300)
-    return {"accuracy": float(right.mean()), "nll": float(-chosen.log().mean()), "ece": error}
 
 
 @dataclass
@@ -102,7 +84,9 @@ class Clock:
         return time.perf_counter() - self.start - self.paused
 
     def measure(self, name: str, probabilities: Tensor, seconds: float, **more: float) -> None:
-        self.curve.append({"seconds": seconds, "kind": name, **scores(probabilities, self.data.test_y), **more})
+        self.curve.append(
+            {"seconds": seconds, "kind": name, **classification_scores(probabilities, self.data.test_y), **more}
+        )
 
     def outcome(self, **more: Any) -> Outcome:
         return {"curve": self.curve, **more}
@@ -215,31 +199,35 @@ def subset(*, dataset: str, rows: int, seconds: float, max_rank: int) -> Outcome
     return clock.outcome(steps=steps)
 
 
-def _svgp(rate: float, *, dataset: str, rows: int, seconds: float, max_rank: int) -> Outcome:
+def svgp(rate: float, *, dataset: str, rows: int, seconds: float, max_rank: int) -> Outcome:
+    """Variational inducing points at one learning rate."""
     data = labelled(dataset, rows)
     clock = Clock(data, seconds)
-    generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)  # GPyTorch's likelihood samples
-    chosen = torch.randperm(len(data.train_x), generator=generator)[:INDUCING_POINTS]
-    model = VariationalClassifier(data.train_x[chosen], data.num_classes, start_lengthscale(data.train_x))
-    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=data.num_classes, mixing_weights=False)
-    mll = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=len(data.train_x))
-    optimiser = torch.optim.Adam(model.parameters(), lr=rate)
+    training = variational_training(data, rate)
     steps, due = 0, seconds / 4
     while clock.now() < seconds:
-        batch = torch.randint(len(data.train_x), (BATCH_SIZE,), generator=generator)
-        optimiser.zero_grad()
-        (-mll(model(data.train_x[batch]), data.train_y[batch])).backward()
-        optimiser.step()
+        training.step(0.0)
         steps += 1
         if clock.now() > due or clock.now() > seconds:
             due += seconds / 4
-            _measure_variational(clock, model)
+            _measure_variational(clock, training.model)
     return clock.outcome(steps=steps)
 
 
+def variational_training(data: Labelled, rate: float) -> VariationalTraining:
+    """A thousand inducing points that all classes share."""
+    kernel = class_kernel(start_lengthscale(data.train_x))
+    inducing = random_rows(data.train_x, INDUCING_POINTS)
+    model = VariationalGP(inducing, gpytorch.means.ZeroMean(), kernel, data.num_classes)
+    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=data.num_classes, mixing_weights=False)
+    return VariationalTraining(
+        model, likelihood, data.train_x, data.train_y, batch_size=BATCH_SIZE, rate=rate, decay=1.0
+    )
+
+
 @torch.no_grad()
-def _measure_variational(clock: Clock, model: VariationalClassifier) -> None:
+def _measure_variational(clock: Clock, model: VariationalGP) -> None:
     seconds, before = clock.now(), time.perf_counter()
     model.eval()
     generator = torch.Generator().manual_seed(1)
@@ -255,38 +243,97 @@ def _measure_variational(clock: Clock, model: VariationalClassifier) -> None:
 
 
 for _rate in (0.001, 0.01, 0.05):
-
-    @contender(CASE, f"SVGP, rate {_rate}")
-    def svgp(*, dataset: str, rows: int, seconds: float, max_rank: int, rate: float = _rate) -> Outcome:
-        """Variational inducing points at one learning rate."""
-        return _svgp(rate, dataset=dataset, rows=rows, seconds=seconds, max_rank=max_rank)
+    contender(CASE, f"SVGP, rate {_rate}")(partial(svgp, _rate))
 
 
-def saved_outcomes(name: str, options: dict[str, Any]) -> dict[str, Outcome]:
-    """What an interrupted run with the same options has saved."""
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        return {}
-    content = json.loads(path.read_text())
-    return content["outcomes"] if content["options"] == options else {}
-
-
-def summary(outcomes: dict[str, Outcome]) -> list[list[str]]:
-    """Rows for printing: every contender's last measurement of every kind of prediction."""
+def table(found: Sequence[Measured], title: str) -> Table:
+    """Every contender's last measurement of every kind of prediction."""
     rows = []
-    for name, outcome in outcomes.items():
-        last = {point["kind"]: point for point in outcome["curve"]}
+    for measured in found:
+        last = {point["kind"]: point for point in measured.outcome["curve"]}
         for kind, point in last.items():
             rows.append(
                 [
-                    name,
+                    measured.run.contender,
                     str(kind),
                     f"{point['accuracy']:.4f}",
                     f"{point['nll']:.4f}",
                     f"{point['ece']:.3f}",
                     f"{point['products']:.0f}" if "products" in point else "",
                     f"{point['seconds']:.0f}",
-                    f"{outcome['peak_memory_mb']:.0f}",
+                    f"{measured.outcome['peak_memory_mb']:.0f}",
                 ]
             )
-    return rows
+    return Table(title, ["contender", "prediction", "accuracy", "NLL", "ECE", "products", "s", "MB"], rows)
+
+
+@app.command()
+def laplace(
+    dataset: Annotated[str, typer.Option(help="mixture or mnist.")] = "mixture",
+    rows: Annotated[int, typer.Option(help="Training points; MNIST has 8,000 at the most.")] = 10_000,
+    seconds: Annotated[float, typer.Option(help="Wall-clock budget of each contender, learning included.")] = 200.0,
+    max_rank: Annotated[int, typer.Option(help="Actions that are kept.")] = 100,
+    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name; goes on with saved ones.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for the picture over time.")] = None,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Classification at equal time: Laplace, as published, SVGP, subset of data. Goes on where it was interrupted."""
+    if dataset not in ("mixture", "mnist"):
+        raise typer.BadParameter(f"dataset must be mixture or mnist, got {dataset!r}.")
+    options = {"dataset": dataset, "rows": rows, "seconds": seconds, "max_rank": max_rank}
+    runs = [Run(CASE, name, options) for name in only or list(CONTENDERS[CASE])]
+    found = SavedRuns(RESULTS / f"laplace_{dataset}.json").execute(runs, threads, console)
+    console.print(
+        table(found, f"{dataset}, {rows} training points, {seconds:.0f} s each, {threads} threads").for_terminal()
+    )
+    if pictures is not None:
+        over_time({measured.run.contender: measured.outcome for measured in found}, pictures / f"laplace_{dataset}.svg")
+
+
+#: Data sets, rows and seconds of the presets.
+SIZES = {
+    Preset.SMOKE: [("mixture", 400, 2.0)],
+    Preset.QUICK: [("mixture", 5000, 30.0)],
+    Preset.PAPER: [("mixture", 100_000, 3600.0), ("mnist", 8000, 600.0)],
+}
+
+
+def preset_runs(preset: Preset) -> list[Run]:
+    """All contenders on each data set."""
+    return [
+        Run(CASE, name, {"dataset": dataset, "rows": rows, "seconds": seconds, "max_rank": 100})
+        for dataset, rows, seconds in SIZES[preset]
+        for name in CONTENDERS[CASE]
+    ]
+
+
+def _by_dataset(found: Sequence[Measured]) -> dict[str, list[Measured]]:
+    groups: dict[str, list[Measured]] = {}
+    for measured in found:
+        groups.setdefault(measured.run.options["dataset"], []).append(measured)
+    return groups
+
+
+def _tables(found: Sequence[Measured]) -> list[Table]:
+    return [
+        table(group, "{dataset}, {rows} training points, {seconds:.0f} s each".format(**group[0].run.options))
+        for group in _by_dataset(found).values()
+    ]
+
+
+def _pictures(found: Sequence[Measured], folder: Path) -> list[Path]:
+    return [
+        over_time({m.run.contender: m.outcome for m in group}, folder / f"laplace_{name}.svg")
+        for name, group in _by_dataset(found).items()
+    ]
+
+
+register(
+    Case(
+        CASE,
+        "Classification at equal time; the mixture and MNIST studies of Tatzel et al.",
+        preset_runs,
+        _tables,
+        _pictures,
+    )
+)

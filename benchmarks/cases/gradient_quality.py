@@ -4,20 +4,16 @@ The gradient of the log marginal likelihood is `1/2 a^T dH a - 1/2 tr(H^-1 dH)`;
 solve is exact (Cholesky, float64), so that the error is that of the probes alone.
 """
 
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 from gpytorch import kernels
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks.command_line import app, console, finish, show
 from benchmarks.datasets import load
-from benchmarks.runner import environment, save
 from gpy_iterative.linear_operators import KernelTerm, NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
 from gpy_iterative.mlls.surrogate import surrogate
@@ -108,7 +104,7 @@ class TraceProblem:
         return solutions / (2 * distribution.num_probes), dual
 
 
-def gradient_quality(
+def error_table(
     dataset: str, rows: int, sigma: float, num_probes: int, repeats: int, seed: int, lengthscale: float = 2.0
 ) -> pd.DataFrame:
     """Root mean square error of half the trace over fresh draws.
@@ -132,34 +128,22 @@ def gradient_quality(
     return pd.DataFrame.from_dict(table, orient="index", columns=[*ENTRIES, WORST])
 
 
-def print_gradient_quality(frame: pd.DataFrame, title: str, console: Console) -> None:
-    """One table of `gradient_quality`."""
-    table = Table(title=title)
-    table.add_column("probes")
-    for column in frame.columns:
-        table.add_column(str(column), justify="right")
-    for name, row in frame.iterrows():
-        table.add_row(str(name), *("" if np.isnan(value) else f"{value:.2f}" for value in row))
-    console.print(table)
-
-
-def run(
-    *,
-    settings: Sequence[tuple[str, float, float]] = SETTINGS,
-    rows: int = 1500,
-    num_probes: int = 64,
-    repeats: int = 40,
-    seed: int = 0,
-    console: Console,
-) -> Path:
-    """Measures, prints and saves one table a setting: about five minutes each on one core."""
+@app.command(name="gradient-quality")
+def gradient_quality(rows: int = 1500, num_probes: int = 64, repeats: int = 40, seed: int = 0) -> None:
+    """The gradient's error by probe distribution, at every setting; about five minutes each on one core."""
     tables = {}
-    for dataset, sigma, lengthscale in settings:
+    for dataset, sigma, lengthscale in SETTINGS:
         title = f"{dataset}, noise scale {sigma}, lengthscales {lengthscale}"
         with console.status(title):
-            frame = gradient_quality(dataset, rows, sigma, num_probes, repeats, seed, lengthscale)
-        print_gradient_quality(frame, f"{title}: {rows} rows, {num_probes} probes, {repeats} draws", console)
+            frame = error_table(dataset, rows, sigma, num_probes, repeats, seed, lengthscale)
+        show(
+            f"{title}: {rows} rows, {num_probes} probes, {repeats} draws",
+            ["probes", *map(str, frame.columns)],
+            [
+                [str(name), *("" if np.isnan(value) else f"{value:.2f}" for value in row)]
+                for name, row in frame.iterrows()
+            ],
+        )
         tables[title] = frame.round(4).astype(object).where(frame.notna(), None).to_dict(orient="index")
     options = {"rows": rows, "num_probes": num_probes, "repeats": repeats, "seed": seed}
-    content = {"environment": environment(torch.get_num_threads()), "options": options, "tables": tables}
-    return save("gradient_quality", content)
+    finish("gradient_quality", options, torch.get_num_threads(), tables=tables)

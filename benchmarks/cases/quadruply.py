@@ -4,54 +4,54 @@ A run is long, so it is cut into pieces: each call goes on from the last checkpo
 """
 
 import time
-from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Protocol
 
 import gpytorch
 import torch
+import typer
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 
 import gpy_iterative as gpi
+from benchmarks import published
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
 from benchmarks.datasets import Split, load, rows_of
+from benchmarks.metrics import regression_scores
 from benchmarks.models import SquaredExponentialRegression
-from benchmarks.quality import scores
 from benchmarks.runner import RESULTS, Outcome, contender
+from benchmarks.runs import Measured, Run, SavedRuns
+from benchmarks.suite import Case, Preset, register
+from benchmarks.tables import Table
+from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
 
-#: Data set -> method -> published RMSE (raw units, five splits) and MNLP (standardised, first split).
-PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
-    "kin40k": {"rff": (0.174, 0.135), "svgp": (0.247, 0.055)},
-    "protein": {"rff": (0.602, 1.34), "svgp": (0.542, 1.06)},
-    "keggdirected": {"rff": (0.135, -0.821), "svgp": (0.124, -0.953)},
-}
 CHECKPOINTS = RESULTS.parent.parent / "out" / "quadruply"
 #: Rows whose exact Gaussian process gives the hyperparameters to start from, and steps of Adam on them.
 START_ROWS, START_STEPS = 1000, 100
+#: Eigenfeatures of random centres; random Fourier features, the basis of the paper's table; the rival.
+METHODS = ("nystrom", "rff", "svgp")
 #: Test rows that are predicted at a time.
 CHUNK = 4000
 
 
-class Training(ABC):
+class Training(Protocol):
     """A model in training: steps, checkpoints, predictions."""
 
-    @abstractmethod
-    def step(self, fraction: float) -> None:
+    def step(self, fraction: float) -> object:
         """One step of the optimiser; `fraction` of the training is done."""
 
-    @abstractmethod
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
 
-    @abstractmethod
     def load(self, state: dict[str, Any]) -> None:
         """From a checkpoint."""
 
-    @abstractmethod
     def predict(self, x: Tensor) -> MultivariateNormal:
         """Of targets, noise included."""
 
 
-class QuadruplyStochastic(Training):
+class QuadruplyStochastic:
     """Our method on one basis; the noise is learned, the kernel's hyperparameters on request.
 
     Args:
@@ -108,53 +108,12 @@ class QuadruplyStochastic(Training):
         return self.likelihood(self.model.predict(x))
 
 
-class _SVGP(gpytorch.models.ApproximateGP):
-    def __init__(self, inducing_points: Tensor, start: SquaredExponentialRegression) -> None:
-        distribution = gpytorch.variational.CholeskyVariationalDistribution(len(inducing_points))
-        super().__init__(gpytorch.variational.VariationalStrategy(self, inducing_points, distribution))
-        self.mean_module, self.covar_module = start.mean_module, start.covar_module
-
-    def forward(self, x: Tensor) -> MultivariateNormal:
-        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
-class Variational(Training):
-    """GPyTorch's SVGP with learned inducing points, from the same hyperparameters, all of which it goes on to learn."""
-
-    def __init__(self, data: Split, start: SquaredExponentialRegression, options: dict[str, Any]) -> None:
-        self.data, self.likelihood, self.rows, self.rate = data, start.likelihood, options["rows"], options["rate"]
-        self.generator = torch.Generator().manual_seed(0)
-        rows = torch.randperm(len(data.train_x), generator=self.generator)[: options["features"]]
-        self.model = _SVGP(data.train_x[rows].clone(), start)
-        self.mll = gpytorch.mlls.VariationalELBO(self.likelihood, self.model, num_data=len(data.train_y))
-        parameters = {id(p): p for p in (*self.model.parameters(), *self.likelihood.parameters())}
-        self.optimizer = torch.optim.Adam(list(parameters.values()), lr=self.rate)
-
-    def step(self, fraction: float) -> None:
-        self.optimizer.param_groups[0]["lr"] = self.rate * 0.1 ** min(1.0, fraction)
-        index = torch.randint(len(self.data.train_x), (self.rows,), generator=self.generator)
-        self.optimizer.zero_grad()
-        loss = -self.mll(self.model(self.data.train_x[index]), self.data.train_y[index])
-        loss.backward()
-        self.optimizer.step()
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "mll": self.mll.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.mll.load_state_dict(state["mll"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.generator.set_state(state["generator"])
-
-    def predict(self, x: Tensor) -> MultivariateNormal:
-        self.model.eval()
-        prediction = self.likelihood(self.model(x))
-        self.model.train()
-        return prediction
+def _variational(data: Split, start: SquaredExponentialRegression, options: dict[str, Any]) -> VariationalTraining:
+    """SVGP from the same hyperparameters, all of which it goes on to learn."""
+    model = VariationalGP(random_rows(data.train_x, options["features"]), start.mean_module, start.covar_module)
+    return VariationalTraining(
+        model, start.likelihood, data.train_x, data.train_y, batch_size=options["rows"], rate=options["rate"]
+    )
 
 
 def _start(data: Split) -> SquaredExponentialRegression:
@@ -173,13 +132,14 @@ def _start(data: Split) -> SquaredExponentialRegression:
 
 
 def _make(method: str, data: Split, start: SquaredExponentialRegression, options: dict[str, Any]) -> Training:
-    return Variational(data, start, options) if method == "svgp" else QuadruplyStochastic(data, start, method, options)
+    if method == "svgp":
+        return _variational(data, start, options)
+    return QuadruplyStochastic(data, start, method, options)
 
 
 def _continue(
     method: str,
     *,
-    key: str,
     dataset: str,
     split: int,
     minutes: float,
@@ -189,7 +149,8 @@ def _continue(
 ) -> Outcome:
     """Trains from the last checkpoint on until `steps` (or `seconds`, the start included), or for so many minutes."""
     data = load(dataset, split)
-    path = CHECKPOINTS / f"{key.replace(' ', '_')}.pt"
+    told = {"dataset": dataset, "split": split, "steps": steps, "seconds": seconds, **options}
+    path = CHECKPOINTS / ("_".join([method, *(f"{name}={told[name]}" for name in sorted(told))]) + ".pt")
     saved = torch.load(path, weights_only=False) if path.exists() else None
     begin = time.perf_counter()
     if saved is None:
@@ -211,9 +172,12 @@ def _continue(
     while done < steps and (seconds is None or spent < seconds) and time.perf_counter() - begin < 60 * minutes:
         training.step(spent / seconds if seconds else done / steps)
         done, spent = done + 1, earlier + time.perf_counter() - before
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"start": hyperparameters, "seconds": spent, "steps": done, "training": training.state()}, path)
     finished = done >= steps or (seconds is not None and spent >= seconds)
+    if finished:
+        path.unlink(missing_ok=True)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"start": hyperparameters, "seconds": spent, "steps": done, "training": training.state()}, path)
     scale = float(rows_of(dataset)[:, -1].std())
     return {"finished": finished, "steps": done, "seconds": spent, "target_scale": scale, **_scores(training, data)}
 
@@ -222,26 +186,12 @@ def _continue(
 def _scores(training: Training, data: Split) -> dict[str, float]:
     parts = [training.predict(x) for x in data.test_x.split(CHUNK)]
     mean, variance = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "variance"))
-    rmse, log_likelihood = scores(mean, variance, data.test_y)
+    rmse, log_likelihood = regression_scores(mean, variance, data.test_y)
     return {"rmse": rmse, "nll": -log_likelihood}
 
 
-@contender("quadruply", "nystrom")
-def nystrom(**options: Any) -> Outcome:
-    """Eigenfeatures of random centres."""
-    return _continue("nystrom", **options)
-
-
-@contender("quadruply", "rff")
-def rff(**options: Any) -> Outcome:
-    """Random Fourier features, the basis of the paper's table."""
-    return _continue("rff", **options)
-
-
-@contender("quadruply", "svgp")
-def svgp(**options: Any) -> Outcome:
-    """The rival."""
-    return _continue("svgp", **options)
+for _method in METHODS:
+    contender("quadruply", _method)(partial(_continue, _method))
 
 
 def method_options(method: str, **given: Any) -> dict[str, Any]:
@@ -273,3 +223,110 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
     }
     own = defaults[method]
     return {name: value if given.get(name) is None else given[name] for name, value in own.items()}
+
+
+@app.command()
+def quadruply(
+    dataset: Annotated[list[str] | None, typer.Option(help="kin40k, protein, keggdirected; all by default.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="nystrom, rff, svgp; nystrom and svgp by default.")] = None,
+    splits: int = 1,
+    features: Annotated[int | None, typer.Option(help="Features m, or centres; by method if not given.")] = None,
+    feature_samples: Annotated[int | None, typer.Option(help="Features of an index set.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of a step.")] = None,
+    points: Annotated[int | None, typer.Option(help="Control points.")] = None,
+    dense_columns: int | None = None,
+    tail_features: Annotated[int | None, typer.Option(help="Random features of what a head leaves.")] = None,
+    hyper_rate: Annotated[float | None, typer.Option(help="Learning rate of hyperparameters.")] = None,
+    learn_kernel: Annotated[bool, typer.Option(help="Learn the kernel too, not the noise alone.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Steps of our method; SVGP has the seconds of nystrom.")] = None,
+    minutes: Annotated[float, typer.Option(help="Of each run in this call; another call goes on.")] = 120.0,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """RMSE and NLPD beside SVGP with the same time, and beside the published. Goes on where it was interrupted."""
+    given = {"features": features, "feature_samples": feature_samples, "rows": rows, "points": points}
+    given |= {"dense_columns": dense_columns, "tail_features": tail_features, "steps": steps}
+    given |= {"hyper_rate": hyper_rate, "learn_kernel": learn_kernel}
+    runs = [
+        planned
+        for name in dataset or list(published.QUADRUPLY)
+        for split in range(splits)
+        for planned in planned_runs(name, split, method or ["nystrom", "svgp"], minutes, **given)
+    ]
+    found = SavedRuns(RESULTS / "quadruply.json").execute(runs, threads, console)
+    console.print(table(found).for_terminal())
+
+
+def planned_runs(dataset: str, split: int, methods: Sequence[str], minutes: float, **given: Any) -> list[Run]:
+    """Of one split; SVGP has the time of the method before it, or of nystrom."""
+    runs: list[Run] = []
+    for method in methods:
+        # SVGP has options of its own.
+        options = method_options(method, **(given if method != "svgp" else {})) | {"dataset": dataset, "split": split}
+        pace = None
+        if method == "svgp":
+            pace = runs[0] if runs else planned_runs(dataset, split, ["nystrom"], minutes, **given)[0]
+        runs.append(Run("quadruply", method, options | {"seconds": None}, pace, {"minutes": minutes}))
+    return runs
+
+
+def table(found: Sequence[Measured]) -> Table:
+    """A row a run."""
+    rows = []
+    for run, done in ((measured.run, measured.outcome) for measured in found):
+        name = run.options["dataset"]
+        # The paper's inducing points are the nearest to centres.
+        theirs = published.QUADRUPLY[name].get("inducing" if run.contender == "nystrom" else run.contender)
+        rows.append(
+            [
+                name,
+                str(run.options["split"]),
+                run.contender,
+                f"{done['steps']}" + ("" if done["finished"] else ", unfinished"),
+                f"{done['rmse']:.3f}",
+                f"{done['rmse'] * done['target_scale']:.3f}",
+                f"{theirs[0]:.3f}" if theirs else "",
+                f"{done['nll']:.3f}",
+                f"{theirs[1]:.3f}" if theirs else "",
+                f"{done['seconds'] / 60:.1f}",
+            ]
+        )
+    return Table(
+        "RMSE standardised and in raw units; published: five splits, raw units, for nystrom all rows as inducing points",
+        ["data", "split", "method", "steps", "RMSE", "raw", "published", "NLPD", "published", "minutes"],
+        rows,
+    )
+
+
+#: Data sets, and options, of the presets.
+SIZES: dict[Preset, tuple[list[str], dict[str, int]]] = {
+    Preset.SMOKE: (["kin40k"], {"features": 50, "steps": 5, "rows": 50}),
+    Preset.QUICK: (["kin40k"], {"features": 1000, "steps": 500}),
+    Preset.PAPER: (list(published.QUADRUPLY), {}),
+}
+
+
+def preset_runs(preset: Preset) -> list[Run]:
+    """Eigenfeatures, random features in the paper's number, and SVGP with the time of the former."""
+    datasets, given = SIZES[preset]
+    methods = ["nystrom", "svgp"]
+    runs = [planned for name in datasets for planned in planned_runs(name, 0, methods, 120.0, **given)]
+    if preset is Preset.PAPER:
+        paper = {
+            "features": 100_000,
+            "feature_samples": 10_000,
+            "steps": 100_000,
+            "learn_kernel": True,
+            "hyper_rate": 1e-5,
+        }
+        runs += [planned for name in datasets for planned in planned_runs(name, 0, ["rff"], 120.0, **paper)]
+    return runs
+
+
+register(
+    Case(
+        "quadruply",
+        "Quadruply stochastic training beside SVGP with equal time; tables 2 and 3 of Evans and Nair 2018.",
+        preset_runs,
+        lambda found: [table(found)],
+    )
+)

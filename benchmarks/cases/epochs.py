@@ -3,12 +3,16 @@
 Lin et al. 2024, tables 1 to 6: standard probes are Gaussian with identity covariance; the stopping rule is the mean.
 """
 
+from typing import Annotated
+
 import torch
+import typer
 
 import gpy_iterative as gpi
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show
 from benchmarks.datasets import load
 from benchmarks.models import MaternRegression
-from benchmarks.runner import Outcome, contender
+from benchmarks.runner import CONTENDERS, Outcome, contender
 
 
 def _run(
@@ -58,3 +62,26 @@ def pathwise_cold(**options: int) -> Outcome:
 def pathwise_warm(**options: int) -> Outcome:
     """Prior samples, previous solutions."""
     return _run(True, True, **options)
+
+
+@app.command()
+def epochs(
+    dataset: str = "pol",
+    rows: int = 6000,
+    steps: int = 30,
+    block_size: int = 512,
+    max_epochs: int = 1000,
+    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name, beside 'standard, cold'.")] = None,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Epochs of alternating projections: pathwise or standard probes, warm or cold."""
+    options = {"dataset": dataset, "rows": rows, "steps": steps, "block_size": block_size, "max_epochs": max_epochs}
+    names = [name for name in CONTENDERS["epochs"] if name == "standard, cold" or only is None or name in only]
+    outcomes = run_contenders("epochs", names, threads=threads, **options)
+    reference = outcomes["standard, cold"]["total"]
+    show(
+        f"{dataset}, {rows} rows, {steps} steps, blocks of {block_size}",
+        ["probes, start", "epochs", "fewer by"],
+        [[name, f"{o['total']:.0f}", f"{reference / o['total']:.1f}"] for name, o in outcomes.items()],
+    )
+    finish(f"epochs_{dataset}", options, threads, outcomes=outcomes)

@@ -8,17 +8,19 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import typer
 from torch import Tensor
 
 import gpy_iterative as gpi
+from benchmarks.cases.product import problem
+from benchmarks.command_line import DEFAULT_THREADS, app, finish, run_contenders, show
 from benchmarks.datasets import load
 from benchmarks.models import MaternRegression
-from benchmarks.product import problem
 from benchmarks.runner import Outcome, contender
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
@@ -139,3 +141,50 @@ def shared(processes: int, threads_together: int, **options: Any) -> Outcome:
     if any(found["training step"]["parameters"] != every[0]["training step"]["parameters"] for found in every):
         raise RuntimeError("The processes ended with different parameters.")
     return outcome
+
+
+@app.command()
+def scaling(
+    more: Annotated[
+        list[int] | None, typer.Argument(help="Further numbers of processes, as in --processes 1 2.")
+    ] = None,
+    processes: Annotated[
+        list[int] | None, typer.Option(help="Numbers of processes to compare; 1 and 2 by default.")
+    ] = None,
+    n: int = 15_000,
+    d: int = 26,
+    s: int = 65,
+    repeats: int = 5,
+    dataset: str = "elevators",
+    rows: Annotated[int | None, typer.Option(help="First training rows only.")] = None,
+    steps: int = 5,
+    threads: Annotated[int, typer.Option(help="Threads of all processes together.")] = DEFAULT_THREADS,
+) -> None:
+    """Products and a training step that several processes share, and the bytes that each contributes to sums."""
+    options = {"n": n, "d": d, "s": s, "repeats": repeats, "dataset": dataset, "rows": rows, "steps": steps}
+    with_threads = options | {"threads": 1, "threads_together": threads}
+    counts = [*(processes or []), *(more or [])] or [1, 2]
+    outcomes = {
+        str(count): run_contenders("scaling", ["shared tiles"], processes=count, **with_threads)["shared tiles"]
+        for count in counts
+    }
+    good = {count: outcome for count, outcome in outcomes.items() if "error" not in outcome}
+    for name in MEASURED if good else []:
+        first = next(iter(good.values()))[name]["best"]
+        show(
+            f"{name}: {size_of(name, options)}, float32, {threads} threads together",
+            ["processes", "threads each", "s", "ratio", "sums", "bytes", "bytes / (4 n s)"],
+            [
+                [
+                    count,
+                    str(o["threads_each"]),
+                    f"{o[name]['best']:.3f}",
+                    f"{o[name]['best'] / first:.2f}",
+                    f"{o[name]['messages']:.0f}",
+                    f"{o[name]['bytes']:,.0f}",
+                    f"{o[name]['bytes'] / (4 * n * s):.2f}" if "step" not in name else "",
+                ]
+                for count, o in good.items()
+            ],
+        )
+    finish("scaling", options | {"processes": counts}, threads, outcomes=outcomes)

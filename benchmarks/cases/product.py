@@ -7,7 +7,8 @@ import torch
 from pykeops.torch import Genred
 from torch import Tensor
 
-from benchmarks.runner import Outcome, contender
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show
+from benchmarks.runner import CONTENDERS, Outcome, contender
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
 
@@ -85,3 +86,21 @@ def keops(n: int, d: int, s: int, repeats: int) -> Outcome:
     formula = "(IntCst(1)+Sqrt(IntCst(3)*SqDist(x,y)))*Exp(-Sqrt(IntCst(3)*SqDist(x,y)))*v"
     product = Genred(formula, [f"x=Vi({d})", f"y=Vj({d})", f"v=Vj({s})"], reduction_op="Sum", axis=1)
     return _seconds(lambda: product(x, x, v, backend="CPU"), repeats)
+
+
+@app.command()
+def product(n: int = 15_000, d: int = 26, s: int = 65, repeats: int = 5, threads: Threads = DEFAULT_THREADS) -> None:
+    """The kernel product alone, beside its bound and KeOps."""
+    options = {"n": n, "d": d, "s": s, "repeats": repeats}
+    outcomes = run_contenders("product", list(CONTENDERS["product"]), threads=threads, **options)
+    floor = outcomes["bound: GEMMs alone"]["best"]
+    show(
+        f"n = {n}, d = {d}, {s} right-hand sides, float32, {threads} threads",
+        ["contender", "s", "bound / s", "MB"],
+        [
+            [name, f"{o['best']:.3f}", f"{floor / o['best']:.2f}", f"{o['peak_memory_mb']:.0f}"]
+            for name, o in outcomes.items()
+            if "error" not in o
+        ],
+    )
+    finish("product", options, threads, outcomes=outcomes)

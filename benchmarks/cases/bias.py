@@ -5,25 +5,26 @@ kernel at fixed hyperparameters. Truths are exact (dense Cholesky factor, float6
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-import matplotlib
 import torch
+import typer
 from gpytorch.mlls import MarginalLogLikelihood
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import gpy_iterative as gpi
+from benchmarks.command_line import app, console, finish
 from benchmarks.datasets import rows_of
 from benchmarks.models import SquaredExponentialRegression
-from benchmarks.runner import environment, save
+from benchmarks.plots import plt, save_figure
+from benchmarks.runner import Outcome, contender
+from benchmarks.runs import Measured, Run
+from benchmarks.suite import Case, Preset, register
+from benchmarks.tables import Table
 from gpy_iterative.truncation import ExponentialTruncation
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 #: Of the paper's figure.
 LENGTHSCALE, OUTPUTSCALE, NOISE = 0.366, 0.375, 0.0163
@@ -34,7 +35,7 @@ MakeMll = Callable[[SquaredExponentialRegression], MarginalLogLikelihood]
 
 
 @dataclass(frozen=True)
-class Contender:
+class Estimator:
     """An estimator of one family at one budget.
 
     Attributes:
@@ -74,11 +75,11 @@ def _single_sample(count: int) -> MakeMll:
     )
 
 
-CONTENDERS = (
-    *(Contender("truncated CG", steps, _truncated(steps)) for steps in (5, 10, 20, 40)),
-    *(Contender("Russian roulette", steps, _roulette(steps)) for steps in (10, 20, 40)),
-    *(Contender("random features", count, _features(count)) for count in (50, 100, 200, 400)),
-    *(Contender("single sample", count, _single_sample(count)) for count in (50, 100, 200, 400)),
+ESTIMATORS = (
+    *(Estimator("truncated CG", steps, _truncated(steps)) for steps in (5, 10, 20, 40)),
+    *(Estimator("Russian roulette", steps, _roulette(steps)) for steps in (10, 20, 40)),
+    *(Estimator("random features", count, _features(count)) for count in (50, 100, 200, 400)),
+    *(Estimator("single sample", count, _single_sample(count)) for count in (50, 100, 200, 400)),
 )
 
 
@@ -121,47 +122,42 @@ def value_and_gradient(model: SquaredExponentialRegression, mll: MarginalLogLike
 
 
 def bias_table(
-    x: Tensor, y: Tensor, draws: int, contenders: tuple[Contender, ...]
+    x: Tensor, y: Tensor, draws: int, estimators: tuple[Estimator, ...]
 ) -> dict[str, dict[str, list[float]]]:
-    """Contender -> mean error and its standard error for each of COLUMNS; and the exact numbers."""
+    """Estimator -> mean error and its standard error for each of COLUMNS; and the exact numbers."""
     model = figure_model(x, y)
     solver = gpi.solvers.Cholesky()
     truth = value_and_gradient(model, gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, solver=solver))
     table = {"exact": {"mean": truth.tolist(), "sem": [0.0] * len(COLUMNS)}}
-    for contender in contenders:
-        mll = contender.make(model)
+    for estimator in estimators:
+        mll = estimator.make(model)
         samples = torch.stack([value_and_gradient(model, mll) for _ in range(draws)])
-        table[contender.name] = {
+        table[estimator.name] = {
             "mean": (samples.mean(0) - truth).tolist(),
             "sem": (samples.std(0) / draws**0.5).tolist(),
         }
     return table
 
 
-def print_table(table: dict[str, dict[str, list[float]]], title: str, console: Console) -> None:
+def table(outcome: Outcome, title: str) -> Table:
     """Bias ± standard error; the first row has the exact numbers."""
-    output = Table(title=title)
-    output.add_column("bias ± standard error")
-    for column in COLUMNS:
-        output.add_column(column, justify="right")
-    for name, row in table.items():
+    rows = []
+    for name, row in outcome["table"].items():
         cells = zip(row["mean"], row["sem"], strict=True)
-        output.add_row(name, *(f"{m:.2f}" if name == "exact" else f"{m:+.2f} ± {s:.2f}" for m, s in cells))
-    console.print(output)
+        rows.append([name, *(f"{m:.2f}" if name == "exact" else f"{m:+.2f} ± {s:.2f}" for m, s in cells)])
+    return Table(f"{title}; exact numbers in the first row", ["bias ± standard error", *COLUMNS], rows)
 
 
-def draw_pictures(
-    table: dict[str, dict[str, list[float]]], folder: Path, contenders: tuple[Contender, ...]
-) -> list[Path]:
+def draw_pictures(outcome: Outcome, folder: Path) -> list[Path]:
     """Two pictures: the bias against the budget, and the unbiased means with a band of two standard errors."""
-    folder.mkdir(parents=True, exist_ok=True)
+    table = outcome["table"]
     biased = (("truncated CG", "steps"), ("random features", "frequencies"))
     unbiased = (("Russian roulette", "expected steps"), ("single sample", "frequencies of the base term"))
     paths = []
     for name, families in (("truncation_bias", biased), ("truncation_unbiased", unbiased)):
         figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), constrained_layout=True)
         for axis, (family, label) in zip(axes, families, strict=True):
-            members = [c for c in contenders if c.family == family]
+            members = [e for e in ESTIMATORS if e.family == family and e.name in table]
             budgets = [c.budget for c in members]
             for index, column in enumerate(COLUMNS):
                 mean = torch.tensor([table[c.name]["mean"][index] for c in members])
@@ -175,35 +171,58 @@ def draw_pictures(
                 axis.set_yscale("symlog", linthresh=1)
         axes[0].set_ylabel("error of the mean" if name == "truncation_unbiased" else "bias")
         axes[0].legend(fontsize=7)
-        path = folder / f"{name}.svg"
-        figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
-        paths.append(path)
+        paths.append(save_figure(figure, folder / f"{name}.svg"))
     return paths
 
 
-def run(
-    *,
-    dataset: str,
-    rows: int,
-    draws: int,
-    pictures: Path | None,
-    console: Console,
-    contenders: tuple[Contender, ...] = CONTENDERS,
-) -> Path:
-    """Measures, prints, saves and, where a folder is given, draws."""
+@contender("bias", "all")
+def measure(*, dataset: str, rows: int, draws: int) -> Outcome:
+    """Every estimator, whose grid of frequencies the rows can bear."""
     x, y = figure_data(dataset, rows)
     # The grid of a single sample ends at half of the data.
-    contenders = tuple(c for c in contenders if c.family != "single sample" or c.budget + FREQUENCY_STEP <= len(y) // 2)
-    table = bias_table(x, y, draws, contenders)
-    print_table(table, f"{dataset}, first {len(y)} rows, {draws} draws; exact numbers in the first row", console)
+    chosen = (e for e in ESTIMATORS if e.family != "single sample" or e.budget + FREQUENCY_STEP <= len(y) // 2)
+    return {"columns": COLUMNS, "table": bias_table(x, y, draws, tuple(chosen))}
+
+
+@app.command()
+def bias(
+    dataset: str = "pol",
+    rows: Annotated[int, typer.Option(help="First rows of the data.")] = 1000,
+    draws: Annotated[int, typer.Option(help="Independent estimates of each estimator.")] = 200,
+    pictures: Annotated[Path | None, typer.Option(help="Folder for the two pictures of the documentation.")] = None,
+) -> None:
+    """Bias of value and gradient: truncated CG, Russian roulette, random features, single sample."""
+    outcome = measure(dataset=dataset, rows=rows, draws=draws)
+    console.print(table(outcome, f"{dataset}, first {rows} rows, {draws} draws").for_terminal())
     if pictures is not None:
-        for path in draw_pictures(table, pictures, contenders):
+        for path in draw_pictures(outcome, pictures):
             console.print(f"drew {path}")
-    content = {
-        "environment": environment(torch.get_num_threads()),
-        "options": {"dataset": dataset, "rows": rows, "draws": draws},
-        "columns": COLUMNS,
-        "table": table,
-    }
-    return save(f"bias_{dataset}", content)
+    options = {"dataset": dataset, "rows": rows, "draws": draws}
+    finish(f"bias_{dataset}", options, torch.get_num_threads(), **outcome)
+
+
+SIZES = {Preset.SMOKE: (300, 2), Preset.QUICK: (1000, 40), Preset.PAPER: (1000, 10_000)}
+
+
+def preset_runs(preset: Preset) -> list[Run]:
+    """All estimators in one process."""
+    rows, draws = SIZES[preset]
+    return [Run("bias", "all", {"dataset": "pol", "rows": rows, "draws": draws})]
+
+
+def _tables(found: Sequence[Measured]) -> list[Table]:
+    return [
+        table(measured.outcome, "pol, first {rows} rows, {draws} draws".format(**measured.run.options))
+        for measured in found
+    ]
+
+
+register(
+    Case(
+        "bias",
+        "Bias of value and gradient, the setting of figure 1 of Potapczynski et al. 2021.",
+        preset_runs,
+        _tables,
+        lambda found, folder: draw_pictures(found[0].outcome, folder),
+    )
+)

@@ -1,9 +1,13 @@
 """Epochs to tolerance: conjugate gradients under every preconditioner, and every other solver, on three kernel systems."""
 
+from typing import Annotated
+
 import torch
+import typer
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
+from benchmarks.command_line import app, console, finish, show
 from benchmarks.datasets import load
 from benchmarks.runner import Outcome
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
@@ -90,3 +94,25 @@ def shown(outcome: Outcome) -> str:
     if outcome["status"] != "CONVERGED":
         return f"residual {outcome['residual']:.2g}"
     return f"{outcome['epochs']:.0f} + {outcome['overhead']:.1f}"
+
+
+@app.command()
+def solvers(
+    rows: int = 3000,
+    tolerance: float = 0.01,
+    max_epochs: float = 300,
+    block_size: int = 250,
+    only: Annotated[list[str] | None, typer.Option(help="Solvers, by name; all by default.")] = None,
+) -> None:
+    """Epochs to tolerance of every solver and preconditioner, on three kernel systems; some minutes."""
+    options = {"rows": rows, "tolerance": tolerance, "max_epochs": max_epochs, "block_size": block_size}
+    outcomes: dict[str, dict[str, Outcome]] = {}
+    for name in only or NAMES:
+        outcomes[name] = {on: epochs(on=on, solver=name, **options) for on in SYSTEMS}
+        console.print(name, *map(shown, outcomes[name].values()), sep=" | ")
+    show(
+        f"{rows} rows, 16 columns to {tolerance:g}, blocks of {block_size}; epochs + overhead",
+        ["solver", *SYSTEMS],
+        [[name, *map(shown, found.values())] for name, found in outcomes.items()],
+    )
+    finish("solvers", options, torch.get_num_threads(), outcomes=outcomes)

@@ -1,0 +1,43 @@
+"""What the commands share: the program they belong to, how contenders are run, shown and saved."""
+
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks.runner import Outcome, environment, run_apart, save
+from benchmarks.tables import Table
+
+app = typer.Typer(help="Command line of the benchmarks.", no_args_is_help=True, add_completion=False)
+console = Console()
+
+Threads = Annotated[int, typer.Option(help="Threads of every contender.")]
+DEFAULT_THREADS = torch.get_num_threads()
+
+
+def run_contenders(case: str, names: list[str], **options: Any) -> dict[str, Outcome]:
+    """Runs contenders one after the other, each in its own process."""
+    outcomes = {}
+    for name in names:
+        with console.status(f"{case}: {name}"):
+            outcomes[name] = run_apart(case, name, **options)
+        if "error" in outcomes[name]:
+            console.print(f"[red]{name} failed:[/red] {outcomes[name]['error']}")
+    return outcomes
+
+
+def succeeded(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+    """Without those that failed."""
+    return {name: outcome for name, outcome in outcomes.items() if "error" not in outcome}
+
+
+def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Prints a table."""
+    console.print(Table(title, columns, rows).for_terminal())
+
+
+def finish(name: str, options: dict[str, Any], threads: int, **content: Any) -> None:
+    """Saves benchmarks/results/NAME.json."""
+    path = save(name, {"environment": environment(threads), "options": options, **content})
+    console.print(f"saved {path}")

@@ -1,0 +1,149 @@
+"""The suite goes on where it stopped, gives rivals the same time, and shows what it has."""
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks import page, runs, suite
+from benchmarks.__main__ import app
+from benchmarks.comparison import compare_contenders, compare_folders
+from benchmarks.runs import Measured, Run, SavedRuns
+from benchmarks.suite import CASES, Case, Preset
+from benchmarks.tables import Table
+
+CONSOLE = Console(file=io.StringIO())
+OURS = Run("made up", "ours", {"rows": 10})
+RIVAL = Run("made up", "rival", {"rows": 10}, same_time_as=OURS)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """In place of processes: what was asked for. Ours takes 3.4 seconds."""
+    asked: list[dict[str, Any]] = []
+
+    def run_apart(case: str, name: str, **options: Any) -> dict[str, Any]:
+        asked.append({"name": name, **options})
+        return {"seconds": 3.4 if name == "ours" else options["seconds"], "rmse": 0.5 if name == "ours" else 1.0}
+
+    monkeypatch.setattr(runs, "run_apart", run_apart)
+    return asked
+
+
+def test_finished_runs_are_not_done_again(processes: list, tmp_path: Path) -> None:
+    path = tmp_path / "quick" / "made up.json"
+    found = SavedRuns(path).execute([OURS, RIVAL], 1, CONSOLE)
+    assert [measured.run.contender for measured in found] == ["ours", "rival"]
+    assert processes == [
+        {"name": "ours", "threads": 1, "rows": 10},
+        {"name": "rival", "threads": 1, "rows": 10, "seconds": 3},
+    ]
+    again = SavedRuns(path).execute([OURS, RIVAL], 1, CONSOLE)
+    assert again == found
+    assert len(processes) == 2
+    for outcome in json.loads(path.read_text())["runs"].values():
+        assert outcome["options"]["rows"] == 10
+        assert outcome["environment"]["threads"] == 1
+        assert {"processor", "cores", "torch", "python"} <= set(outcome["environment"])
+    # Other threads, other options: other numbers.
+    SavedRuns(path).execute([OURS], 2, CONSOLE)
+    SavedRuns(path).execute([Run("made up", "ours", {"rows": 11})], 1, CONSOLE)
+    assert len(processes) == 4
+    SavedRuns(path).execute([OURS], 1, CONSOLE, again=True)
+    assert len(processes) == 5
+
+
+def test_a_rival_waits_for_the_run_that_sets_its_time(processes: list, tmp_path: Path) -> None:
+    assert SavedRuns(tmp_path / "runs.json").execute([RIVAL], 1, CONSOLE) == []
+    assert processes == []
+
+
+def test_unfinished_and_failed_runs_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcomes = [{"error": ["no memory"]}, {"finished": False}, {"finished": True}]
+    calls = []
+    monkeypatch.setattr(runs, "run_apart", lambda *args, **options: calls.append(options) or outcomes[len(calls) - 1])
+    saved = SavedRuns(tmp_path / "runs.json")
+    pieces = Run("made up", "ours", {}, piece={"minutes": 1})
+    assert saved.execute([pieces], 1, CONSOLE) == []
+    assert not saved.execute([pieces], 1, CONSOLE)[0].is_finished
+    assert saved.execute([pieces], 1, CONSOLE)[0].is_finished
+    assert saved.execute([pieces], 1, CONSOLE)[0].is_finished
+    assert calls == [{"threads": 1, "minutes": 1}] * 3
+
+
+def _tables(found: Sequence[Measured]) -> list[Table]:
+    return [Table("what", ["run", "RMSE"], [[m.run.contender, f"{m.outcome['rmse']:.1f}"] for m in found])]
+
+
+def _pictures(found: Sequence[Measured], folder: Path) -> list[Path]:
+    folder.mkdir(parents=True)
+    (folder / "made_up.svg").touch()
+    return [folder / "made_up.svg"]
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Case:
+    """The only case of the suite."""
+    case = Case("made up", "What it is.", lambda preset: [OURS, RIVAL], _tables, _pictures)
+    monkeypatch.setattr(suite, "CASES", {case.name: case})
+    monkeypatch.setattr(page, "CASES", suite.CASES)
+    return case
+
+
+def test_the_page_has_tables_pictures_and_environments(made_up: Case, processes: list, tmp_path: Path) -> None:
+    saved = suite.saved_runs(made_up, Preset.QUICK, tmp_path / "results")
+    saved.execute([OURS], 1, CONSOLE)
+    path = page.render(Preset.QUICK, tmp_path / "results", tmp_path / "docs")
+    text = path.read_text()
+    assert "## made up\n\nWhat it is." in text
+    assert "| ours | 0.5 |" in text
+    assert "1 of 2 runs are done" in text
+    assert "threads 1" in text
+    assert "](pictures/benchmarks/made_up.svg)" in text
+    with pytest.raises(ValueError, match="not to be rendered"):
+        page.render(Preset.SMOKE, tmp_path / "results", tmp_path / "docs")
+    with pytest.raises(ValueError, match="Nothing is saved"):
+        page.render(Preset.PAPER, tmp_path / "results", tmp_path / "docs")
+
+
+def test_comparisons_are_ratios_with_both_environments(made_up: Case, processes: list, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        suite.saved_runs(made_up, Preset.QUICK, tmp_path / name).execute([OURS, RIVAL], len(name), CONSOLE)
+    (table,) = compare_contenders("ours", "rival", suite.measured(made_up, Preset.QUICK, tmp_path / "a"))
+    assert table.rows == [["rmse", "0.5", "1", "0.500"], ["seconds", "3.4", "3", "1.133"]]
+    ours, _ = compare_folders(tmp_path / "a", tmp_path / "b")
+    assert ours.rows[0] == ["rmse", "0.5", "0.5", "1.000"]
+    assert "threads 1" in ours.title
+    with pytest.raises(ValueError, match="there are: ours, rival"):
+        list(compare_contenders("ours", "nobody", suite.measured(made_up, Preset.QUICK, tmp_path / "a")))
+    with pytest.raises(ValueError, match="no run in common"):
+        list(compare_folders(tmp_path / "a", tmp_path / "nowhere"))
+
+
+def test_markdown_escapes_bars() -> None:
+    assert Table("t", ["a", "b"], [["|x|", "1"]]).markdown() == "**t**\n\n| a | b |\n|---|---|\n| \\|x\\| | 1 |\n"
+
+
+def test_every_preset_of_every_case_is_planned() -> None:
+    for case in CASES.values():
+        for preset in Preset:
+            keys = [run.key(1) for run in case.runs(preset)]
+            assert len(keys) == len(set(keys)), case.name
+            for run in case.runs(preset):
+                json.dumps(dict(run.options))
+        assert case.runs(Preset.SMOKE), case.name
+
+
+def test_unknown_names_are_refused() -> None:
+    for arguments in (["run", "nothing"], ["table", "nothing"], ["compare", "nowhere", "nothing"]):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2, arguments
+        assert "noth" in result.output or "nowhere" in result.output
+    result = CliRunner().invoke(app, ["list"])
+    assert result.exit_code == 0
+    assert all(name in result.output for name in CASES)
