@@ -15,6 +15,7 @@ from benchmarks import epochs as epochs_module
 from benchmarks import feature_kernels as feature_kernels_module
 from benchmarks import feature_order as feature_order_module
 from benchmarks import feature_step as feature_step_module
+from benchmarks import flights as flights_module
 from benchmarks import gradient_quality as gradient_quality_module
 from benchmarks import laplace_classification as laplace_module
 from benchmarks import laplace_pictures as laplace_pictures_module
@@ -688,6 +689,9 @@ def demo(
 ) -> None:
     """Hourly weather of three airports: train, predict, compare, plot."""
     demo_module.run(steps=steps, out=out, with_svgp=svgp, console=console)
+
+
+app.command(name="flights")(flights_module.command)
 
 
 @app.command(hidden=True)
