@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 from scipy.cluster.vq import kmeans2
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 import gpy_iterative as gpi
 from benchmarks.datasets import Split, load_flights
@@ -41,6 +40,8 @@ PREDICTION_BUDGETS = 2
 CLUSTERED_ROWS, BATCH_SIZE, CHUNK = 20_000, 1024, 4096
 #: The share of the training rows that the rival's rates are compared on, and of its time that each rate gets for it.
 VALIDATION_SHARE, SEARCH_SHARE = 0.1, 0.1
+#: Options that saved steps do not depend on.
+NOT_OF_TRAINING = ("steps", "rank")
 #: The rival's rate is a tenth of itself from this share of its time on.
 SLOWER_FROM = 0.8
 
@@ -74,12 +75,21 @@ class Training:
         path.with_suffix(".new").replace(path)
 
     def load(self, path: Path, options: dict[str, Any]) -> None:
-        """Goes on where a run with the same options was interrupted; does nothing where there is none."""
+        """Goes on where a run with the same options was interrupted; does nothing where there is none.
+
+        Raises ValueError for the file of a run with others, which may have taken hours. More steps than it was to have
+        are no other run.
+        """
         if not path.exists():
             return
         content = torch.load(path, weights_only=True)
-        if content["options"] != options:
-            return
+        different = [
+            name for name in options if name not in NOT_OF_TRAINING and options[name] != content["options"][name]
+        ]
+        if different:
+            raise ValueError(
+                f"{path} is of a run with another {', '.join(different)}: remove it, or name another folder."
+            )
         self.mll.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         self.mll.load_training_state(content["training"])
@@ -212,16 +222,15 @@ def train_variational(
     model, likelihood = VariationalRegression(torch.as_tensor(centres)), gpytorch.likelihoods.GaussianLikelihood()
     elbo = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=len(x))
     optimizer = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=rate)
-    loader = DataLoader(TensorDataset(x, y), batch_size=BATCH_SIZE, shuffle=True, generator=generator)
     batches = 0
     while True:
-        for rows, target in loader:
+        for batch in torch.randperm(len(x), generator=generator).split(BATCH_SIZE):
             passed = (time.perf_counter() - start) / seconds
             if passed >= 1:
                 return model.eval(), likelihood.eval(), batches
             optimizer.param_groups[0]["lr"] = rate if passed < SLOWER_FROM else rate / 10
             optimizer.zero_grad()
-            (-elbo(model(rows), target)).backward()
+            (-elbo(model(x[batch]), y[batch])).backward()
             optimizer.step()
             batches += 1
 
@@ -322,7 +331,6 @@ def command(
         return outcomes[contestant]
 
     console.print(f"every step of ours is saved in {folder / name}, and printed in its ours.log")
-    # Within its process every other path is relative to the same folder.
     seconds = run("ours", folder=str(folder / name), **options)["seconds"]
     shared = {"rows": rows, "seconds": seconds, "num_inducing": num_inducing}
     best = run("SVGP, rates", rates=of_rival["rates"], **shared)["best"]

@@ -86,15 +86,17 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.
     assert len((path.with_suffix(".log")).read_text().splitlines()) == 5
 
 
-def test_another_run_begins_anew(tmp_path: Path) -> None:
+def test_saved_steps_are_those_of_the_same_options(tmp_path: Path) -> None:
     data, path = load_flights(rows=300), tmp_path / "ours.pt"
     one_step = OPTIONS | {"steps": 1}
     first = case.train(data, path, one_step)
     assert first.steps[1]["status"] == "BUDGET_EXHAUSTED"
     assert first.steps[1]["epochs"] <= 1
-    again = case.train(data, path, one_step)
-    assert again.steps == first.steps
-    other = case.train(data, path, one_step | {"max_epochs": 100.0})
+    assert case.train(data, path, one_step).steps == first.steps
+    assert case.train(data, path, OPTIONS | {"steps": 2}).steps[:2] == first.steps
+    with pytest.raises(ValueError, match=r"another rate, max_epochs|another max_epochs, rate"):
+        case.train(data, path, one_step | {"max_epochs": 100.0, "rate": 0.2})
+    other = case.train(data, tmp_path / "other.pt", one_step | {"max_epochs": 100.0})
     assert other.steps[1]["status"] == "CONVERGED"
 
 
