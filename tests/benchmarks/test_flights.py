@@ -23,6 +23,7 @@ OPTIONS = {
     "subset_size": 50,
     "num_subsets": 1,
     "subset_steps": 2,
+    "compiled": False,
 }
 
 
