@@ -82,7 +82,7 @@ class Training:
             return
         content = torch.load(path, weights_only=True)
         different = [
-            name for name in options if name not in NOT_OF_TRAINING and options[name] != content["options"][name]
+            name for name in options if name not in NOT_OF_TRAINING and options[name] != content["options"].get(name)
         ]
         if different:
             raise ValueError(
