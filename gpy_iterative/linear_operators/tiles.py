@@ -29,6 +29,9 @@ Rows = slice | Tensor
 #: Tiles of one strip at the most. On two cores, strips of 2 are the fastest at every number of columns: both a batched
 #: product and an element-wise pass give each thread one tile, which stays in its cache.
 STRIP = 2
+#: Entries of picked rows that are evaluated at a time: 256 rows of a matrix with a third of a million columns would take
+#: more memory than all else that a solver holds.
+PICKED_ENTRIES = 2**24
 
 
 def blocks(size: int, length: int) -> list[slice]:
@@ -197,11 +200,12 @@ class Tiles(ABC):
 
     def _picked_rows_matmul(self, rows: Tensor, rhs: Tensor) -> Tensor:
         """Rows from everywhere, which no tiles are kept for: every process takes a share of the columns."""
-        columns = self.ranks.part(self.shape[-1])
-        if columns.start == columns.stop:
-            result = rhs.new_zeros(len(rows), rhs.shape[-1])
-        else:
-            result = self.block(rows, columns) @ rhs[columns]
+        share = self.ranks.part(self.shape[-1])
+        result = rhs.new_zeros(len(rows), rhs.shape[-1])
+        length = max(PICKED_ENTRIES // max(len(rows), 1), 1)
+        for start in range(share.start, share.stop, length):
+            columns = slice(start, min(start + length, share.stop))
+            result.addmm_(self.block(rows, columns), rhs[columns])
         self.complete([result], [rows, rhs])
         return result
 

@@ -41,6 +41,7 @@ from gpy_iterative.solvers import (
     EXACT_BELOW,
     Cholesky,
     ConjugateGradients,
+    IterativeSolver,
     LogDeterminant,
     Solver,
     SolveStatus,
@@ -52,6 +53,9 @@ from gpy_iterative.spectral import Draws
 
 #: Probes of the log-determinant's quadrature. They serve the reported value alone, never the gradient.
 NUM_LOGDET_PROBES = 4
+#: Products of the quadrature at the most, and at the least where the solver's budget is smaller: the second shows how far
+#: the first was off.
+LOGDET_PRODUCTS = (20, 2)
 
 
 class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
@@ -154,8 +158,16 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         )
         return result
 
-    def posterior(self) -> PathwisePosterior:
+    def posterior(
+        self, *, solver: Solver | None = None, rank: int = 1024, num_neighbours: int = 128
+    ) -> PathwisePosterior:
         """The posterior at the current hyperparameters, warm-started from the training solves.
+
+        Args:
+            solver: of means and sample paths; None is training's. After training on a small budget of epochs, one with a
+                larger budget: a single column is cheap beside a training step.
+            rank: of the variances, see `PathwisePosterior`; they take memory for about four blocks [n, rank].
+            num_neighbours: of the variances, likewise.
 
         Puts model and likelihood into evaluation mode and becomes the model's prediction strategy, so that
         `likelihood(model(x))` answers from the same solves until `model.train()`. Cost: one product when the
@@ -167,13 +179,15 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         posterior = PathwisePosterior(
             self.model,
             self.likelihood,
-            solver=self._prediction_solver(),
+            solver=self._prediction_solver() if solver is None else solver,
             products=self.products,
             # Forked, so that looking at predictions in the middle of training does not change the training.
             generator=torch.Generator().manual_seed((self._state.generator.initial_seed() + 1) % 2**64),
             params=self._params,
             initial_weights=None if solutions is None else solutions[..., 0],
             prior=self._prior_samples(),
+            rank=rank,
+            num_neighbours=num_neighbours,
         )
         posterior.install()
         return posterior
@@ -282,7 +296,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                 operator,
                 residual,
                 distribution.probes(operator, terms, randomness),
-                self._log_determinant(operator, residual),
+                self._log_determinant(operator, residual, solver),
                 solver,
                 tolerances=(solver.tolerance, solver.probe_tolerance or self._probe_tolerance(solver)),
                 initial_guess=state.warm_start.initial_guess(residual, distribution.num_probes + 1),
@@ -292,14 +306,21 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         state.warm_start.update(estimate.solutions)
         return estimate
 
-    def _log_determinant(self, operator: LinearOperator, residual: Tensor) -> LogDeterminant:
+    def _log_determinant(self, operator: LinearOperator, residual: Tensor, solver: Solver) -> LogDeterminant:
+        """Within the solver's budget: the value must not cost more passes over the matrix than the gradient may."""
+        most, least = LOGDET_PRODUCTS
+        budget = solver.max_epochs if isinstance(solver, IterativeSolver) else most
         randomness = self._state.draws_for(
             "logdet", residual, operator.shape, lambda: self.logdet_probes.draw(operator, None, self._state.generator)
         )
         probes = self.logdet_probes.probes(operator, None, randomness)
         learned = self._state.kept_draws("quadrature")
         estimate = stochastic_logdet(
-            operator, probes.vectors, preconditioner=probes.covariance, shares=learned and learned["shares"]
+            operator,
+            probes.vectors,
+            preconditioner=probes.covariance,
+            max_iterations=max(min(most, int(budget)), least),
+            shares=learned and learned["shares"],
         )
         self._state.keep("quadrature", {"shares": estimate.shares})
         return estimate

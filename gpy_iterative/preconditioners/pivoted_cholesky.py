@@ -74,7 +74,8 @@ class PivotedCholesky(PreconditionerRecipe):
         kernel, diagonal, noise = kernel_and_noise(operator)
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         factor, pivots = self._factor(kernel, diagonal, noise, pivots, generator)
-        rest = (diagonal - factor.square().sum(-1)).clamp_min(0)
+        # Norms, and not sums of squares, which would all be in memory at once.
+        rest = (diagonal - torch.linalg.vector_norm(factor, dim=-1).square()).clamp_min(0)
         mean = diagonal.mean(-1, keepdim=True)
         eps = torch.finfo(diagonal.dtype).eps
         if noise is not None:

@@ -39,6 +39,8 @@ MAX_PAIRWISE = 2048
 #: Relative jitters, tried in turn on a covariance of neighbours that has no Cholesky factor. In float32, little noise may
 #: leave hardly more than rounding errors past the projections: the last ones then take little from the neighbours.
 JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+#: Rows that are converted to float64 at a time.
+CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class ProjectionRecipe:
         """The projection for H [*b, m, m] of the observed data.
 
         Cost for each batch member: r kernel rows, one product with r columns, and a few times n r^2 multiply-adds.
-        Memory: about five blocks [n, r].
+        Memory: about four blocks [n, r], two of which are kept.
         """
         batch = operator.batch_shape
         members = [_galerkin_basis(operator[index], self.rank) for index in _indices(batch)] if batch else []
@@ -151,7 +153,9 @@ class ProjectionRecipe:
             return Projection(scatter_rows(basis, observed), None)
         diagonal = operator.diagonal(dim1=-2, dim2=-1)
         # Data inside the span have nothing left to tell; rounding must not make them look telling.
-        rest = torch.maximum(diagonal - image.square().sum(-1), 1e-4 * _noise_floor(operator, diagonal))
+        # Norms, here and below, and not sums of squares, which would all be in memory at once.
+        explained = torch.linalg.vector_norm(image, dim=-1).square()
+        rest = torch.maximum(diagonal - explained, 1e-4 * _noise_floor(operator, diagonal))
         local = LocalPart(operator, image, rest.sqrt(), min(self.num_neighbours, size), observed)
         return Projection(scatter_rows(basis, observed), local)
 
@@ -196,7 +200,8 @@ class _Neighbours:
             self.blocks = self._blocks(self.index, image).double()
             # What rounding has left of R, eps times the largest eigenvalue of H, counts as noise: weights then stay so
             # small that it does not add up. That eigenvalue is about the largest |H a|^2 of a column with a^T H a = 1.
-            rounding = torch.finfo(self.image.dtype).eps * self.image.square().sum(-2).amax(-1)
+            largest = torch.linalg.vector_norm(self.image, dim=-2).amax(-1).square()
+            rounding = torch.finfo(self.image.dtype).eps * largest
             self.blocks.diagonal(dim1=-2, dim2=-1).add_(rounding.double()[..., None, None])
             self.lower = _factor(self.blocks)
         self.correlation = self._rest_at(self.index, image).double()
@@ -257,14 +262,18 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
     """A with A^T H A = I, in the span of a pivoted Cholesky factor, and H A: [n, r] each."""
     basis = torch.linalg.qr(PivotedCholesky(rank=rank).build(operator).factor).Q.contiguous()
     image = operator._matmul(basis)
-    gram = basis.mT.double() @ image.double()
+    gram = torch.zeros(basis.shape[-1], basis.shape[-1], dtype=torch.float64, device=basis.device)
+    for left, right in zip(basis.split(CHUNK), image.split(CHUNK), strict=True):
+        gram += left.mT.double() @ right.double()
     lower = psd_safe_cholesky(0.5 * (gram + gram.mT))
-    return _solve_right(basis, lower), _solve_right(image, lower)
+    return _solve_right_(basis, lower), _solve_right_(image, lower)
 
 
-def _solve_right(columns: Tensor, lower: Tensor) -> Tensor:
-    """The columns times L^-T, in float64, rounded once."""
-    return torch.linalg.solve_triangular(lower, columns.mT.double(), upper=False).mT.to(columns.dtype).contiguous()
+def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:
+    """The columns [n, r] times L^-T, in place: in float64, rounded once."""
+    for rows in columns.split(CHUNK):
+        rows.copy_(torch.linalg.solve_triangular(lower, rows.mT.double(), upper=False).mT)
+    return columns
 
 
 def _factor(blocks: Tensor) -> Tensor:

@@ -52,6 +52,10 @@ class TrainingSolves:
             it does not fit.
 
     Construction solves for the mean, from the initial weights: at once when they still satisfy the tolerance.
+
+    Attributes:
+        weights: H^-1 (y - mean) [*b, n], zero where a datum is not observed.
+        mean_solution: how that solve ended, and what it took; None where a Cholesky factor answered.
     """
 
     def __init__(
@@ -71,7 +75,13 @@ class TrainingSolves:
         self._projection: Projection | None = None
         self._prior_draws: PriorDraws | None = None
         guess = _fitting(initial_weights, system)
-        self._solution = self.solve(system.residual.unsqueeze(-1), None if guess is None else guess.unsqueeze(-1))
+        columns, guess = system.residual.unsqueeze(-1), None if guess is None else guess.unsqueeze(-1)
+        self.mean_solution: Solution | None = None
+        if isinstance(solver, Cholesky):
+            self._solution = self.cholesky().solve(columns)
+        else:
+            self.mean_solution = self._iterative_solution(solver, columns, guess)
+            self._solution = self.mean_solution.value
         self.weights = scatter_rows(self._solution, system.observed).squeeze(-1)
 
     @property
@@ -126,11 +136,14 @@ class TrainingSolves:
         """H^-1 columns [*b, m, s], to the solver's tolerance."""
         if isinstance(self.solver, Cholesky):
             return self.cholesky().solve(columns)
-        solution = self.solver.solve(
+        return self._iterative_solution(self.solver, columns, initial_guess).value
+
+    def _iterative_solution(self, solver: Solver, columns: Tensor, initial_guess: Tensor | None) -> Solution:
+        solution = solver.solve(
             self.system.operator, columns, initial_guess=initial_guess, generator=self._generator(0)
         )
         _warn_unless_converged(solution)
-        return solution.value
+        return solution
 
     @torch.inference_mode(False)
     @torch.no_grad()

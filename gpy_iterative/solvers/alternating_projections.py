@@ -23,6 +23,9 @@ from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
 #: The pace is taken over this many epochs; when it promises more than `PATIENCE` further ones, the finish takes over.
 EPOCHS_PER_LOOK = 2.0
 PATIENCE = 10.0
+#: Bytes that the factors of blocks may take together. Where there are so many blocks that these do not suffice, a step's
+#: products cost a hundred times what another factor does.
+MAX_FACTOR_BYTES = 2**29
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,9 @@ class AlternatingProjections(IterativeSolver[_State]):
         finish: what takes over, with its preconditioner (its tolerances and budget do not count); None never does, as
             in the papers.
 
-    Further options are those of `IterativeSolver`. Memory: eleven blocks [n, s], and n block_size numbers for the
-    Cholesky factors, which live as long as the projections. A block is factored at its first visit, in float64 where
-    float32 finds no factor.
+    Further options are those of `IterativeSolver`. Memory: eleven blocks [n, s], and n block_size numbers, but no more
+    than half a gigabyte, for the Cholesky factors, which live as long as the projections; blocks beyond that are
+    factored at every visit. A block is factored in float64 where float32 finds no factor.
 
     Raises (from `solve`):
         NonFiniteError: as every solver, or a block has entries that are not finite.
@@ -87,9 +90,7 @@ class AlternatingProjections(IterativeSolver[_State]):
             return replace(state, finishing=self.finish.step(operator, iterate, state.finishing))
         chosen = self._worst_block(iterate.residual)
         block = slice(chosen * self.block_size, min((chosen + 1) * self.block_size, state.size))
-        if chosen not in state.factors:
-            state.factors[chosen] = block_cholesky(principal_block(operator, block))
-        update = block_solve(state.factors[chosen], iterate.residual[block])
+        update = block_solve(self._factor(operator, chosen, block, state.factors), iterate.residual[block])
         iterate.value[block] += update
         iterate.residual -= columns_matmul(operator, block, update)
         return replace(state, steps=state.steps + 1)
@@ -118,6 +119,15 @@ class AlternatingProjections(IterativeSolver[_State]):
         if self.finish is not None and state.finishing is not None:
             work += self.finish.work_of_setup(state.finishing)
         return work
+
+    def _factor(self, operator: LinearOperator, number: int, block: slice, factors: dict[int, Tensor]) -> Tensor:
+        """The Cholesky factor of a block: the kept one, or a new one that is kept where there is room for it."""
+        if number in factors:
+            return factors[number]
+        factor = block_cholesky(principal_block(operator, block))
+        if sum(kept.nbytes for kept in factors.values()) + factor.nbytes <= MAX_FACTOR_BYTES:
+            factors[number] = factor
+        return factor
 
     def _share(self, state: _State) -> float:
         return min(self.block_size / state.size, 1.0)

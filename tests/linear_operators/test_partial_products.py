@@ -16,7 +16,9 @@ from gpy_iterative.linear_operators import (
     principal_block,
     rows_matmul,
 )
+from gpy_iterative.linear_operators import tiles as tiles_module
 from gpy_iterative.linear_operators.radial_functions import MATERN32, RBF
+from gpy_iterative.linear_operators.tiles import Tiles
 from tests.linear_operators.test_radial import inputs
 
 N = 21
@@ -67,6 +69,23 @@ def test_parts_equal_the_dense_ones(name: str, block: slice) -> None:
         rows = torch.tensor([7, 0, 20, 13])
         torch.testing.assert_close(rows_matmul(operator, rows, rhs), matrix[rows] @ rhs)
         torch.testing.assert_close(dense_rows(operator, rows), matrix[rows])
+
+
+@pytest.mark.parametrize("entries", [1, 4, 12, 10**6])
+def test_picked_rows_are_evaluated_in_parts(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, rhs, rows = radial(), inputs(N, 4, seed=9).double(), torch.tensor([7, 0, 20, 13])
+    expected = operator.to_dense().detach()[rows] @ rhs
+    widths, block = [], type(operator.tiles()).block
+
+    def counting(tiles: Tiles, picked: torch.Tensor, columns: slice) -> torch.Tensor:
+        widths.append(columns.stop - columns.start)
+        return block(tiles, picked, columns)
+
+    monkeypatch.setattr(tiles_module, "PICKED_ENTRIES", entries)
+    monkeypatch.setattr(type(operator.tiles()), "block", counting)
+    with torch.no_grad():
+        torch.testing.assert_close(rows_matmul(operator, rows, rhs), expected)
+    assert max(widths) <= max(entries // 4, 1)
 
 
 def test_principal_block_is_the_callers_to_overwrite() -> None:

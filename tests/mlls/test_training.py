@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import io
+import warnings
 
 import gpytorch
 import pytest
@@ -11,6 +12,7 @@ import torch
 from gpytorch import kernels
 
 import gpy_iterative as gpi
+from gpy_iterative.errors import ConvergenceWarning
 from tests.mlls.gaussian_models import Case, Regression, data, regression
 
 ITERATIVE = gpi.solvers.AlternatingProjections(tolerance=1e-2, block_size=32)
@@ -114,6 +116,20 @@ def test_a_resumed_run_is_the_same_run(mll_class: type) -> None:
     adam(resumed, resumed_mll, 4, resumed_optimizer)
     for ours, theirs in zip(resumed.model.parameters(), case.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("max_epochs", "products"), [(1, 2), (3, 3), (1000, None)])
+def test_the_value_keeps_to_the_solvers_budget(max_epochs: int, products: int | None) -> None:
+    case = matern_case()
+    solver = dataclasses.replace(ITERATIVE, max_epochs=max_epochs)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=solver, generator=0)
+    case.likelihood.noise = 1e-3
+    mll.logdet_probes = dataclasses.replace(mll.logdet_probes, rank=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        mll(case.model(case.x), case.y)
+    taken = mll.training_state()["quadrature.shares"].shape[-1]
+    assert taken == products if products else taken > 3
 
 
 def test_a_foreign_training_state_is_refused() -> None:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.linear_operators import KernelProducts
+from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.prediction import PathwisePosterior
-from gpy_iterative.solvers import AlternatingProjections, Cholesky, ConjugateGradients
+from gpy_iterative.prediction.projection import ProjectionRecipe
+from gpy_iterative.solvers import AlternatingProjections, Cholesky, ConjugateGradients, SolveStatus
 from tests.mlls.gaussian_models import CASES, Case, Regression, data, regression
 
 TIGHT = ConjugateGradients(tolerance=1e-10)
@@ -100,6 +102,26 @@ def test_default_solver_and_float32() -> None:
     assert prediction.mean.dtype == torch.float32
     torch.testing.assert_close(prediction.mean, mean, rtol=0, atol=1e-4)
     torch.testing.assert_close(prediction.variance, covariance.diagonal(), rtol=1e-3, atol=1e-5)
+
+
+def test_a_posterior_of_training_takes_options_of_its_own() -> None:
+    case = CASES["matern-3/2"]()
+    training = ConjugateGradients(tolerance=1e-8, max_epochs=2, preconditioner=None)
+    mll = HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=training, generator=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        mll(case.model(case.x), case.y)
+        short = mll.posterior().solves
+    posterior = mll.posterior(solver=ConjugateGradients(tolerance=1e-8), rank=7, num_neighbours=3)
+    assert posterior._recipe == ProjectionRecipe(rank=7, num_neighbours=3)
+    solves = posterior.solves
+    assert short.mean_solution is not None
+    assert solves.mean_solution is not None
+    assert short.mean_solution.status is SolveStatus.BUDGET_EXHAUSTED
+    assert solves.mean_solution.status is SolveStatus.CONVERGED
+    assert torch.equal(solves.weights, solves.mean_solution.value.squeeze(-1))
+    residual = solves.system.residual - solves.system.operator.to_dense() @ solves.weights
+    assert residual.norm() <= 1e-8 * solves.system.residual.norm()
 
 
 def test_means_alone_cost_no_variance_solve() -> None:

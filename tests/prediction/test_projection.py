@@ -50,6 +50,18 @@ def naive_variance(rank: int, neighbours: int) -> Tensor:
     return torch.stack(variances)
 
 
+def test_basis_is_orthonormal_whatever_is_converted_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, cross, prior = system()
+    recipe = ProjectionRecipe(rank=10, num_neighbours=3)
+    whole = recipe.build(operator)
+    monkeypatch.setattr(projection_module, "CHUNK", 7)
+    parts = recipe.build(operator)
+    torch.testing.assert_close(parts.basis, whole.basis)
+    torch.testing.assert_close(parts.basis.mT @ operator.to_dense() @ parts.basis, torch.eye(10, dtype=torch.float64))
+    torch.testing.assert_close(parts.local.image, operator.to_dense() @ parts.basis)
+    torch.testing.assert_close(parts.variance(prior.diagonal(), cross), whole.variance(prior.diagonal(), cross))
+
+
 def test_cholesky_is_exact() -> None:
     operator, cross, prior = system()
     projection = exact_projection(Cholesky().factorize(operator))

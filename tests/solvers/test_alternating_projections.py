@@ -10,7 +10,13 @@ from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
 from gpy_iterative.preconditioners import PivotedCholesky
-from gpy_iterative.solvers import AlternatingProjections, ConjugateGradients, Iterate, SolveStatus
+from gpy_iterative.solvers import (
+    AlternatingProjections,
+    ConjugateGradients,
+    Iterate,
+    SolveStatus,
+    alternating_projections,
+)
 from tests import oracles
 from tests.solvers.contract import GROUPS, N, SolverContract, right_hand_sides, system, true_norms
 
@@ -41,6 +47,19 @@ def test_iterates_are_the_naive_ones() -> None:
         state = PURE.step(operator, iterate, state)
         expected = oracles.alternating_projections(operator.to_dense(), rhs, steps, 20)
         torch.testing.assert_close(iterate.value, expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("room", [0, 2])
+def test_factors_without_room_are_made_again(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, rhs = system(), right_hand_sides()
+    expected = PURE.solve(operator, rhs).value
+    monkeypatch.setattr(alternating_projections, "MAX_FACTOR_BYTES", room * 20 * 20 * operator.dtype.itemsize)
+    iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
+    state = PURE.init(operator, iterate, None, None)
+    for _ in range(12):
+        state = PURE.step(operator, iterate, state)
+    assert len(state.factors) == room
+    assert torch.equal(PURE.solve(operator, rhs).value, expected)
 
 
 def test_blocks_are_scored_by_squares_so_that_opposite_columns_do_not_cancel() -> None:
