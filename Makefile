@@ -34,5 +34,5 @@ clean:
 # The constraints pin what is installed; the package itself states lower bounds.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[keops,benchmarks,test,check,docs]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[keops,bench,test,check,docs]'
 	touch $@

@@ -17,6 +17,9 @@ from gpy_iterative import (
 )
 from gpy_iterative.initialization import initialize_from_subsets
 
+#: Semantic version: the one place where it is set.
+__version__ = "0.1.0"
+
 __all__ = [
     "errors",
     "initialize_from_subsets",

@@ -52,6 +52,13 @@ class ExponentialTruncation:
 
     Raises:
         ValueError: an option outside its range.
+
+    Examples:
+        >>> truncation = gpi.truncation.ExponentialTruncation(min_steps=80, rate=0.05)
+        >>> round(truncation.mean(), 1)
+        99.5
+        >>> truncation.log_survival(torch.tensor([1, 80, 100])).exp()
+        tensor([1.0000, 1.0000, 0.3679], dtype=torch.float64)
     """
 
     min_steps: int = 80

@@ -19,6 +19,11 @@ class MatrixFreeKernel(Kernel):
 
     `MatrixFreeKernel(ScaleKernel(RBFKernel()))` and `ScaleKernel(MatrixFreeKernel(RBFKernel()))` are both fine. In a
     product with another kernel GPyTorch multiplies dense matrices: put the product inside.
+
+    Examples:
+        >>> kernel = gpi.kernels.MatrixFreeKernel(gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()))
+        >>> type(kernel(train_x).evaluate_kernel()).__name__
+        'RadialKernelLinearOperator'
     """
 
     is_stationary = False

@@ -50,11 +50,13 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
+        """The logarithm of p(y) [*b, n] for labels 0 and 1 and a latent distribution, by quadrature."""
         return self.log_probability(_signs(observations) * function_dist.mean, function_dist.variance)
 
     def expected_log_prob(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
+        """E[log p(y | f)], [*b, n], for labels 0 and 1 and a latent distribution, by quadrature."""
         nodes, log_weights = normal_nodes(function_dist.mean, function_dist.variance, self.num_quadrature)
         expected = (log_weights.exp() * logsigmoid(_signs(observations) * nodes)).sum(0)
         return expected.to(function_dist.mean.dtype)

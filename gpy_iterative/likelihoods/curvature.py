@@ -64,6 +64,7 @@ class DiagonalCurvature(Curvature):
 
     @property
     def num_points(self) -> int:
+        """Points: n."""
         return len(self.values)
 
     def matmul(self, columns: Tensor) -> Tensor:
@@ -102,14 +103,17 @@ class BlockCurvature(Curvature):
 
     @property
     def num_points(self) -> int:
+        """Points: n."""
         return self.eigenvectors.shape[0]
 
     @property
     def num_latents(self) -> int:
+        """Latent functions: C."""
         return self.eigenvectors.shape[1]
 
     @property
     def root_size(self) -> int:
+        """Columns of the root a point: r."""
         return self.eigenvectors.shape[2]
 
     def matmul(self, columns: Tensor) -> Tensor:
@@ -157,14 +161,17 @@ class SoftmaxCurvature(Curvature):
 
     @property
     def num_points(self) -> int:
+        """Points: n."""
         return self.probabilities.shape[0]
 
     @property
     def num_latents(self) -> int:
+        """Latent functions: C."""
         return self.probabilities.shape[1]
 
     @property
     def root_size(self) -> int:
+        """Columns of the root a point: r."""
         return self.num_latents
 
     def matmul(self, columns: Tensor) -> Tensor:

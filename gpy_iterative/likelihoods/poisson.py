@@ -27,12 +27,14 @@ class PoissonLogLikelihood(_OneDimensionalLikelihood):
     def expected_log_prob(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
+        """E[log p(y | f)], [*b, n], for counts and a latent distribution, in closed form."""
         mean, variance = function_dist.mean, function_dist.variance
         return observations * mean - (mean + variance / 2).exp() - torch.lgamma(observations + 1)
 
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
+        """The logarithm of p(y) [*b, n] for counts and a latent distribution, by quadrature."""
         counts = observations.double()
         constant = torch.lgamma(counts + 1)
         return log_concave_marginal(

@@ -290,7 +290,8 @@ def noisy_operator(
     Args:
         likelihood: a Gaussian likelihood.
         function_dist: the prior at the training inputs, [*b, n] or [*b, n, T].
-        params, kwargs: the likelihood's own arguments.
+        params: the likelihood's own arguments.
+        kwargs: likewise.
         products: how products with kernel matrices are computed.
         caches: where the operators keep their tiles.
         observed: [n] or [n * T], which data are observed; None is all.

@@ -40,6 +40,14 @@ class KernelProducts:
             or is asked to run KeOps.
         TypeError: a process group of another kind.
         ImportError: the backend is "keops", and pykeops is not installed.
+
+    Examples:
+        >>> products = gpi.linear_operators.KernelProducts(cache_memory=500_000_000)
+        >>> model = MyExactGP(train_x, train_y, likelihood)
+        >>> mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, products=products)
+        >>> gpi.linear_operators.KernelProducts(tile_size=0)
+        Traceback (most recent call last):
+        ValueError: tile_size must be at least 1, got 0.
     """
 
     backend: Backend = "auto"

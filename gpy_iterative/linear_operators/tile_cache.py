@@ -46,6 +46,7 @@ class TileCache:
             self._owner = tuple((weakref.ref(tensor), version(tensor)) for tensor in tensors)
 
     def get(self, key: Key) -> Tensor | None:
+        """The strip of this key, or None where it is not kept."""
         return self._tiles.get(key)
 
     def evaluate(

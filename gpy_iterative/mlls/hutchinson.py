@@ -45,6 +45,15 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
         ValueError: an option outside its range, training inputs that are not finite.
         TypeError: a model that is no ExactGP, a solver or products of another type.
+
+    Examples:
+        >>> model = MyExactGP(train_x, train_y, likelihood)
+        >>> mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
+        >>> (-mll(model(train_x), train_y)).backward()
+        >>> mll.report.status.name
+        'CONVERGED'
+        >>> likelihood(mll.posterior()(test_x)).mean.shape
+        torch.Size([20])
     """
 
     def __init__(

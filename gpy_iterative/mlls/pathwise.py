@@ -47,6 +47,14 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         SpectralDensityMissingError: at the first step, a kernel without a spectral density (`prior="features"`).
         ValueError: an option outside its range, training inputs that are not finite.
         TypeError: a model that is no ExactGP, a solver or products of another type.
+
+    Examples:
+        >>> model = MyExactGP(train_x, train_y, likelihood)
+        >>> mll = gpi.mlls.PathwiseMarginalLogLikelihood(likelihood, model, num_probes=8, generator=0)
+        >>> (-mll(model(train_x), train_y)).backward()
+        >>> paths = mll.posterior().sample_paths(8)
+        >>> paths(test_x).shape
+        torch.Size([8, 20])
     """
 
     def __init__(

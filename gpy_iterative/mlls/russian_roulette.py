@@ -65,6 +65,14 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
 
     Warns:
         VarianceWarning: the truncation's variance exceeds the squared solution, or would without bound.
+
+    Examples:
+        >>> model = MyExactGP(train_x, train_y, likelihood)
+        >>> truncation = gpi.truncation.ExponentialTruncation(min_steps=10, rate=0.2)
+        >>> mll = gpi.mlls.RussianRouletteMarginalLogLikelihood(likelihood, model, truncation=truncation, generator=0)
+        >>> (-mll(model(train_x), train_y)).backward()
+        >>> bool((mll.report.truncation.target_steps >= 10).all())
+        True
     """
 
     def __init__(

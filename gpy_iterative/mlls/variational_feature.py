@@ -60,6 +60,14 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         ValueError: an option outside its range, a kernel without a finite feature map.
 
     A step moves the state: line searches and L-BFGS, which call several times a step, are not for this objective.
+
+    Examples:
+        >>> model = MyExactGP(train_x, train_y, likelihood)
+        >>> model.covar_module = gpytorch.kernels.LinearKernel()
+        >>> mll = gpi.mlls.VariationalFeatureMarginalLogLikelihood(likelihood, model, batch_size=10, generator=0)
+        >>> (-mll(model(train_x), train_y)).backward()  # evaluates ten rows
+        >>> mll.posterior()(test_x).mean.shape
+        torch.Size([20])
     """
 
     def __init__(

@@ -46,6 +46,22 @@ class IterativeLaplaceGP(GP):
         UnsupportedLikelihoodError: a likelihood for which Laplace's method is meaningless.
         ValueError: inputs that are not finite, or another number of targets than of inputs.
         TypeError: a solver or products of another type.
+
+    Examples:
+        >>> class Classifier(gpi.models.IterativeLaplaceGP):
+        ...     def __init__(self, x, y):
+        ...         super().__init__(x, y, gpi.likelihoods.LogitBernoulliLikelihood())
+        ...         self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+        ...
+        ...     def forward(self, x):
+        ...         return gpytorch.distributions.MultivariateNormal(x.new_zeros(len(x)), self.covar_module(x))
+        >>> labels = (train_y > 0).long()
+        >>> model = Classifier(train_x, labels)
+        >>> mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
+        >>> (-mll(model(train_x), labels)).backward()
+        >>> posterior = mll.posterior()
+        >>> model.predict_proba(test_x).shape
+        torch.Size([20])
     """
 
     def __init__(

@@ -50,6 +50,14 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         ValueError: more dense columns than features, or not whole groups of them.
 
     Memory: m (1 + k) numbers, and as much for the optimiser.
+
+    Examples:
+        >>> kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()).requires_grad_(False)
+        >>> model = gpi.models.QuadruplyStochasticGP(gpi.models.NystromBasis(kernel, train_x[:10]))
+        >>> mll = gpi.mlls.QuadruplyStochasticELBO(likelihood, model, generator=0)
+        >>> (-mll(model(train_x), train_y)).backward()
+        >>> model.eval()(test_x).mean.shape
+        torch.Size([20])
     """
 
     def __init__(

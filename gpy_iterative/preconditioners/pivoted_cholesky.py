@@ -38,6 +38,10 @@ class PivotedCholesky(PreconditionerRecipe):
 
     Raises:
         ValueError: a rank below 1.
+
+    Examples:
+        >>> gpi.solvers.ConjugateGradients(preconditioner=gpi.preconditioners.PivotedCholesky(rank=400)).preconditioner.rank
+        400
     """
 
     rank: int = 100

@@ -77,6 +77,15 @@ class PathwisePosterior:
 
     Warns:
         ConvergenceWarning: a solve that did not reach its tolerance.
+
+    Examples:
+        >>> model = MyExactGP(train_x, train_y, likelihood)
+        >>> posterior = gpi.prediction.PathwisePosterior(model, likelihood)
+        >>> likelihood(posterior(test_x)).variance.shape
+        torch.Size([20])
+        >>> path = posterior.sample_paths(1)
+        >>> torch.equal(path(test_x[:5]), path(test_x[:5]))  # a function
+        True
     """
 
     def __init__(

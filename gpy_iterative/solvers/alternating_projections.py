@@ -61,6 +61,11 @@ class AlternatingProjections(IterativeSolver[_State]):
         NonFiniteError: as every solver, or a block has entries that are not finite.
         NotPositiveDefiniteError: a block has no Cholesky factor even with a relative jitter of 1e-4. Less jitter than
             that changes how the solution is approached, and not the solution.
+
+    Examples:
+        >>> solver = gpi.solvers.AlternatingProjections(max_epochs=10)  # a budget: what it leaves is in `mll.report`
+        >>> model = MyExactGP(train_x, train_y, likelihood)
+        >>> mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, solver=solver)
     """
 
     block_size: int = 1024

@@ -32,6 +32,15 @@ class ConjugateGradients(IterativeSolver[_State]):
             draw from the generator of `solve`.
 
     Further options are those of `IterativeSolver`. Memory: eight blocks [n, s], and [n, rank].
+
+    Examples:
+        >>> kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))
+        >>> system = gpi.kernels.MatrixFreeKernel(kernel)(train_x).evaluate_kernel().add_jitter(0.1)
+        >>> solution = gpi.solvers.ConjugateGradients(tolerance=1e-3).solve(system, train_y.unsqueeze(-1))
+        >>> solution.status.name
+        'CONVERGED'
+        >>> bool((system @ solution.value - train_y.unsqueeze(-1)).norm() < 2e-3 * train_y.norm())
+        True
     """
 
     preconditioner: PreconditionerRecipe | None = field(default=PivotedCholesky(rank=100))

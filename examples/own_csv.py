@@ -1,0 +1,161 @@
+"""A Gaussian process on a CSV file of your own: trained, tested on rows that it has not seen, saved with its predictions.
+
+    python examples/own_csv.py my.csv --target price
+
+Every other column is an input. All columns have to be numbers without gaps: the script says which are not, and what
+can be done. A tenth of the rows is held out; their predictions, with error bars, go to `my_predictions.csv`, the
+trained model with its units to `my_model.pt`.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import gpytorch
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm import trange
+
+import gpy_iterative as gpi
+
+
+class Regression(gpytorch.models.ExactGP):
+    """A constant mean, and a Matern-3/2 kernel with a lengthscale for every input."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: gpytorch.likelihoods.GaussianLikelihood) -> None:
+        super().__init__(x, y, likelihood)
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = gpytorch.kernels.ScaleKernel(
+            gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=x.shape[-1])
+        )
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+@dataclass(frozen=True)
+class Units:
+    """Mean and standard deviation of a column [1] or of several [d]: what the model sees has mean 0 and variance 1."""
+
+    mean: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Units":
+        """Of rows [n, d]; a column that is constant in these keeps its scale."""
+        scale = values.std(0, correction=0)
+        return cls(values.mean(0), torch.where(scale > 0, scale, 1.0))
+
+    def standardise(self, values: Tensor) -> Tensor:
+        """In float32, in which products are twice as fast; means are taken off in float64."""
+        return ((values - self.mean) / self.scale).float()
+
+
+def read(path: Path, target: str, dropped: Sequence[str], drop_incomplete: bool) -> tuple[pd.DataFrame, pd.Series]:
+    """Inputs [n, d] and targets [n], as numbers.
+
+    Raises:
+        SystemExit: with what is wrong with the file, and what can be done about it.
+    """
+    if not path.exists():
+        raise SystemExit(f"There is no file {path}.")
+    table = pd.read_csv(path)
+    unknown = [name for name in (target, *dropped) if name not in table.columns]
+    if unknown:
+        raise SystemExit(f"No column {', '.join(unknown)} in {path}; its columns are {', '.join(table.columns)}.")
+    table = table.drop(columns=list(dropped))
+    text = [name for name in table.columns if not pd.api.types.is_numeric_dtype(table[name])]
+    if text:
+        raise SystemExit(
+            f"No numbers: {', '.join(f'{name} ({table[name].iloc[0]!r}, ...)' for name in text)}. Leave these columns out "
+            f"(--drop {' '.join(text)}), or write numbers in their place: pandas.get_dummies for categories, "
+            "pandas.to_datetime for dates."
+        )
+    table = table.astype(float).replace([np.inf, -np.inf], np.nan)
+    gaps = table.isna().sum()
+    if gaps.any():
+        counts = ", ".join(f"{name} ({count})" for name, count in gaps[gaps > 0].items())
+        if not drop_incomplete:
+            raise SystemExit(
+                f"Missing or infinite values: {counts}, of {len(table)} rows. Fill them in, leave the columns out "
+                "(--drop), or leave the rows out (--drop-incomplete)."
+            )
+        table = table.dropna()
+    constant = [name for name in table.columns if table[name].nunique() == 1]
+    if target in constant:
+        raise SystemExit(f"{target} is {table[target].iloc[0]:g} in every row: there is nothing to predict.")
+    if constant:
+        print(f"constant, and left out: {', '.join(constant)}")
+        table = table.drop(columns=constant)
+    if len(table) < 10 or table.shape[1] < 2:
+        raise SystemExit(f"{len(table)} rows and {table.shape[1]} columns are left: too few to learn from.")
+    return table.drop(columns=target), table[target]
+
+
+def train(
+    model: Regression, likelihood: gpytorch.likelihoods.GaussianLikelihood, steps: int
+) -> gpi.prediction.PathwisePosterior:
+    """Adam on the marginal log likelihood; the posterior of what was learned."""
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    bar = trange(steps, desc="training")
+    for _ in bar:
+        optimizer.zero_grad()
+        loss = -mll(model(*model.train_inputs), model.train_targets)
+        loss.backward()
+        optimizer.step()
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+    print(mll.report)
+    return mll.posterior()
+
+
+def main(path: Path, target: str, dropped: Sequence[str], drop_incomplete: bool, steps: int) -> None:
+    """Reads, trains, tests, writes."""
+    inputs, targets = read(path, target, dropped, drop_incomplete)
+    shuffled = np.random.default_rng(0).permutation(len(targets))
+    held_out, kept = np.split(shuffled, [len(targets) // 10])
+    x, y = torch.tensor(inputs.to_numpy()), torch.tensor(targets.to_numpy())
+    x_units, y_units = Units.of(x[kept]), Units.of(y[kept])
+    print(f"{len(kept)} rows to learn from, {len(held_out)} held out, {x.shape[1]} inputs")
+
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x_units.standardise(x[kept]), y_units.standardise(y[kept]), likelihood)
+    posterior = train(model, likelihood, steps)
+    with torch.no_grad():
+        prediction = likelihood(posterior(x_units.standardise(x[held_out])))
+    mean = prediction.mean * y_units.scale + y_units.mean
+    deviation = prediction.stddev * y_units.scale
+
+    error = (y[held_out] - mean).abs()
+    print(f"root mean square error on held-out rows: {error.square().mean().sqrt():.4g}, in units of {target}")
+    print(f"the same if the mean were always predicted: {(y[held_out] - y_units.mean).square().mean().sqrt():.4g}")
+    print(
+        f"held-out rows within 1.96 standard deviations: {(error < 1.96 * deviation).double().mean():.0%} (95% expected)"
+    )
+    lengthscales = pd.Series(model.covar_module.base_kernel.lengthscale[0].tolist(), index=inputs.columns).sort_values()
+    print("lengthscales, in standard deviations of the input (short: it matters)")
+    print(lengthscales.to_string(float_format="{:.2f}".format))
+
+    predictions = inputs.iloc[held_out].assign(
+        **{target: targets, f"{target}_predicted": mean.numpy(), f"{target}_deviation": deviation.numpy()}
+    )
+    predictions_path, model_path = (path.with_name(f"{path.stem}_{what}") for what in ("predictions.csv", "model.pt"))
+    predictions.to_csv(predictions_path)
+    state = {"model": model.state_dict(), "train_inputs": model.train_inputs, "train_targets": model.train_targets}
+    units = {"inputs": list(inputs.columns), "x_units": asdict(x_units), "y_units": asdict(y_units)}
+    torch.save(state | units, model_path)  # an exact Gaussian process predicts from its data: they belong to it
+    print(f"wrote {predictions_path} and {model_path}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="the CSV file, with a line of column names")
+    parser.add_argument("--target", required=True, help="the column to predict")
+    parser.add_argument("--drop", nargs="+", default=[], metavar="COLUMN", help="columns to leave out")
+    parser.add_argument("--drop-incomplete", action="store_true", help="leave rows with missing values out")
+    parser.add_argument("--steps", type=int, default=100, help="of Adam")
+    arguments = parser.parse_args()
+    main(arguments.path, arguments.target, arguments.drop, arguments.drop_incomplete, arguments.steps)

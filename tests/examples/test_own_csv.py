@@ -1,0 +1,105 @@
+"""The example script on CSV files as people have them."""
+
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import gpy_iterative as gpi
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "own_csv.py"))
+
+
+def run(path: Path, *, dropped: Sequence[str] = (), drop_incomplete: bool = False, target: str = "price") -> None:
+    SCRIPT["main"](path, target, dropped, drop_incomplete, 100)
+
+
+@pytest.fixture
+def table() -> pd.DataFrame:
+    """Prices in thousands that follow area and age, not the constant column, with a noise of 2."""
+    rng = np.random.default_rng(0)
+    area, age = rng.uniform(20, 200, 400), rng.integers(0, 80, 400)
+    price = 1000 + 3 * area + 60 * np.sin(age / 12) + rng.normal(scale=2, size=400)
+    return pd.DataFrame({"area": area, "age": age, "floors": 1, "price": price})
+
+
+def test_learns_predicts_in_the_targets_units_and_writes_both(
+    table: pd.DataFrame, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "homes.csv"
+    table.to_csv(path, index=False)
+    run(path)
+    printed = capsys.readouterr().out
+    assert "constant, and left out: floors" in printed
+    assert "360 rows to learn from, 40 held out, 2 inputs" in printed
+
+    predictions = pd.read_csv(tmp_path / "homes_predictions.csv", index_col=0)
+    columns = ["area", "age", "price"]
+    pd.testing.assert_frame_equal(  # whole rows, each its own
+        predictions[columns], table.loc[predictions.index, columns], check_dtype=False
+    )
+    error = predictions["price_predicted"] - predictions["price"]
+    assert np.sqrt(np.mean(error**2)) < 4  # twice the noise, and a thirtieth of the prices' own deviation
+    assert (np.abs(error) < 1.96 * predictions["price_deviation"]).mean() >= 0.8
+    assert predictions["price_deviation"].between(1, 10).all()
+
+    saved = torch.load(tmp_path / "homes_model.pt", weights_only=True)
+    assert saved["inputs"] == ["area", "age"]
+    likelihood = SCRIPT["gpytorch"].likelihoods.GaussianLikelihood()
+    model = SCRIPT["Regression"](*saved["train_inputs"], saved["train_targets"], likelihood)
+    model.load_state_dict(saved["model"])
+    x_units, y_units = SCRIPT["Units"](**saved["x_units"]), SCRIPT["Units"](**saved["y_units"])
+    x = x_units.standardise(torch.tensor(predictions[saved["inputs"]].to_numpy(dtype=float)))
+    with torch.no_grad():
+        mean = gpi.prediction.PathwisePosterior(model, likelihood)(x).mean * y_units.scale + y_units.mean
+    np.testing.assert_allclose(mean, predictions["price_predicted"], atol=0.1)
+
+
+def test_columns_and_rows_that_do_not_fit_can_be_left_out(
+    table: pd.DataFrame, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "homes.csv"
+    table.assign(street="Elm").replace({"age": {3: np.nan}}).to_csv(path, index=False)
+    run(path, dropped=["street"], drop_incomplete=True)
+    complete = int((table["age"] != 3).sum())
+    assert 0 < complete < 400
+    assert (
+        f"{complete - complete // 10} rows to learn from, {complete // 10} held out, 2 inputs"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (
+            {"street": "Elm", "built": "1999-01-01"},
+            {},
+            r"No numbers: street \('Elm', ...\), built .*--drop street built",
+        ),
+        ({"age": np.nan}, {}, r"Missing or infinite values: age \(400\), of 400 rows"),
+        ({"price": np.inf}, {}, r"Missing or infinite values: price \(400\)"),
+        ({"age": np.nan}, {"drop_incomplete": True}, "0 rows and 4 columns are left"),
+        ({}, {"dropped": ["area", "age"]}, "400 rows and 1 columns are left"),
+        ({"price": 3.5}, {}, r"price is 3\.5 in every row"),
+        ({}, {"target": "prise"}, "No column prise in .*its columns are area, age, floors, price"),
+        ({}, {"dropped": ["rooms"]}, "No column rooms"),
+    ],
+)
+def test_says_what_is_wrong_with_the_file(
+    table: pd.DataFrame, tmp_path: Path, change: dict[str, object], options: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "homes.csv"
+    table.assign(**change).to_csv(path, index=False)
+    with pytest.raises(SystemExit, match=message):
+        run(path, **options)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_says_that_there_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"There is no file .*homes\.csv"):
+        run(tmp_path / "homes.csv")
