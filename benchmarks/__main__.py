@@ -20,6 +20,7 @@ from benchmarks import laplace_classification as laplace_module
 from benchmarks import laplace_pictures as laplace_pictures_module
 from benchmarks import laplace_poisson as laplace_poisson_module
 from benchmarks import memory as memory_module
+from benchmarks import paths as paths_module
 from benchmarks import product as product_module
 from benchmarks import quadruply as quadruply_module
 from benchmarks import quadruply_cost as quadruply_cost_module
@@ -688,6 +689,9 @@ def demo(
 ) -> None:
     """Hourly weather of three airports: train, predict, compare, plot."""
     demo_module.run(steps=steps, out=out, with_svgp=svgp, console=console)
+
+
+app.command()(paths_module.paths)
 
 
 @app.command(hidden=True)
