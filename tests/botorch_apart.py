@@ -28,11 +28,16 @@ def _import(*names: str) -> list[Any]:
     return modules
 
 
-acquisition, models, transforms, sampling, fit, optim = _import(
+acquisition, thompson, models, deterministic, transforms, sampling, search, fit, optim, paths, path_samplers = _import(
     "botorch.acquisition",
+    "botorch.acquisition.thompson_sampling",
     "botorch.models",
+    "botorch.models.deterministic",
     "botorch.models.transforms",
     "botorch.sampling",
+    "botorch.utils.sampling",
     "botorch.fit",
     "botorch.optim.fit",
+    "gpy_iterative.botorch",
+    "benchmarks.path_samplers",
 )

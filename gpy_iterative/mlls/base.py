@@ -21,7 +21,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_instance
-from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
 from gpy_iterative.linear_operators import (
     KernelProducts,
     TileCaches,
@@ -31,6 +31,7 @@ from gpy_iterative.linear_operators import (
     observed_data,
 )
 from gpy_iterative.mlls.estimates import DensityEstimate, Estimate, advice, exact_estimate, stochastic_estimate
+from gpy_iterative.mlls.line_search import ADVICE, LineSearchWatch
 from gpy_iterative.mlls.progress import Progress, SolveBar
 from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
 from gpy_iterative.mlls.training_state import TrainingState, make_generator
@@ -89,6 +90,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         # Lives as long as the run, so that every step evaluates its tiles into the same memory.
         self._caches = TileCaches()
         self._has_warned = False
+        self._line_search: LineSearchWatch | None = LineSearchWatch()  # None once it has warned
 
     @abstractmethod
     def _estimate(
@@ -145,6 +147,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         result = estimate.with_gradient(operator, residual)
         result = self._add_other_terms(result, params).div_(num_data)
         self._warn_once(estimate)
+        self._warn_of_line_search(estimate)
         self.report = MarginalLogLikelihoodReport(
             status=estimate.status,
             iterations=estimate.stats.iterations,
@@ -221,6 +224,16 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         if fell_short and not self._has_warned:
             warnings.warn(advice(estimate), ConvergenceWarning, stacklevel=3)
             self._has_warned = True
+
+    def _has_separate_estimates(self, estimate: Estimate) -> bool:
+        """Whether the gradient is not that of the value, but another estimate."""
+        return bool((estimate.value_sem != 0).any())
+
+    def _warn_of_line_search(self, estimate: Estimate) -> None:
+        watch = self._line_search
+        if watch is not None and self._has_separate_estimates(estimate) and watch.sees_search(self.model):
+            warnings.warn(ADVICE, VarianceWarning, stacklevel=3)
+            self._line_search = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GaussianMarginalLogLikelihood":
         super()._apply(fn, recurse)

@@ -22,7 +22,7 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.linear_operators import KernelProducts, KernelTerm, NoisyLinearOperator, kernel_terms
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood
-from gpy_iterative.mlls.estimates import DensityEstimate, check_estimated
+from gpy_iterative.mlls.estimates import DensityEstimate, Estimate, check_estimated
 from gpy_iterative.mlls.feature_density import FeatureDensity, FeatureDensityTerm
 from gpy_iterative.mlls.report import FrequencyReport
 from gpy_iterative.mlls.surrogate import with_derivatives
@@ -113,6 +113,10 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             distribution=distribution,
         )
         self.resample = resample
+
+    def _has_separate_estimates(self, estimate: Estimate) -> bool:
+        # Of kept frequencies value and gradient are one smooth function.
+        return self.resample
 
     @abstractmethod
     def _draw(self, num_data: int) -> tuple[int, Draws]:

@@ -29,7 +29,8 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
 
     Conjugate gradients cut after a fixed number of steps have an optimum of their own. Cut after a random number J of
     steps, with step j divided by the probability of reaching it, they have the right one: bias becomes variance, which Adam
-    averages out. Noisy values and gradients are no food for L-BFGS or a line search: use Adam, or `resample=False`.
+    averages out. Noisy values and gradients are no food for L-BFGS or a line search, nor are frozen
+    ones (`resample=False`), which do not belong together: use Adam.
 
     Args:
         likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.quality import scores
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as command_line
 from benchmarks import flights as case
 from benchmarks import laplace_classification, runner
 from benchmarks.datasets import FLIGHT_COLUMNS, flights, load_flights
-from benchmarks.quality import scores
 
 OPTIONS = {
     "steps": 4,

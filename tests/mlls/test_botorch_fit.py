@@ -85,3 +85,17 @@ def test_iterative_solver_improves_the_fit(name: str) -> None:
     fit.fit_gpytorch_mll(mll, **ADAM)
     assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
     assert exact_value(model) > before
+
+
+def test_model_list_ends_where_gpytorch_ends() -> None:
+    """Every member by itself, through `SumMarginalLogLikelihood(mll_cls=...)`."""
+    ends = []
+    for mll_class in (gpytorch.mlls.ExactMarginalLogLikelihood, gpi.mlls.HutchinsonMarginalLogLikelihood):
+        members, test = zip(*(model_of(name) for name in ("single", "fixed-noise")), strict=True)
+        model = models.ModelListGP(*members)
+        mll = gpytorch.mlls.SumMarginalLogLikelihood(model.likelihood, model, mll_cls=mll_class)
+        with gpytorch.settings.fast_computations(False, False, False):
+            fit.fit_gpytorch_mll(mll)
+            ends.append((sum(map(exact_value, members)), model.posterior(test[0]).mean.detach()))
+    assert abs(ends[0][0] - ends[1][0]) < 1e-4
+    torch.testing.assert_close(ends[0][1], ends[1][1], rtol=0, atol=5e-3)

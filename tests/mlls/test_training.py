@@ -12,7 +12,7 @@ import torch
 from gpytorch import kernels
 
 import gpy_iterative as gpi
-from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
 from tests.mlls.gaussian_models import Case, Regression, data, regression
 
 ITERATIVE = gpi.solvers.AlternatingProjections(tolerance=1e-2, block_size=32)
@@ -88,7 +88,9 @@ def test_lbfgs_with_frozen_probes_reaches_the_exact_optimum() -> None:
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
         case.likelihood, case.model, num_probes=64, solver=solver, warm_start="previous", generator=0
     )
-    assert minimise(case, mll) > best - 3
+    with pytest.warns(VarianceWarning, match="line search"):
+        reached = minimise(case, mll)
+    assert reached > best - 3
 
 
 @pytest.mark.parametrize(
