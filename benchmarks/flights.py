@@ -217,7 +217,7 @@ def train_variational(
     """Adam on mini-batches until the time is over: model, likelihood, and how many batches that were."""
     start, generator = time.perf_counter(), torch.Generator().manual_seed(0)
     part = x[torch.randperm(len(x), generator=generator)[:CLUSTERED_ROWS]]
-    centres, _ = kmeans2(part.numpy(), min(num_inducing, len(part)), minit="++", seed=0)
+    centres, _ = kmeans2(part.numpy(), min(num_inducing, len(part)), minit="points", seed=0)
     model, likelihood = VariationalRegression(torch.as_tensor(centres)), gpytorch.likelihoods.GaussianLikelihood()
     elbo = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=len(x))
     optimizer = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=rate)
@@ -280,7 +280,7 @@ def rival(*, rows: int | None, seconds: float, num_inducing: int, rate: float) -
         "batches": batches,
         "passes": batches * BATCH_SIZE / len(data.train_y),
         "rate": rate,
-        "noise": float(likelihood.noise),
+        "noise": likelihood.noise.item(),
     }
 
 
