@@ -14,8 +14,15 @@ import gpy_iterative as gpi
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "own_csv.py"))
 
 
-def run(path: Path, *, dropped: Sequence[str] = (), drop_incomplete: bool = False, target: str = "price") -> None:
-    SCRIPT["main"](path, target, dropped, drop_incomplete, 100)
+def run(
+    path: Path,
+    *,
+    dropped: Sequence[str] = (),
+    drop_incomplete: bool = False,
+    target: str = "price",
+    steps: int | None = None,
+) -> None:
+    SCRIPT["main"](path, target, dropped, drop_incomplete, steps)
 
 
 @pytest.fixture
@@ -71,6 +78,19 @@ def test_columns_and_rows_that_do_not_fit_can_be_left_out(
         f"{complete - complete // 10} rows to learn from, {complete // 10} held out, 2 inputs"
         in capsys.readouterr().out
     )
+
+
+def test_many_rows_start_from_fits_to_few(
+    table: pd.DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SCRIPT["train"].__globals__, "ROWS_OF_CHEAP_STEPS", 300)
+    path = tmp_path / "homes.csv"
+    table.to_csv(path, index=False)
+    run(path, steps=1)  # without the start, hyperparameters would still be near 1
+    assert "start from fits" in capsys.readouterr().out
+    predictions = pd.read_csv(tmp_path / "homes_predictions.csv", index_col=0)
+    assert np.sqrt(np.mean((predictions["price_predicted"] - predictions["price"]) ** 2)) < 8
+    assert predictions["price_deviation"].max() < 50
 
 
 @pytest.mark.parametrize(
