@@ -21,8 +21,8 @@ docs: .venv/ready
 	$(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/ready
-	$(BIN)/python -m benchmarks product
-	$(BIN)/python -m benchmarks step
+	$(BIN)/python -m benchmarks run --preset quick
+	$(BIN)/python -m benchmarks render --preset quick
 
 format: .venv/ready
 	$(BIN)/ruff format .

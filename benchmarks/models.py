@@ -3,20 +3,34 @@
 import gpytorch
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from benchmarks.datasets import Split
 
 
 class MaternRegression(gpytorch.models.ExactGP):
-    """Zero mean, scaled Matern-3/2 ARD; all hyperparameters start at 1, the papers' start."""
+    """Zero mean, scaled Matern-3/2 ARD; all hyperparameters start at 1, the papers' start.
 
-    def __init__(self, split: Split) -> None:
+    Args:
+        split: training data.
+        kernel: GPyTorch's Matern kernel, or that of its KeOps kernels.
+        scales: softplus gives the scales of signal and noise, the papers' parameters, and not their variances.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        *,
+        kernel: type[gpytorch.kernels.Kernel] = gpytorch.kernels.MaternKernel,
+        scales: bool = False,
+    ) -> None:
         likelihood = gpytorch.likelihoods.GaussianLikelihood().to(split.train_x)
         super().__init__(split.train_x, split.train_y, likelihood)
         self.mean_module = gpytorch.means.ZeroMean()
-        self.covar_module = gpytorch.kernels.ScaleKernel(
-            gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=split.train_x.shape[-1])
-        )
+        self.covar_module = gpytorch.kernels.ScaleKernel(kernel(nu=1.5, ard_num_dims=split.train_x.shape[-1]))
+        if scales:
+            self.covar_module.register_constraint("raw_outputscale", _positive_scale())
+            likelihood.noise_covar.register_constraint("raw_noise", _positive_scale())
         self.to(split.train_x)
         self.covar_module.base_kernel.lengthscale = 1.0
         self.covar_module.outputscale = 1.0
@@ -38,6 +52,13 @@ class MaternRegression(gpytorch.models.ExactGP):
         sizes = [parameter.numel() for parameter in self.parameters()]
         for parameter, part in zip(self.parameters(), values.split(sizes), strict=True):
             parameter.data.copy_(part.view_as(parameter))
+
+
+def _positive_scale() -> gpytorch.constraints.Positive:
+    """A variance whose root is the softplus of the parameter."""
+    return gpytorch.constraints.Positive(
+        transform=lambda value: softplus(value).square(), inv_transform=lambda value: value.sqrt().expm1().log()
+    )
 
 
 class SquaredExponentialRegression(gpytorch.models.ExactGP):

@@ -55,7 +55,7 @@ def _section(case: Case, found: list[Measured], preset: Preset, docs: Path) -> s
 def _origin(case: Case, found: list[Measured], preset: Preset) -> str:
     """The environments of the runs, and how many there are of those that the preset plans."""
     counts = Counter(described(measured.outcome["environment"]) for measured in found)
-    told = "; ".join(f"{count} runs: {environment}" for environment, count in counts.items())
+    told = "; ".join(f"{count} run{'s' * (count > 1)}: {environment}" for environment, count in counts.items())
     planned, done = len(case.runs(preset)), sum(measured.is_finished for measured in found)
     missing = f" {done} of {planned} runs are done." if done < planned else ""
     return f"*{told}.*{missing}"

@@ -1,5 +1,6 @@
 """Tables: the same cells for a terminal and for a page."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import rich.table
@@ -28,3 +29,9 @@ class Table:
         line = lambda cells: "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
         rule = "|" + "|".join(["---"] * len(self.columns)) + "|"
         return "\n".join([f"**{self.title}**", "", line(self.columns), rule, *map(line, self.rows)]) + "\n"
+
+
+def beside(ours: Sequence[float], theirs: Sequence[float] | None) -> list[str]:
+    """Cells of three digits: each of our figures, then the published one, empty where there is none."""
+    pairs = zip(ours, theirs or [None] * len(ours), strict=True)
+    return ["" if value is None else f"{value:.3f}" for pair in pairs for value in pair]

@@ -1,14 +1,19 @@
 """The kernel product alone: our tiles, KeOps, plain row blocks, and the bound that the GEMMs set."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from pykeops.torch import Genred
 from torch import Tensor
 
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, finish, run_contenders, succeeded
 from benchmarks.runner import CONTENDERS, Outcome, contender
+from benchmarks.runs import Measured, Run
+from benchmarks.suite import Case, Preset, register
+from benchmarks.tables import Table
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
 
@@ -88,19 +93,47 @@ def keops(n: int, d: int, s: int, repeats: int) -> Outcome:
     return _seconds(lambda: product(x, x, v, backend="CPU"), repeats)
 
 
+CASE = "product"
+
+
 @app.command()
 def product(n: int = 15_000, d: int = 26, s: int = 65, repeats: int = 5, threads: Threads = DEFAULT_THREADS) -> None:
     """The kernel product alone, beside its bound and KeOps."""
     options = {"n": n, "d": d, "s": s, "repeats": repeats}
-    outcomes = run_contenders("product", list(CONTENDERS["product"]), threads=threads, **options)
-    floor = outcomes["bound: GEMMs alone"]["best"]
-    show(
-        f"n = {n}, d = {d}, {s} right-hand sides, float32, {threads} threads",
+    outcomes = run_contenders(CASE, list(CONTENDERS[CASE]), threads=threads, **options)
+    console.print(table(succeeded(outcomes), options).for_terminal())
+    finish("product", options, threads, outcomes=outcomes)
+
+
+def table(outcomes: Mapping[str, Outcome], options: Mapping[str, Any]) -> Table:
+    """A row a contender, with the bound over its time."""
+    floor = outcomes["bound: GEMMs alone"]["best"] if "bound: GEMMs alone" in outcomes else math.nan
+    return Table(
+        "n = {n}, d = {d}, {s} right-hand sides, float32".format(**options),
         ["contender", "s", "bound / s", "MB"],
         [
             [name, f"{o['best']:.3f}", f"{floor / o['best']:.2f}", f"{o['peak_memory_mb']:.0f}"]
             for name, o in outcomes.items()
-            if "error" not in o
         ],
     )
-    finish("product", options, threads, outcomes=outcomes)
+
+
+SIZES = {
+    Preset.SMOKE: {"n": 1000, "d": 5, "s": 5, "repeats": 1},
+    Preset.QUICK: {"n": 10_000, "d": 26, "s": 65, "repeats": 3},
+    Preset.PAPER: {"n": 15_000, "d": 26, "s": 65, "repeats": 5},
+}
+
+
+def _tables(found: Sequence[Measured]) -> list[Table]:
+    return [table({measured.run.contender: measured.outcome for measured in found}, found[0].run.options)]
+
+
+register(
+    Case(
+        CASE,
+        "The kernel product alone, beside the bound that its GEMMs set and KeOps.",
+        lambda preset: [Run(CASE, name, SIZES[preset]) for name in CONTENDERS[CASE]],
+        _tables,
+    )
+)

@@ -23,7 +23,7 @@ from benchmarks.models import SquaredExponentialRegression
 from benchmarks.runner import RESULTS, Outcome, contender
 from benchmarks.runs import Measured, Run, SavedRuns
 from benchmarks.suite import Case, Preset, register
-from benchmarks.tables import Table
+from benchmarks.tables import Table, beside
 from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
 
 CHECKPOINTS = RESULTS.parent.parent / "out" / "quadruply"
@@ -283,10 +283,7 @@ def table(found: Sequence[Measured]) -> Table:
                 run.contender,
                 f"{done['steps']}" + ("" if done["finished"] else ", unfinished"),
                 f"{done['rmse']:.3f}",
-                f"{done['rmse'] * done['target_scale']:.3f}",
-                f"{theirs[0]:.3f}" if theirs else "",
-                f"{done['nll']:.3f}",
-                f"{theirs[1]:.3f}" if theirs else "",
+                *beside((done["rmse"] * done["target_scale"], done["nll"]), theirs),
                 f"{done['seconds'] / 60:.1f}",
             ]
         )

@@ -1,34 +1,36 @@
 """What a trained model predicts: root mean square error and log-likelihood on the held-out rows."""
 
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated
 
 import torch
+import typer
 
 import gpy_iterative as gpi
+from benchmarks import published
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show
 from benchmarks.datasets import load
-from benchmarks.metrics import regression_scores
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
+from benchmarks.training import posterior_scores, take_step
+
+MakeMll = Callable[..., gpi.mlls.IterativeMarginalLogLikelihood]
 
 
-@contender("quality", "ours")
-def train_and_predict(*, dataset: str, split: int, rows: int | None, steps: int, rate: float) -> Outcome:
+def train_and_predict(make: MakeMll, *, dataset: str, split: int, rows: int | None, steps: int, rate: float) -> Outcome:
     """Adam from the papers' start, then the posterior on the test rows of the split."""
     data = load(dataset, split, rows=rows)
     model = MaternRegression(data)
-    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, generator=0)
+    mll = make(model.likelihood, model, generator=0)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     start = time.perf_counter()
     for _ in range(steps):
-        optimizer.zero_grad()
-        (-mll(model(data.train_x), data.train_y)).backward()
-        optimizer.step()
+        take_step(model, mll, optimizer, data)
     trained = time.perf_counter()
     posterior = mll.posterior()
-    with torch.no_grad():
-        prediction = model.likelihood(posterior(data.test_x))
-        rmse, log_likelihood = regression_scores(prediction.mean, prediction.variance, data.test_y)
+    rmse, log_likelihood = posterior_scores(model, posterior, data)
     return {
         "rmse": rmse,
         "log_likelihood": log_likelihood,
@@ -38,6 +40,10 @@ def train_and_predict(*, dataset: str, split: int, rows: int | None, steps: int,
     }
 
 
+contender("quality", "ours")(partial(train_and_predict, gpi.mlls.HutchinsonMarginalLogLikelihood))
+contender("quality", "pathwise")(partial(train_and_predict, gpi.mlls.PathwiseMarginalLogLikelihood))
+
+
 @app.command()
 def quality(
     dataset: str = "elevators",
@@ -45,21 +51,27 @@ def quality(
     rows: int | None = None,
     steps: int = 100,
     rate: float = 0.1,
+    pathwise: Annotated[
+        bool, typer.Option("--pathwise", help="Pathwise probes, saved under a name of their own.")
+    ] = False,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
-    """RMSE and log-likelihood after training, split by split."""
-    outcomes = {}
+    """RMSE and log-likelihood after training, split by split, beside the published means of exact gradients."""
+    outcomes, name = {}, "pathwise" if pathwise else "ours"
     for split in range(splits):
         options = {"dataset": dataset, "split": split, "rows": rows, "steps": steps, "rate": rate}
-        outcomes[split] = run_contenders("quality", ["ours"], threads=threads, **options)["ours"]
+        outcomes[split] = run_contenders("quality", [name], threads=threads, **options)[name]
+    theirs = published.LIN.get(dataset, {}).get("CG", {}).get("standard, cold")
     show(
         f"{dataset}, {steps} steps",
-        ["split", "RMSE", "log-likelihood", "s training", "s prediction", "variance error"],
+        ["split", "RMSE", "published", "log-likelihood", "published", "s training", "s prediction", "variance error"],
         [
             [
                 str(split),
                 f"{o['rmse']:.4f}",
+                f"{theirs.rmse:.4f}" if theirs else "",
                 f"{o['log_likelihood']:.4f}",
+                f"{theirs.log_likelihood:.4f}" if theirs else "",
                 f"{o['seconds_training']:.0f}",
                 f"{o['seconds_prediction']:.0f}",
                 f"{o['variance_error']:.3f}",
@@ -67,4 +79,5 @@ def quality(
             for split, o in outcomes.items()
         ],
     )
-    finish(f"quality_{dataset}", {"steps": steps, "rate": rate, "rows": rows}, threads, outcomes=outcomes)
+    file = f"quality_pathwise_{dataset}" if pathwise else f"quality_{dataset}"
+    finish(file, {"steps": steps, "rate": rate, "rows": rows}, threads, outcomes=outcomes)

@@ -22,6 +22,7 @@ from benchmarks.command_line import DEFAULT_THREADS, app, finish, run_contenders
 from benchmarks.datasets import load
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
+from benchmarks.training import take_step
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
 
@@ -90,12 +91,7 @@ def _training_step(group: Any, dataset: str, rows: int | None, steps: int) -> Ou
     products = KernelProducts(process_group=group)
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, products=products, generator=0)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        (-mll(model(data.train_x), data.train_y)).backward()
-        optimizer.step()
-
-    outcome = _measured(step, steps, group)
+    outcome = _measured(lambda: take_step(model, mll, optimizer, data), steps, group)
     return outcome | {"rows": len(data.train_y), "parameters": model.flat_parameters().tolist()}
 
 

@@ -16,6 +16,7 @@ from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_c
 from benchmarks.datasets import load
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
+from benchmarks.training import take_step
 
 #: Steps whose hyperparameters the gradient's error is measured at.
 CHECKPOINTS = (0, 5, 10)
@@ -77,12 +78,8 @@ def train(method: str, *, dataset: str, split: int, rows: int | None, steps: int
             if step in CHECKPOINTS:
                 checkpoints.append(model.flat_parameters().tolist())
             start = time.perf_counter()
-            optimizer.zero_grad()
-            loss = -mll(model(data.train_x), data.train_y)
-            loss.backward()
-            optimizer.step()
+            losses.append(take_step(model, mll, optimizer, data))
             seconds.append(time.perf_counter() - start)
-            losses.append(loss.item())
             if isinstance(mll, gpi.mlls.IterativeMarginalLogLikelihood) and mll.report is not None:
                 epochs.append(mll.report.epochs)
     return {

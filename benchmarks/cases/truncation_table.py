@@ -19,7 +19,7 @@ from benchmarks.models import SquaredExponentialRegression
 from benchmarks.runner import RESULTS, Outcome, contender
 from benchmarks.runs import Measured, Run, SavedRuns
 from benchmarks.suite import Case, Preset, register
-from benchmarks.tables import Table
+from benchmarks.tables import Table, beside
 from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.truncation import ExponentialTruncation
@@ -192,10 +192,7 @@ def table(found: Sequence[Measured]) -> Table:
                 str(done.get("steps_taken", run.options["steps"])),
                 str(run.options["seed"]),
                 run.contender,
-                f"{done['rmse']:.3f}",
-                f"{theirs[0]:.3f}" if theirs else "",
-                f"{done['nll']:.3f}",
-                f"{theirs[1]:.3f}" if theirs else "",
+                *beside((done["rmse"], done["nll"]), theirs),
                 f"{done['seconds_training'] / 60:.1f}",
             ]
         )

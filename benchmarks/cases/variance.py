@@ -12,6 +12,7 @@ import gpy_iterative as gpi
 from benchmarks.command_line import app, console, finish
 from benchmarks.datasets import Split, load, standardise
 from benchmarks.models import MaternRegression
+from benchmarks.training import take_step
 from gpy_iterative.prediction import PathwisePosterior, VarianceError
 
 #: Rank and number of neighbours: the default, and what less of either does.
@@ -85,9 +86,7 @@ def _fitted(case: str, rows: int, dtype: torch.dtype, steps: int) -> tuple[Split
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, solver=gpi.solvers.Cholesky())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for _ in range(steps):
-        optimizer.zero_grad()
-        (-mll(model(split.train_x), split.train_y)).backward()
-        optimizer.step()
+        take_step(model, mll, optimizer, split)
     return split, model
 
 

@@ -1,0 +1,116 @@
+"""Lin's tables: what a run records, and the ratios that are made of it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import published
+from benchmarks.cases import budgets, pathwise, rivals
+from benchmarks.datasets import Split
+from benchmarks.models import MaternRegression
+from benchmarks.runner import CONTENDERS
+from benchmarks.runs import Measured
+from benchmarks.suite import Preset
+from tests.mlls.gaussian_models import data
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> Split:
+    """Sixty rows and twenty more in place of every data set."""
+    x, y = data(80, dtype=torch.float32)
+    split = Split("data", x[:60], y[:60], x[60:], y[60:])
+    for module in (pathwise, rivals):
+        monkeypatch.setattr(module, "load", lambda *_, **__: split)
+    return split
+
+
+def outcome(name: str, **changed: Any) -> dict[str, Any]:
+    options = {"dataset": "data", "split": 0, "rows": None, "steps": 3, "block_size": 20, "scales": True}
+    return CONTENDERS["pathwise"][name](**options | {"max_epochs": 1000} | changed)
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("solver", pathwise.SOLVERS)
+def test_every_variant_is_solved_to_tolerance_and_arrives_at_the_same_predictions(solver: str) -> None:
+    found = {variant: outcome(f"{solver}, {variant}") for variant in pathwise.VARIANTS}
+    for one in found.values():
+        assert one["statuses"] == ["CONVERGED"] * 3
+        assert max(one["residual_targets"] + one["residual_probes"]) <= 0.01 * (1 + 1e-4)
+        assert one["total"] == sum(one["epochs"]) > 0
+        assert one["rmse"] == pytest.approx(found["standard, cold"]["rmse"], rel=0.05)
+        assert one["log_likelihood"] == pytest.approx(found["standard, cold"]["log_likelihood"], abs=0.05)
+
+
+@pytest.mark.usefixtures("split")
+def test_budgets_bound_every_step() -> None:
+    one = outcome("AP, standard, cold", max_epochs=1)
+    assert one["epochs"] == [1.0] * 3
+    assert "BUDGET_EXHAUSTED" in one["statuses"]
+
+
+def test_scales_are_what_adam_moves() -> None:
+    x, y = data(10, dtype=torch.float32)
+    model = MaternRegression(Split("data", x, y, x, y), scales=True)
+    assert model.likelihood.noise.item() == pytest.approx(1.0, rel=1e-5)
+    raw = model.likelihood.noise_covar.raw_noise
+    with torch.no_grad():
+        raw.add_(0.3)
+    scale = torch.nn.functional.softplus(raw.detach())
+    assert model.likelihood.noise.item() == pytest.approx(float(scale.square()), rel=1e-5)
+
+
+def measured(solver: str, variant: str, total: float, seconds: float, dataset: str = "pol") -> Measured:
+    run = pathwise.planned_run(solver, variant, dataset=dataset, max_epochs=10, **pathwise.QUICK_SIZES)
+    figures = {"total": total, "seconds": seconds, "rmse": 0.1, "log_likelihood": 1.0, "train_rows": 5000}
+    lists = {"epochs": [total / 2] * 2, "statuses": ["CONVERGED", "BUDGET_EXHAUSTED"]}
+    return Measured(run, figures | lists | {"residual_targets": [0.1, 0.3], "residual_probes": [0.2, 0.2]})
+
+
+def test_speed_ups_are_means_of_ratios_beside_the_published() -> None:
+    found = [
+        measured("AP", "standard, cold", 100.0, 10.0),
+        measured("AP", "pathwise, warm", 10.0, 2.0),
+        measured("AP", "standard, cold", 60.0, 9.0, "elevators"),
+        measured("AP", "pathwise, warm", 2.0, 1.0, "elevators"),
+    ]
+    averages, pol, elevators = pathwise.tables(found)
+    assert averages.rows[1] == ["AP, pathwise, warm", "20.0", "7.0", "72.1"]
+    assert pol.rows[1][1:6] == ["10 (1 steps at the limit)", "10.0", "2.0", "5.0", "126.5"]
+    assert pol.rows[1][6:] == ["0.1000", "0.0758", "1.000", "1.267"]
+    assert elevators.rows[1][2] == "30.0"
+    assert pathwise.tables(found[:1])[0].rows == [["AP, standard, cold", "1.0", "1.0", "1.0"]]
+
+
+def test_budgets_are_means_over_steps_beside_the_published() -> None:
+    table, theirs = budgets.tables([measured("SGD", "standard, warm", 20.0, 1.0)])
+    assert table.rows == [["pol, SGD, standard, warm", "0.200", "0.200", "20", "0.1000", "1.000"]]
+    assert theirs.rows[0] == ["3droad, CG", "0.982 → 0.653", "0.917 → 0.900"]
+
+
+def test_quick_is_as_large_as_it_says() -> None:
+    for runs in (pathwise.preset_runs(Preset.QUICK), budgets.preset_runs(Preset.QUICK)):
+        for run in runs:
+            assert run.options["rows"] >= 5000
+            assert run.options["steps"] >= 30
+            assert run.options["rows"] / run.options["block_size"] >= 10
+
+
+def test_published_speed_ups_follow_from_the_published_minutes() -> None:
+    for solver, printed in published.LIN_SPEED_UPS.items():
+        for variant, average in zip(published.LIN_VARIANTS, printed, strict=True):
+            ratios = [pathwise.published_speed_up(dataset, solver, variant) for dataset in published.LIN]
+            assert sum(ratios) / len(ratios) == pytest.approx(average, abs=0.06)
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("name", ["ours", "ours, pathwise", "GPyTorch, CG", "GPyTorch, Cholesky", "SVGP"])
+def test_rivals_have_their_time(name: str) -> None:
+    seconds = {} if name.startswith("ours") else {"seconds": 1e-6}
+    one = CONTENDERS["rivals"][name](dataset="data", split=0, rows=None, steps=3, **seconds)
+    assert one["steps_taken"] == (1 if seconds else 3)
+    assert one["seconds"] > 0
+    assert 0 < one["rmse"] < 2
+    figures = one | {"peak_memory_mb": 1.0}
+    run = rivals.preset_runs(Preset.SMOKE)[0]
+    assert rivals.tables([Measured(run, figures)])[0].rows[0][2] == "60"
