@@ -7,7 +7,7 @@ products of the remaining iterations become narrower. Norms live on the host: an
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from linear_operator import LinearOperator
@@ -56,14 +56,21 @@ class Columns:
         recursive: the iteration's residual is `rhs - H value` up to rounding; else it is an estimate, and no iterate
             counts before its true residual is known.
         initial_guess: [n, s] or None.
+        numbers: what the columns are called in errors; None counts them.
+        scaled: whether columns are scaled to norm one; else their norms count as relative already.
 
     Attributes:
+        max_rounds: a round ends with true residuals; where they miss the tolerance that the running ones had reached,
+            another follows. In float32 this measures better than recomputing the residual every so many iterations, which
+            costs conjugate gradients the conjugacy of its directions.
         value, residual, norms: the best iterate so far, its residual and relative norms.
         overhead: passes over the matrix that were spent here.
 
     Raises:
         NonFiniteError: a right-hand side, its norm or the guess is not finite.
     """
+
+    max_rounds: ClassVar[int] = 10
 
     def __init__(
         self,
@@ -74,6 +81,8 @@ class Columns:
         stopping: Literal["columns", "mean"],
         recursive: bool,
         initial_guess: Tensor | None,
+        numbers: Tensor | None = None,
+        scaled: bool = True,
     ) -> None:
         self.operator, self.groups, self.stopping, self.recursive = operator, groups, stopping, recursive
         self._sizes = [group.size for group in groups]
@@ -81,10 +90,11 @@ class Columns:
         self._aims = self.tolerances.clone()
         self.overhead = 0.0
         self._open = torch.arange(rhs.shape[-1])
+        self._numbers = self._open if numbers is None else numbers
         self._norms_of(rhs, iteration=0)  # a norm that overflows would scale its column to zero
         norms = torch.linalg.vector_norm(rhs, dim=-2)
         # A zero column has the solution zero; its scale only has to be harmless.
-        self.scale = torch.where(norms > 0, norms, torch.ones_like(norms))
+        self.scale = torch.where(norms > 0, norms, 1.0) if scaled else torch.ones_like(norms)
         self.rhs = rhs / self.scale
         if initial_guess is None:
             self.value, self.residual = torch.zeros_like(self.rhs), self.rhs.clone()
@@ -164,16 +174,31 @@ class Columns:
 
     def end(self, iterate: Iterate, iteration: int) -> None:
         """Closes the round with true residuals. Columns that turn out to miss their tolerance will aim lower."""
-        if self._candidate is not None:
-            self._candidate[:, self._on_device(self._open)] = iterate.value
-            self._accept_candidate(self._candidate, iteration)
-        else:
-            norms = self._running[self._open]
-            self._store(iterate, norms, norms < self.norms[self._open])
+        value = self.latest(iterate)
+        if self.recursive:
             self._verify(iteration)
+        else:
+            self._accept_candidate(value, iteration)
         self._running = self.norms.clone()
         missed = self._is_open(self.norms, self.tolerances)
         self._aims[missed] *= LOWER_AIM
+
+    def close(self, iterate: Iterate, kept: Tensor | None) -> Tensor:
+        """Ends the round for all columns that an observation let go on; an empty choice of columns, as `observe` gives."""
+        if kept is not None:
+            iterate.keep(kept)
+        self.latest(iterate)
+        self._open = self._open[:0]
+        return self._on_device(self._open)
+
+    def latest(self, iterate: Iterate) -> Tensor:
+        """The values [n, s] that the round has come to, of which nothing but running residuals is known yet."""
+        if self._candidate is not None:
+            self._candidate[:, self._on_device(self._open)] = iterate.value
+            return self._candidate
+        norms = self._running[self._open]
+        self._store(iterate, norms, norms < self.norms[self._open])
+        return self.value
 
     def _store(self, iterate: Iterate, norms: Tensor, which: Tensor) -> None:
         index = which.nonzero().squeeze(-1)
@@ -200,10 +225,9 @@ class Columns:
         columns, size = self._on_device(self._round), self.rhs.shape[0]
         value = self.value[:, columns]
         if size > VERIFIED_ROWS:
-            rows = torch.linspace(0, size - 1, VERIFIED_ROWS, device=self.rhs.device).long()
-            self.overhead += VERIFIED_ROWS / size
-            true = self.rhs[rows][:, columns] - rows_matmul(self.operator, rows, value)
-            drift = torch.linalg.vector_norm(true - self.residual[rows][:, columns], dim=0).double().cpu()
+            rows = self._watched_rows()
+            drift = self._true_rows(rows, columns, value) - self.residual[rows][:, columns]
+            drift = torch.linalg.vector_norm(drift, dim=0).double().cpu()
             if (drift * math.sqrt(size / VERIFIED_ROWS) <= ALLOWED_DRIFT * self.tolerances[self._round]).all():
                 return
         residual = self.rhs[:, columns] - self.operator._matmul(value)
@@ -212,14 +236,24 @@ class Columns:
         self.norms[self._round] = self._norms_of(residual, iteration)
         self.residual[:, columns] = residual
 
+    def _watched_rows(self) -> Tensor:
+        size = self.rhs.shape[0]
+        return torch.linspace(0, size - 1, min(VERIFIED_ROWS, size), device=self.rhs.device).long()
+
+    def _true_rows(self, rows: Tensor, columns: Tensor, value: Tensor) -> Tensor:
+        """Those rows of the true residuals of some columns, whose values are given."""
+        self.overhead += len(rows) / self.rhs.shape[0]
+        return self.rhs[rows][:, columns] - rows_matmul(self.operator, rows, value)
+
     # Norms and results
 
     def _norms_of(self, residual: Tensor, iteration: int) -> Tensor:
         norms = torch.linalg.vector_norm(residual, dim=-2).double().cpu()
         if not torch.isfinite(norms).all():
             first = int((~torch.isfinite(norms)).nonzero()[0])
+            column = int(self._numbers[self._open[first]])
             raise NonFiniteError(
-                f"The residual of column {int(self._open[first])} of a linear solve is {norms[first].item()} after "
+                f"The residual of column {column} of a linear solve is {norms[first].item()} after "
                 f"{iteration} iterations. Check the data and hyperparameters for extreme values; a noise constraint "
                 "and float64 keep the arithmetic within range."
             )
