@@ -1,5 +1,6 @@
 """How products with a kernel matrix are computed: one frozen set of options for the whole package."""
 
+import importlib.util
 import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -22,6 +23,13 @@ Backend = Literal["auto", "tiles", "keops"]
 
 #: What an automatic tile cache may take at the most on a CPU, in bytes.
 MAX_CPU_CACHE = 4 * 1024**3
+#: Rows of a tile. On a CPU each thread's tile stays in its cache through the element-wise passes; on CUDA a tile has to be
+#: large enough to outlast the start of a kernel, and its working memory is bounded by a part of what is free.
+CPU_TILE = 512
+CUDA_TILES = (4096, 2048, 1024)
+CUDA_TILE_SHARE = 32
+#: Numbers of the largest dtype in the working memory of one row and column of a tile: two tiles, twice.
+_SCRATCH_BYTES = 4 * 8
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class KernelProducts:
         backend: "tiles" evaluates square tiles with torch; "keops" compiles radial kernels to one loop (needs the extra
             `keops` and, at run time, a C++ compiler; other options then concern only dense blocks that a solver asks
             for); "auto" chooses by measurement, which today is tiles.
-        tile_size: rows and columns of a tile.
+        tile_size: rows and columns of a tile; None is 512 on a CPU and up to 4,096 on CUDA, by the memory that is free.
         cache_memory: bytes for evaluated tiles that are kept for the next product; None is half of what is free
             (on a CPU at most 4 GB), 0 keeps none.
         precision: of the products inside an iterative solve. "native" computes in the inputs' dtype. A lower one serves
@@ -40,7 +48,8 @@ class KernelProducts:
             tolerance's accuracy, at one native product a round. "float32" is for float64 inputs; "bfloat16" and "float16"
             keep tiles in two bytes, and are multiplied so on CUDA; "tf32" needs CUDA. Gradients, log-determinants,
             variances and dense blocks stay native.
-        compile: fuse the element-wise work of a tile with torch.compile (needs a C++ compiler at run time).
+        compile: fuse the element-wise work of a tile with torch.compile, which needs a compiler at run time (on CUDA
+            Triton). None does so on CUDA where Triton is installed; elsewhere the work is done pass by pass.
         process_group: the processes that share the tiles, each of which evaluates, keeps and multiplies its own: a
             `torch.distributed.ProcessGroup`, or "world" for the default one. Every rank runs the same program on the
             same data with the same seeds, and has the same results; one all-reduce of n s numbers completes a product
@@ -55,16 +64,17 @@ class KernelProducts:
     """
 
     backend: Backend = "auto"
-    tile_size: int = 512
+    tile_size: int | None = None
     cache_memory: int | None = None
     precision: Precision = "native"
-    compile: bool = False
+    compile: bool | None = None
     process_group: "dist.ProcessGroup | Literal['world'] | None" = None
 
     def __post_init__(self) -> None:
         if self.backend not in get_args(Backend):
             raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
-        check_count("tile_size", self.tile_size)
+        if self.tile_size is not None:
+            check_count("tile_size", self.tile_size)
         if self.cache_memory is not None and self.cache_memory < 0:
             raise ValueError(f"cache_memory must not be negative, got {self.cache_memory}.")
         if self.precision not in get_args(Precision):
@@ -99,6 +109,21 @@ class KernelProducts:
     def ranks(self) -> Ranks:
         """The processes that share the tiles."""
         return Ranks(self.process_group)
+
+    def tile_rows(self, device: torch.device) -> int:
+        """Rows and columns of a tile on this device."""
+        if self.tile_size is not None:
+            return self.tile_size
+        if device.type != "cuda":
+            return CPU_TILE
+        room = torch.cuda.mem_get_info(device)[0] // CUDA_TILE_SHARE
+        return next((size for size in CUDA_TILES if _SCRATCH_BYTES * size**2 <= room), CPU_TILE)
+
+    def is_fused(self, device: torch.device) -> bool:
+        """Whether the element-wise work of a tile is compiled to one loop on this device."""
+        if self.compile is not None:
+            return self.compile
+        return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
     def cache_budget(self, device: torch.device) -> int:
         """Bytes that a tile cache on this device may take now."""

@@ -54,7 +54,7 @@ class Solver(ABC):
             initial_guess: V to start from, shaped as rhs. Each column is scaled first, at no cost, to be nearest to
                 the solution in the norm of H. A bad guess makes the solve slow, never wrong.
             generator: for solvers that draw.
-            callback: told of the progress.
+            callback: told of the progress; on an accelerator every few iterations.
 
         Returns:
             A Solution. What was not reached within the budget is a status there, not an exception.
@@ -234,6 +234,8 @@ class IterativeSolver(Solver, Generic[State]):
                     break
                 state = self.step(operator, iterate, state)
                 iterations, epochs = iterations + 1, epochs + work
+                if iterations % columns.reads_every:
+                    continue
                 kept = columns.observe(iterate, iterations)
                 if callback is not None:
                     callback(SolveProgress(iterations, epochs, columns.group_norms(running=True)))

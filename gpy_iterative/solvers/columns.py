@@ -1,7 +1,8 @@
 """The columns of one solve: their scales, their norms, which are done, and the best iterate of each.
 
 A column is done when its relative residual is within its group's tolerance; it then leaves the block, and the
-products of the remaining iterations become narrower. Norms live on the host: an iteration reads the device once.
+products of the remaining iterations become narrower. Norms live on the host, which waits for an accelerator
+to read them: it does so every few iterations only.
 """
 
 import math
@@ -23,8 +24,15 @@ VERIFIED_ROWS = 256
 ALLOWED_DRIFT = 0.1
 #: A new best iterate is copied when its norm is below this part of the last copy's: few copies, almost the best.
 WORTH_A_COPY = 0.9
+#: Iterations between two readings of an accelerator. A column runs on for so many less one at the most.
+READ_EVERY = 4
 #: How much lower a column aims after its true residual turned out above the tolerance.
 LOWER_AIM = 0.8
+
+
+def reads_every(device: torch.device) -> int:
+    """How many iterations on this device pass from one reading of it to the next."""
+    return 1 if device.type == "cpu" else READ_EVERY
 
 
 @dataclass
@@ -60,6 +68,7 @@ class Columns:
         scaled: whether columns are scaled to norm one; else their norms count as relative already.
 
     Attributes:
+        reads_every: iterations from one observation to the next.
         max_rounds: a round ends with true residuals; where they miss the tolerance that the running ones had reached,
             another follows. In float32 this measures better than recomputing the residual every so many iterations, which
             costs conjugate gradients the conjugacy of its directions.
@@ -89,6 +98,7 @@ class Columns:
         self.tolerances = torch.tensor([g.tolerance for g in groups for _ in range(g.size)], dtype=torch.float64)
         self._aims = self.tolerances.clone()
         self.overhead = 0.0
+        self.reads_every = reads_every(rhs.device)
         self._open = torch.arange(rhs.shape[-1])
         self._numbers = self._open if numbers is None else numbers
         self._norms_of(rhs, iteration=0)  # a norm that overflows would scale its column to zero
@@ -174,7 +184,7 @@ class Columns:
 
     def end(self, iterate: Iterate, iteration: int) -> None:
         """Closes the round with true residuals. Columns that turn out to miss their tolerance will aim lower."""
-        value = self.latest(iterate)
+        value = self.latest(iterate, iteration)
         if self.recursive:
             self._verify(iteration)
         else:
@@ -183,20 +193,21 @@ class Columns:
         missed = self._is_open(self.norms, self.tolerances)
         self._aims[missed] *= LOWER_AIM
 
-    def close(self, iterate: Iterate, kept: Tensor | None) -> Tensor:
+    def close(self, iterate: Iterate, kept: Tensor | None, iteration: int) -> Tensor:
         """Ends the round for all columns that an observation let go on; an empty choice of columns, as `observe` gives."""
         if kept is not None:
             iterate.keep(kept)
-        self.latest(iterate)
+        self.latest(iterate, iteration)
         self._open = self._open[:0]
         return self._on_device(self._open)
 
-    def latest(self, iterate: Iterate) -> Tensor:
+    def latest(self, iterate: Iterate, iteration: int) -> Tensor:
         """The values [n, s] that the round has come to, of which nothing but running residuals is known yet."""
         if self._candidate is not None:
             self._candidate[:, self._on_device(self._open)] = iterate.value
             return self._candidate
-        norms = self._running[self._open]
+        # Read again: the last iterations may not have been observed.
+        norms = self._running[self._open] = self._norms_of(iterate.residual, iteration)
         self._store(iterate, norms, norms < self.norms[self._open])
         return self.value
 

@@ -76,7 +76,7 @@ class RefinedColumns(Columns):
         kept = self._corrections.observe(iterate, iteration)
         self._running[self._round] = self._corrections._running
         has_diverged = (self._running > DIVERGENCE * self.norms)[self._round].any()
-        return self._corrections.close(iterate, kept) if has_drifted or has_diverged else kept
+        return self._corrections.close(iterate, kept, iteration) if has_drifted or has_diverged else kept
 
     def _has_drifted(self, iterate: Iterate) -> bool:
         """Whether the twin's residuals, of the columns together, are nearer to zero than to the true ones."""
@@ -90,7 +90,7 @@ class RefinedColumns(Columns):
         """Adds the corrections of those columns whose true residuals become smaller by it."""
         columns = self._on_device(self._round)
         candidate = self.value.clone()
-        candidate[:, columns] += self._corrections.latest(iterate).to(candidate.dtype)
+        candidate[:, columns] += self._corrections.latest(iterate, iteration).to(candidate.dtype)
         self._accept_candidate(candidate, iteration)
         missed = self._is_open(self.norms, self.tolerances) & (self._running <= self._aims)
         self._aims[missed] *= LOWER_AIM
