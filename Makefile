@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 export KEOPS_VERBOSE := 0
 
-.PHONY: demo test check docs bench format clean
+.PHONY: demo test gpu-check check docs bench format clean
 
 demo: .venv/ready
 	$(BIN)/python -m benchmarks demo
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --require-keops
+
+gpu-check: .venv/ready
+	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "No CUDA device here.")'
+	$(BIN)/python -m pytest -m gpu
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

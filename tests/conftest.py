@@ -11,6 +11,7 @@ os.environ.setdefault("KEOPS_VERBOSE", "0")  # read when pykeops is first import
 import torch
 
 from tests.processes import Processes
+from tests.simulated_device import DEVICE, SimulatedDevice
 
 torch.set_num_threads(1)
 
@@ -31,6 +32,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """An accelerator: one that is not there, and CUDA where it is."""
+    if request.param == "cuda":
+        yield torch.device("cuda")
+    else:
+        with SimulatedDevice():
+            yield DEVICE
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ contender("product", "our KeOps backend")(_ours(KernelProducts(backend="keops"))
 def bound(n: int, d: int, s: int, repeats: int) -> Outcome:
     """Distances and product over all n^2 entries, in the same tiles, with no element-wise work."""
     x, v = problem(n, d, s)
-    size = KernelProducts().tile_size
+    size = KernelProducts().tile_rows(x.device)
     tile, result = torch.empty(size, size), torch.zeros(n, s)
 
     def run() -> None:

@@ -70,7 +70,8 @@ def kernel_operator(
         caches: where the operators keep their tiles; None gives each a cache of its own.
 
     Raises:
-        ValueError: inputs and kernel parameters of different dtypes.
+        ValueError: inputs and kernel parameters of different dtypes, or inputs whose dtype or device does not allow the
+            precision that `products` asks for.
         RuntimeError: under GPyTorch's checkpoint_kernel setting, which changes what its lazy tensors mean.
     """
     if gpytorch.beta_features.checkpoint_kernel.value() > 0:
@@ -157,6 +158,7 @@ def operator_of_kernel(
 
 def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) -> LinearOperator:
     """The operator of k(x1, x2), whose inputs are already reduced to the kernel's active dims."""
+    how.products.check(x1.dtype, x1.device)
     if type(kernel) is kernels.ScaleKernel:
         # ScaleKernel calls its base's forward: the base's active dims are already selected.
         return _times(_of_kernel(kernel.base_kernel, x1, x2, how), kernel.outputscale)

@@ -38,7 +38,7 @@ class KernelTiles(Tiles):
 
     def __init__(self, operator: "GenericKernelLinearOperator", outputs: int) -> None:
         self._operator, self._outputs = operator, outputs
-        length = max(operator.products.tile_size // outputs, 1)
+        length = max(operator.products.tile_rows(operator.x1.device) // outputs, 1)
         self.input_rows = blocks(operator.x1.shape[-2], length)
         self.input_columns = blocks(operator.columns.shape[-2], length)
         super().__init__(

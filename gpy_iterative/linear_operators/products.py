@@ -1,7 +1,8 @@
 """How products with a kernel matrix are computed: one frozen set of options for the whole package."""
 
+import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,12 +10,26 @@ import torch.distributed as dist
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.keops import require_pykeops
+from gpy_iterative.linear_operators.precision import (
+    NATIVE,
+    Precision,
+    TileArithmetic,
+    check_precision,
+    tile_arithmetic,
+)
 from gpy_iterative.linear_operators.sharded import Ranks, check_group
 
 Backend = Literal["auto", "tiles", "keops"]
 
 #: What an automatic tile cache may take at the most on a CPU, in bytes.
 MAX_CPU_CACHE = 4 * 1024**3
+#: Rows of a tile. On a CPU each thread's tile stays in its cache through the element-wise passes; on CUDA a tile has to be
+#: large enough to outlast the start of a kernel, and its working memory is bounded by a part of what is free.
+CPU_TILE = 512
+CUDA_TILES = (4096, 2048, 1024)
+CUDA_TILE_SHARE = 32
+#: Numbers of the largest dtype in the working memory of one row and column of a tile: two tiles, twice.
+_SCRATCH_BYTES = 4 * 8
 
 
 @dataclass(frozen=True)
@@ -25,11 +40,16 @@ class KernelProducts:
         backend: "tiles" evaluates square tiles with torch; "keops" compiles radial kernels to one loop (needs the extra
             `keops` and, at run time, a C++ compiler; other options then concern only dense blocks that a solver asks
             for); "auto" chooses by measurement, which today is tiles.
-        tile_size: rows and columns of a tile.
+        tile_size: rows and columns of a tile; None is 512 on a CPU and up to 4,096 on CUDA, by the memory that is free.
         cache_memory: bytes for evaluated tiles that are kept for the next product; None is half of what is free
             (on a CPU at most 4 GB), 0 keeps none.
-        precision: "native" computes in the inputs' dtype.
-        compile: fuse the element-wise work of a tile with torch.compile (needs a C++ compiler at run time).
+        precision: of the products inside an iterative solve. "native" computes in the inputs' dtype. A lower one serves
+            the iterations alone, on tiles in that format; iterative refinement in the inputs' dtype gives them the
+            tolerance's accuracy, at one native product a round. "float32" is for float64 inputs; "bfloat16" and "float16"
+            keep tiles in two bytes, and are multiplied so on CUDA; "tf32" needs CUDA. Gradients, log-determinants,
+            variances and dense blocks stay native.
+        compile: fuse the element-wise work of a tile with torch.compile, which needs a compiler at run time (on CUDA
+            Triton). None does so on CUDA where Triton is installed; elsewhere the work is done pass by pass.
         process_group: the processes that share the tiles, each of which evaluates, keeps and multiplies its own: a
             `torch.distributed.ProcessGroup`, or "world" for the default one. Every rank runs the same program on the
             same data with the same seeds, and has the same results; one all-reduce of n s numbers completes a product
@@ -37,7 +57,8 @@ class KernelProducts:
 
     Raises:
         ValueError: an option outside its range; a process group that is not initialised, does not contain this process,
-            or is asked to run KeOps.
+            or is asked to run KeOps; a precision that needs tiles, with KeOps. (A precision that the inputs' dtype or
+            device does not allow is refused when a prior is read.)
         TypeError: a process group of another kind.
         ImportError: the backend is "keops", and pykeops is not installed.
 
@@ -51,32 +72,66 @@ class KernelProducts:
     """
 
     backend: Backend = "auto"
-    tile_size: int = 512
+    tile_size: int | None = None
     cache_memory: int | None = None
-    precision: Literal["native"] = "native"
-    compile: bool = False
+    precision: Precision = "native"
+    compile: bool | None = None
     process_group: "dist.ProcessGroup | Literal['world'] | None" = None
 
     def __post_init__(self) -> None:
         if self.backend not in get_args(Backend):
             raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
-        check_count("tile_size", self.tile_size)
+        if self.tile_size is not None:
+            check_count("tile_size", self.tile_size)
         if self.cache_memory is not None and self.cache_memory < 0:
             raise ValueError(f"cache_memory must not be negative, got {self.cache_memory}.")
-        if self.precision != "native":
-            raise ValueError(f"precision must be 'native', got {self.precision!r}.")
+        if self.precision not in get_args(Precision):
+            raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}.")
         check_group(self.process_group)
         if self.backend == "keops":
             if self.process_group is not None:
                 raise ValueError("Several processes share tiles: leave backend='auto' with a process_group.")
+            if self.precision not in ("native", "float32"):
+                raise ValueError(
+                    f"KeOps computes in float32 and float64: precision={self.precision!r} needs tiles, backend='auto'."
+                )
             require_pykeops()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KernelProducts":
         return self  # frozen; and process groups cannot be copied
 
+    def check(self, dtype: torch.dtype, device: torch.device) -> None:
+        """ValueError where inputs of this dtype and device do not allow the precision."""
+        check_precision(self.precision, dtype, device)
+
+    def lowered(self) -> "LoweredProducts | None":
+        """The products of an operator's twin in lower precision; None where there is none."""
+        if self.precision == "native":
+            return None
+        return LoweredProducts(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+    def arithmetic(self, device: torch.device) -> TileArithmetic:
+        """How tiles are kept and multiplied."""
+        return NATIVE
+
     def ranks(self) -> Ranks:
         """The processes that share the tiles."""
         return Ranks(self.process_group)
+
+    def tile_rows(self, device: torch.device) -> int:
+        """Rows and columns of a tile on this device."""
+        if self.tile_size is not None:
+            return self.tile_size
+        if device.type != "cuda":
+            return CPU_TILE
+        room = torch.cuda.mem_get_info(device)[0] // CUDA_TILE_SHARE
+        return next((size for size in CUDA_TILES if _SCRATCH_BYTES * size**2 <= room), CPU_TILE)
+
+    def is_fused(self, device: torch.device) -> bool:
+        """Whether the element-wise work of a tile is compiled to one loop on this device."""
+        if self.compile is not None:
+            return self.compile
+        return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
     def cache_budget(self, device: torch.device) -> int:
         """Bytes that a tile cache on this device may take now."""
@@ -86,3 +141,14 @@ class KernelProducts:
             return torch.cuda.mem_get_info(device)[0] // 2
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(free // 2, MAX_CPU_CACHE) // self.ranks().on_this_machine
+
+
+@dataclass(frozen=True)
+class LoweredProducts(KernelProducts):
+    """The products of a twin (`gpy_iterative.linear_operators.lower_precision`), whose own inputs are float32."""
+
+    def lowered(self) -> None:
+        return None
+
+    def arithmetic(self, device: torch.device) -> TileArithmetic:
+        return tile_arithmetic(self.precision, device)

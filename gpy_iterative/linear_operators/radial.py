@@ -192,7 +192,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.representation()):
             return self._differentiable_values()
         result = self.x1.new_empty(self.shape)
-        for rows in blocks(self.shape[-2], self.products.tile_size):
+        for rows in blocks(self.shape[-2], self.products.tile_rows(self.x1.device)):
             result[..., rows, :] = self.tiles().block(rows, slice(None))
         return result.mul_(self.tile_scale)
 

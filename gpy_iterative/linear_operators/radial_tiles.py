@@ -68,11 +68,12 @@ class RadialTiles(Tiles):
         columns = self.x1 if self.x2 is None else self.x2
         self._distances = SquaredDistances(self.x1, columns, function.scale(self.alpha))
         shape = torch.Size((*self._distances.batch_shape, x1.shape[-2], columns.shape[-2]))
+        self._is_fused, length = products.is_fused(x1.device), products.tile_rows(x1.device)
         super().__init__(
             shape,
             symmetric=x2 is None,
-            rows=blocks(shape[-2], products.tile_size),
-            columns=blocks(shape[-1], products.tile_size),
+            rows=blocks(shape[-2], length),
+            columns=blocks(shape[-1], length),
             # The very tensors, not detached copies: they are what the cache recognises its owner by.
             owner=tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None),
             products=products,
@@ -81,7 +82,7 @@ class RadialTiles(Tiles):
 
     def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
         u = self._squared_distances(i, columns, out)
-        if self.products.compile:
+        if self._is_fused:
             return out.copy_(_fused(self.function)(u, self._strip_alpha))
         u = u.clamp_(0, self.function.largest)
         return self.function.value_(u, self.scratch(out.shape, 1), self._strip_alpha)

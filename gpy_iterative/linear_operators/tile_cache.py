@@ -26,8 +26,9 @@ class TileCache:
     run fills the same buffers at every step.
     """
 
-    def __init__(self, siblings: "TileCaches | None" = None) -> None:
+    def __init__(self, siblings: "TileCache | TileCaches | None" = None) -> None:
         self._siblings = siblings
+        self._lowered: TileCache | None = None
         self._owner: tuple[tuple[weakref.ref[Tensor], object], ...] = ()
         self._tiles: dict[Key, Tensor] = {}
         self._spare: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
@@ -67,17 +68,27 @@ class TileCache:
         self._tiles[key] = evaluate(tile)
         return self._tiles[key]
 
+    def lowered(self) -> "TileCache":
+        """A cache under the same budget for the same kernel's tiles in lower precision."""
+        if self._lowered is None:
+            self._lowered = TileCache(self if self._siblings is None else self._siblings)
+        return self._lowered
+
     def clear(self) -> None:
         """Forgets everything and gives the memory back."""
+        lowered = self._lowered
         self.__init__(self._siblings)
+        if lowered is not None:
+            lowered.clear()
+            self._lowered = lowered  # operators that hold it go on to share the budget
 
     @property
     def num_bytes(self) -> int:
-        """Memory held, tiles in use and spare ones."""
-        return self._bytes
+        """Memory held, tiles in use and spare ones, in lower precision too."""
+        return self._bytes if self._lowered is None else self._bytes + self._lowered.num_bytes
 
     def _total_bytes(self) -> int:
-        return self._bytes if self._siblings is None else self._siblings.num_bytes
+        return (self if self._siblings is None else self._siblings).num_bytes
 
     def _drop_spares(self) -> None:
         for tiles in self._spare.values():

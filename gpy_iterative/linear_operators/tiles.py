@@ -20,7 +20,8 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.precision import KEPT
+from gpy_iterative.linear_operators.products import KernelProducts, LoweredProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache, version
 from gpy_iterative.linear_operators.tile_weights import BilinearWeights, MatrixWeights, TileWeights
 
@@ -66,7 +67,8 @@ class Tiles(ABC):
         self.products, self.cache = products, cache
         self._owner, self._versions = owner, [version(tensor) for tensor in owner]
         self._like = owner[0]
-        self._budget = products.cache_budget(self._like.device)
+        self._arithmetic = products.arithmetic(self._like.device)
+        self._kept_like = self._like.new_empty(0, dtype=self._arithmetic.kept)
         self._scratch: dict[tuple[torch.Size, int], Tensor] = {}
         self.ranks = products.ranks()
         self._agreed = False
@@ -75,6 +77,16 @@ class Tiles(ABC):
             [columns for number, columns in enumerate(self._make_strips(i)) if self.ranks.owns(i, number)]
             for i in range(len(rows))
         ]
+        self._budget = self._cache_budget()
+
+    def _cache_budget(self) -> int:
+        """Bytes for kept tiles: those of a twin in lower precision, which the iterations run on, come first."""
+        budget, lowered = self.products.cache_budget(self._like.device), self.products.lowered()
+        if lowered is None:
+            return budget
+        size = KEPT[lowered.precision].itemsize
+        shapes = (self.strip_shape(i, columns) for i, strips in enumerate(self.strips) for columns in strips)
+        return budget - size * sum(shape.numel() for shape in shapes)
 
     @abstractmethod
     def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
@@ -91,17 +103,27 @@ class Tiles(ABC):
     def strip(self, i: int, columns: range) -> Tensor:
         """The tiles of one of `strips[i]`, [*b, g, rows, columns]; valid until the next call, and not to be overwritten."""
         kept = self._kept(i, columns)
-        return self.evaluate(i, columns, self.scratch(self.strip_shape(i, columns), 0)) if kept is None else kept
+        return self._evaluated(i, columns) if kept is None else self._widened(kept)
 
     def tile(self, i: int, j: int) -> Tensor:
         """The tile (i, j), i <= j when symmetric; valid until the next call, and not to be overwritten."""
         columns = self._own_strip(i, j)
         kept = None if columns is None else self._kept(i, columns)
-        return self._evaluated_alone(i, j) if columns is None or kept is None else kept[..., columns.index(j), :, :]
+        if columns is None or kept is None:
+            return self._evaluated_alone(i, j)
+        return self._widened(kept[..., columns.index(j), :, :])
+
+    def _evaluated(self, i: int, columns: range) -> Tensor:
+        return self.evaluate(i, columns, self.scratch(self.strip_shape(i, columns), 0))
 
     def _evaluated_alone(self, i: int, j: int) -> Tensor:
-        alone = range(j, j + 1)
-        return self.evaluate(i, alone, self.scratch(self.strip_shape(i, alone), 0)).squeeze(-3)
+        return self._evaluated(i, range(j, j + 1)).squeeze(-3)
+
+    def _widened(self, kept: Tensor) -> Tensor:
+        """Kept tiles in the format that they are multiplied in."""
+        if kept.dtype == self._like.dtype or not self._arithmetic.widens:
+            return kept
+        return self.scratch(kept.shape, 0).copy_(kept)
 
     def _own_strip(self, i: int, j: int) -> range | None:
         """The strip that the tile (i, j) is in; None where it is another process's."""
@@ -117,8 +139,15 @@ class Tiles(ABC):
         kept = self.cache.get(key)
         if kept is None:
             shape = self.strip_shape(i, columns)
-            kept = self.cache.evaluate(key, shape, self._like, self._budget, lambda out: self.evaluate(i, columns, out))
+            kept = self.cache.evaluate(
+                key, shape, self._kept_like, self._budget, lambda out: self._evaluated_to_keep(i, columns, out)
+            )
         return kept
+
+    def _evaluated_to_keep(self, i: int, columns: range, out: Tensor) -> Tensor:
+        if out.dtype == self._like.dtype:
+            return self.evaluate(i, columns, out)
+        return out.copy_(self._evaluated(i, columns))
 
     def strip_shape(self, i: int, columns: range) -> torch.Size:
         """[*b, g, rows, columns] of neighbouring tiles of equal shape."""
@@ -170,12 +199,16 @@ class Tiles(ABC):
         for i, rows in enumerate(self.rows):
             for columns in self.strips[i]:
                 tiles = self.strip(i, columns)
-                result[..., rows] += (self.parts(rhs, columns) @ tiles.mT).sum(-3)
+                result[..., rows] += self.times(self.parts(rhs, columns), tiles.mT).sum(-3)
                 if self.symmetric and columns[0] != i:
                     parts = self.parts(result, columns)
-                    parts += rhs[..., rows].unsqueeze(-3) @ tiles
+                    parts += self.times(rhs[..., rows].unsqueeze(-3), tiles)
         self.complete([result], [rhs])
         return result.mT
+
+    def times(self, vectors: Tensor, tiles: Tensor) -> Tensor:
+        """The product vectors [..., s, m] @ tiles [..., m, k], in the precision of these products."""
+        return self._arithmetic.times(vectors, tiles)
 
     def parts(self, vectors: Tensor, columns: range) -> Tensor:
         """The parts of vectors [*b, s, m] that face the tiles of a strip, [*b, g, s, columns]: a view."""
@@ -192,9 +225,9 @@ class Tiles(ABC):
         result = rhs.new_zeros(rhs.shape[-2], size)
         for i, part, outer in _overlaps(self.rows, rows):
             for columns in self.strips[i]:
-                result[:, outer] += (self.parts(rhs, columns) @ self.strip(i, columns)[:, part].mT).sum(0)
+                result[:, outer] += self.times(self.parts(rhs, columns), self.strip(i, columns)[:, part].mT).sum(0)
             for j in self._own_rows(i, i if self.symmetric else 0):
-                result[:, outer].addmm_(rhs[:, self.rows[j]], self.tile(j, i)[:, part])
+                self._arithmetic.add_times_(result[:, outer], rhs[:, self.rows[j]], self.tile(j, i)[:, part])
         self.complete([result], [rhs])
         return result.mT
 
@@ -219,11 +252,11 @@ class Tiles(ABC):
         result = rhs.new_zeros(rhs.shape[-2], self.shape[-2])
         for j, part, outer in _overlaps(self.columns, columns):
             for i in self._own_rows(j, j if self.symmetric else len(self.rows)):
-                result[:, self.rows[i]].addmm_(rhs[:, outer], self.tile(i, j)[:, part].mT)
+                self._arithmetic.add_times_(result[:, self.rows[i]], rhs[:, outer], self.tile(i, j)[:, part].mT)
             if self.symmetric:
                 for strip in self.strips[j]:
                     parts = self.parts(result, strip)
-                    parts += rhs[:, outer] @ self.strip(j, strip)[:, part]
+                    parts += self.times(rhs[:, outer], self.strip(j, strip)[:, part])
         self.complete([result], [rhs])
         return result.mT
 
@@ -231,13 +264,15 @@ class Tiles(ABC):
         """The block on the diagonal, as a dense tensor: the caller's to overwrite.
 
         Every process evaluates it whole, and the same way: a kept strip may differ in the last bit from a single tile.
+        Nor does it come from tiles that were rounded to be kept, and may have lost their Cholesky factor by that.
         """
         if not self.symmetric:
             raise ValueError("A rectangular kernel matrix has no principal blocks.")
         size = len(range(*block.indices(self.shape[-1])))
         result = self._like.new_empty(size, size)
         overlaps = _overlaps(self.rows, block)
-        tile_of = self.tile if self.ranks.size == 1 else self._evaluated_alone
+        is_exact = self.ranks.size == 1 and self._arithmetic.kept is None
+        tile_of = self.tile if is_exact else self._evaluated_alone
         for number, (i, part, rows) in enumerate(overlaps):
             for j, other, columns in overlaps[number:]:
                 result[rows, columns] = tile = tile_of(i, j)[part, other]
@@ -268,6 +303,8 @@ class TiledLinearOperator(LinearOperator):
     """
 
     symmetric: bool
+    products: KernelProducts
+    cache: TileCache
 
     def _make_tiles(self) -> Tiles:
         raise NotImplementedError
@@ -291,8 +328,32 @@ class TiledLinearOperator(LinearOperator):
             kept = self.__dict__["_tiles"] = self._make_tiles()
         return kept
 
+    def lowered(self) -> "TiledLinearOperator | None":
+        """The same matrix in float32, with products in the lower precision that `products` asks for; None for none.
+
+        One object as long as the tensors are unchanged, so that one evaluation of its tiles serves several solves.
+
+        Raises:
+            ValueError: the tensors' dtype or device does not allow that precision.
+        """
+        products = self.products.lowered()
+        if products is None:
+            return None
+        self.products.check(self.dtype, self.device)
+        versions = [version(tensor) for tensor in self.representation()]
+        kept: tuple[list[object], TiledLinearOperator] | None = self.__dict__.get("_lowered")
+        if kept is None or kept[0] != versions:
+            kept = self.__dict__["_lowered"] = versions, self._make_lowered(products)
+        return kept[1]
+
+    def _make_lowered(self, products: LoweredProducts) -> "TiledLinearOperator":
+        lower = lambda part: part.detach().float() if torch.is_tensor(part) else part
+        options = {name: lower(part) for name, part in self._kwargs.items()}
+        options |= {"products": products, "cache": self.cache.lowered()}
+        return type(self)(*map(lower, self._args), **options)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_tiles"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_tiles", "_lowered")}
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         if rhs.dim() == 1:

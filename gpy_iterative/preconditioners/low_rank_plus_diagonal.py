@@ -58,6 +58,13 @@ class LowRankPlusDiagonal:
             setattr(member, name, tensor[index])
         return member
 
+    def to(self, dtype: torch.dtype) -> Self:
+        """The same with vectors of another dtype; the inner factor stays what it is."""
+        converted = copy.copy(self)
+        for name in ("factor", "diagonal", "_root", "_weighted"):
+            setattr(converted, name, getattr(self, name).to(dtype))
+        return converted
+
     def matmul(self, rhs: Tensor) -> Tensor:
         """S rhs for [*b, n, s]."""
         return self.factor @ (self.factor.mT @ rhs) + self.diagonal.unsqueeze(-1) * rhs

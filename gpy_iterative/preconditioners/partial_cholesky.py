@@ -51,13 +51,15 @@ class PartialCholesky:
     def add_greedy(self, rank: int) -> None:
         """Grows to a rank, or to where the matrix is exhausted."""
         while self.rank < rank:
-            pivot = self.rest.argmax()
-            if self.rest[pivot] <= self._stop:
+            # A tensor of one index, not a number: an accelerator keeps it to itself.
+            pivot = self.rest.argmax().unsqueeze(0)
+            left = self.rest[pivot]
+            if left <= self._stop:
                 return
-            column = dense_rows(self.kernel, pivot.unsqueeze(0)).squeeze(-2)
-            column = column - self._columns[: self.rank, pivot] @ self._columns[: self.rank]
-            column /= self.rest[pivot].sqrt()
-            self._append(column.unsqueeze(0), pivot.unsqueeze(0))
+            column = dense_rows(self.kernel, pivot).squeeze(-2)
+            column = column - self._columns[: self.rank, pivot].squeeze(-1) @ self._columns[: self.rank]
+            column /= left.sqrt()
+            self._append(column.unsqueeze(0), pivot)
 
     def add_random(self, rank: int, proposals: int, generator: torch.Generator) -> None:
         """The same with random pivots: `proposals` at a time, of which about as many are taken as are needed."""

@@ -18,6 +18,7 @@ from gpy_iterative.linear_operators import columns_matmul, principal_block
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.block_cholesky import block_cholesky, block_solve
+from gpy_iterative.solvers.columns import reads_every
 from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
 
 #: The pace is taken over this many epochs; when it promises more than `PATIENCE` further ones, the finish takes over.
@@ -30,13 +31,14 @@ MAX_FACTOR_BYTES = 2**29
 
 @dataclass(frozen=True)
 class _State:
-    """Block factors by their number, and the pace; once the finish has taken over, its state in their place."""
+    """Block factors by their number, blocks already chosen, and the pace; once the finish has taken over, its state."""
 
     size: int
     preconditioner: LowRankPlusDiagonal | None
     shortfall: float
     steps: int = 0
     factors: dict[int, Tensor] = field(default_factory=dict)
+    chosen: tuple[int, ...] = ()
     finishing: Any = None
 
 
@@ -88,17 +90,17 @@ class AlternatingProjections(IterativeSolver[_State]):
     def restart(self, iterate: Iterate, state: _State) -> _State:
         if self.finish is not None and state.finishing is not None:
             return replace(state, finishing=self.finish.restart(iterate, state.finishing))
-        return replace(state, shortfall=iterate.shortfall, steps=0)
+        return replace(state, shortfall=iterate.shortfall, steps=0, chosen=())
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
         if self.finish is not None and state.finishing is not None:
             return replace(state, finishing=self.finish.step(operator, iterate, state.finishing))
-        chosen = self._worst_block(iterate.residual)
+        chosen, *later = state.chosen or self._worst_blocks(iterate.residual)
         block = slice(chosen * self.block_size, min((chosen + 1) * self.block_size, state.size))
         update = block_solve(self._factor(operator, chosen, block, state.factors), iterate.residual[block])
         iterate.value[block] += update
         iterate.residual -= columns_matmul(operator, block, update)
-        return replace(state, steps=state.steps + 1)
+        return replace(state, steps=state.steps + 1, chosen=tuple(later))
 
     def after_step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
         share = self._share(state)
@@ -137,8 +139,13 @@ class AlternatingProjections(IterativeSolver[_State]):
     def _share(self, state: _State) -> float:
         return min(self.block_size / state.size, 1.0)
 
-    def _worst_block(self, residual: Tensor) -> int:
-        """The block with the largest sum of squares: a sum over columns must not let them cancel."""
+    def _worst_blocks(self, residual: Tensor) -> list[int]:
+        """The block with the largest sum of squares (a sum over columns must not let them cancel).
+
+        Where the host has to wait for the answer: the next few of them as well, of no more than half of all blocks.
+        """
         rows = residual.square().sum(-1)
         missing = -len(rows) % self.block_size
-        return int(pad(rows, (0, missing)).view(-1, self.block_size).sum(-1).argmax())
+        scores = pad(rows, (0, missing)).view(-1, self.block_size).sum(-1)
+        count = min(reads_every(residual.device), max(len(scores) // 2, 1))
+        return [int(scores.argmax())] if count == 1 else scores.topk(count).indices.tolist()

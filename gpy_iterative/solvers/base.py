@@ -16,16 +16,14 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators import lower_precision
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.columns import Columns, Iterate
+from gpy_iterative.solvers.refined_columns import RefinedColumns
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 
 State = TypeVar("State")
 
-#: A round ends with true residuals; where they miss the tolerance that the running ones had reached, another follows.
-#: In float32 this measures better than recomputing the residual every so many iterations, which costs conjugate
-#: gradients the conjugacy of its directions.
-MAX_ROUNDS = 10
 #: A round that lowers the worst column by less than this does not lower it at all.
 LEAST_PROGRESS = 0.01
 
@@ -56,7 +54,7 @@ class Solver(ABC):
             initial_guess: V to start from, shaped as rhs. Each column is scaled first, at no cost, to be nearest to
                 the solution in the norm of H. A bad guess makes the solve slow, never wrong.
             generator: for solvers that draw.
-            callback: told of the progress.
+            callback: told of the progress; on an accelerator every few iterations.
 
         Returns:
             A Solution. What was not reached within the budget is a status there, not an exception.
@@ -207,18 +205,18 @@ class IterativeSolver(Solver, Generic[State]):
         callback: Callable[[SolveProgress], None] | None,
     ) -> Solution:
         start = time.perf_counter()
-        columns = Columns(
-            operator,
-            rhs,
-            groups,
-            stopping=self.stopping,
-            recursive=self.recursive,
-            initial_guess=initial_guess,
-        )
+        options = {"stopping": self.stopping, "recursive": self.recursive, "initial_guess": initial_guess}
+        lowered = lower_precision(operator)
+        if lowered is None:
+            columns = Columns(operator, rhs, groups, **options)
+        else:
+            columns = RefinedColumns(operator, *lowered, rhs, groups, **options)
+            operator, _ = lowered  # from here on, what the iterations compute with
+            preconditioner = None if preconditioner is None else preconditioner.to(operator.dtype)
         # A budget of whole steps is not missed by the rounding of their fractions of an epoch.
         budget = self.max_epochs * (1 + 1e-9)
         state, iterations, epochs, exhausted, diverged, shortfall = None, 0, 0.0, False, False, math.inf
-        for _ in range(MAX_ROUNDS):
+        for _ in range(columns.max_rounds):
             iterate = columns.begin()
             if iterate is None or exhausted or diverged:
                 break
@@ -236,6 +234,8 @@ class IterativeSolver(Solver, Generic[State]):
                     break
                 state = self.step(operator, iterate, state)
                 iterations, epochs = iterations + 1, epochs + work
+                if iterations % columns.reads_every:
+                    continue
                 kept = columns.observe(iterate, iterations)
                 if callback is not None:
                     callback(SolveProgress(iterations, epochs, columns.group_norms(running=True)))

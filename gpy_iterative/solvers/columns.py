@@ -1,13 +1,14 @@
 """The columns of one solve: their scales, their norms, which are done, and the best iterate of each.
 
 A column is done when its relative residual is within its group's tolerance; it then leaves the block, and the
-products of the remaining iterations become narrower. Norms live on the host: an iteration reads the device once.
+products of the remaining iterations become narrower. Norms live on the host, which waits for an accelerator
+to read them: it does so every few iterations only.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from linear_operator import LinearOperator
@@ -23,8 +24,15 @@ VERIFIED_ROWS = 256
 ALLOWED_DRIFT = 0.1
 #: A new best iterate is copied when its norm is below this part of the last copy's: few copies, almost the best.
 WORTH_A_COPY = 0.9
+#: Iterations between two readings of an accelerator. A column runs on for so many less one at the most.
+READ_EVERY = 4
 #: How much lower a column aims after its true residual turned out above the tolerance.
 LOWER_AIM = 0.8
+
+
+def reads_every(device: torch.device) -> int:
+    """How many iterations on this device pass from one reading of it to the next."""
+    return 1 if device.type == "cpu" else READ_EVERY
 
 
 @dataclass
@@ -56,14 +64,22 @@ class Columns:
         recursive: the iteration's residual is `rhs - H value` up to rounding; else it is an estimate, and no iterate
             counts before its true residual is known.
         initial_guess: [n, s] or None.
+        numbers: what the columns are called in errors; None counts them.
+        scaled: whether columns are scaled to norm one; else their norms count as relative already.
 
     Attributes:
+        reads_every: iterations from one observation to the next.
+        max_rounds: a round ends with true residuals; where they miss the tolerance that the running ones had reached,
+            another follows. In float32 this measures better than recomputing the residual every so many iterations, which
+            costs conjugate gradients the conjugacy of its directions.
         value, residual, norms: the best iterate so far, its residual and relative norms.
         overhead: passes over the matrix that were spent here.
 
     Raises:
         NonFiniteError: a right-hand side, its norm or the guess is not finite.
     """
+
+    max_rounds: ClassVar[int] = 10
 
     def __init__(
         self,
@@ -74,17 +90,21 @@ class Columns:
         stopping: Literal["columns", "mean"],
         recursive: bool,
         initial_guess: Tensor | None,
+        numbers: Tensor | None = None,
+        scaled: bool = True,
     ) -> None:
         self.operator, self.groups, self.stopping, self.recursive = operator, groups, stopping, recursive
         self._sizes = [group.size for group in groups]
         self.tolerances = torch.tensor([g.tolerance for g in groups for _ in range(g.size)], dtype=torch.float64)
         self._aims = self.tolerances.clone()
         self.overhead = 0.0
+        self.reads_every = reads_every(rhs.device)
         self._open = torch.arange(rhs.shape[-1])
+        self._numbers = self._open if numbers is None else numbers
         self._norms_of(rhs, iteration=0)  # a norm that overflows would scale its column to zero
         norms = torch.linalg.vector_norm(rhs, dim=-2)
         # A zero column has the solution zero; its scale only has to be harmless.
-        self.scale = torch.where(norms > 0, norms, torch.ones_like(norms))
+        self.scale = torch.where(norms > 0, norms, 1.0) if scaled else torch.ones_like(norms)
         self.rhs = rhs / self.scale
         if initial_guess is None:
             self.value, self.residual = torch.zeros_like(self.rhs), self.rhs.clone()
@@ -164,16 +184,32 @@ class Columns:
 
     def end(self, iterate: Iterate, iteration: int) -> None:
         """Closes the round with true residuals. Columns that turn out to miss their tolerance will aim lower."""
-        if self._candidate is not None:
-            self._candidate[:, self._on_device(self._open)] = iterate.value
-            self._accept_candidate(self._candidate, iteration)
-        else:
-            norms = self._running[self._open]
-            self._store(iterate, norms, norms < self.norms[self._open])
+        value = self.latest(iterate, iteration)
+        if self.recursive:
             self._verify(iteration)
+        else:
+            self._accept_candidate(value, iteration)
         self._running = self.norms.clone()
         missed = self._is_open(self.norms, self.tolerances)
         self._aims[missed] *= LOWER_AIM
+
+    def close(self, iterate: Iterate, kept: Tensor | None, iteration: int) -> Tensor:
+        """Ends the round for all columns that an observation let go on; an empty choice of columns, as `observe` gives."""
+        if kept is not None:
+            iterate.keep(kept)
+        self.latest(iterate, iteration)
+        self._open = self._open[:0]
+        return self._on_device(self._open)
+
+    def latest(self, iterate: Iterate, iteration: int) -> Tensor:
+        """The values [n, s] that the round has come to, of which nothing but running residuals is known yet."""
+        if self._candidate is not None:
+            self._candidate[:, self._on_device(self._open)] = iterate.value
+            return self._candidate
+        # Read again: the last iterations may not have been observed.
+        norms = self._running[self._open] = self._norms_of(iterate.residual, iteration)
+        self._store(iterate, norms, norms < self.norms[self._open])
+        return self.value
 
     def _store(self, iterate: Iterate, norms: Tensor, which: Tensor) -> None:
         index = which.nonzero().squeeze(-1)
@@ -200,10 +236,9 @@ class Columns:
         columns, size = self._on_device(self._round), self.rhs.shape[0]
         value = self.value[:, columns]
         if size > VERIFIED_ROWS:
-            rows = torch.linspace(0, size - 1, VERIFIED_ROWS, device=self.rhs.device).long()
-            self.overhead += VERIFIED_ROWS / size
-            true = self.rhs[rows][:, columns] - rows_matmul(self.operator, rows, value)
-            drift = torch.linalg.vector_norm(true - self.residual[rows][:, columns], dim=0).double().cpu()
+            rows = self._watched_rows()
+            drift = self._true_rows(rows, columns, value) - self.residual[rows][:, columns]
+            drift = torch.linalg.vector_norm(drift, dim=0).double().cpu()
             if (drift * math.sqrt(size / VERIFIED_ROWS) <= ALLOWED_DRIFT * self.tolerances[self._round]).all():
                 return
         residual = self.rhs[:, columns] - self.operator._matmul(value)
@@ -212,14 +247,24 @@ class Columns:
         self.norms[self._round] = self._norms_of(residual, iteration)
         self.residual[:, columns] = residual
 
+    def _watched_rows(self) -> Tensor:
+        size = self.rhs.shape[0]
+        return torch.linspace(0, size - 1, min(VERIFIED_ROWS, size), device=self.rhs.device).long()
+
+    def _true_rows(self, rows: Tensor, columns: Tensor, value: Tensor) -> Tensor:
+        """Those rows of the true residuals of some columns, whose values are given."""
+        self.overhead += len(rows) / self.rhs.shape[0]
+        return self.rhs[rows][:, columns] - rows_matmul(self.operator, rows, value)
+
     # Norms and results
 
     def _norms_of(self, residual: Tensor, iteration: int) -> Tensor:
         norms = torch.linalg.vector_norm(residual, dim=-2).double().cpu()
         if not torch.isfinite(norms).all():
             first = int((~torch.isfinite(norms)).nonzero()[0])
+            column = int(self._numbers[self._open[first]])
             raise NonFiniteError(
-                f"The residual of column {int(self._open[first])} of a linear solve is {norms[first].item()} after "
+                f"The residual of column {column} of a linear solve is {norms[first].item()} after "
                 f"{iteration} iterations. Check the data and hyperparameters for extreme values; a noise constraint "
                 "and float64 keep the arithmetic within range."
             )

@@ -17,11 +17,12 @@ class SolveStatus(Enum):
     )
     BUDGET_EXHAUSTED = (
         "The budget ran out before the tolerance was reached. Raise max_epochs, loosen the tolerance, keep the "
-        "noise away from zero (a noise constraint), or take a stronger preconditioner or larger blocks."
+        "noise away from zero (a noise constraint), take a stronger preconditioner or larger blocks, or leave "
+        "KernelProducts(precision='native')."
     )
     STAGNATED = (
         "The residual stopped falling above the tolerance: the arithmetic allows no more. Use float64, loosen the "
-        "tolerance, or keep the noise away from zero (a noise constraint)."
+        "tolerance, keep the noise away from zero (a noise constraint), or leave KernelProducts(precision='native')."
     )
     DIVERGED = (
         "The residual grew even at the smallest step size that was tried. Lower learning_rate, or take "

@@ -5,6 +5,7 @@ Gaussian processes done right", algorithm 1. Where the paper evaluates rows of t
 looks ahead to, the same rows, as columns, here update the residual: at the same price it is always the true one.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,7 +100,7 @@ class StochasticDualDescent(IterativeSolver[_State]):
         iterate.value.lerp_(state.position, self.averaging)
         iterate.residual.lerp_(state.residual, self.averaging)
         growth = state.way_back.growth(state.residual)
-        if growth <= 1 or (not torch.isfinite(growth) and state.halvings == MAX_HALVINGS):
+        if growth <= 1 or (not math.isfinite(growth) and state.halvings == MAX_HALVINGS):
             return state  # what no step size keeps finite is for the loop to report
         state.way_back.take(iterate)
         smaller = self._begin(iterate, state.learning_rate / 2, state.generator, state.setup)

@@ -4,6 +4,7 @@ Lin et al. 2024, algorithm 3 (heavy ball, no averaging), with the true residual 
 an epoch, and a step size that is chosen to be stable.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -89,7 +90,7 @@ class StochasticGradientDescent(IterativeSolver[_State]):
         iterate.residual[rows] = -gradient
         state = replace(state, position=state.position + self.batch_size)
         growth = state.way_back.growth(iterate.residual)
-        if growth <= 1 or (not torch.isfinite(growth) and state.halvings == MAX_HALVINGS):
+        if growth <= 1 or (not math.isfinite(growth) and state.halvings == MAX_HALVINGS):
             return state  # what no step size keeps finite is for the loop to report
         return self._halve(iterate, state)
 

@@ -1,7 +1,13 @@
-"""The options of kernel products where the extra that they ask for is missing."""
+"""The options of kernel products: what is missing where, and what they choose by themselves."""
 
+import importlib.util
 import subprocess
 import sys
+
+import pytest
+import torch
+
+from gpy_iterative.linear_operators import KernelProducts
 
 WITHOUT_PYKEOPS = """
 import sys
@@ -27,3 +33,27 @@ def test_without_pykeops_only_its_backend_is_missing() -> None:
     assert run.returncode == 0, run.stderr
     assert "pip install 'gpy_iterative[keops]'" in run.stdout
     assert "backend='auto'" in run.stdout
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("gibibytes", "rows"), [(139, 4096), (12, 2048), (3, 1024), (0.5, 512)])
+def test_tiles_are_sized_by_the_memory_of_the_device(
+    gibibytes: float, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = int(gibibytes * 2**30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    assert KernelProducts().tile_rows(CUDA) == rows
+    assert KernelProducts().cache_budget(CUDA) == free // 2
+    assert KernelProducts().tile_rows(CPU) == 512
+    assert KernelProducts(tile_size=300).tile_rows(CUDA) == KernelProducts(tile_size=300).tile_rows(CPU) == 300
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_work_is_fused_on_cuda_where_triton_is_installed(is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if is_installed else None)
+    assert KernelProducts().is_fused(CUDA) is is_installed
+    assert not KernelProducts().is_fused(CPU)
+    assert KernelProducts(compile=True).is_fused(CPU)
+    assert not KernelProducts(compile=False).is_fused(CUDA)

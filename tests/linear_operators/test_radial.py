@@ -54,6 +54,7 @@ class _Conformance:
     x2_shape: tuple[int, ...] | None = None
     batch_shape: tuple[int, ...] = ()
     function: RadialFunction = MATERN32
+    products = SMALL_TILES
 
     def create_linear_op(self) -> RadialKernelLinearOperator:
         alpha = None
@@ -67,7 +68,7 @@ class _Conformance:
             x2=None if self.x2_shape is None else inputs(*self.x2_shape, seed=4, spread=2.0).requires_grad_(),
             alpha=alpha,
             function=self.function,
-            products=SMALL_TILES,
+            products=self.products,
         )
 
     def evaluate_linear_op(self, linear_op: RadialKernelLinearOperator) -> Tensor:
@@ -89,6 +90,10 @@ class TestBatch(_Conformance, LinearOperatorTestCase, unittest.TestCase):
 class TestTwoBatchDimensions(_Conformance, LinearOperatorTestCase, unittest.TestCase):
     x1_shape, batch_shape, function = (2, 3, 5, 2), (2, 3), RATIONAL_QUADRATIC
     should_test_sample = False
+
+
+class TestPrecisionConcernsOnlyTheTwin(_Conformance, LinearOperatorTestCase, unittest.TestCase):
+    products = KernelProducts(tile_size=2, precision="bfloat16")
 
 
 class TestSquareCross(_Conformance, RectangularLinearOperatorTestCase, unittest.TestCase):

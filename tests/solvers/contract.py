@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.precision import Precision
 from gpy_iterative.linear_operators.radial_functions import MATERN32
 from gpy_iterative.solvers import ColumnGroup, IterativeSolver, SolveStatus
 from tests import oracles
@@ -18,11 +19,14 @@ N = 120
 GROUPS = (ColumnGroup("targets", 1, 0.01), ColumnGroup("probes", 5, 0.2))
 
 
-def system(noise: float = 0.04, *, size: int = N, dtype: torch.dtype = torch.float64) -> NoisyLinearOperator:
+def system(
+    noise: float = 0.04, *, size: int = N, dtype: torch.dtype = torch.float64, precision: Precision = "native"
+) -> NoisyLinearOperator:
     """H [n, n], in several tiles."""
     x, _, _ = oracles.problem(size)
+    products = KernelProducts(tile_size=32, precision=precision)
     kernel = RadialKernelLinearOperator(
-        x.to(dtype), torch.tensor(1.44, dtype=dtype), function=MATERN32, products=KernelProducts(tile_size=32)
+        x.to(dtype), torch.tensor(1.44, dtype=dtype), function=MATERN32, products=products
     )
     return NoisyLinearOperator(kernel, torch.full((size,), noise, dtype=dtype))
 
@@ -48,18 +52,24 @@ class SolverContract:
         smallest_noise: variance of the hardest system that it has to converge on.
         share: epochs of one step at n = 120; None where steps differ.
         budgets: whole numbers of steps.
+        precision: of the iterations' products, where the data's dtype allows it.
     """
 
     solver: IterativeSolver
     smallest_noise = 0.0025
     share: float | None = 1.0
     budgets = (1.0, 3.0, 5.0)
+    precision: Precision = "native"
+
+    def system(self, noise: float = 0.04, *, dtype: torch.dtype = torch.float64) -> NoisyLinearOperator:
+        precision = "native" if (self.precision, dtype) == ("float32", torch.float32) else self.precision
+        return system(noise, dtype=dtype, precision=precision)
 
     def assert_solved(self, operator: LinearOperator, rhs: Tensor, value: Tensor, slack: float = 1e-8) -> None:
         assert true_norms(operator, rhs, value).max() <= self.solver.tolerance * (1 + slack)
 
     def test_true_residual_is_within_the_tolerance(self) -> None:
-        operator, rhs = system(self.smallest_noise), right_hand_sides()
+        operator, rhs = self.system(self.smallest_noise), right_hand_sides()
         solution = self.solver.solve(operator, rhs)
         assert solution.status is SolveStatus.CONVERGED
         norms = true_norms(operator, rhs, solution.value)
@@ -70,14 +80,14 @@ class SolverContract:
             assert solution.stats.epochs == pytest.approx(solution.stats.iterations * self.share)
 
     def test_float32(self) -> None:
-        operator, rhs = system(0.04, dtype=torch.float32), right_hand_sides().float()
+        operator, rhs = self.system(0.04, dtype=torch.float32), right_hand_sides().float()
         solution = self.solver.solve(operator, rhs)
         assert solution.value.dtype == torch.float32
         assert solution.status is SolveStatus.CONVERGED
         self.assert_solved(operator, rhs, solution.value, slack=1e-2)
 
     def test_input_is_left_alone(self) -> None:
-        operator, rhs = system(), right_hand_sides()
+        operator, rhs = self.system(), right_hand_sides()
         guess = 0.1 * rhs
         before = rhs.clone(), guess.clone()
         self.solver.solve(operator, rhs, initial_guess=guess)
@@ -85,7 +95,7 @@ class SolverContract:
         assert torch.equal(guess, before[1])
 
     def test_groups_have_their_own_tolerance(self) -> None:
-        operator, rhs = system(), right_hand_sides()
+        operator, rhs = self.system(), right_hand_sides()
         solution = self.solver.solve(operator, rhs, groups=GROUPS)
         norms = true_norms(operator, rhs, solution.value)
         assert norms[0] <= 0.01 * (1 + 1e-8)
@@ -94,7 +104,7 @@ class SolverContract:
         assert set(solution.stats.residual_norms) == {"targets", "probes"}
 
     def test_mean_rule_runs_all_columns_together(self) -> None:
-        operator, rhs = system(), right_hand_sides()
+        operator, rhs = self.system(), right_hand_sides()
         groups = (ColumnGroup("targets", 1, 0.01), ColumnGroup("probes", 5, 0.05))
         solution = dataclasses.replace(self.solver, stopping="mean").solve(operator, rhs, groups=groups)
         norms = true_norms(operator, rhs, solution.value)
@@ -103,7 +113,7 @@ class SolverContract:
         assert solution.stats.residual_norms["probes"] == pytest.approx(norms[1:].mean().item(), rel=1e-6)
 
     def test_exact_start_takes_no_iteration(self) -> None:
-        operator, rhs = system(), right_hand_sides()
+        operator, rhs = self.system(), right_hand_sides()
         exact = torch.linalg.solve(operator.to_dense(), rhs)
         solution = self.solver.solve(operator, rhs, initial_guess=exact)
         assert solution.stats.iterations == 0
@@ -112,7 +122,7 @@ class SolverContract:
 
     @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
     def test_bad_start_is_slow_and_right(self, size: float) -> None:
-        operator, rhs = system(), right_hand_sides()
+        operator, rhs = self.system(), right_hand_sides()
         garbage = size * torch.cos(torch.arange(N * 6).double()).reshape(N, 6)
         solution = self.solver.solve(operator, rhs, initial_guess=garbage)
         assert solution.status is SolveStatus.CONVERGED
@@ -122,7 +132,7 @@ class SolverContract:
     @pytest.mark.parametrize("warm", [False, True])
     @pytest.mark.parametrize("noise", [1e-6, 1e-2])
     def test_budget_never_returns_worse_than_zero(self, stopping: str, warm: bool, noise: float) -> None:
-        operator, rhs = system(noise), right_hand_sides()
+        operator, rhs = self.system(noise), right_hand_sides()
         guess = right_hand_sides().flip(0) if warm else None
         budget = dataclasses.replace(self.solver, max_epochs=3, tolerance=1e-8, stopping=stopping)
         solution = budget.solve(operator, rhs, initial_guess=guess)
@@ -136,7 +146,7 @@ class SolverContract:
         # Sums of fractions fall on either side of them.
         for budget in self.budgets:
             solver = dataclasses.replace(self.solver, max_epochs=budget, tolerance=1e-12)
-            assert solver.solve(system(1e-4), right_hand_sides()).stats.epochs == pytest.approx(budget)
+            assert solver.solve(self.system(1e-4), right_hand_sides()).stats.epochs == pytest.approx(budget)
 
     def test_duplicate_rows(self) -> None:
         x, _, y = oracles.problem(N)
@@ -148,7 +158,7 @@ class SolverContract:
         assert solution.value.shape == solution.residual.shape == (N,)
 
     def test_zero_columns_stay_zero(self) -> None:
-        operator, rhs = system(), right_hand_sides()
+        operator, rhs = self.system(), right_hand_sides()
         rhs[:, 2] = 0
         for guess in (None, torch.ones_like(rhs)):
             solution = self.solver.solve(operator, rhs, initial_guess=guess)
@@ -156,13 +166,13 @@ class SolverContract:
             assert solution.status is SolveStatus.CONVERGED
 
     def test_columns_of_very_different_scale(self) -> None:
-        operator, rhs = system(), right_hand_sides() * 10.0 ** torch.arange(-9, 9, 3)
+        operator, rhs = self.system(), right_hand_sides() * 10.0 ** torch.arange(-9, 9, 3)
         self.assert_solved(operator, rhs, self.solver.solve(operator, rhs).value)
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
     @pytest.mark.parametrize("where", ["rhs", "guess"])
     def test_non_finite_input_raises_at_once(self, bad: float, where: str) -> None:
-        operator, rhs = system(), right_hand_sides()
+        operator, rhs = self.system(), right_hand_sides()
         guess = torch.ones_like(rhs)
         (rhs if where == "rhs" else guess)[3, 4] = bad
         with pytest.raises(NonFiniteError, match=r"column 4[\s\S]*0 iterations"):
@@ -209,7 +219,7 @@ class SolverContract:
 
     def test_progress_is_told(self) -> None:
         told = []
-        solution = self.solver.solve(system(), right_hand_sides(), groups=GROUPS, callback=told.append)
+        solution = self.solver.solve(self.system(), right_hand_sides(), groups=GROUPS, callback=told.append)
         assert [progress.iteration for progress in told] == list(range(1, solution.stats.iterations + 1))
         assert told[-1].epochs == pytest.approx(solution.stats.epochs)
         assert told[-1].residual_norms["probes"] <= 0.2

@@ -1,0 +1,108 @@
+"""Iterative refinement: iterations in lower precision, residuals in the operator's own.
+
+A round solves H' d = r on the operator's twin H' for corrections d until the twin's error has taken over, and adds them to
+the solutions; the next round starts from true residuals r = b - H v. So what is reached is what the tolerance says of H,
+whatever the twin is like: a poor one takes more rounds, and where no correction makes a residual smaller the solve has
+stagnated. Carson & Higham 2018, "Accelerating the solution of linear systems by iterative refinement in three
+precisions", with an iterative solver in the place of the LU factors.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.solvers.columns import LOWER_AIM, Columns, Iterate
+from gpy_iterative.solvers.solution import ColumnGroup
+
+#: Iterations between two looks at how far the twin's residuals are from true ones; a look costs a few rows of the matrix.
+WATCHED_EVERY = 20
+#: A twin that was rounded to a matrix with negative eigenvalues may let residuals grow: no farther than this.
+DIVERGENCE = 1e3
+
+
+class RefinedColumns(Columns):
+    """Columns whose rounds are corrections on a twin of the operator.
+
+    Args:
+        twin: H' [n, n], in the dtype that the iterations compute in.
+        eps: the relative rounding error of its entries. A round lowers a residual by sqrt(eps) at the most: far enough
+            to be worth its true residual, and hardly ever so far that the twin's error has taken over.
+
+    The other arguments are those of `Columns`. True residuals, one product with the operator a round, are overhead.
+    """
+
+    max_rounds: ClassVar[int] = 50
+
+    def __init__(
+        self,
+        operator: LinearOperator,
+        twin: LinearOperator,
+        eps: float,
+        rhs: Tensor,
+        groups: Sequence[ColumnGroup],
+        *,
+        stopping: Literal["columns", "mean"],
+        recursive: bool,
+        initial_guess: Tensor | None,
+    ) -> None:
+        super().__init__(operator, rhs, groups, stopping=stopping, recursive=recursive, initial_guess=initial_guess)
+        self._twin, self._reduction = twin, eps**0.5
+        self._aims *= LOWER_AIM  # room for what the twin leaves
+
+    def begin(self) -> Iterate | None:
+        """The block of corrections of all columns that are not done, from zero; None when there is none."""
+        self._open = self._round = self._is_open(self.norms, self.tolerances).nonzero().squeeze(-1)
+        if not len(self._open):
+            return None
+        self._running = self.norms.clone()
+        self._corrections = Columns(
+            self._twin,
+            self.residual[:, self._on_device(self._round)].to(self._twin.dtype),
+            self._groups_of_round(),
+            stopping=self.stopping,
+            recursive=self.recursive,
+            initial_guess=None,
+            numbers=self._round,
+            scaled=False,
+        )
+        return self._corrections.begin()
+
+    def observe(self, iterate: Iterate, iteration: int) -> Tensor | None:
+        """Reads the norms of the twin's residuals; the columns of the block that go on, or None when all do."""
+        has_drifted = self.recursive and iteration % WATCHED_EVERY == 0 and self._has_drifted(iterate)
+        kept = self._corrections.observe(iterate, iteration)
+        self._running[self._round] = self._corrections._running
+        has_diverged = (self._running > DIVERGENCE * self.norms)[self._round].any()
+        return self._corrections.close(iterate, kept, iteration) if has_drifted or has_diverged else kept
+
+    def _has_drifted(self, iterate: Iterate) -> bool:
+        """Whether the twin's residuals, of the columns together, are nearer to zero than to the true ones."""
+        columns = self._on_device(self._round[self._corrections._open])
+        value = self.value[:, columns] + iterate.value
+        rows = self._watched_rows()
+        drift = self._true_rows(rows, columns, value) - iterate.residual[rows]
+        return bool(torch.linalg.matrix_norm(drift) > torch.linalg.matrix_norm(iterate.residual[rows]))
+
+    def end(self, iterate: Iterate, iteration: int) -> None:
+        """Adds the corrections of those columns whose true residuals become smaller by it."""
+        columns = self._on_device(self._round)
+        candidate = self.value.clone()
+        candidate[:, columns] += self._corrections.latest(iterate, iteration).to(candidate.dtype)
+        self._accept_candidate(candidate, iteration)
+        missed = self._is_open(self.norms, self.tolerances) & (self._running <= self._aims)
+        self._aims[missed] *= LOWER_AIM
+        self._running = self.norms.clone()
+
+    def _groups_of_round(self) -> list[ColumnGroup]:
+        """The open columns of every group, with what they aim at now."""
+        groups, start = [], 0
+        for group in self.groups:
+            members = self._round[(self._round >= start) & (self._round < start + group.size)]
+            start += group.size
+            if len(members):
+                aim = max(float(self._aims[members].min()), self._reduction * float(self.norms[members].max()))
+                groups.append(ColumnGroup(group.name, len(members), aim))
+        return groups
