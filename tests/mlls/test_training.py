@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import io
 
 import gpytorch
 import pytest
@@ -87,33 +86,6 @@ def test_lbfgs_with_frozen_probes_reaches_the_exact_optimum() -> None:
         case.likelihood, case.model, num_probes=64, solver=solver, warm_start="previous", generator=0
     )
     assert minimise(case, mll) > best - 3
-
-
-@pytest.mark.parametrize(
-    "mll_class", [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
-)
-def test_a_resumed_run_is_the_same_run(mll_class: type) -> None:
-    case = matern_case()
-    optimizer = torch.optim.Adam(case.model.parameters(), lr=0.1)
-    mll = mll_class(case.likelihood, case.model, num_probes=8, solver=ITERATIVE, generator=0)
-    adam(case, mll, 4, optimizer)
-    file = io.BytesIO()
-    torch.save(
-        {"model": case.model.state_dict(), "optimizer": optimizer.state_dict(), "mll": mll.training_state()}, file
-    )
-    adam(case, mll, 4, optimizer)
-
-    file.seek(0)
-    checkpoint = torch.load(file, weights_only=True)
-    resumed = matern_case()
-    resumed.model.load_state_dict(checkpoint["model"])
-    resumed_optimizer = torch.optim.Adam(resumed.model.parameters(), lr=0.1)
-    resumed_optimizer.load_state_dict(checkpoint["optimizer"])
-    resumed_mll = mll_class(resumed.likelihood, resumed.model, num_probes=8, solver=ITERATIVE, generator=99)
-    resumed_mll.load_training_state(checkpoint["mll"])
-    adam(resumed, resumed_mll, 4, resumed_optimizer)
-    for ours, theirs in zip(resumed.model.parameters(), case.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_a_foreign_training_state_is_refused() -> None:
