@@ -1,6 +1,7 @@
 """The posterior of an exact Gaussian process, from training's own solves."""
 
 import copy
+import logging
 import math
 import warnings
 from collections.abc import Sequence
@@ -30,8 +31,11 @@ from gpy_iterative.prediction.training_solves import PriorDraws, TrainingSolves
 from gpy_iterative.prediction.training_system import LikelihoodParams, evaluating, training_system
 from gpy_iterative.prediction.variance_error import VarianceError, solved_variance
 from gpy_iterative.probes import RandomFeatures
+from gpy_iterative.progress import Progress
 from gpy_iterative.solvers import EXACT_BELOW, Solver, SolveStats, default_solver
 from gpy_iterative.spectral import Draws
+
+logger = logging.getLogger(__name__)
 
 #: Draws of training are good enough for functions from here on; for fewer frequencies new ones are drawn.
 MIN_FREQUENCIES = 4000
@@ -57,6 +61,8 @@ class PathwisePosterior:
         num_neighbours: likewise.
         num_frequencies: random frequencies a kernel term, of sample paths.
         exact_below: up to this many data variances come from a Cholesky factor, exactly, whatever the solver.
+        progress: True shows a bar for every solve and for variances that come in chunks; a callable gets every
+            `gpy_iterative.progress.ProgressReport`.
 
     Mean: k(x, X) a, one product. Construction solves for a.
 
@@ -95,6 +101,7 @@ class PathwisePosterior:
         num_neighbours: int = 128,
         num_frequencies: int = 8192,
         exact_below: int = EXACT_BELOW,
+        progress: Progress = False,
     ) -> None:
         check_count("num_frequencies", num_frequencies)
         check_instance("solver", solver, Solver, "ConjugateGradients()")
@@ -106,7 +113,7 @@ class PathwisePosterior:
         self._products = KernelProducts() if products is None else products
         self._recipe = ProjectionRecipe(rank=rank, num_neighbours=num_neighbours)
         self._num_frequencies, self._exact_below = num_frequencies, exact_below
-        self._seed = _seed(generator)
+        self._seed, self._progress = _seed(generator), progress
         enough = prior is not None and prior[0].num_frequencies >= MIN_FREQUENCIES
         self._prior_draws = PriorDraws(*prior) if prior is not None and enough else None
         self._snapshot, self._solves = self._solved(initial_weights)
@@ -152,7 +159,8 @@ class PathwisePosterior:
         mean = mean + update.reshape(*torch.broadcast_shapes(mean.shape, test_test.shape[:-1]))
         if gpytorch.settings.skip_posterior_variances.on():
             return mean, ZeroLinearOperator(*test_test.shape, dtype=mean.dtype, device=mean.device)
-        return mean, PosteriorCovarianceLinearOperator(test_test, test_train, source=solves)
+        covariance = PosteriorCovarianceLinearOperator(test_test, test_train, source=solves, progress=self._progress)
+        return mean, covariance
 
     def sample_paths(self, num_paths: int) -> SamplePaths:
         """Posterior samples as functions: `paths(x)` evaluates the same functions at any x, [num_paths, *b, t].
@@ -268,7 +276,9 @@ class PathwisePosterior:
             seed=self._seed,
             initial_weights=initial_weights,
             known=known,
+            progress=self._progress,
         )
+        logger.info("posterior of %d data: %s", system.operator.shape[-1], solves.stats)
         return snapshot, solves
 
 

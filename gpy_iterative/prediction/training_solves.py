@@ -13,6 +13,7 @@ from gpy_iterative.prediction.projection import Projection, ProjectionRecipe, ex
 from gpy_iterative.prediction.shared_columns import as_columns, from_columns
 from gpy_iterative.prediction.training_system import TrainingSystem
 from gpy_iterative.probes import RandomFeatures
+from gpy_iterative.progress import Progress, reporting_solve
 from gpy_iterative.solvers import Cholesky, CholeskyFactor, Solution, Solver, SolveStats, SolveStatus
 from gpy_iterative.spectral import Draws
 
@@ -68,6 +69,7 @@ class TrainingSolves:
         seed: of everything that is drawn; the order in which things are asked for does not matter.
         initial_weights: [*b, m] (or [*b, n] with unobserved data), where the solve for the mean starts; ignored where
             it does not fit.
+        progress: what is told of every solve.
         known: the solves of the first data of this system, at the same hyperparameters; what they have is carried over.
 
     Construction solves for the mean, from what is known of it: at once when that still satisfies the tolerance.
@@ -83,9 +85,10 @@ class TrainingSolves:
         seed: int,
         initial_weights: Tensor | None = None,
         known: "TrainingSolves | None" = None,
+        progress: Progress = False,
     ) -> None:
         self.system, self.solver = system, solver
-        self._recipe, self._seed = recipe, seed
+        self._recipe, self._seed, self._progress = recipe, seed, progress
         self._is_exact = isinstance(solver, Cholesky) or system.operator.shape[-1] <= exact_below
         self._num_known = 0 if known is None else known.system.operator.shape[-1]
         self._cholesky: CholeskyFactor | None = None
@@ -182,7 +185,10 @@ class TrainingSolves:
             guess = as_columns(guess, operator)
             if self._num_known:
                 guess, epochs = locally_corrected(operator, rhs, guess, self._num_known)
-        solution = self.solver.solve(operator, rhs, initial_guess=guess, generator=self._generator(0))
+        with reporting_solve(self._progress) as callback:
+            solution = self.solver.solve(
+                operator, rhs, initial_guess=guess, generator=self._generator(0), callback=callback
+            )
         _warn_unless_converged(solution)
         stats = replace(solution.stats, overhead=solution.stats.overhead + epochs, seconds=time.perf_counter() - start)
         return from_columns(solution.value, columns), stats

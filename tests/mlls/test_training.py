@@ -211,17 +211,3 @@ def test_other_data_between_steps_redraws_the_probes() -> None:
     case.model.set_train_data(x, y, strict=False)
     adam(Case(case.model, case.likelihood, x, y), mll, 2)
     assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
-
-
-def test_progress_is_told_or_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    case = matern_case(40)
-    told: list[gpi.solvers.SolveProgress] = []
-    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
-        case.likelihood, case.model, solver=ITERATIVE, generator=0, progress=told.append
-    )
-    mll(case.model(case.x), case.y)
-    assert told[-1].iteration == mll.report.iterations
-    mll.progress = True
-    case.model.covar_module.outputscale = 3.0
-    mll(case.model(case.x), case.y)
-    assert "epochs" in capsys.readouterr().err
