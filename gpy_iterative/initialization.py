@@ -5,6 +5,7 @@ Processes", arXiv 2405.18457, appendix B) for data of hundreds of thousands of r
 """
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,6 +20,9 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.mlls.training_state import make_generator
 from gpy_iterative.prediction import check_inputs
+from gpy_iterative.progress import Progress, reporting
+
+logger = logging.getLogger(__name__)
 
 #: A parameter that moved by less than this share of one step of the optimiser was not identified by its subset.
 UNMOVED = 1e-3
@@ -35,6 +39,7 @@ def initialize_from_subsets(
     learning_rate: float = 0.1,
     mll_class: Callable[[Likelihood, ExactGP], MarginalLogLikelihood] = HutchinsonMarginalLogLikelihood,
     params: Sequence[Tensor] = (),
+    progress: Progress = False,
 ) -> None:
     """Sets the hyperparameters of model and likelihood, in place, to the average of fits to subsets.
 
@@ -54,6 +59,7 @@ def initialize_from_subsets(
         learning_rate: of Adam.
         mll_class: made as `(likelihood, model)`; `functools.partial` passes options.
         params: the likelihood's own arguments, tensors with n rows each.
+        progress: True shows a bar of subsets; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
         ValueError: options outside their range, a model without training data or with batches of inputs, inputs that
@@ -82,12 +88,15 @@ def initialize_from_subsets(
     start = _values(model, likelihood)
     totals = {name: torch.zeros_like(value) for name, value in start.items()}
     counts = {name: torch.zeros_like(value) for name, value in start.items()}
-    for _ in range(num_subsets):
-        rows = _neighbourhood(columns, min(subset_size, columns.shape[0]), generator)
-        fitted, moved = _fit(model, likelihood, rows, params, mll_class, optimizer_steps, learning_rate)
-        for name in start:
-            totals[name] += torch.where(moved[name], fitted[name], torch.zeros_like(fitted[name]))
-            counts[name] += moved[name]
+    with reporting(progress, "subsets", "subsets", num_subsets) as tell:
+        for done in range(num_subsets):
+            rows = _neighbourhood(columns, min(subset_size, columns.shape[0]), generator)
+            fitted, moved, loss = _fit(model, likelihood, rows, params, mll_class, optimizer_steps, learning_rate)
+            for name in start:
+                totals[name] += torch.where(moved[name], fitted[name], torch.zeros_like(fitted[name]))
+                counts[name] += moved[name]
+            logger.info("subset %d of %d, %d data: loss %.4g", done + 1, num_subsets, len(rows), loss)
+            tell(done + 1, {"loss": loss})
     average = {
         name: torch.where(counts[name] > 0, totals[name] / counts[name].clamp_min(1), start[name]) for name in start
     }
@@ -128,8 +137,8 @@ def _fit(
     mll_class: Callable[[Likelihood, ExactGP], MarginalLogLikelihood],
     steps: int,
     learning_rate: float,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Values of a copy after its fit to some rows, and which of them have moved."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    """Values of a copy after its fit to some rows, which of them have moved, and the last loss."""
     # Together, so that a likelihood shared by both stays shared.
     model, likelihood = copy.deepcopy((model, likelihood))
     model.train()
@@ -156,7 +165,7 @@ def _fit(
         name: (parameter.detach() - before[name]).abs() > UNMOVED * learning_rate
         for name, parameter, _ in _parameters(model, likelihood)
     }
-    return values, moved
+    return values, moved, loss.item()
 
 
 def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:

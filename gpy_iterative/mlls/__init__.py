@@ -15,6 +15,7 @@ from gpy_iterative.mlls.report import (
     MarginalLogLikelihoodReport,
     MinibatchReport,
     QuadruplyStochasticReport,
+    Report,
     TruncationReport,
 )
 from gpy_iterative.mlls.russian_roulette import RussianRouletteMarginalLogLikelihood
@@ -38,6 +39,7 @@ __all__ = [
     "QuadruplyStochasticELBO",
     "QuadruplyStochasticReport",
     "RFFMarginalLogLikelihood",
+    "Report",
     "RussianRouletteMarginalLogLikelihood",
     "SingleSampleRFFMarginalLogLikelihood",
     "TruncatedCGMarginalLogLikelihood",

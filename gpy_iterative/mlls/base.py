@@ -5,11 +5,11 @@ drawn or rebuilt from their frozen randomness; one solve answers for the targets
 one closed-form derivative pass carries the gradient to the user's own parameters.
 """
 
+import logging
 import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -32,12 +32,12 @@ from gpy_iterative.linear_operators import (
 )
 from gpy_iterative.mlls.estimates import DensityEstimate, Estimate, advice, exact_estimate, stochastic_estimate
 from gpy_iterative.mlls.line_search import ADVICE, LineSearchWatch
-from gpy_iterative.mlls.progress import Progress, SolveBar
 from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
 from gpy_iterative.mlls.training_state import TrainingState, make_generator
 from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood, check_not_empty
 from gpy_iterative.prediction import PathwisePosterior, check_inputs
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
+from gpy_iterative.progress import Progress, reporting_solve
 from gpy_iterative.solvers import (
     EXACT_BELOW,
     Cholesky,
@@ -51,6 +51,8 @@ from gpy_iterative.solvers import (
     stochastic_logdet,
 )
 from gpy_iterative.spectral import Draws
+
+logger = logging.getLogger(__name__)
 
 #: Probes of the log-determinant's quadrature. They serve the reported value alone, never the gradient.
 NUM_LOGDET_PROBES = 4
@@ -85,6 +87,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         self.solver = solver
         self.products = KernelProducts() if products is None else products
         self.report: MarginalLogLikelihoodReport | None = None
+        self.progress: Progress = False
         self._state = TrainingState(make_generator(generator), WarmStart(warm_start), distribution)
         self._params: tuple[Any, ...] = ()
         # Lives as long as the run, so that every step evaluates its tiles into the same memory.
@@ -159,6 +162,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
             seconds=time.perf_counter() - start,
             truncation=estimate.truncation,
         )
+        logger.info("%s: %s", type(self).__name__, self.report)
         return result
 
     def posterior(
@@ -191,6 +195,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
             prior=self._prior_samples(),
             rank=rank,
             num_neighbours=num_neighbours,
+            progress=self.progress,
         )
         posterior.install()
         return posterior
@@ -303,8 +308,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             lambda: distribution.draw(operator, terms, state.generator),
             keep=state.warm_start.mode is not False,
         )
-        bar = SolveBar() if self.progress is True else nullcontext(self.progress or None)
-        with bar as callback:
+        with reporting_solve(self.progress) as callback:
             estimate = stochastic_estimate(
                 operator,
                 residual,

@@ -5,6 +5,7 @@ are evaluated at these rows alone; a subclass turns them into an estimate of the
 keeps about the weights.
 """
 
+import logging
 import math
 import time
 import warnings
@@ -28,6 +29,7 @@ from gpy_iterative.mlls.seen_data import SeenData
 from gpy_iterative.mlls.training_state import make_generator
 from gpy_iterative.mlls.validation import check_features, check_fit, check_hyperparameters, check_likelihood
 from gpy_iterative.prediction import LikelihoodParams, check_inputs, prior_at
+from gpy_iterative.progress import Progress
 from gpy_iterative.weight_space import (
     FeatureBatch,
     WeightDistribution,
@@ -38,6 +40,8 @@ from gpy_iterative.weight_space import (
     exact_statistics,
     log_marginal_likelihood_gap,
 )
+
+logger = logging.getLogger(__name__)
 
 #: Rows of a step where nothing else is said.
 BATCH_SIZE = 256
@@ -51,6 +55,11 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
     A subclass keeps what it knows about the weights in float64 buffers and parameters of its own, whatever the model's
     dtype: `_start` fills them from all data, `_step` estimates from a batch and says how they move. They stay out of
     `state_dict()`, and are `training_state()`.
+
+    Attributes:
+        progress: True shows a bar for every pass over all data (`refresh`, `exact_value`, `gap`, `posterior`); a callable
+            gets every `gpy_iterative.progress.ProgressReport`.
+        report: of the last step.
     """
 
     needs_features = True
@@ -73,6 +82,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         super().__init__(likelihood, model)
         self.batch_size = batch_size
         self.report: MinibatchReport | None = None
+        self.progress: Progress = False
         self._state = MinibatchState(make_generator(generator), f"{type(self).__name__}({options})")
         self._params: tuple[Any, ...] = ()
         self._params_inputs: list[Tensor] | None = None
@@ -189,6 +199,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
             steps=self._state.steps,
             seconds=time.perf_counter() - start,
         )
+        logger.info("%s: %s", type(self).__name__, self.report)
         return result
 
     def refresh(self, chunk_size: int = 4096) -> None:
@@ -242,6 +253,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
             params=self._current_params(),
             kwargs=self._kwargs,
             seed=(self._state.generator.initial_seed() + 1) % 2**63,
+            progress=self.progress,
         )
         return posterior(*inputs) if inputs else posterior
 
@@ -305,6 +317,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
     ) -> WeightSpaceProblem:
         check_features(self.model)
         problem = WeightSpaceProblem(self.likelihood, function_dist, target, *params, **kwargs)
+        problem.progress = self.progress
         if self.needs_features:
             problem.prior.check_kernels()
         return problem

@@ -14,8 +14,8 @@ from gpytorch.models import ExactGP
 
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.base import IterativeMarginalLogLikelihood
-from gpy_iterative.mlls.progress import Progress
 from gpy_iterative.probes import Gaussian, Preconditioned, Rademacher
+from gpy_iterative.progress import Progress
 from gpy_iterative.solvers import Solver
 
 _DISTRIBUTIONS = {"preconditioned": Preconditioned, "rademacher": Rademacher, "gaussian": Gaussian}
@@ -39,7 +39,7 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
             at the last; both keep the probes frozen. False draws new probes and starts at zero, every step.
         products: how kernel products are computed.
         generator: a generator, or the seed of one. The global generator is never touched.
-        progress: True shows a bar for every solve; a callable gets every `SolveProgress`.
+        progress: True shows a bar for every solve; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.

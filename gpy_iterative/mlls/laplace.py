@@ -5,6 +5,7 @@ Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Proce
 Uncertainty", whose hyperparameters are fixed; what learns them here is this package's own.
 """
 
+import logging
 import time
 import warnings
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from gpy_iterative.mlls.training_state import make_generator
 from gpy_iterative.mlls.validation import check_hyperparameters
 from gpy_iterative.models import IterativeLaplaceGP
 from gpy_iterative.prediction import LaplacePosterior, check_inputs, check_targets_fit, latent_terms, observed_points
+from gpy_iterative.progress import Progress, reporting_solve
 from gpy_iterative.solvers import (
     LaplaceCholesky,
     LaplaceNewton,
@@ -36,6 +38,8 @@ from gpy_iterative.solvers import (
     SolveStatus,
 )
 from gpy_iterative.solvers.laplace import default_laplace_solver, mode_advice
+
+logger = logging.getLogger(__name__)
 
 Objective = Literal["laplace", "elbo"]
 
@@ -62,6 +66,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         num_frequencies: of trace="pathwise".
         products: how kernel products are computed.
         generator: a generator, or the seed of one. The global generator is never touched.
+        progress: True shows a bar for every mode; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
         UnsupportedLikelihoodError: a likelihood for which Laplace's method is meaningless.
@@ -84,6 +89,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         num_frequencies: int = 500,
         products: KernelProducts | None = None,
         generator: torch.Generator | int | None = None,
+        progress: Progress = False,
     ) -> None:
         check_laplace_likelihood(likelihood)
         if not isinstance(model, IterativeLaplaceGP):
@@ -116,6 +122,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         self.tolerance, self.num_frequencies = tolerance, num_frequencies
         self.products = model.products if products is None else products
         self.report: LaplaceReport | None = None
+        self.progress = progress
         self._generator = make_generator(generator)
         self._caches = TileCaches()
         self._weights: Tensor | None = None
@@ -159,9 +166,14 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         position = self._generator.get_state()
         try:
             with torch.inference_mode(False), torch.no_grad():
-                solution = solver.solve(
-                    _detached(prior), likelihood, initial_weights=self._weights, generator=self._generator
-                )
+                with reporting_solve(self.progress, "mode", "products") as callback:
+                    solution = solver.solve(
+                        _detached(prior),
+                        likelihood,
+                        initial_weights=self._weights,
+                        generator=self._generator,
+                        callback=callback,
+                    )
                 estimate = self._evidence(prior, likelihood, solution, solver, function_dist, observed)
         except Exception:
             self._generator.set_state(position)  # the next step draws what the failed one did
@@ -188,6 +200,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
             value_sem=torch.zeros_like(value.detach()) if estimate is None else estimate.value_sem / num_targets,
             seconds=time.perf_counter() - start,
         )
+        logger.info("%s: %s", type(self).__name__, self.report)
         return value
 
     def posterior(self) -> LaplacePosterior:
@@ -198,7 +211,9 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         self.model.eval()
         self.likelihood.eval()
         self._caches.clear()
-        return self.model.posterior(self._weights, solver=self.solver, products=self.products, params=self._params)
+        return self.model.posterior(
+            self._weights, solver=self.solver, products=self.products, params=self._params, progress=self.progress
+        )
 
     def training_state(self) -> dict[str, Tensor]:
         """Generator and warm start as a plain dict of tensors, which resumes a run exactly."""

@@ -12,8 +12,8 @@ from gpytorch.models import ExactGP
 
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.base import IterativeMarginalLogLikelihood
-from gpy_iterative.mlls.progress import Progress
 from gpy_iterative.probes import ExactPrior, ProbeDistribution, RandomFeatures
+from gpy_iterative.progress import Progress
 from gpy_iterative.solvers import Solver
 
 #: More frequencies lower the variance of the corrected estimate; beyond this its Woodbury solve, n (2m)^2,
@@ -40,7 +40,7 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
             at the last; both keep the draws frozen. False draws anew and starts at zero, every step.
         products: how kernel products are computed.
         generator: a generator, or the seed of one. The global generator is never touched.
-        progress: True shows a bar for every solve; a callable gets every `SolveProgress`.
+        progress: True shows a bar for every solve; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.

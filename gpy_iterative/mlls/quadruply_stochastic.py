@@ -5,6 +5,7 @@ head of features is always evaluated, products of two independently sampled resi
 is a single sum over features is sampled once.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from gpy_iterative.mlls.weight_initialization import (
     warn_of_capacity,
 )
 from gpy_iterative.models import DeferredPrediction, QuadruplyStochasticGP
+
+logger = logging.getLogger(__name__)
 
 #: Defaults, where there are so many.
 FEATURE_SAMPLES, DATA_SAMPLES, CONTROL_POINTS = 10_000, 500, 500
@@ -174,6 +177,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             num_control_points=0 if self._control is None else len(self._control.x),
             seconds=time.perf_counter() - start,
         )
+        logger.info("%s: %s", type(self).__name__, self.report)
         return value
 
     def exact_value(self, x: Tensor, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:

@@ -1,15 +1,62 @@
 """What the last evaluation of a marginal log likelihood did, and how far its numbers can be trusted."""
 
+import dataclasses
+import html
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 from torch import Tensor
 
 from gpy_iterative.solvers import SolveStatus
 from gpy_iterative.truncation import Truncation
 
+#: Figures that a table lists one by one; of more, their range and mean.
+MAX_LISTED = 6
+
+
+class Report:
+    """Figures as one line (`str`), as a table for a terminal (`table`), or for a notebook, which shows it by itself."""
+
+    def table(self) -> str:
+        """Every figure on a line of its own, for `print`."""
+        rows = list(_rows(self))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {figure}" for name, figure in rows)
+
+    def _repr_html_(self) -> str:
+        rows = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(figure)}</td></tr>" for name, figure in _rows(self))
+        return f"<table>{''.join(rows)}</table>"
+
+
+def _rows(report: Any) -> Iterator[tuple[str, str]]:
+    """Names and figures, those of a report inside of a report among them."""
+    for field in dataclasses.fields(report):
+        value = getattr(report, field.name)
+        if isinstance(value, Report):
+            yield from _rows(value)
+        elif value is not None:
+            yield field.name.replace("_", " "), _figure(value)
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, Enum):
+        return value.name.lower().replace("_", " ")
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if not isinstance(value, Tensor):
+        return str(value)
+    if value.numel() == 1:
+        return f"{value.item():.6g}"
+    if value.numel() <= MAX_LISTED:
+        return ", ".join(f"{entry:.6g}" for entry in value.flatten().tolist())
+    low, mean, high = value.min().item(), value.double().mean().item(), value.max().item()
+    return f"{low:.6g} to {high:.6g}, mean {mean:.6g} ({value.numel()} figures)"
+
 
 @dataclass(frozen=True)
-class TruncationReport:
+class TruncationReport(Report):
     """A truncated conjugate gradient series: what was drawn, what was run, and the variance that this leaves.
 
     Attributes:
@@ -34,7 +81,7 @@ class TruncationReport:
 
 
 @dataclass(frozen=True)
-class FrequencyReport:
+class FrequencyReport(Report):
     """A random feature step.
 
     Attributes:
@@ -51,8 +98,8 @@ class FrequencyReport:
 
 
 @dataclass(frozen=True)
-class MarginalLogLikelihoodReport:
-    """One step's figures; `print(mll.report)` shows them on one line.
+class MarginalLogLikelihoodReport(Report):
+    """One step's figures; `print(mll.report)` shows them on one line, `print(mll.report.table())` as a table.
 
     Attributes:
         status: how the solve ended.
@@ -91,8 +138,8 @@ class MarginalLogLikelihoodReport:
 
 
 @dataclass(frozen=True)
-class MinibatchReport:
-    """One mini-batch step's figures; `print(mll.report)` shows them on one line.
+class MinibatchReport(Report):
+    """One mini-batch step's figures; `print(mll.report)` shows them on one line, `print(mll.report.table())` as a table.
 
     Attributes:
         value: what `forward` returned, a scalar.
@@ -116,7 +163,7 @@ class MinibatchReport:
 
 
 @dataclass(frozen=True)
-class QuadruplyStochasticReport:
+class QuadruplyStochasticReport(Report):
     """One step on a sample of data and features; `print(mll.report)` shows it on one line.
 
     Attributes:
@@ -146,8 +193,8 @@ class QuadruplyStochasticReport:
 
 
 @dataclass(frozen=True)
-class LaplaceReport:
-    """One step's figures of a LaplaceMarginalLogLikelihood.
+class LaplaceReport(Report):
+    """One step's figures of a LaplaceMarginalLogLikelihood, on one line or as a table.
 
     Attributes:
         status: of the mode, or of the worst solve.

@@ -21,6 +21,7 @@ from gpy_iterative.likelihoods.predictive import (
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.linear_operators import num_latents as latents_of
 from gpy_iterative.prediction import LaplacePosterior, LaplaceSamplePaths, VarianceSplit, check_inputs
+from gpy_iterative.progress import Progress
 from gpy_iterative.solvers import LaplaceSolution, LaplaceSolver
 
 
@@ -142,6 +143,7 @@ class IterativeLaplaceGP(GP):
         solver: LaplaceSolver | None = None,
         products: KernelProducts | None = None,
         params: Sequence[Any] = (),
+        progress: Progress = False,
     ) -> LaplacePosterior:
         """What answers in evaluation mode: kept, and refreshed when parameters or data have changed.
 
@@ -150,6 +152,7 @@ class IterativeLaplaceGP(GP):
             solver: in the place of the model's own, where there is no posterior yet.
             products: likewise.
             params: of the likelihood's `forward` at the training points, for a likelihood that takes any.
+            progress: True shows bars, a callable gets every report, where there is no posterior yet.
 
         Raises:
             ValueError: `forward` returns another number of latent functions than num_latents.
@@ -165,6 +168,7 @@ class IterativeLaplaceGP(GP):
                 seed=self.seed,
                 initial_weights=initial_weights,
                 params=params,
+                progress=progress,
             )
             self._check_latents(posterior.solution.latent.shape[-1])
             self._posterior = posterior

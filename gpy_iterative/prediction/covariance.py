@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gpy_iterative.prediction.blocks import row_block, row_group
 from gpy_iterative.prediction.projection import Projection
+from gpy_iterative.progress import Progress, reporting
 
 #: Numbers that one chunk of test points may hold: half a gigabyte in float64.
 CHUNK_NUMBERS = 2**26
@@ -29,6 +30,7 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
         test_train: K(x, X) [*batch, t, n], or [batch * t, n] with the points of all batch members in one list.
         source: makes the projection of the data when it is first needed.
         chunk_size: test points that are worked on at a time; None takes what fits half a gigabyte.
+        progress: True shows a bar for variances in chunks; a callable gets every report.
 
     The diagonal is worked out in chunks and keeps t numbers; so a million test points are fine. Everything else is
     dense: t^2 numbers. Differentiable in whatever the two blocks are.
@@ -41,16 +43,18 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
         *,
         source: ProjectionSource,
         chunk_size: int | None = None,
+        progress: Progress = False,
     ) -> None:
-        super().__init__(test_test, test_train, source=source, chunk_size=chunk_size)
+        super().__init__(test_test, test_train, source=source, chunk_size=chunk_size, progress=progress)
         self.test_test, self.test_train = test_test, test_train
-        self.source, self.chunk_size = source, chunk_size
+        self._options = {"source": source, "chunk_size": chunk_size, "progress": progress}
+        self.source, self.chunk_size, self.progress = source, chunk_size, progress
 
     def _size(self) -> torch.Size:
         return self.test_test.shape
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return type(self)(self.test_test.mT, self.test_train, source=self.source, chunk_size=self.chunk_size)
+        return type(self)(self.test_test.mT, self.test_train, **self._options)
 
     def _diagonal(self) -> Tensor:
         projection = self.source.projection()
@@ -61,9 +65,11 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
         # A list of points that stands for a batch is cut as a list, and shaped in the end.
         flat = prior_variance.reshape(*self.test_train.batch_shape, size)
         parts = []
-        for start in range(0, size, length):
-            rows = slice(start, min(start + length, size))
-            parts.append(projection.variance(flat[..., rows], row_block(self.test_train, rows)))
+        with reporting(self.progress, "variances", "points", size) as tell:
+            for start in range(0, size, length):
+                rows = slice(start, min(start + length, size))
+                parts.append(projection.variance(flat[..., rows], row_block(self.test_train, rows)))
+                tell(rows.stop, {})
         return torch.cat(parts, dim=-1).reshape(prior_variance.shape)
 
     def to_dense(self) -> Tensor:
@@ -82,12 +88,8 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         whole = all(isinstance(index, slice) and index == slice(None) for index in batch_indices)
         if whole and isinstance(row_index, slice) and row_index == col_index and not self._is_list:
-            return type(self)(
-                self.test_test[..., row_index, row_index],
-                self.test_train[..., row_index, :],
-                source=self.source,
-                chunk_size=self.chunk_size,
-            )
+            part = self.test_test[..., row_index, row_index], self.test_train[..., row_index, :]
+            return type(self)(*part, **self._options)
         return to_linear_operator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:

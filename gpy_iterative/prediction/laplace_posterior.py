@@ -1,6 +1,7 @@
 """The latent posterior around a mode: mean k(x, X) v, covariance k(x, x) - k(x, X) Q Q^T k(X, x)."""
 
 import copy
+import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths, PriorFunc
 from gpy_iterative.prediction.latent_blocks import latent_blocks, latent_covariance, latent_terms
 from gpy_iterative.prediction.snapshot import ModelSnapshot
 from gpy_iterative.prediction.training_system import LikelihoodParams, check_inputs, evaluating, prior_at
+from gpy_iterative.progress import Progress, reporting_solve
 from gpy_iterative.solvers import ConjugateGradients, SolveStatus
 from gpy_iterative.solvers.laplace import (
     LaplaceSolution,
@@ -39,6 +41,8 @@ from gpy_iterative.solvers.laplace import (
     nystrom_preconditioner,
     whitened_system,
 )
+
+logger = logging.getLogger(__name__)
 
 #: Test points whose block k(x, X) Q is held at a time.
 CHUNK_POINTS = 1024
@@ -82,6 +86,8 @@ class LaplacePosterior:
         seed: of sample paths and covariance actions.
         initial_weights: v [n, C] at similar hyperparameters, where the mode solver starts.
         params: of the likelihood's `forward` at the training points, for a likelihood that takes any.
+        progress: True shows a bar for the mode and other solves; a callable gets every
+            `gpy_iterative.progress.ProgressReport`.
 
     Construction finds the mode. Hyperparameters and data that have changed since are noticed by value, and answered by
     another solve from the old mode.
@@ -104,8 +110,10 @@ class LaplacePosterior:
         seed: int = 0,
         initial_weights: Tensor | None = None,
         params: Sequence[Any] = (),
+        progress: Progress = False,
     ) -> None:
         self.model, self.likelihood = model, likelihood
+        self._progress = progress
         self._solver, self._products = solver, KernelProducts() if products is None else products
         self._seed = seed
         self._params = LikelihoodParams(params, model) if params else None
@@ -242,9 +250,15 @@ class LaplacePosterior:
         params = () if self._params is None else self._params.current(self.model)
         likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents, params)
         solver = default_laplace_solver(prior.size) if self._solver is None else self._solver
-        solution = solver.solve(
-            prior, likelihood, initial_weights=initial_weights, generator=torch.Generator().manual_seed(self._seed)
-        )
+        with reporting_solve(self._progress, "mode", "products") as callback:
+            solution = solver.solve(
+                prior,
+                likelihood,
+                initial_weights=initial_weights,
+                generator=torch.Generator().manual_seed(self._seed),
+                callback=callback,
+            )
+        logger.info("mode of %d data: %s", len(targets), solution.stats)
         if not solution.converged:
             warnings.warn(mode_advice(solution), ConvergenceWarning, stacklevel=4)
         return _Fit(inputs, prior, distribution, solution)
@@ -272,7 +286,10 @@ class LaplacePosterior:
         dtype, solution = fit.prior.operator.dtype, fit.solution
         preconditioner = nystrom_preconditioner(solution.curvature, solution.actions, solution.images, dtype)
         system = whitened_system(fit.prior.operator, solution.curvature)
-        found = ConjugateGradients(tolerance=tolerance).solve(system, columns.to(dtype), preconditioner=preconditioner)
+        with reporting_solve(self._progress) as callback:
+            found = ConjugateGradients(tolerance=tolerance).solve(
+                system, columns.to(dtype), preconditioner=preconditioner, callback=callback
+            )
         if found.status is not SolveStatus.CONVERGED:
             status = found.status
             warnings.warn(

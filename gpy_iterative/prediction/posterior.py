@@ -1,6 +1,7 @@
 """The posterior of an exact Gaussian process, from training's own solves."""
 
 import copy
+import logging
 import math
 import warnings
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction.blocks import product
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.prediction.joint_prior import JointPrior, checked_inputs, fixed_parameters, graph_for, joint_prior
+from gpy_iterative.prediction.new_observations import check_without_gradients, with_observations
 from gpy_iterative.prediction.projection import ProjectionRecipe, scatter_rows
 from gpy_iterative.prediction.sample_paths import SamplePaths
 from gpy_iterative.prediction.snapshot import ModelSnapshot
@@ -29,8 +31,11 @@ from gpy_iterative.prediction.training_solves import PriorDraws, TrainingSolves
 from gpy_iterative.prediction.training_system import LikelihoodParams, evaluating, training_system
 from gpy_iterative.prediction.variance_error import VarianceError, solved_variance
 from gpy_iterative.probes import RandomFeatures
-from gpy_iterative.solvers import EXACT_BELOW, Solver, default_solver
+from gpy_iterative.progress import Progress
+from gpy_iterative.solvers import EXACT_BELOW, Solver, SolveStats, default_solver
 from gpy_iterative.spectral import Draws
+
+logger = logging.getLogger(__name__)
 
 #: Draws of training are good enough for functions from here on; for fewer frequencies new ones are drawn.
 MIN_FREQUENCIES = 4000
@@ -56,6 +61,8 @@ class PathwisePosterior:
         num_neighbours: likewise.
         num_frequencies: random frequencies a kernel term, of sample paths.
         exact_below: up to this many data variances come from a Cholesky factor, exactly, whatever the solver.
+        progress: True shows a bar for every solve and for variances that come in chunks; a callable gets every
+            `gpy_iterative.progress.ProgressReport`.
 
     Mean: k(x, X) a, one product. Construction solves for a.
 
@@ -103,6 +110,7 @@ class PathwisePosterior:
         num_neighbours: int = 128,
         num_frequencies: int = 8192,
         exact_below: int = EXACT_BELOW,
+        progress: Progress = False,
     ) -> None:
         check_count("num_frequencies", num_frequencies)
         check_instance("solver", solver, Solver, "ConjugateGradients()")
@@ -114,7 +122,7 @@ class PathwisePosterior:
         self._products = KernelProducts() if products is None else products
         self._recipe = ProjectionRecipe(rank=rank, num_neighbours=num_neighbours)
         self._num_frequencies, self._exact_below = num_frequencies, exact_below
-        self._seed = _seed(generator)
+        self._seed, self._progress = _seed(generator), progress
         enough = prior is not None and prior[0].num_frequencies >= MIN_FREQUENCIES
         self._prior_draws = PriorDraws(*prior) if prior is not None and enough else None
         self._snapshot, self._solves = self._solved(initial_weights)
@@ -160,7 +168,8 @@ class PathwisePosterior:
         mean = mean + update.reshape(*torch.broadcast_shapes(mean.shape, test_test.shape[:-1]))
         if gpytorch.settings.skip_posterior_variances.on():
             return mean, ZeroLinearOperator(*test_test.shape, dtype=mean.dtype, device=mean.device)
-        return mean, PosteriorCovarianceLinearOperator(test_test, test_train, source=solves)
+        covariance = PosteriorCovarianceLinearOperator(test_test, test_train, source=solves, progress=self._progress)
+        return mean, covariance
 
     def sample_paths(self, num_paths: int) -> SamplePaths:
         """Posterior samples as functions: `paths(x)` evaluates the same functions at any x, [num_paths, *b, t].
@@ -210,12 +219,59 @@ class PathwisePosterior:
             )
         return error
 
+    def condition_on_observations(
+        self, inputs: Tensor | Sequence[Tensor], targets: Tensor, *, noise: Tensor | None = None
+    ) -> "PathwisePosterior":
+        """The posterior of these and further observations, at the same hyperparameters; this one stays as it is.
+
+        What was solved is carried over: representer weights, sample paths (the new posterior's are the same functions
+        of the prior, conditioned on more), Cholesky factor, projections. The new posterior has copies of model and
+        likelihood, with the new data behind the old ones, and answers their `model(x)`.
+
+        Args:
+            inputs: [*b, m, d], a tensor or one for each of the model's inputs.
+            targets: [*f, m] ([*f, m, T] for a multitask model). Batches of either make a batch of posteriors; targets
+                that differ at the same inputs share one matrix, and are solved for together.
+            noise: [*f, m], variances of the new observations, for a likelihood with fixed noise.
+
+        Raises:
+            ValueError: shapes, dtypes or devices that do not fit, numbers that are not finite, missing noise.
+            RuntimeError: inputs that require gradients: there are none through the solves.
+
+        Cost: where H is factored, n^2 multiply-adds for each new observation. Else two products for every 1,024 new
+        observations, and what a solver that starts there still finds to do: nothing for single ones, part of a solve
+        for many (`stats` says what it took).
+        """
+        check_without_gradients(inputs)
+        # What is solved now may be differentiated through later.
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model, self.likelihood):
+            solves = self.solves
+            event_dims = len(solves.system.prior.event_shape)
+            posterior = copy.copy(self)
+            posterior.model, posterior.likelihood = with_observations(
+                self.model, self.likelihood, event_dims, inputs, targets, noise
+            )
+            posterior._params = self._params.moved_to(posterior.model)
+            posterior._snapshot, posterior._solves = posterior._solved(None, solves)
+            draws = solves.known_draws or self._prior_draws
+            is_known = draws is not None and draws.fits(solves.system)
+            posterior._prior_draws = draws.extended(posterior._solves.system, self._seed) if is_known else None
+        posterior.install()
+        return posterior
+
+    @property
+    def stats(self) -> SolveStats:
+        """What the solve for the mean took; 0 epochs where H was factored."""
+        return self.solves.stats
+
     def _joint(self, *inputs: Tensor) -> JointPrior:
         return joint_prior(self.model, inputs, self.solves.system.batch_shape, self._products)
 
     @torch.inference_mode(False)  # what is solved now may be differentiated through later
     @torch.no_grad()
-    def _solved(self, initial_weights: Tensor | None) -> tuple[ModelSnapshot, TrainingSolves]:
+    def _solved(
+        self, initial_weights: Tensor | None, known: TrainingSolves | None = None
+    ) -> tuple[ModelSnapshot, TrainingSolves]:
         with evaluating(self.model, self.likelihood):
             snapshot = ModelSnapshot.of(self.model, self.likelihood)
             params = self._params.current(self.model)
@@ -228,7 +284,10 @@ class PathwisePosterior:
             exact_below=self._exact_below,
             seed=self._seed,
             initial_weights=initial_weights,
+            known=known,
+            progress=self._progress,
         )
+        logger.info("posterior of %d data: %s", system.operator.shape[-1], solves.stats)
         return snapshot, solves
 
 

@@ -61,6 +61,16 @@ class LocalPart:
     num_neighbours: int
     observed: Tensor | None
 
+    @classmethod
+    def of(cls, operator: LinearOperator, image: Tensor, num_neighbours: int, observed: Tensor | None) -> "LocalPart":
+        """What lies past the projections with the image H A."""
+        diagonal = operator.diagonal(dim1=-2, dim2=-1)
+        # Data inside the span have nothing left to tell; rounding must not make them look telling.
+        # Norms, here and below, and not sums of squares, which would all be in memory at once.
+        explained = torch.linalg.vector_norm(image, dim=-1).square()
+        rest = torch.maximum(diagonal - explained, 1e-4 * _noise_floor(operator, diagonal))
+        return cls(operator, image, rest.sqrt(), num_neighbours, observed)
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -101,6 +111,38 @@ class Projection:
         if self.local is None or not points.numel():
             return covariance
         return covariance - _Neighbours(self.local, test_train, coefficients, points).explained_covariance()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether A is complete."""
+        return self.local is None
+
+    def extended(self, operator: LinearOperator, rows: Tensor, observed: Tensor | None) -> "Projection":
+        """For further data behind the old ones, which join the basis: n r k multiply-adds for k of them.
+
+        Args:
+            operator: H [*b, m, m] of all observed data.
+            rows: its new rows, [*b, k, m].
+            observed: [n] of all data, or None.
+
+        With B = A^T H_Xf the new part of the basis is [-A B; I] L^-T, where L L^T = H_ff - B^T B.
+        """
+        size = rows.shape[-1] - rows.shape[-2]
+        batch, rank = rows.shape[:-2], self.basis.shape[-1]
+        known = self.basis if observed is None else self.basis[..., observed[: self.basis.shape[-2]], :]
+        known = known.expand(*batch, size, rank)
+        image = rows[..., :size] @ known  # B^T
+        rest = rows[..., size:].double() - image.double() @ image.mT.double()
+        lower = psd_safe_cholesky(0.5 * (rest + rest.mT))
+        identity = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device).expand(rest.shape)
+        added = _solve_right_(torch.cat([-known @ image.mT, identity], dim=-2), lower)
+        basis = torch.cat([pad(known, (0, 0, 0, rows.shape[-2])), added], dim=-1)
+        if self.local is None:
+            return Projection(scatter_rows(basis, observed), None)
+        before = torch.cat([self.local.image.expand(*batch, size, rank), image], dim=-2)
+        image = torch.cat([before, _solve_right_(rows.mT - before @ image.mT, lower)], dim=-1)
+        local = LocalPart.of(operator, image, self.local.num_neighbours, observed)
+        return Projection(scatter_rows(basis, observed), local)
 
     def numbers_per_point(self, num_data: int) -> int:
         """Memory for one test point, to cut many into chunks."""
@@ -151,12 +193,7 @@ class ProjectionRecipe:
         size = operator.shape[-1]
         if basis.shape[-1] >= size:
             return Projection(scatter_rows(basis, observed), None)
-        diagonal = operator.diagonal(dim1=-2, dim2=-1)
-        # Data inside the span have nothing left to tell; rounding must not make them look telling.
-        # Norms, here and below, and not sums of squares, which would all be in memory at once.
-        explained = torch.linalg.vector_norm(image, dim=-1).square()
-        rest = torch.maximum(diagonal - explained, 1e-4 * _noise_floor(operator, diagonal))
-        local = LocalPart(operator, image, rest.sqrt(), min(self.num_neighbours, size), observed)
+        local = LocalPart.of(operator, image, min(self.num_neighbours, size), observed)
         return Projection(scatter_rows(basis, observed), local)
 
 
@@ -270,8 +307,8 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
 
 
 def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:
-    """The columns [n, r] times L^-T, in place: in float64, rounded once."""
-    for rows in columns.split(CHUNK):
+    """The columns [*b, n, r] times L^-T, in place: in float64, rounded once."""
+    for rows in columns.split(CHUNK, dim=-2):
         rows.copy_(torch.linalg.solve_triangular(lower, rows.mT.double(), upper=False).mT)
     return columns
 

@@ -1,6 +1,6 @@
 """What `model(x)` asks in evaluation mode once a posterior is installed."""
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -45,13 +45,21 @@ class PathwisePredictionStrategy:
             test_mean, to_linear_operator(test_test_covar), to_linear_operator(test_train_covar)
         )
 
-    def get_fantasy_strategy(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises RuntimeError with the way that works: fantasies need solves of their own."""
-        raise RuntimeError(
-            "An iterative posterior does not make fantasy models (get_fantasy_model, condition_on_observations). Add the "
-            "observations with model.set_train_data(inputs, targets, strict=False) and predict through mll.posterior() "
-            "again, or clear the posterior with model.train(); model.eval() to have GPyTorch's own, which is dense."
-        )
+    def get_fantasy_strategy(
+        self,
+        inputs: list[Tensor],
+        targets: Tensor,
+        full_inputs: list[Tensor],
+        full_targets: Tensor,
+        full_output: MultivariateNormal,
+        **kwargs: Any,
+    ) -> "PathwisePredictionStrategy":
+        """Of the posterior with the new observations, see `PathwisePosterior.condition_on_observations`.
+
+        What `model.get_fantasy_model` and BoTorch's `condition_on_observations` and `fantasize` ask for. The full data and
+        their prior, which GPyTorch makes on the way, are not looked at.
+        """
+        return PathwisePredictionStrategy(self._posterior.condition_on_observations(inputs, targets, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """None, as with GPyTorch's own: a copied model computes its own predictions."""

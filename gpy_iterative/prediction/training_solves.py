@@ -1,5 +1,6 @@
 """Everything that is solved for one set of hyperparameters and training data, each thing when it is first needed."""
 
+import time
 import warnings
 from dataclasses import dataclass, replace
 
@@ -7,11 +8,19 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.prediction.enlarged_system import locally_corrected, new_rows, padded
 from gpy_iterative.prediction.projection import Projection, ProjectionRecipe, exact_projection, scatter_rows
+from gpy_iterative.prediction.shared_columns import as_columns, from_columns
 from gpy_iterative.prediction.training_system import TrainingSystem
 from gpy_iterative.probes import RandomFeatures
-from gpy_iterative.solvers import Cholesky, CholeskyFactor, Solution, Solver, SolveStatus
+from gpy_iterative.progress import Progress, reporting_solve
+from gpy_iterative.solvers import Cholesky, CholeskyFactor, Solution, Solver, SolveStats, SolveStatus
 from gpy_iterative.spectral import Draws
+
+#: Seeds of the noise that new observations add to old samples, by the number of data before: away from all other draws.
+NOISE_STREAM = 2**40
+#: A projection grows with new observations up to so many times its recipe's rank, and is then made anew.
+MAX_GROWTH = 2
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,17 @@ class PriorDraws:
     def fits(self, system: TrainingSystem) -> bool:
         """Whether the draws have the shape, dtype and device of a system."""
         like, solutions = system.residual, self.solutions
-        return (solutions.shape[:-1], solutions.dtype, solutions.device) == (like.shape, like.dtype, like.device)
+        wanted = system.operator.shape[:-1], like.dtype, like.device
+        return (solutions.shape[:-1], solutions.dtype, solutions.device) == wanted
+
+    def extended(self, system: TrainingSystem, seed: int) -> "PriorDraws":
+        """The same functions for a system with further data behind the old ones: zeros for what was not solved for."""
+        shape, base = system.operator.shape[:-1], self.draws["noise_base"]
+        generator = torch.Generator().manual_seed((seed + NOISE_STREAM + base.shape[-2]) % 2**63)
+        noise = torch.randn((shape[-1] - base.shape[-2], base.shape[-1]), generator=generator, dtype=base.dtype)
+        noise = noise.to(base.device).expand(*shape[:-1], *noise.shape)
+        base = torch.cat([base.expand(*shape[:-1], *base.shape[-2:]), noise], dim=-2)
+        return PriorDraws(self.distribution, self.draws | {"noise_base": base}, padded(self.solutions, shape))
 
     @property
     def num_samples(self) -> int:
@@ -50,12 +69,14 @@ class TrainingSolves:
         seed: of everything that is drawn; the order in which things are asked for does not matter.
         initial_weights: [*b, m] (or [*b, n] with unobserved data), where the solve for the mean starts; ignored where
             it does not fit.
+        progress: what is told of every solve.
+        known: the solves of the first data of this system, at the same hyperparameters; what they have is carried over.
 
-    Construction solves for the mean, from the initial weights: at once when they still satisfy the tolerance.
+    Construction solves for the mean, from what is known of it: at once when that still satisfies the tolerance.
 
     Attributes:
         weights: H^-1 (y - mean) [*b, n], zero where a datum is not observed.
-        mean_solution: how that solve ended, and what it took; None where a Cholesky factor answered.
+        status, stats: how that solve ended, and what it took.
     """
 
     def __init__(
@@ -67,27 +88,51 @@ class TrainingSolves:
         exact_below: int,
         seed: int,
         initial_weights: Tensor | None = None,
+        known: "TrainingSolves | None" = None,
+        progress: Progress = False,
     ) -> None:
         self.system, self.solver = system, solver
-        self._recipe, self._seed = recipe, seed
+        self._recipe, self._seed, self._progress = recipe, seed, progress
         self._is_exact = isinstance(solver, Cholesky) or system.operator.shape[-1] <= exact_below
+        self._num_known = 0 if known is None else known.system.operator.shape[-1]
         self._cholesky: CholeskyFactor | None = None
         self._projection: Projection | None = None
         self._prior_draws: PriorDraws | None = None
-        guess = _fitting(initial_weights, system)
-        columns, guess = system.residual.unsqueeze(-1), None if guess is None else guess.unsqueeze(-1)
-        self.mean_solution: Solution | None = None
-        if isinstance(solver, Cholesky):
-            self._solution = self.cholesky().solve(columns)
+        if known is None:
+            guess = _fitting(initial_weights, system)
         else:
-            self.mean_solution = self._iterative_solution(solver, columns, guess)
-            self._solution = self.mean_solution.value
+            self._carry_over(known)
+            guess = padded(known.start.unsqueeze(-1), system.residual.shape).squeeze(-1)
+        self._solution, self.status, self.stats = self._solve(
+            system.residual.unsqueeze(-1), None if guess is None else guess.unsqueeze(-1)
+        )
         self.weights = scatter_rows(self._solution, system.observed).squeeze(-1)
+
+    @torch.no_grad()
+    def _carry_over(self, known: "TrainingSolves") -> None:
+        """Factor and projection of the known data, where they were made and growing them is cheaper than new ones."""
+        count = self.system.operator.shape[-1] - self._num_known
+        factor, projection = known._cholesky if self._is_exact else None, known._projection
+        rank = 0 if projection is None else projection.basis.shape[-1] + count
+        if projection is not None and not projection.is_exact and rank > MAX_GROWTH * self._recipe.rank:
+            projection = None
+        if factor is None and projection is None:
+            return
+        rows = new_rows(self.system.operator, self._num_known)
+        self._cholesky = None if factor is None else factor.extended(rows)
+        self._projection = (
+            None if projection is None else projection.extended(self.system.operator, rows, self.system.observed)
+        )
 
     @property
     def start(self) -> Tensor:
         """Representer weights of the observed data [*b, m], to start a later solve from."""
         return self._solution.squeeze(-1)
+
+    @property
+    def known_draws(self) -> PriorDraws | None:
+        """Prior samples that were solved for, if any."""
+        return self._prior_draws
 
     @torch.inference_mode(False)  # kept for later calls, which may ask for gradients
     @torch.no_grad()
@@ -132,18 +177,26 @@ class TrainingSolves:
         assert known is not None
         return known
 
-    def solve(self, columns: Tensor, initial_guess: Tensor | None = None) -> Tensor:
-        """H^-1 columns [*b, m, s], to the solver's tolerance."""
+    def _solve(self, columns: Tensor, guess: Tensor | None = None) -> tuple[Tensor, SolveStatus, SolveStats]:
+        """H^-1 columns [*b, m, s], to the solver's tolerance; how that ended, and what it took."""
+        operator, start = self.system.operator, time.perf_counter()
+        rhs = as_columns(columns, operator)
         if isinstance(self.solver, Cholesky):
-            return self.cholesky().solve(columns)
-        return self._iterative_solution(self.solver, columns, initial_guess).value
-
-    def _iterative_solution(self, solver: Solver, columns: Tensor, initial_guess: Tensor | None) -> Solution:
-        solution = solver.solve(
-            self.system.operator, columns, initial_guess=initial_guess, generator=self._generator(0)
-        )
+            value = self.cholesky().solve(rhs)
+            stats = SolveStats(0, 0.0, 0.0, {}, time.perf_counter() - start)
+            return from_columns(value, columns), SolveStatus.CONVERGED, stats
+        epochs = 0.0
+        if guess is not None:
+            guess = as_columns(guess, operator)
+            if self._num_known:
+                guess, epochs = locally_corrected(operator, rhs, guess, self._num_known)
+        with reporting_solve(self._progress) as callback:
+            solution = self.solver.solve(
+                operator, rhs, initial_guess=guess, generator=self._generator(0), callback=callback
+            )
         _warn_unless_converged(solution)
-        return solution
+        stats = replace(solution.stats, overhead=solution.stats.overhead + epochs, seconds=time.perf_counter() - start)
+        return from_columns(solution.value, columns), solution.status, stats
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -159,7 +212,7 @@ class TrainingSolves:
         # The solution is wanted, not S^-1 xi, whose cost grows with the square of the frequencies.
         distribution = replace(distribution, corrected=False)
         vectors = distribution.probes(self.system.operator, self.system.terms(), draws).vectors
-        return PriorDraws(distribution, draws, self.solve(vectors, guess))
+        return PriorDraws(distribution, draws, self._solve(vectors, guess)[0])
 
     def _generator(self, stream: int) -> torch.Generator:
         return torch.Generator().manual_seed(self._seed + stream)

@@ -31,7 +31,7 @@ class TrainingSystem:
 
     Attributes:
         prior: the model's prior at all training inputs.
-        operator: H of the observed data [*b, m, m].
+        operator: H of the observed data [*k, m, m]; k is b, or its last dimensions where several targets share a matrix.
         residual: y - mean of the observed data [*b, m].
         observed: [n], which data are observed; None is all (n counts tasks).
     """
@@ -95,7 +95,8 @@ def training_system(
     if observed is not None:
         residual = residual[..., observed]
     batch = torch.broadcast_shapes(operator.batch_shape, residual.shape[:-1])
-    if operator.batch_shape != batch:
+    is_shared = batch[len(batch) - len(operator.batch_shape) :] == operator.batch_shape
+    if not is_shared:
         operator = operator.expand(*batch, *operator.matrix_shape)
     # Copies: a lazy solve later must see the hyperparameters of now.
     return TrainingSystem(prior, operator.detach().clone(), residual.expand(*batch, residual.shape[-1]), observed)
@@ -173,6 +174,10 @@ class LikelihoodParams:
             return tensor
 
         return tuple(_map_tensors(follow, param) for param in self._params)
+
+    def moved_to(self, model: ExactGP) -> "LikelihoodParams":
+        """Those of another model, with its training inputs in the place of these. Raises ValueError as `current`."""
+        return LikelihoodParams(self.current(model), model)
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.prediction.projection import Projection
+from gpy_iterative.prediction.shared_columns import as_columns, from_columns
 from gpy_iterative.prediction.training_system import TrainingSystem
 from gpy_iterative.solvers import ConjugateGradients
 
@@ -54,8 +55,9 @@ def solved_variance(
     columns, basis = test_train.mT, projection.basis
     if system.observed is not None:
         columns, basis = columns[..., system.observed, :], basis[..., system.observed, :]
+    like, columns = columns, as_columns(columns, system.operator)
     coefficients = basis.mT @ columns
     rest = columns - system.operator._matmul(basis @ coefficients)
     solution = ConjugateGradients(tolerance=TOLERANCE).solve(system.operator, rest)
     explained = coefficients.square().sum(-2) + ((rest + solution.residual) * solution.value).sum(-2)
-    return prior_variance - explained
+    return prior_variance - from_columns(explained.unsqueeze(-2), like[..., :1, :]).squeeze(-2)

@@ -5,6 +5,7 @@ A solver says how an iteration starts (`init`, `restart`), what one step does (`
 """
 
 import itertools
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
@@ -23,6 +24,7 @@ from gpy_iterative.solvers.refined_columns import RefinedColumns
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 
 State = TypeVar("State")
+logger = logging.getLogger(__name__)
 
 #: A round that lowers the worst column by less than this does not lower it at all.
 LEAST_PROGRESS = 0.01
@@ -259,6 +261,7 @@ class IterativeSolver(Solver, Generic[State]):
         overhead = columns.overhead + (0.0 if state is None else self.work_of_setup(state))
         seconds = time.perf_counter() - start
         stats = SolveStats(iterations, epochs, overhead, columns.group_norms(), seconds)
+        logger.debug("%s: %s, %s", type(self).__name__, status.name.lower(), stats)
         return Solution(value, residual, status, stats)
 
 

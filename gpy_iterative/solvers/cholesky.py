@@ -47,6 +47,24 @@ class CholeskyFactor:
         """H^-1 [*b, n, n]."""
         return torch.cholesky_inverse(self.lower).to(self.dtype)
 
+    def extended(self, rows: Tensor) -> "CholeskyFactor | None":
+        """The factor of H with m rows and columns more, for n^2 m multiply-adds in place of n^3 / 6.
+
+        Args:
+            rows: the new rows of the larger matrix, [*b, m, n + m]; b may have more dimensions than L.
+
+        None where rounding leaves the new part without a factor: the larger matrix then has to be factored with jitter.
+        """
+        batch, size = rows.shape[:-2], self.lower.shape[-1]
+        lower = self.lower.expand(*batch, size, size)
+        cross, block = rows.double().split([size, rows.shape[-2]], dim=-1)
+        below = torch.linalg.solve_triangular(lower, cross.mT, upper=False).mT
+        corner, info = torch.linalg.cholesky_ex(block - below @ below.mT)
+        if info.any():
+            return None
+        upper = torch.cat([lower, torch.zeros_like(cross.mT, dtype=lower.dtype)], dim=-1)
+        return CholeskyFactor(torch.cat([upper, torch.cat([below, corner], dim=-1)], dim=-2), self.dtype)
+
 
 @dataclass(frozen=True)
 class Cholesky(Solver):

@@ -21,6 +21,7 @@ from gpy_iterative.prediction import (
     graph_for,
     prior_at,
 )
+from gpy_iterative.progress import Progress
 from gpy_iterative.weight_space.problem import WeightSpacePrior, WeightSpaceProblem
 from gpy_iterative.weight_space.weights import WeightDistribution, posterior_weights
 
@@ -35,6 +36,8 @@ class WeightSpacePosterior:
         kwargs: likewise, such as `noise`; they belong to the training data of now.
         seed: of the sample paths.
         chunk_size: training rows that are evaluated at a time.
+        progress: True shows a bar for a pass over the data; a callable gets every
+            `gpy_iterative.progress.ProgressReport`.
 
     Construction makes one pass over the training data, n m^2. t test points cost t m^2. Hyperparameters, data, dtype or
     device that have changed since are noticed by value, and answered by another pass. Modes of model and likelihood stay
@@ -55,11 +58,12 @@ class WeightSpacePosterior:
         kwargs: Mapping[str, Any] | None = None,
         seed: int = 0,
         chunk_size: int = 4096,
+        progress: Progress = False,
     ) -> None:
         check_count("chunk_size", chunk_size)
         self.model, self.likelihood = model, likelihood
         self._params, self._seed, self._chunk_size = LikelihoodParams(params, model), seed, chunk_size
-        self._kwargs = dict(kwargs or {})
+        self._kwargs, self._progress = dict(kwargs or {}), progress
         self._snapshot, self._weights = self._solved()
 
     @property
@@ -116,6 +120,7 @@ class WeightSpacePosterior:
             prior = prior_at(model, list(model.train_inputs))
             params = self._params.current(model)
             problem = WeightSpaceProblem(likelihood, prior, model.train_targets, *params, **self._kwargs)
+            problem.progress = self._progress
             return snapshot, posterior_weights(problem, chunk_size=self._chunk_size)
 
 

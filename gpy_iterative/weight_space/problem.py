@@ -23,6 +23,7 @@ from gpy_iterative.linear_operators import (
     operator_of_kernel,
     prior_parts,
 )
+from gpy_iterative.progress import Progress, reporting
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,9 @@ class WeightSpaceProblem:
         params: the likelihood's own arguments.
         kwargs: likewise.
 
+    Attributes:
+        progress: what is told of every pass over all data, see `gpy_iterative.progress`.
+
     Raises:
         ValueError: as WeightSpacePrior, and for a batch of priors or a multitask prior.
         UnsupportedLikelihoodError: a likelihood that is not Gaussian.
@@ -143,6 +147,7 @@ class WeightSpaceProblem:
                     f"A batch of kernels is not supported: {type(term.kernel).__name__} has batch shape "
                     f"{tuple(term.kernel.batch_shape)}, its inputs {tuple(term.inputs.shape)}."
                 )
+        self.progress: Progress = False
         self._distribution, self._target = function_dist, target
         self._likelihood, self._params, self._kwargs = likelihood, params, kwargs
 
@@ -194,8 +199,12 @@ class WeightSpaceProblem:
         noise_covariance = (
             self._noise_covariance()
         )  # once: where it depends on the inputs, it is evaluated at all of them
-        for rows in torch.arange(self.num_data, device=self._distribution.loc.device).split(chunk_size):
-            yield replace(self._batch(rows, noise_covariance), weight=1.0)
+        with reporting(self.progress, "pass", "rows", self.num_data) as tell:
+            done = 0
+            for rows in torch.arange(self.num_data, device=self._distribution.loc.device).split(chunk_size):
+                yield replace(self._batch(rows, noise_covariance), weight=1.0)
+                done += len(rows)
+                tell(done, {})
 
     def _noise_covariance(self) -> LinearOperator:
         return noise_operator(self._likelihood, self._distribution, *self._params, **self._kwargs)

@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 import warnings
-from pathlib import Path
 
 import gpytorch
 import pytest
@@ -391,27 +390,6 @@ def test_too_many_features_for_free_hyperparameters_are_told() -> None:
             warnings.simplefilter("always")
             mll(model(x), y)
         assert any(issubclass(w.category, ApproximationWarning) for w in found) == expected
-
-
-def test_a_run_resumes_exactly(tmp_path: Path) -> None:
-    model, x, y = fourier_problem(m=80, num_dense_columns=2)
-    likelihood = gaussian_likelihood(NOISE)
-    options = {"num_feature_samples": 20, "num_data_samples": 30, "num_control_points": 25, "generator": 3}
-    mll = QuadruplyStochasticELBO(likelihood, model, **options)
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    train(mll, x, y, optimizer, 5)
-    saved = {"mll": mll.state_dict(), "run": mll.training_state(), "optimizer": optimizer.state_dict()}
-    torch.save(saved, tmp_path / "run.pt")
-    expected = train(mll, x, y, optimizer, 5)
-
-    model, _, _ = fourier_problem(m=80, num_dense_columns=2)
-    again = QuadruplyStochasticELBO(gaussian_likelihood(1.0), model, **(options | {"generator": 0}))
-    loaded = torch.load(tmp_path / "run.pt", weights_only=True)
-    again.load_state_dict(loaded["mll"])
-    again.load_training_state(loaded["run"])
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    optimizer.load_state_dict(loaded["optimizer"])
-    assert train(again, x, y, optimizer, 5) == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_copy_goes_on_by_itself() -> None:

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import io
 import warnings
 
 import gpytorch
@@ -91,33 +90,6 @@ def test_lbfgs_with_frozen_probes_reaches_the_exact_optimum() -> None:
     with pytest.warns(VarianceWarning, match="line search"):
         reached = minimise(case, mll)
     assert reached > best - 3
-
-
-@pytest.mark.parametrize(
-    "mll_class", [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
-)
-def test_a_resumed_run_is_the_same_run(mll_class: type) -> None:
-    case = matern_case()
-    optimizer = torch.optim.Adam(case.model.parameters(), lr=0.1)
-    mll = mll_class(case.likelihood, case.model, num_probes=8, solver=ITERATIVE, generator=0)
-    adam(case, mll, 4, optimizer)
-    file = io.BytesIO()
-    torch.save(
-        {"model": case.model.state_dict(), "optimizer": optimizer.state_dict(), "mll": mll.training_state()}, file
-    )
-    adam(case, mll, 4, optimizer)
-
-    file.seek(0)
-    checkpoint = torch.load(file, weights_only=True)
-    resumed = matern_case()
-    resumed.model.load_state_dict(checkpoint["model"])
-    resumed_optimizer = torch.optim.Adam(resumed.model.parameters(), lr=0.1)
-    resumed_optimizer.load_state_dict(checkpoint["optimizer"])
-    resumed_mll = mll_class(resumed.likelihood, resumed.model, num_probes=8, solver=ITERATIVE, generator=99)
-    resumed_mll.load_training_state(checkpoint["mll"])
-    adam(resumed, resumed_mll, 4, resumed_optimizer)
-    for ours, theirs in zip(resumed.model.parameters(), case.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(("max_epochs", "products"), [(1, 2), (3, 3), (1000, None)])
@@ -257,17 +229,3 @@ def test_other_data_between_steps_redraws_the_probes() -> None:
     case.model.set_train_data(x, y, strict=False)
     adam(Case(case.model, case.likelihood, x, y), mll, 2)
     assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
-
-
-def test_progress_is_told_or_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    case = matern_case(40)
-    told: list[gpi.solvers.SolveProgress] = []
-    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
-        case.likelihood, case.model, solver=ITERATIVE, generator=0, progress=told.append
-    )
-    mll(case.model(case.x), case.y)
-    assert told[-1].iteration == mll.report.iterations
-    mll.progress = True
-    case.model.covar_module.outputscale = 3.0
-    mll(case.model(case.x), case.y)
-    assert "epochs" in capsys.readouterr().err

@@ -108,10 +108,3 @@ def test_prediction_at_the_training_inputs_warns_as_ever() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PathwisePosterior(case.model, case.likelihood)(case.x)
-
-
-def test_fantasies_name_the_way_out() -> None:
-    case = CASES["matern-3/2"]()
-    PathwisePosterior(case.model, case.likelihood).install()
-    with pytest.raises(RuntimeError, match="set_train_data"):
-        case.model.get_fantasy_model(held_out_points(2), torch.zeros(2, dtype=torch.float64))
