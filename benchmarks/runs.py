@@ -79,7 +79,9 @@ class SavedRuns:
         other = self.find(run.same_time_as, threads)
         if other is None or not other.is_finished:
             return None
-        return replace(run, options={**run.options, "seconds": round(other.outcome["seconds"])}, same_time_as=None)
+        return replace(
+            run, options={**run.options, "seconds": max(1, round(other.outcome["seconds"]))}, same_time_as=None
+        )
 
     def execute(self, runs: Sequence[Run], threads: int, console: Console, *, again: bool = False) -> list[Measured]:
         """Does what is not done yet, each in a process of its own, and returns everything that there is.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from benchmarks import published
 from benchmarks.cases.pathwise import (
+    FROM_ONES,
     QUICK_SIZES,
     REFERENCE,
     SOLVERS,
@@ -27,11 +28,11 @@ def preset_runs(preset: Preset) -> list[Run]:
     """All solvers, probes and starts; QUICK has more than ten epochs for the extremes of alternating projections alone."""
     if preset is Preset.SMOKE:
         return [
-            planned_run("AP", variant, dataset="wine", max_epochs=2, rows=300, steps=2, block_size=30)
+            planned_run("AP", variant, dataset="wine", max_epochs=2, rows=300, steps=2, block_size=30, **FROM_ONES)
             for variant in (REFERENCE, WARM)
         ]
     datasets = ["pol"] if preset is Preset.QUICK else list(published.LIN)
-    sizes = QUICK_SIZES if preset is Preset.QUICK else {"rows": None, "steps": 100, "block_size": 1000}
+    sizes = QUICK_SIZES if preset is Preset.QUICK else {"rows": None, "steps": 100, "block_size": 1000, **FROM_ONES}
     return [
         planned_run(solver, variant, dataset=name, max_epochs=budget, **sizes)
         for name in datasets
@@ -68,7 +69,8 @@ def tables(found: Sequence[Measured]) -> list[Table]:
         sizes = members[0].run.options
         columns = ["", "residual of targets", "of probes", "epochs", "RMSE", "log-likelihood"]
         size = members[0].outcome["train_rows"]
-        title = f"At most {budget} epochs a step: {size:,} rows, {sizes['steps']} steps; means over steps"
+        steps = f"{sizes['steps']} steps from {sizes['start_from']}"
+        title = f"At most {budget} epochs a step: {size:,} rows, {steps}; means over steps"
         result.append(Table(title, columns, rows))
     return [*result, _published()]
 

@@ -27,7 +27,8 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Split:
 
 def outcome(name: str, **changed: Any) -> dict[str, Any]:
     options = {"dataset": "data", "split": 0, "rows": None, "steps": 3, "block_size": 20, "scales": True}
-    return CONTENDERS["pathwise"][name](**options | {"max_epochs": 1000} | changed)
+    options |= {"max_epochs": 1000, "rate": 0.1, "start_from": "ones"}
+    return CONTENDERS["pathwise"][name](**options | changed)
 
 
 @pytest.mark.usefixtures("split")
@@ -47,6 +48,12 @@ def test_budgets_bound_every_step() -> None:
     one = outcome("AP, standard, cold", max_epochs=1)
     assert one["epochs"] == [1.0] * 3
     assert "BUDGET_EXHAUSTED" in one["statuses"]
+
+
+@pytest.mark.usefixtures("split")
+def test_a_start_from_subsets_is_the_fit_of_all_rows_where_there_are_few() -> None:
+    noise = outcome("CG, standard, cold", start_from="subsets", steps=1, rate=1e-6)["noise"]
+    assert noise == pytest.approx(outcome("CG, standard, cold", steps=100)["noise"], rel=0.2)
 
 
 def test_scales_are_what_adam_moves() -> None:
