@@ -104,8 +104,8 @@ def train(
     """Adam on the marginal log likelihood; the posterior of what was learned."""
     is_large = len(model.train_targets) > ROWS_OF_CHEAP_STEPS
     if is_large:
-        print("many rows: hyperparameters start from fits to two neighbourhoods of 1,500 rows")
-        gpi.initialize_from_subsets(model, likelihood, subset_size=1500, num_subsets=2, optimizer_steps=50, generator=0)
+        print("many rows: hyperparameters start from fits to two neighbourhoods of 1,000 rows")
+        gpi.initialize_from_subsets(model, likelihood, subset_size=1000, num_subsets=2, optimizer_steps=30, generator=0)
     if steps is None:
         steps = 20 if is_large else 100
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
