@@ -7,19 +7,22 @@ from torch import Tensor
 from benchmarks.datasets import Split
 
 
+def matern_kernel(x: Tensor) -> gpytorch.kernels.ScaleKernel:
+    """Scaled Matern-3/2 ARD for inputs such as x [n, d]; all hyperparameters start at 1, the papers' start."""
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=x.shape[-1])).to(x)
+    kernel.base_kernel.lengthscale = 1.0
+    kernel.outputscale = 1.0
+    return kernel
+
+
 class MaternRegression(gpytorch.models.ExactGP):
-    """Zero mean, scaled Matern-3/2 ARD; all hyperparameters start at 1, the papers' start."""
+    """Zero mean and `matern_kernel`; the noise starts at 1 too."""
 
     def __init__(self, split: Split) -> None:
         likelihood = gpytorch.likelihoods.GaussianLikelihood().to(split.train_x)
         super().__init__(split.train_x, split.train_y, likelihood)
         self.mean_module = gpytorch.means.ZeroMean()
-        self.covar_module = gpytorch.kernels.ScaleKernel(
-            gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=split.train_x.shape[-1])
-        )
-        self.to(split.train_x)
-        self.covar_module.base_kernel.lengthscale = 1.0
-        self.covar_module.outputscale = 1.0
+        self.covar_module = matern_kernel(split.train_x)
         likelihood.noise = 1.0
 
     def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
