@@ -9,7 +9,13 @@ from rich.console import Console
 from benchmarks.runner import Outcome, environment, run_apart, save
 from benchmarks.tables import Table
 
-app = typer.Typer(help="Command line of the benchmarks.", no_args_is_help=True, add_completion=False)
+# Plain tracebacks: their last line, which a contender's process hands on, has the message whole.
+app = typer.Typer(
+    help="Command line of the benchmarks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 console = Console()
 
 Threads = Annotated[int, typer.Option(help="Threads of every contender.")]

@@ -42,7 +42,7 @@ def compare_folders(first: Path, second: Path) -> Iterator[Table]:
         if not other.exists():
             continue
         ours, theirs = (_by_options(file) for file in (path, other))
-        for key in ours.keys() & theirs.keys():
+        for key in (key for key in ours if key in theirs):
             empty = False
             yield _table(f"{path.stem}: {key}", ours[key], theirs[key])
     if empty:

@@ -1,9 +1,14 @@
 """What predictions are judged by."""
 
 import math
+from collections.abc import Callable
 
 import torch
+from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
+
+#: Rows that are predicted at a time.
+CHUNK = 4096
 
 
 def regression_scores(mean: Tensor, variance: Tensor, target: Tensor) -> tuple[float, float]:
@@ -11,6 +16,14 @@ def regression_scores(mean: Tensor, variance: Tensor, target: Tensor) -> tuple[f
     rmse = float((mean - target).square().mean().sqrt())
     log_density = -0.5 * ((mean - target).square() / variance + variance.log() + math.log(2 * math.pi))
     return rmse, float(log_density.mean())
+
+
+@torch.no_grad()
+def prediction_scores(predict: Callable[[Tensor], MultivariateNormal], x: Tensor, y: Tensor) -> tuple[float, float]:
+    """`regression_scores` of what is predicted of targets y [t] at x [t, d], some rows at a time."""
+    parts = [predict(rows) for rows in x.split(CHUNK)]
+    mean, variance = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "variance"))
+    return regression_scores(mean, variance, y)
 
 
 def classification_scores(probabilities: Tensor, y: Tensor) -> dict[str, float]:

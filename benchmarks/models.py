@@ -8,8 +8,18 @@ from torch.nn.functional import softplus
 from benchmarks.datasets import Split
 
 
+def matern_kernel(
+    x: Tensor, kind: type[gpytorch.kernels.Kernel] = gpytorch.kernels.MaternKernel
+) -> gpytorch.kernels.ScaleKernel:
+    """Scaled Matern-3/2 ARD for inputs such as x [n, d]; all hyperparameters start at 1, the papers' start."""
+    kernel = gpytorch.kernels.ScaleKernel(kind(nu=1.5, ard_num_dims=x.shape[-1])).to(x)
+    kernel.base_kernel.lengthscale = 1.0
+    kernel.outputscale = 1.0
+    return kernel
+
+
 class MaternRegression(gpytorch.models.ExactGP):
-    """Zero mean, scaled Matern-3/2 ARD; all hyperparameters start at 1, the papers' start.
+    """Zero mean and `matern_kernel`; the noise starts at 1 too.
 
     Args:
         split: training data.
@@ -27,13 +37,11 @@ class MaternRegression(gpytorch.models.ExactGP):
         likelihood = gpytorch.likelihoods.GaussianLikelihood().to(split.train_x)
         super().__init__(split.train_x, split.train_y, likelihood)
         self.mean_module = gpytorch.means.ZeroMean()
-        self.covar_module = gpytorch.kernels.ScaleKernel(kernel(nu=1.5, ard_num_dims=split.train_x.shape[-1]))
+        self.covar_module = matern_kernel(split.train_x, kernel)
         if scales:
             self.covar_module.register_constraint("raw_outputscale", _positive_scale())
             likelihood.noise_covar.register_constraint("raw_noise", _positive_scale())
-        self.to(split.train_x)
-        self.covar_module.base_kernel.lengthscale = 1.0
-        self.covar_module.outputscale = 1.0
+            self.covar_module.outputscale = 1.0
         likelihood.noise = 1.0
 
     def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:

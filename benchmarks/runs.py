@@ -20,7 +20,7 @@ class Run:
         case, contender: as registered in `runner.CONTENDERS`.
         options: everything that changes the numbers, besides the threads.
         same_time_as: a run that this one is given the `seconds` of, as an option of that name.
-        piece: options that change nothing but how long the process goes on before it leaves a checkpoint.
+        piece: options that change no number: how long the process goes on before it leaves a checkpoint, and where.
     """
 
     case: str

@@ -12,7 +12,11 @@ from gpytorch.variational import (
     IndependentMultitaskVariationalStrategy,
     VariationalStrategy,
 )
+from scipy.cluster.vq import kmeans2
 from torch import Tensor
+
+#: Rows that centres of clusters are found from.
+CLUSTERED_ROWS = 20_000
 
 
 class VariationalGP(gpytorch.models.ApproximateGP):
@@ -46,6 +50,13 @@ class VariationalGP(gpytorch.models.ApproximateGP):
 def random_rows(x: Tensor, count: int) -> Tensor:
     """Inducing points to start from: training rows drawn with seed 0."""
     return x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:count]]
+
+
+def cluster_centres(x: Tensor, count: int) -> Tensor:
+    """Inducing points to start from: centres of k-means on random training rows; as many as these at the most."""
+    rows = random_rows(x, CLUSTERED_ROWS)
+    centres, _ = kmeans2(rows.numpy(), min(count, len(rows)), minit="points", seed=0)  # "++" takes longer than some trainings
+    return torch.as_tensor(centres).to(x)
 
 
 class VariationalTraining:

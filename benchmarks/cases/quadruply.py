@@ -18,7 +18,7 @@ import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
 from benchmarks.datasets import Split, load, rows_of
-from benchmarks.metrics import regression_scores
+from benchmarks.metrics import prediction_scores
 from benchmarks.models import SquaredExponentialRegression
 from benchmarks.runner import RESULTS, Outcome, contender
 from benchmarks.runs import Measured, Run, SavedRuns
@@ -31,8 +31,6 @@ CHECKPOINTS = RESULTS.parent.parent / "out" / "quadruply"
 START_ROWS, START_STEPS = 1000, 100
 #: Eigenfeatures of random centres; random Fourier features, the basis of the paper's table; the rival.
 METHODS = ("nystrom", "rff", "svgp")
-#: Test rows that are predicted at a time.
-CHUNK = 4000
 
 
 class Training(Protocol):
@@ -179,15 +177,9 @@ def _continue(
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"start": hyperparameters, "seconds": spent, "steps": done, "training": training.state()}, path)
     scale = float(rows_of(dataset)[:, -1].std())
-    return {"finished": finished, "steps": done, "seconds": spent, "target_scale": scale, **_scores(training, data)}
-
-
-@torch.no_grad()
-def _scores(training: Training, data: Split) -> dict[str, float]:
-    parts = [training.predict(x) for x in data.test_x.split(CHUNK)]
-    mean, variance = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "variance"))
-    rmse, log_likelihood = regression_scores(mean, variance, data.test_y)
-    return {"rmse": rmse, "nll": -log_likelihood}
+    rmse, log_likelihood = prediction_scores(training.predict, data.test_x, data.test_y)
+    scores = {"rmse": rmse, "nll": -log_likelihood}
+    return {"finished": finished, "steps": done, "seconds": spent, "target_scale": scale, **scores}
 
 
 for _method in METHODS:

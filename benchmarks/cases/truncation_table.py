@@ -14,7 +14,7 @@ import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
 from benchmarks.datasets import load_random_split, rows_of
-from benchmarks.metrics import regression_scores
+from benchmarks.metrics import prediction_scores, regression_scores
 from benchmarks.models import SquaredExponentialRegression
 from benchmarks.runner import RESULTS, Outcome, contender
 from benchmarks.runs import Measured, Run, SavedRuns
@@ -121,8 +121,7 @@ def svgp(*, dataset: str, seed: int, rows: int | None, steps: int, rate: float, 
     model = VariationalGP(inducing, gpytorch.means.ConstantMean(), kernel)
     training = VariationalTraining(model, gpytorch.likelihoods.GaussianLikelihood(), data.train_x, data.train_y)
     taken = training.train_for(seconds)
-    prediction = training.predict(data.test_x)
-    rmse, log_likelihood = regression_scores(prediction.mean, prediction.variance, data.test_y)
+    rmse, log_likelihood = prediction_scores(training.predict, data.test_x, data.test_y)
     return {
         "rmse": rmse,
         "nll": -log_likelihood,

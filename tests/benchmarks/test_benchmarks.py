@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpytorch.distributions import MultivariateNormal
 
-from benchmarks import datasets
+from benchmarks import datasets, metrics
 from benchmarks.cases.step import relative_errors
 from benchmarks.datasets import Split, airport_weather, load, standardise
-from benchmarks.metrics import regression_scores
+from benchmarks.metrics import prediction_scores, regression_scores
 from benchmarks.models import MaternRegression
+from benchmarks.variational import cluster_centres
 
 
 def write(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +73,29 @@ def test_scores() -> None:
         torch.distributions.Normal(2.0, 2.0).log_prob(target[1]),
     ]
     assert log_likelihood == pytest.approx(float(sum(expected)) / 2)
+
+
+def test_predictions_are_scored_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def predict(x: torch.Tensor) -> MultivariateNormal:
+        asked.append(len(x))
+        return MultivariateNormal(x.sin().squeeze(-1), torch.diag(1 + x.square().squeeze(-1)))
+
+    x = torch.linspace(-1, 1, 7).unsqueeze(-1)
+    y = x.squeeze(-1)
+    monkeypatch.setattr(metrics, "CHUNK", 3)
+    assert prediction_scores(predict, x, y) == pytest.approx(regression_scores(y.sin(), 1 + y.square(), y))
+    assert asked == [3, 3, 1]
+
+
+def test_inducing_points_start_at_the_centres_of_clusters() -> None:
+    places = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
+    offsets = torch.tensor([[-0.1, 0.0], [0.1, 0.0], [0.0, 0.2], [0.0, -0.2]])
+    centres = cluster_centres((places.unsqueeze(1) + offsets).reshape(-1, 2), 3)
+    assert centres.dtype == torch.float32
+    torch.testing.assert_close(centres[(centres @ torch.tensor([1.0, 2.0])).argsort()], places, atol=1e-6, rtol=0)
+    assert cluster_centres(places, 5).shape == (3, 2)
 
 
 def test_relative_errors_are_root_mean_squares_over_seeds() -> None:

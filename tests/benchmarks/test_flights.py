@@ -1,32 +1,41 @@
 """The flights case: its data, its resumption, and that the rival gets the same time."""
 
-import itertools
 import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.quality import scores
 from typer.testing import CliRunner
 
-from benchmarks import __main__ as command_line
-from benchmarks import flights as case
-from benchmarks import laplace_classification, runner
-from benchmarks.datasets import FLIGHT_COLUMNS, flights, load_flights
+from benchmarks import runs
+from benchmarks.__main__ import app
+from benchmarks.cases import flights as case
+from benchmarks.datasets import FLIGHT_COLUMNS, Split, flights, load_flights
+from benchmarks.metrics import regression_scores
+from benchmarks.runs import Measured
+from benchmarks.suite import CASES, Preset
+from benchmarks.variational import VariationalTraining
 
-OPTIONS = {
-    "steps": 4,
-    "max_epochs": 1.0,
-    "block_size": 64,
-    "num_probes": 3,
-    "rate": 0.1,
-    "subset_size": 50,
-    "num_subsets": 1,
-    "subset_steps": 2,
-    "compiled": False,
-}
+OPTIONS = case.Options(
+    rows=300,
+    steps=4,
+    max_epochs=1.0,
+    block_size=64,
+    num_probes=3,
+    subset_size=50,
+    num_subsets=1,
+    subset_steps=2,
+    rank=20,
+)
+
+
+@pytest.fixture(scope="module")
+def data() -> Split:
+    """Three hundred flights to train on."""
+    return load_flights(rows=300)
 
 
 def test_flights_are_those_that_arrived() -> None:
@@ -60,15 +69,14 @@ def test_a_tenth_is_held_out_whatever_is_kept_for_training() -> None:
     torch.testing.assert_close(shifted, shifted[:1].expand_as(shifted), atol=1e-4, rtol=0)
 
 
-def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = load_flights(rows=300)
+def test_an_interrupted_run_goes_on_exactly(data: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = case.train(data, tmp_path / "whole" / "ours.pt", OPTIONS)
 
     path, step, taken = tmp_path / "parts" / "ours.pt", torch.optim.Adam.step, []
 
     def interrupted(optimizer: torch.optim.Adam) -> None:
         taken.append(optimizer)
-        if len(taken) == OPTIONS["subset_steps"] + 3:
+        if len(taken) == OPTIONS.subset_steps + 3:
             raise KeyboardInterrupt
         step(optimizer)
 
@@ -89,70 +97,145 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.
     assert len((path.with_suffix(".log")).read_text().splitlines()) == 5
 
 
-def test_saved_steps_are_those_of_the_same_options(tmp_path: Path) -> None:
-    data, path = load_flights(rows=300), tmp_path / "ours.pt"
-    one_step = OPTIONS | {"steps": 1}
+def test_saved_steps_are_those_of_the_same_options(data: Split, tmp_path: Path) -> None:
+    path = tmp_path / "ours.pt"
+    one_step = replace(OPTIONS, steps=1)
     first = case.train(data, path, one_step)
     assert first.steps[1]["status"] == "BUDGET_EXHAUSTED"
     assert first.steps[1]["epochs"] <= 1
     assert case.train(data, path, one_step).steps == first.steps
-    assert case.train(data, path, OPTIONS | {"steps": 2}).steps[:2] == first.steps
-    with pytest.raises(ValueError, match=r"another rate, max_epochs|another max_epochs, rate"):
-        case.train(data, path, one_step | {"max_epochs": 100.0, "rate": 0.2})
-    other = case.train(data, tmp_path / "other.pt", one_step | {"max_epochs": 100.0})
+    assert case.train(data, path, replace(OPTIONS, steps=2)).steps[:2] == first.steps
+    with pytest.raises(ValueError, match="of a run with another max_epochs, rate: remove"):
+        case.train(data, path, replace(one_step, max_epochs=100.0, rate=0.2))
+    other = case.train(data, tmp_path / "other.pt", replace(one_step, max_epochs=100.0))
     assert other.steps[1]["status"] == "CONVERGED"
 
 
-def test_ours_says_how_the_solve_for_predictions_ended(tmp_path: Path) -> None:
-    options = OPTIONS | {"rows": 300, "steps": 1, "rank": 20, "max_epochs": 20.0}
-    outcome = case.ours(folder=str(tmp_path), **options)
+def test_ours_says_how_the_solve_for_predictions_ended(
+    data: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(case, "load_flights", lambda rows: {300: data}[rows])
+    options = asdict(replace(OPTIONS, steps=1, max_epochs=20.0))
+    outcome = case.ours(folder=str(tmp_path), keep_steps=True, **options)
     assert outcome["prediction"]["status"] == "CONVERGED"
     assert outcome["prediction"]["residual_targets"] <= 0.01
     assert outcome["training_rows"] == 300
     assert outcome["log_likelihood"] < 0
     json.dumps(outcome)
+    # Steps that are not kept are done again by the next run.
+    again = case.ours(folder=str(tmp_path), keep_steps=False, **options)
+    assert again["steps"] == outcome["steps"]
+    assert not (tmp_path / "ours.pt").exists()
 
 
-def test_the_rival_learns_and_predicts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = load_flights(rows=400)
-    x, y = data.train_x, data.train_x[:, 0]  # a function that is easy to learn
-    ticks = itertools.count()
-    monkeypatch.setattr(case, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    model, likelihood, batches = case.train_variational(x, y, num_inducing=20, rate=0.1, seconds=41.0)
-    assert batches == 40  # a tick a batch
-    whole = case.variational_scores(model, likelihood, x, y)
-    assert whole[0] < 0.8 * float(y.std())
-    monkeypatch.setattr(case, "CHUNK", 150)
-    assert case.variational_scores(model, likelihood, x, y) == pytest.approx(whole, abs=1e-4)
-    with torch.no_grad():
-        prediction = likelihood(model(x))
-    assert whole == pytest.approx(scores(prediction.mean, prediction.variance, y), abs=1e-6)
+@pytest.fixture
+def fixed_batches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The rival takes sixty batches whatever its time is; the times that it was given."""
+    asked: list[float] = []
+
+    def train_for(training: VariationalTraining, seconds: float) -> int:
+        asked.append(seconds)
+        for _ in range(60):
+            training.step(0.0)
+        return 60
+
+    monkeypatch.setattr(VariationalTraining, "train_for", train_for)
+    return asked
+
+
+def test_the_rival_takes_the_rate_that_is_best_on_held_out_rows(
+    data: Split, fixed_batches: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, test_x = data.train_x, data.test_x[:200]
+    easy = replace(data, train_y=x[:, 0], test_x=test_x, test_y=test_x[:, 0])  # a function that is easy to learn
+    monkeypatch.setattr(case, "load_flights", lambda rows: {300: easy}[rows])
+    trained: list[VariationalTraining] = []
+    train_rival: Callable[..., tuple[VariationalTraining, int]] = case.train_rival
+
+    def remembered(*args: Any, **options: Any) -> tuple[VariationalTraining, int]:
+        trained.append((found := train_rival(*args, **options))[0])
+        return found
+
+    monkeypatch.setattr(case, "train_rival", remembered)
+    outcome = case.rival(rows=300, seconds=1000.0, num_inducing=20, rates=[1e-4, 0.1, 1e-3])
+    assert [len(training.y) for training in trained] == [270, 270, 270, 300]
+    assert [training.rate for training in trained] == [1e-4, 0.1, 1e-3, 0.1]
+    # The search for inducing points is part of the time.
+    assert all(given < whole for given, whole in zip(fixed_batches, [100, 100, 100, 1000], strict=True))
+    scores = {}
+    for training in trained[:3]:
+        prediction = training.predict(x[:30])
+        _, scores[str(training.rate)] = regression_scores(prediction.mean, prediction.variance, easy.train_y[:30])
+    assert outcome["rate_scores"] == pytest.approx(scores, abs=1e-4)
+    assert outcome["rate"] == 0.1
+    assert outcome["rmse"] < 0.3 * float(easy.test_y.std())
+    assert outcome["passes"] == 60 * 1024 / 300
+    json.dumps(outcome)
+
+
+FIGURES = {"rmse": 0.9, "log_likelihood": -1.0, "seconds": 123.0, "seconds_prediction": 1.0, "peak_memory_mb": 5.0}
+FIGURES |= {"target_scale": 40.0, "training_rows": 500}
+STEPS = [
+    {"seconds": 1.0, "peak_memory_mb": 7.0},
+    {"seconds": 2.0, "peak_memory_mb": 6.0, "status": "BUDGET_EXHAUSTED", "epochs": 5.0, "residual_targets": 0.1}
+    | {"residual_probes": 0.2, "value": -1.25, "value_sem": 0.01},
+]
 
 
 def test_the_rival_has_the_time_that_ours_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
-    figures = {"rmse": 0.9, "log_likelihood": -1.0, "seconds": 123.0, "seconds_prediction": 1.0, "peak_memory_mb": 5.0}
-    start = {"seconds": 1.0, "peak_memory_mb": 7.0}
-    answers = {
-        "ours": figures | {"target_scale": 40.0, "training_rows": 500, "steps": [start]},
-        "SVGP, rates": {"best": 0.03},
-        "SVGP": figures,
-    }
-    fails = {"SVGP"}
+    answers = {"ours": FIGURES | {"steps": STEPS}, "SVGP": FIGURES}
+    fails = {"ours", "SVGP"}
 
     def run_apart(_: str, name: str, **options: Any) -> dict[str, Any]:
         asked.append((name, options))
         return {"error": ["out of luck"]} if name in fails else answers[name]
 
-    monkeypatch.setattr(case, "run_apart", run_apart)
-    for module in (runner, laplace_classification):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
-    arguments = ["flights", "--rows", "500", "--folder", str(tmp_path)]
-    assert CliRunner().invoke(command_line.app, arguments).exit_code == 1
+    monkeypatch.setattr(runs, "run_apart", run_apart)
+    monkeypatch.setattr(case, "RESULTS", tmp_path)
+    folder = tmp_path / "steps"
+    arguments = ["flights", "--rows", "500", "--rates", "0.1", "--rates", "0.2", "--folder", str(folder)]
+    assert CliRunner().invoke(app, arguments).exit_code == 1
+    fails.remove("ours")
+    assert CliRunner().invoke(app, arguments).exit_code == 1
     fails.clear()
-    assert CliRunner().invoke(command_line.app, arguments).exit_code == 0
-    assert [name for name, _ in asked] == ["ours", "SVGP, rates", "SVGP", "SVGP"]  # what was done is not done again
-    assert all(options["seconds"] == 123.0 for name, options in asked if name != "ours")
-    assert asked[-1][1]["rate"] == 0.03
-    saved = json.loads((tmp_path / "flights_500.json").read_text())
-    assert set(saved["outcomes"]) == set(answers)
+    last = CliRunner().invoke(app, arguments)
+    assert last.exit_code == 0
+    # Without ours there is no time for the rival, and what was done is not done again.
+    assert [name for name, _ in asked] == ["ours", "ours", "SVGP", "SVGP"]
+    assert asked[1][1]["folder"] == str(folder / "flights_500")
+    assert asked[1][1]["keep_steps"]
+    assert asked[1][1]["rows"] == asked[3][1]["rows"] == 500
+    assert asked[3][1]["seconds"] == 123
+    assert list(asked[3][1]["rates"]) == [0.1, 0.2]
+    saved = json.loads((tmp_path / "flights.json").read_text())
+    assert [outcome["contender"] for outcome in saved["runs"].values()] == ["ours", "SVGP"]
+    assert "500 flights" in last.output
+
+
+def test_tables_have_minutes_peaks_and_steps() -> None:
+    ours, rival = case.preset_runs(Preset.SMOKE)
+    predictions, steps = case.tables([Measured(ours, FIGURES | {"steps": STEPS}), Measured(rival, FIGURES)])
+    assert predictions.rows == [
+        ["ours", "0.9000", "36.00", "-1.0000", "123", "1", "7"],
+        ["SVGP", "0.9000", "36.00", "-1.0000", "123", "1", "5"],
+    ]
+    assert steps.rows == [
+        ["0", "1", "7", *[""] * 6],
+        ["1", "2", "6", "budget exhausted", "5.00", "0.100", "0.200", "-1.2500", "0.01"],
+    ]
+    assert {len(row) for row in steps.rows} == {len(steps.columns)}
+    assert case.tables([]) == []
+
+
+def test_the_presets_are_a_few_hundred_flights_or_all() -> None:
+    assert CASES["flights"].runs(Preset.QUICK) == []
+    for preset, rows in ((Preset.SMOKE, 400), (Preset.PAPER, None)):
+        ours, rival = CASES["flights"].runs(preset)
+        assert (ours.options["rows"], rival.options["rows"], rival.same_time_as) == (rows, rows, ours)
+        assert not ours.piece["keep_steps"]
+    assert {name: ours.options[name] for name in ("steps", "max_epochs", "num_probes")} == {
+        "steps": 10,
+        "max_epochs": 5.0,
+        "num_probes": 16,
+    }

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from benchmarks import page, runs, suite
 from benchmarks.__main__ import app
 from benchmarks.comparison import compare_contenders, compare_folders
+from benchmarks.runner import run_apart
 from benchmarks.runs import Measured, Run, SavedRuns
 from benchmarks.suite import CASES, Case, Preset
 from benchmarks.tables import Table
@@ -74,6 +75,13 @@ def test_unfinished_and_failed_runs_go_on(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert saved.execute([pieces], 1, CONSOLE)[0].is_finished
     assert saved.execute([pieces], 1, CONSOLE)[0].is_finished
     assert calls == [{"threads": 1, "minutes": 1}] * 3
+
+
+def test_a_process_that_fails_says_all_of_why() -> None:
+    outcome = run_apart("quality", "ours", threads=1, dataset="nothing", split=0, rows=None, steps=1, rate=0.1)
+    (line,) = outcome["error"]
+    assert line.startswith("ValueError: Unknown data set 'nothing'; known are airfoil, ")
+    assert line.endswith("wine, yacht.")
 
 
 def _tables(found: Sequence[Measured]) -> list[Table]:

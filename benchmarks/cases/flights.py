@@ -1,0 +1,412 @@
+"""A third of a million flights on a small machine: an exact Gaussian process on a budget, beside inducing points.
+
+Hyperparameters start at averages over fits to neighbourhoods. A step of training may take a few passes over the kernel
+matrix, which is never stored; its solves go on where the last step's ended, and everything that the next one needs is
+saved after each, so that an interrupted run goes on exactly. The rival has the same kernel and the same wall-clock time.
+"""
+
+import resource
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import gpytorch
+import torch
+import typer
+from torch import Tensor
+
+import gpy_iterative as gpi
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
+from benchmarks.datasets import Split, load_flights
+from benchmarks.metrics import prediction_scores, regression_scores
+from benchmarks.models import MaternRegression, matern_kernel
+from benchmarks.runner import RESULTS, Outcome, contender
+from benchmarks.runs import Measured, Run, SavedRuns
+from benchmarks.suite import Case, Preset, register
+from benchmarks.tables import Table
+from benchmarks.variational import VariationalGP, VariationalTraining, cluster_centres
+from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.linear_operators import KernelProducts
+
+CASE = "flights"
+#: Where every step is saved.
+FOLDER = Path("out") / "flights"
+#: The mean's solve may take so many times the budget of a training step: it has one column only.
+PREDICTION_BUDGETS = 2
+#: The share of the training rows that the rival's rates are compared on, and of its time that each rate gets for it.
+VALIDATION_SHARE, SEARCH_SHARE = 0.1, 0.1
+#: Options that saved steps do not depend on.
+NOT_OF_TRAINING = ("steps", "rank")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ours is trained, and predicts, with; the command's help says what each is. By default the paper preset's."""
+
+    rows: int | None = None
+    steps: int = 10
+    max_epochs: float = 5.0
+    block_size: int = 1024
+    num_probes: int = 16
+    rate: float = 0.1
+    subset_size: int = 3000
+    num_subsets: int = 5
+    subset_steps: int = 50
+    rank: int = 256
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class RivalOptions:
+    """Inducing points, and the rates of which the best is taken."""
+
+    num_inducing: int = 1000
+    rates: Sequence[float] = (0.003, 0.01, 0.03)
+
+
+@dataclass
+class Training:
+    """A run: what is trained, by what, and what it has measured so far.
+
+    Attributes:
+        steps: one record a finished step, the start's first.
+        seconds: wall-clock time of all of them.
+    """
+
+    mll: gpi.mlls.HutchinsonMarginalLogLikelihood
+    optimizer: torch.optim.Optimizer
+    steps: list[dict[str, Any]]
+    seconds: float = 0.0
+
+    def save(self, path: Path, options: Options) -> None:
+        """Everything that the next step needs. Whatever happens in the middle of it leaves the last file whole."""
+        content = {
+            "options": asdict(options),
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "model": self.mll.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "training": self.mll.training_state(),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(content, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+
+    def load(self, path: Path, options: Options) -> None:
+        """Goes on where a run with the same options was interrupted; does nothing where there is none.
+
+        Raises ValueError for the file of a run with others, which may have taken hours. More steps than it was to have
+        are no other run.
+        """
+        if not path.exists():
+            return
+        content = torch.load(path, weights_only=True)
+        different = [
+            name
+            for name, value in asdict(options).items()
+            if name not in NOT_OF_TRAINING and value != content["options"].get(name)
+        ]
+        if different:
+            raise ValueError(
+                f"{path} is of a run with another {', '.join(different)}: remove it, or name another folder."
+            )
+        self.mll.model.load_state_dict(content["model"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        self.mll.load_training_state(content["training"])
+        self.steps, self.seconds = content["steps"], content["seconds"]
+
+    def record(self, start: float, **figures: Any) -> None:
+        """Of what began at `start`."""
+        seconds = time.perf_counter() - start
+        self.seconds += seconds
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        self.steps.append({"seconds": seconds, "peak_memory_mb": peak, **figures})
+
+
+@contender(CASE, "ours")
+def ours(*, folder: str, keep_steps: bool, **given: Any) -> Outcome:
+    """Start, training and predictions; each step is saved in the folder, and printed there in ours.log.
+
+    The steps are removed in the end unless they are kept: for more of them, or for other predictions.
+    """
+    options, path = Options(**given), Path(folder) / "ours.pt"
+    data = load_flights(rows=options.rows)
+    training = train(data, path, options)
+    start = time.perf_counter()
+    posterior = training.mll.posterior(
+        solver=replace(solver_of(options), max_epochs=PREDICTION_BUDGETS * options.max_epochs), rank=options.rank
+    )
+    with torch.no_grad():
+        prediction = training.mll.likelihood(posterior(data.test_x))
+        rmse, log_likelihood = regression_scores(prediction.mean, prediction.variance, data.test_y)
+    solves = posterior.solves
+    predicted = time.perf_counter() - start
+    if not keep_steps:
+        path.unlink()
+    return {
+        "rmse": rmse,
+        "log_likelihood": log_likelihood,
+        "seconds": training.seconds + predicted,
+        "seconds_prediction": predicted,
+        "prediction": {"status": solves.status.name, "epochs": solves.stats.epochs}
+        | {"residual_targets": solves.stats.residual_norms["targets"]},
+        "target_scale": data.target_scale,
+        "training_rows": len(data.train_y),
+        "steps": training.steps,
+    }
+
+
+def solver_of(options: Options) -> gpi.solvers.AlternatingProjections:
+    """The solver of training steps.
+
+    With few epochs to spend, projections get furthest however large the matrix; conjugate gradients would need a
+    preconditioner whose rank grows with it, and have no epochs left to finish in.
+    """
+    return gpi.solvers.AlternatingProjections(max_epochs=options.max_epochs, block_size=options.block_size, finish=None)
+
+
+def train(data: Split, path: Path, options: Options) -> Training:
+    """The start and all steps, or those that are missing in the file."""
+    model = MaternRegression(data)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
+        model.likelihood,
+        model,
+        num_probes=options.num_probes,
+        solver=solver_of(options),
+        # Nothing is kept between products: four gigabytes would hold a fortieth of the tiles.
+        products=KernelProducts(cache_memory=0, compile=options.compiled),
+        generator=0,
+    )
+    training = Training(mll, torch.optim.Adam(model.parameters(), lr=options.rate), [])
+    training.load(path, options)
+    log = path.with_suffix(".log")
+    if not training.steps:
+        start = time.perf_counter()
+        gpi.initialize_from_subsets(
+            model,
+            model.likelihood,
+            subset_size=options.subset_size,
+            num_subsets=options.num_subsets,
+            optimizer_steps=options.subset_steps,
+        )
+        training.record(start)
+        training.save(path, options)
+        log.write_text(f"start: {training.seconds:.0f} s\n")
+    with warnings.catch_warnings():
+        # Solves that end with their budget are what this is about; every step's record says how they ended.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        while len(training.steps) <= options.steps:
+            start = time.perf_counter()
+            training.optimizer.zero_grad()
+            loss = -mll(model(data.train_x), data.train_y)
+            loss.backward()
+            training.optimizer.step()
+            assert mll.report is not None
+            training.record(start, **figures_of(mll.report))
+            training.save(path, options)
+            with log.open("a") as file:
+                file.write(f"step {len(training.steps) - 1}: {mll.report}\n")
+    return training
+
+
+def figures_of(report: gpi.mlls.MarginalLogLikelihoodReport) -> dict[str, Any]:
+    """What a step's report says, as plain numbers."""
+    return {
+        "status": report.status.name,
+        "epochs": report.epochs,
+        "residual_targets": report.residual_targets,
+        "residual_probes": report.residual_probes,
+        "value": float(report.value),
+        "value_sem": float(report.value_sem),
+    }
+
+
+def train_rival(
+    x: Tensor, y: Tensor, *, num_inducing: int, rate: float, seconds: float
+) -> tuple[VariationalTraining, int]:
+    """SVGP after so many seconds, in which its inducing points are found too, and how many batches that were."""
+    start = time.perf_counter()
+    model = VariationalGP(cluster_centres(x, num_inducing), gpytorch.means.ZeroMean(), matern_kernel(x))
+    training = VariationalTraining(model, gpytorch.likelihoods.GaussianLikelihood(), x, y, rate=rate)
+    return training, training.train_for(seconds - (time.perf_counter() - start))
+
+
+def rate_scores(
+    x: Tensor, y: Tensor, *, num_inducing: int, rates: Sequence[float], seconds: float
+) -> dict[float, float]:
+    """The log-likelihood on held-out training rows after a part of the time, rate by rate."""
+    held_out = round(VALIDATION_SHARE * len(y))  # rows are in random order
+    found = {}
+    for rate in rates:
+        training, _ = train_rival(
+            x[held_out:], y[held_out:], num_inducing=num_inducing, rate=rate, seconds=SEARCH_SHARE * seconds
+        )
+        _, found[rate] = prediction_scores(training.predict, x[:held_out], y[:held_out])
+    return found
+
+
+@contender(CASE, "SVGP")
+def rival(*, rows: int | None, seconds: float, num_inducing: int, rates: Sequence[float]) -> Outcome:
+    """All training rows and all of the time at the rate that is best; finding that is not counted."""
+    data = load_flights(rows=rows)
+    scores = rate_scores(data.train_x, data.train_y, num_inducing=num_inducing, rates=rates, seconds=seconds)
+    best = max(scores, key=lambda rate: scores[rate])
+    start = time.perf_counter()
+    training, batches = train_rival(data.train_x, data.train_y, num_inducing=num_inducing, rate=best, seconds=seconds)
+    trained = time.perf_counter()
+    rmse, log_likelihood = prediction_scores(training.predict, data.test_x, data.test_y)
+    end = time.perf_counter()
+    return {
+        "rmse": rmse,
+        "log_likelihood": log_likelihood,
+        "seconds": end - start,
+        "seconds_prediction": end - trained,
+        "target_scale": data.target_scale,
+        "training_rows": len(data.train_y),
+        "batches": batches,
+        "passes": batches * training.batch_size / len(data.train_y),
+        "rate": best,
+        "rate_scores": {str(rate): score for rate, score in scores.items()},
+        "noise": float(training.likelihood.noise.detach()),
+    }
+
+
+def planned_runs(options: Options, of_rival: RivalOptions, folder: Path, *, keep_steps: bool) -> list[Run]:
+    """Ours, and SVGP with its time. Each number of rows has a folder of its own in the folder."""
+    piece = {"folder": str(steps_folder(folder, options.rows)), "keep_steps": keep_steps}
+    first = Run(CASE, "ours", asdict(options), piece=piece)
+    return [first, Run(CASE, "SVGP", {"rows": options.rows, **asdict(of_rival)}, same_time_as=first)]
+
+
+def steps_folder(folder: Path, rows: int | None) -> Path:
+    """Where the steps with so many rows are."""
+    return folder / ("flights" if rows is None else f"flights_{rows}")
+
+
+@app.command()
+def flights(
+    rows: Annotated[int | None, typer.Option(help="First training rows only; all 294,612 by default.")] = Options.rows,
+    steps: Annotated[int, typer.Option(help="Of Adam, after the start.")] = Options.steps,
+    max_epochs: Annotated[float, typer.Option(help="Of a step's solve.")] = Options.max_epochs,
+    block_size: Annotated[int, typer.Option(help="Rows of a projection.")] = Options.block_size,
+    num_probes: int = Options.num_probes,
+    rate: float = Options.rate,
+    subset_size: Annotated[int, typer.Option(help="Rows of a neighbourhood of the start.")] = Options.subset_size,
+    num_subsets: int = Options.num_subsets,
+    subset_steps: int = Options.subset_steps,
+    rank: Annotated[int, typer.Option(help="Of the predictive variances.")] = Options.rank,
+    compiled: Annotated[
+        bool, typer.Option(help="Compile the tiles' arithmetic; needs a C++ compiler.")
+    ] = Options.compiled,
+    num_inducing: Annotated[int, typer.Option(help="Of the rival.")] = RivalOptions.num_inducing,
+    rates: Annotated[list[float] | None, typer.Option(help="Of the rival; 0.003, 0.01 and 0.03 by default.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where every step is saved.")] = FOLDER,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """Arrival delays of a third of a million flights, beside SVGP; hours. Goes on where it was interrupted."""
+    options = Options(
+        rows=rows,
+        steps=steps,
+        max_epochs=max_epochs,
+        block_size=block_size,
+        num_probes=num_probes,
+        rate=rate,
+        subset_size=subset_size,
+        num_subsets=num_subsets,
+        subset_steps=subset_steps,
+        rank=rank,
+        compiled=compiled,
+    )
+    of_rival = RivalOptions(num_inducing, tuple(rates) if rates else RivalOptions.rates)
+    console.print(f"every step of ours is saved in {steps_folder(folder, rows)}, and printed in its ours.log")
+    runs = planned_runs(options, of_rival, folder, keep_steps=True)
+    found = SavedRuns(RESULTS / "flights.json").execute(runs, threads, console)
+    for shown in tables(found):
+        console.print(shown.for_terminal())
+    if len(found) < len(runs):
+        raise typer.Exit(1)
+
+
+def tables(found: Sequence[Measured]) -> list[Table]:
+    """The predictions, and the steps of ours."""
+    steps = [step_table(measured.outcome["steps"]) for measured in found if measured.run.contender == "ours"]
+    return [prediction_table(found), *steps] if found else []
+
+
+def prediction_table(found: Sequence[Measured]) -> Table:
+    """What the contenders predict, and what that took."""
+    rows = []
+    for measured in found:
+        o = measured.outcome
+        # A run that was interrupted had several processes.
+        peak = max([o["peak_memory_mb"], *(step["peak_memory_mb"] for step in o.get("steps", ()))])
+        rows.append(
+            [
+                measured.run.contender,
+                f"{o['rmse']:.4f}",
+                f"{o['rmse'] * o['target_scale']:.2f}",
+                f"{o['log_likelihood']:.4f}",
+                f"{o['seconds']:.0f}",
+                f"{o['seconds_prediction']:.0f}",
+                f"{peak:.0f}",
+            ]
+        )
+    return Table(
+        f"{found[0].outcome['training_rows']:,} flights; RMSE also in minutes, log-likelihood of standardised delays",
+        ["contender", "RMSE", "minutes", "log-likelihood", "s", "of it predictions", "MB"],
+        rows,
+    )
+
+
+def step_table(steps: list[dict[str, Any]]) -> Table:
+    """How every step ended; the start has no report."""
+    columns = ["step", "s", "MB", "status", "epochs", "targets", "probes", "mll", "error"]
+    rows = []
+    for number, o in enumerate(steps):
+        figures = [""] * 6
+        if number:
+            figures = [
+                o["status"].lower().replace("_", " "),
+                f"{o['epochs']:.2f}",
+                f"{o['residual_targets']:.3f}",
+                f"{o['residual_probes']:.3f}",
+                f"{o['value']:.4f}",
+                f"{o['value_sem']:.1g}",
+            ]
+        rows.append([str(number), f"{o['seconds']:.0f}", f"{o['peak_memory_mb']:.0f}", *figures])
+    return Table(
+        "Steps of ours, 0 is the start; residuals of targets and probes, the value and its error", columns, rows
+    )
+
+
+#: What the presets train with.
+SIZES: dict[Preset, list[tuple[Options, RivalOptions]]] = {
+    Preset.SMOKE: [
+        (
+            Options(
+                rows=400, steps=2, block_size=64, num_probes=4, subset_size=100, num_subsets=1, subset_steps=5, rank=20
+            ),
+            RivalOptions(num_inducing=20, rates=(0.01, 0.03)),
+        )
+    ],
+    Preset.QUICK: [],
+    Preset.PAPER: [(Options(), RivalOptions())],
+}
+
+
+def preset_runs(preset: Preset) -> list[Run]:
+    """Ours and its rival on a few hundred flights, or on all."""
+    return [run for sizes in SIZES[preset] for run in planned_runs(*sizes, FOLDER / preset.value, keep_steps=False)]
+
+
+register(
+    Case(
+        CASE,
+        "A third of a million flights' delays on a budget of epochs, beside SVGP with equal time.",
+        preset_runs,
+        tables,
+    )
+)
