@@ -172,8 +172,9 @@ class IterativeLaplaceGP(GP):
         Args:
             inputs: test inputs.
             method: of a softmax: "pairwise" (closed form), "diagonal" (the paper's), "mc" (samples). Of all:
-                "mode" takes the latent mean for the truth. Laplace's approximation is underconfident where latent
-                variances are large (about 10 and more); the mode is then the better prediction.
+                "mode" takes the latent mean for the truth. Averages over Laplace's approximation are underconfident
+                where hyperparameters were learned or latent variances are large: set num_refinements to 1, and of a
+                softmax prefer "mc" or "diagonal" there, since the pairwise formula is underconfident itself.
             num_samples: of "mc".
 
         Returns:
