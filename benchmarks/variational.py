@@ -55,7 +55,9 @@ def random_rows(x: Tensor, count: int) -> Tensor:
 def cluster_centres(x: Tensor, count: int) -> Tensor:
     """Inducing points to start from: centres of k-means on random training rows; as many as these at the most."""
     rows = random_rows(x, CLUSTERED_ROWS)
-    centres, _ = kmeans2(rows.numpy(), min(count, len(rows)), minit="points", seed=0)  # "++" takes longer than some trainings
+    centres, _ = kmeans2(
+        rows.numpy(), min(count, len(rows)), minit="points", seed=0
+    )  # "++" takes longer than some trainings
     return torch.as_tensor(centres).to(x)
 
 

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raises ValueError unless the value is a whole number of at least 1."""
+def check_count(name: str, value: Any, *, least: int = 1) -> None:
+    """Raises ValueError unless the value is a whole number, and not below the least."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name} must be a whole number, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}.")
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -23,6 +23,7 @@ from gpy_iterative.likelihoods.pointwise import (
 )
 from gpy_iterative.likelihoods.poisson import PoissonLogLikelihood
 from gpy_iterative.likelihoods.registry import check_support, register_curvature
+from gpy_iterative.likelihoods.smoothed import SmoothedLikelihood
 
 __all__ = [
     "COVARIANCE_FLOOR",
@@ -37,6 +38,7 @@ __all__ = [
     "LogitBernoulliLikelihood",
     "PointwiseLikelihood",
     "PoissonLogLikelihood",
+    "SmoothedLikelihood",
     "SoftmaxCurvature",
     "check_curvature_kind",
     "check_laplace_likelihood",

@@ -83,7 +83,7 @@ class PointwiseLikelihood:
 
     def __init__(self, likelihood: Likelihood, targets: Tensor, num_latents: int, params: Sequence[Any] = ()) -> None:
         check_laplace_likelihood(likelihood)
-        self.likelihood, self.num_latents, self._params = likelihood, num_latents, tuple(params)
+        self.likelihood, self.num_latents, self.params = likelihood, num_latents, tuple(params)
         self._form = form_of(likelihood)
         self._check_latents()
         self._check_targets(targets)
@@ -101,6 +101,13 @@ class PointwiseLikelihood:
     def is_categorical(self) -> bool:
         """Whether it is a softmax over classes."""
         return self._form is not None and self._form.visible_basis is not None
+
+    @property
+    def visible_basis(self) -> Tensor:
+        """What a softmax sees of a point's latents: an orthonormal basis [C, r], float64."""
+        assert self._form is not None
+        assert self._form.visible_basis is not None
+        return self._form.visible_basis(self.likelihood)
 
     @property
     def is_log_concave(self) -> bool:
@@ -123,7 +130,7 @@ class PointwiseLikelihood:
         if self._form is not None:
             return self._form.log_prob(self.likelihood, f, self.targets)
         latents = f.squeeze(-1) if self.num_latents == 1 else f
-        log_prob = self.likelihood(latents, *self._params).log_prob(self.targets)
+        log_prob = self.likelihood(latents, *self.params).log_prob(self.targets)
         if log_prob.shape != f.shape[:1]:
             raise ValueError(
                 f"Laplace's method needs a likelihood that factorises over points; {self.name} gives log densities of "
@@ -181,6 +188,12 @@ class PointwiseLikelihood:
             rows.append(-row)
         return torch.stack(rows, dim=-2)
 
+    def fisher(self, f: Tensor) -> Tensor:
+        """The expected curvature at f [n, C], [n, C, C], where one is registered; differentiable as `hessian`."""
+        assert self._form is not None
+        assert self._form.fisher is not None
+        return self._form.fisher(self.likelihood, f, self.targets)
+
     # Curvature
 
     def curvature_kind(self, kind: CurvatureKind) -> CurvatureKind:
@@ -209,9 +222,7 @@ class PointwiseLikelihood:
         """The curvature of a kind [n, C, C], differentiable as `hessian`; positive semi-definite unless "hessian"."""
         kind = self.curvature_kind(kind)
         if kind == "fisher":
-            assert self._form is not None
-            assert self._form.fisher is not None
-            return self._form.fisher(self.likelihood, f, self.targets)
+            return self.fisher(f)
         blocks = self.hessian(f)
         if kind == "abs":
             return blocks.abs()
@@ -255,10 +266,9 @@ class PointwiseLikelihood:
             raise NonFiniteError("A class probability is not finite: check the data and the kernel's outputscale.")
         if self.likelihood.mixing_weights is None:
             return SoftmaxCurvature(p)
-        assert self._form is not None
-        assert self._form.visible_basis is not None
-        basis = self._form.visible_basis(self.likelihood).to(f)
-        return curvature_of_blocks(softmax_blocks(self.likelihood, p).detach(), floor=0.0, basis=basis)
+        return curvature_of_blocks(
+            softmax_blocks(self.likelihood, p).detach(), floor=0.0, basis=self.visible_basis.to(f)
+        )
 
     def _substitute(self) -> CurvatureKind:
         if self._form is not None and self._form.fisher is not None:

@@ -61,9 +61,14 @@ def _softmax_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 def softmax_blocks(likelihood: Likelihood, probabilities: Tensor) -> Tensor:
     """A^T (diag p - p p^T) A [n, C, C] for probabilities [n, classes] and mixing weights A."""
     blocks = torch.diag_embed(probabilities) - probabilities.unsqueeze(-1) * probabilities.unsqueeze(-2)
+    return mixed_blocks(likelihood, blocks)
+
+
+def mixed_blocks(likelihood: Likelihood, blocks: Tensor) -> Tensor:
+    """A^T B A [n, C, C] for blocks B [n, classes, classes] and mixing weights A."""
     if likelihood.mixing_weights is None:
         return blocks
-    weights = likelihood.mixing_weights.to(probabilities.dtype)
+    weights = likelihood.mixing_weights.to(blocks.dtype)
     return weights.mT @ blocks @ weights
 
 

@@ -26,7 +26,7 @@ from gpy_iterative.solvers import LaplaceSolution, LaplaceSolver
 
 
 class IterativeLaplaceGP(GP):
-    """A Gaussian process whose posterior is Laplace's approximation, used like `gpytorch.models.ExactGP`.
+    """A Gaussian process with Laplace's approximation, or a refinement of it, used like `gpytorch.models.ExactGP`.
 
     A subclass has a `forward(x)` that returns the prior: a MultivariateNormal for one latent function, one with batch
     shape [C] for C of them (kernels with batch shape [C], or one kernel without that all share), or a
@@ -42,10 +42,13 @@ class IterativeLaplaceGP(GP):
         solver: of the mode; None is `LaplaceCholesky` up to n C = 2,000 and `LaplaceNewton` beyond.
         products: how kernel products are computed.
         seed: of sample paths and Monte Carlo predictions.
+        num_refinements: how often predictions are taken towards the variational approximation; 0 is Laplace's
+            approximation. May be set later, too: what is missing is computed at the next question. The evidence is
+            Laplace's whatever this is.
 
     Raises:
         UnsupportedLikelihoodError: a likelihood for which Laplace's method is meaningless.
-        ValueError: inputs that are not finite, or another number of targets than of inputs.
+        ValueError: inputs that are not finite, another number of targets than of inputs, counts that are none.
         TypeError: a solver or products of another type.
 
     Examples:
@@ -75,6 +78,7 @@ class IterativeLaplaceGP(GP):
         solver: LaplaceSolver | None = None,
         products: KernelProducts | None = None,
         seed: int = 0,
+        num_refinements: int = 0,
     ) -> None:
         super().__init__()
         check_laplace_likelihood(likelihood)
@@ -82,7 +86,8 @@ class IterativeLaplaceGP(GP):
         check_instance("products", products, KernelProducts, "KernelProducts()")
         if num_latents is not None:
             check_count("num_latents", num_latents)
-        self.likelihood = likelihood
+        check_count("num_refinements", num_refinements, least=0)
+        self.likelihood, self.num_refinements = likelihood, num_refinements
         self.num_latents, self.solver, self.seed = num_latents, solver, seed
         self.products = KernelProducts() if products is None else products
         self.train_inputs: tuple[Tensor, ...] | None = None
@@ -155,7 +160,8 @@ class IterativeLaplaceGP(GP):
             progress: True shows bars, a callable gets every report, where there is no posterior yet.
 
         Raises:
-            ValueError: `forward` returns another number of latent functions than num_latents.
+            ValueError: `forward` returns another number of latent functions than num_latents; num_refinements has been
+                set to something that is no count.
 
         Otherwise raises and warns as `LaplacePosterior`.
         """
@@ -169,13 +175,15 @@ class IterativeLaplaceGP(GP):
                 initial_weights=initial_weights,
                 params=params,
                 progress=progress,
+                num_refinements=self.num_refinements,
             )
             self._check_latents(posterior.solution.latent.shape[-1])
             self._posterior = posterior
+        self._posterior.num_refinements = self.num_refinements
         return self._posterior
 
     def fit_mode(self) -> LaplaceSolution:
-        """The mode at the training points, and what it took."""
+        """The mode at the training points, and what it took; with refinements, that of the last one."""
         return self.posterior().solution
 
     def predict_proba(self, *inputs: Tensor, method: PredictiveMethod = "pairwise", num_samples: int = 1000) -> Tensor:
@@ -184,8 +192,9 @@ class IterativeLaplaceGP(GP):
         Args:
             inputs: test inputs.
             method: of a softmax: "pairwise" (closed form), "diagonal" (the paper's), "mc" (samples). Of all:
-                "mode" takes the latent mean for the truth. Laplace's approximation is underconfident where latent
-                variances are large (about 10 and more); the mode is then the better prediction.
+                "mode" takes the latent mean for the truth. Averages over Laplace's approximation are underconfident
+                where hyperparameters were learned or latent variances are large: set num_refinements to 1, and of a
+                softmax prefer "mc" or "diagonal" there, since the pairwise formula is underconfident itself.
             num_samples: of "mc".
 
         Returns:

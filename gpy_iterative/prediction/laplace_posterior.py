@@ -1,10 +1,10 @@
-"""The latent posterior around a mode: mean k(x, X) v, covariance k(x, x) - k(x, X) Q Q^T k(X, x)."""
+"""The latent posterior around a mode, or a refinement of it: mean k(x, X) v, covariance k(x, x) - k(x, X) Q Q^T k(X, x)."""
 
 import copy
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gpytorch
@@ -16,6 +16,7 @@ from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import RootLinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
 from gpy_iterative.likelihoods import PointwiseLikelihood
 from gpy_iterative.linear_operators import (
@@ -32,13 +33,14 @@ from gpy_iterative.prediction.latent_blocks import latent_blocks, latent_covaria
 from gpy_iterative.prediction.snapshot import ModelSnapshot
 from gpy_iterative.prediction.training_system import LikelihoodParams, check_inputs, evaluating, prior_at
 from gpy_iterative.progress import Progress, reporting_solve
-from gpy_iterative.solvers import ConjugateGradients, SolveStatus
+from gpy_iterative.solvers import ConjugateGradients, SolveStats, SolveStatus
 from gpy_iterative.solvers.laplace import (
     LaplaceSolution,
     LaplaceSolver,
     default_laplace_solver,
     mode_advice,
     nystrom_preconditioner,
+    refine,
     whitened_system,
 )
 
@@ -56,7 +58,8 @@ class VarianceSplit:
 
     Attributes:
         total: the posterior variance, [*b, t] or [*b, t, C].
-        mathematical: what an exact computation would leave, that of Laplace's approximation.
+        mathematical: what an exact computation at the same curvature would leave; without refinements that of Laplace's
+            approximation.
         computational: what the data would still explain if more were computed; total = mathematical + computational.
     """
 
@@ -67,12 +70,24 @@ class VarianceSplit:
 
 @dataclass(frozen=True)
 class _Fit:
-    """What was solved: the data that were kept, their prior without graph, and the mode."""
+    """What was solved: the data that were kept, their prior without graph, and the mode or its last refinement.
+
+    Attributes:
+        mode_weights: v [n, C] of the mode.
+        stats: of the mode's solve and of each refinement.
+    """
 
     inputs: list[Tensor]
+    targets: Tensor
     prior: LatentPrior
     distribution: MultivariateNormal
     solution: LaplaceSolution
+    mode_weights: Tensor
+    stats: tuple[SolveStats, ...]
+
+    @property
+    def num_refinements(self) -> int:
+        return len(self.stats) - 1
 
 
 class LaplacePosterior:
@@ -88,16 +103,19 @@ class LaplacePosterior:
         params: of the likelihood's `forward` at the training points, for a likelihood that takes any.
         progress: True shows a bar for the mode and other solves; a callable gets every
             `gpy_iterative.progress.ProgressReport`.
+        num_refinements: how often mean and covariance are taken towards the variational approximation, see
+            `gpy_iterative.solvers.laplace.refine`; 0 is Laplace's approximation.
 
-    Construction finds the mode. Hyperparameters and data that have changed since are noticed by value, and answered by
-    another solve from the old mode.
+    Construction finds the mode and refines it. Hyperparameters and data that have changed since are noticed by value, and
+    answered by another solve from the old mode.
 
     Raises:
-        ValueError: data that are not finite or do not fit, or have changed where params belong to them.
+        ValueError: num_refinements is no whole number or negative; data that are not finite or do not fit, or have changed
+            where params belong to them.
         NonFiniteError: from the solver.
 
     Warns:
-        ConvergenceWarning: the mode was not reached.
+        ConvergenceWarning: the mode was not reached, or that of a refinement.
     """
 
     def __init__(
@@ -111,20 +129,39 @@ class LaplacePosterior:
         initial_weights: Tensor | None = None,
         params: Sequence[Any] = (),
         progress: Progress = False,
+        num_refinements: int = 0,
     ) -> None:
         self.model, self.likelihood = model, likelihood
-        self._progress = progress
+        self._progress, self.num_refinements = progress, num_refinements
         self._solver, self._products = solver, KernelProducts() if products is None else products
         self._seed = seed
         self._params = LikelihoodParams(params, model) if params else None
         with evaluating(model, likelihood):
             self._snapshot = ModelSnapshot.of(model, likelihood)
-            self._fit = self._solved(initial_weights)
+            self._fit = self._refined(self._solved(initial_weights))
+
+    @property
+    def num_refinements(self) -> int:
+        """How many refinements there are; when set, the next question makes those that are missing.
+
+        Raises ValueError for anything but a whole number that is not negative.
+        """
+        return self._num_refinements
+
+    @num_refinements.setter
+    def num_refinements(self, value: int) -> None:
+        check_count("num_refinements", value, least=0)
+        self._num_refinements = int(value)
 
     @property
     def solution(self) -> LaplaceSolution:
-        """The mode at the hyperparameters and data of now."""
+        """The mode at the hyperparameters and data of now; with refinements, that of the last averaged likelihood."""
         return self._current().solution
+
+    @property
+    def stats(self) -> tuple[SolveStats, ...]:
+        """What the mode took, and each refinement on top; `epochs` are kernel products."""
+        return self._current().stats
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
         """The latent posterior at test inputs [*b, t, d], one tensor for each of the model's inputs.
@@ -227,11 +264,31 @@ class LaplacePosterior:
 
     def _current(self) -> _Fit:
         with evaluating(self.model, self.likelihood):
-            if not self._snapshot.describes(self.model, self.likelihood):
+            fit, snapshot = self._fit, self._snapshot
+            if not snapshot.describes(self.model, self.likelihood):
                 snapshot = ModelSnapshot.of(self.model, self.likelihood)
-                self._fit = self._solved(self._fit.solution.value)
-                self._snapshot = snapshot
+                fit = self._solved(fit.mode_weights)
+            elif fit.num_refinements > self.num_refinements:
+                fit = self._solved(None)  # cold: a warm start would compute a smaller subspace
+            self._fit, self._snapshot = self._refined(fit), snapshot
         return self._fit
+
+    @torch.inference_mode(False)
+    def _refined(self, fit: _Fit) -> _Fit:
+        while fit.num_refinements < self.num_refinements:
+            solution = refine(
+                self._mode_solver(fit.prior),
+                fit.prior,
+                self._pointwise(fit.targets, fit.prior),
+                fit.solution,
+                generator=self._generator(),
+            )
+            fit = replace(fit, solution=solution, stats=(*fit.stats, solution.stats))
+            if not solution.converged:
+                warnings.warn(
+                    f"Refinement {fit.num_refinements}: {mode_advice(solution)}", ConvergenceWarning, stacklevel=5
+                )
+        return fit
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -247,21 +304,25 @@ class LaplacePosterior:
         check_targets_fit(distribution, targets)
         prior = latent_prior(distribution, self._products)
         prior = LatentPrior(prior.operator.detach().clone(), prior.mean.detach().clone())
-        params = () if self._params is None else self._params.current(self.model)
-        likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents, params)
-        solver = default_laplace_solver(prior.size) if self._solver is None else self._solver
+        likelihood = self._pointwise(targets, prior)
         with reporting_solve(self._progress, "mode", "products") as callback:
-            solution = solver.solve(
-                prior,
-                likelihood,
-                initial_weights=initial_weights,
-                generator=torch.Generator().manual_seed(self._seed),
-                callback=callback,
+            solution = self._mode_solver(prior).solve(
+                prior, likelihood, initial_weights=initial_weights, generator=self._generator(), callback=callback
             )
         logger.info("mode of %d data: %s", len(targets), solution.stats)
         if not solution.converged:
             warnings.warn(mode_advice(solution), ConvergenceWarning, stacklevel=4)
-        return _Fit(inputs, prior, distribution, solution)
+        return _Fit(inputs, targets, prior, distribution, solution, solution.value, (solution.stats,))
+
+    def _pointwise(self, targets: Tensor, prior: LatentPrior) -> PointwiseLikelihood:
+        params = () if self._params is None else self._params.current(self.model)
+        return PointwiseLikelihood(self.likelihood, targets, prior.num_latents, params)
+
+    def _mode_solver(self, prior: LatentPrior) -> LaplaceSolver:
+        return default_laplace_solver(prior.size) if self._solver is None else self._solver
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self._seed)
 
     def _checked(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         points = checked_inputs(list(self.model.train_inputs or ()), inputs)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.cases import laplace_poisson
-from benchmarks.cases.laplace_classification import CASE, LaplaceClassifier, class_kernel, table
+from benchmarks.cases import laplace_classification, laplace_poisson
+from benchmarks.cases.laplace_classification import CASE, Clock, LaplaceClassifier, class_kernel, table
 from benchmarks.datasets import gaussian_mixture, mnist_digits
 from benchmarks.metrics import classification_scores
 from benchmarks.runs import Measured, Run
@@ -76,6 +76,22 @@ def test_contenders_have_the_same_prior() -> None:
     torch.testing.assert_close(*dense)
     assert theirs(data.test_x).mean.shape == (10, 10)
     assert ours.eval().predict_proba(data.test_x).shape == (10, 10)
+
+
+def test_refinements_are_measured_with_what_they_take() -> None:
+    data = gaussian_mixture(40, test_rows=10)
+    model = LaplaceClassifier(data.train_x, data.train_y, 10, 0.7, solver=laplace_poisson.LaplaceNewton())
+    clock = Clock(data, 60.0)
+    taken = laplace_classification._measure_laplace(clock, model, 1)
+    kinds = ["pairwise", "diagonal", "mc", "mode"]
+    assert [point["kind"] for point in clock.curve] == kinds + [f"refined {kind}" for kind in kinds]
+    plain, refined = clock.curve[0], clock.curve[-1]
+    assert refined["seconds"] > plain["seconds"] > 0
+    assert refined["products"] >= plain["products"] > 0
+    assert taken >= refined["seconds"] - plain["seconds"]
+    assert refined["nll"] != clock.curve[3]["nll"]
+    assert model.training
+    assert model.num_refinements == 0
 
 
 def test_products_are_far_fewer_than_those_of_the_published_algorithm() -> None:

@@ -16,6 +16,7 @@ from gpy_iterative.errors import ConvergenceWarning, NonFiniteError, Unsupported
 from gpy_iterative.likelihoods import NO_FLOOR
 from gpy_iterative.mlls import LaplaceMarginalLogLikelihood
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton
+from gpy_iterative.solvers.laplace.refinement import marginal_blocks
 from tests.laplace_cases import Case, LaplaceModel, case, inputs
 from tests.monte_carlo import assert_mean_within
 
@@ -221,12 +222,106 @@ def test_arguments_of_the_likelihood_come_along() -> None:
     solution = mll.posterior().solution
     gradient = problem.y - exposure * solution.latent.flatten().exp()
     torch.testing.assert_close(solution.value.flatten(), gradient, rtol=1e-6, atol=1e-6)
+    model.num_refinements = 1  # of the likelihood with its arguments
+    refined = mll.posterior().solution
+    rate = (
+        exposure
+        * (
+            refined.latent.flatten()
+            + marginal_blocks(Case(model, problem.x, problem.y).prior(), solution).flatten() / 2
+        ).exp()
+    )
+    torch.testing.assert_close(refined.value.flatten(), problem.y - rate, rtol=1e-6, atol=1e-6)
+    model.num_refinements = 0
     x, y = test_points(), torch.arange(9.0, dtype=torch.float64)
     plain, exposed = (model.predictive_log_prob(x, y, params=params) for params in ((), (torch.full_like(y, 5.0),)))
     assert (plain - exposed).abs().min() > 1e-3
     model.train_inputs = (problem.x + 1,)
     with pytest.raises(ValueError, match="training inputs have changed"):
         model(x)
+
+
+@pytest.mark.parametrize("solver", [None, LaplaceNewton()], ids=["dense", "newton"])
+def test_refinements_come_and_go(solver: LaplaceNewton | None) -> None:
+    problem = case("softmax", n=20, solver=solver)
+    problem.model.covar_module.outputscale = 20.0
+    model, x = problem.model.eval(), test_points()
+    plain, labels = model.predict_proba(x), torch.arange(9) % 3
+    posterior = model.posterior()
+    assert len(posterior.stats) == 1
+    model.num_refinements = 1
+    refined = model.predict_proba(x)
+    assert model.posterior() is posterior
+    assert len(posterior.stats) == 2
+    assert model.fit_mode() is posterior.solution
+    assert posterior.solution.stats == posterior.stats[1]
+    # Where Laplace's covariance is too wide, probabilities go away from the even ones.
+    assert refined.max(-1).values.mean() > plain.max(-1).values.mean() + 0.02
+    torch.testing.assert_close(model.predictive_log_prob(x, labels).exp(), refined.gather(1, labels[:, None])[:, 0])
+    fresh = case("softmax", n=20, solver=solver, num_refinements=1)
+    fresh.model.covar_module.outputscale = 20.0
+    torch.testing.assert_close(fresh.model.eval().predict_proba(x), refined)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(twin.predict_proba(x), refined, rtol=1e-4, atol=1e-5)
+    model.num_refinements = 0
+    torch.testing.assert_close(model.predict_proba(x), plain)
+    assert len(posterior.stats) == 1
+    model.num_refinements = -1
+    with pytest.raises(ValueError, match="num_refinements must be at least 0"):
+        model.predict_proba(x)
+
+
+def test_refinements_follow_the_hyperparameters() -> None:
+    problem = case("logit", n=20, num_refinements=2)
+    model, x = problem.model.eval(), test_points()
+    before = model(x).mean
+    model.covar_module.outputscale = 25.0  # past autograd's versions
+    after = model(x)
+    assert (after.mean - before).abs().max() > 0.1
+    fresh = case("logit", n=20, num_refinements=2)
+    fresh.model.covar_module.outputscale = 25.0
+    expected = fresh.model.eval()(x)
+    torch.testing.assert_close(after.mean, expected.mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(after.variance, expected.variance, rtol=1e-6, atol=1e-7)
+    assert len(model.posterior().stats) == 3
+    model.set_train_data(problem.x[:7], problem.y[:7])
+    assert model.fit_mode().latent.shape == (7, 1)
+
+
+@pytest.mark.parametrize("name", ["logit", "softmax", "poisson-log"])
+def test_all_predictions_are_of_the_refinement(name: str) -> None:
+    problem = case(name, n=12, num_refinements=1, solver=LaplaceNewton(max_rank=60, num_covariance_actions=60))
+    problem.model.covar_module.outputscale = 6.0 * torch.ones_like(problem.model.covar_module.outputscale)
+    model, x = problem.model.eval(), test_points()
+    prediction = model(x)
+    means, blocks = model.posterior().moments(x)
+    variance = blocks.diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(prediction.mean.view_as(means), means, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(prediction.variance.view_as(means), variance, rtol=1e-5, atol=1e-6)
+    split = model.posterior_variance(x)
+    torch.testing.assert_close(split.total.view_as(means), variance)
+    assert split.computational.max() < 1e-2 * split.total.max()  # all actions were taken
+    values = model.sample_paths(1500, num_frequencies=2000)(x).reshape(1500, -1)
+    assert_mean_within(values, means.flatten(), max_sem=0.1, floor=0.05)
+    assert_mean_within((values - means.flatten()).square(), variance.flatten(), max_sem=0.4, floor=0.3)
+    assert (case_without_refinement(name)(x).variance - prediction.variance).abs().max() > 0.05
+
+
+def case_without_refinement(name: str) -> LaplaceModel:
+    problem = case(name, n=12)
+    problem.model.covar_module.outputscale = 6.0 * torch.ones_like(problem.model.covar_module.outputscale)
+    return problem.model.eval()
+
+
+def test_refinements_that_fall_short_are_told() -> None:
+    problem = case("logit", n=20)
+    problem.model.covar_module.outputscale = 30.0
+    weights = problem.model.eval().fit_mode().value
+    again = case("logit", n=20, solver=LaplaceCholesky(max_outer=1), num_refinements=1).model
+    again.covar_module.outputscale = 30.0
+    with pytest.warns(ConvergenceWarning, match="Refinement 1: The mode was not reached in 1 Newton steps"):
+        posterior = again.eval().posterior(weights)
+    assert posterior.solution.status is gpi.solvers.SolveStatus.BUDGET_EXHAUSTED
 
 
 def test_a_likelihood_in_the_place_of_another() -> None:
@@ -352,6 +447,8 @@ def make(**changes: Any) -> LaplaceModel:
         ({"solver": "newton"}, TypeError, "solver"),
         ({"products": "tiles"}, TypeError, "products"),
         ({"num_latents": 0}, ValueError, "num_latents"),
+        ({"num_refinements": -1}, ValueError, "num_refinements must be at least 0, got -1"),
+        ({"num_refinements": 1.5}, ValueError, "num_refinements must be a whole number"),
     ],
 )
 def test_models_that_are_refused(changes: dict[str, Any], error: type[Exception], match: str) -> None:

@@ -5,6 +5,7 @@ from gpy_iterative.solvers.laplace.base import LaplaceSolver, Problem
 from gpy_iterative.solvers.laplace.cholesky import LaplaceCholesky
 from gpy_iterative.solvers.laplace.default import EXACT_LATENTS, default_laplace_solver
 from gpy_iterative.solvers.laplace.newton import LaplaceNewton
+from gpy_iterative.solvers.laplace.refinement import refine
 from gpy_iterative.solvers.laplace.solution import LaplaceSolution, mode_advice
 from gpy_iterative.solvers.laplace.whitened import (
     WhitenedKernelLinearOperator,
@@ -24,5 +25,6 @@ __all__ = [
     "default_laplace_solver",
     "mode_advice",
     "nystrom_preconditioner",
+    "refine",
     "whitened_system",
 ]

@@ -98,6 +98,10 @@ class StepSolver(ABC):
     num_products: int = 0
 
     @abstractmethod
+    def recall(self, solution: LaplaceSolution) -> None:
+        """Takes over what was computed for the same prior. Raises ValueError where that is not this solver's kind."""
+
+    @abstractmethod
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
         """The direction (dv, df = K dv), [n C] each, in which psi rises."""
 
@@ -151,6 +155,7 @@ class LaplaceSolver(ABC):
         likelihood: PointwiseLikelihood,
         *,
         initial_weights: Tensor | None = None,
+        initial_solution: LaplaceSolution | None = None,
         generator: torch.Generator | None = None,
         callback: Callable[[SolveProgress], None] | None = None,
     ) -> LaplaceSolution:
@@ -162,6 +167,8 @@ class LaplaceSolver(ABC):
             initial_weights: v [n, C] of a similar problem, where this one starts (one product). Bad ones cost nothing but
                 that product: the better of them and v = 0 is taken. Good ones save Newton steps, not the actions that the
                 covariance needs.
+            initial_solution: of this solver for the same prior and another likelihood, whose W has the same range: where
+                this one starts, with all actions and at no product. In the place of initial_weights.
             generator: for the actions that refine a covariance.
             callback: told of every Newton step; `epochs` are kernel products.
 
@@ -169,7 +176,7 @@ class LaplaceSolver(ABC):
             A LaplaceSolution. What was not reached within the budget is a status there, not an exception.
 
         Raises:
-            ValueError: no points.
+            ValueError: no points; an initial solution of another solver or another size.
             NonFiniteError: a NaN or an infinity appeared; nothing of the caller's was changed.
         """
         if not prior.size:
@@ -178,7 +185,7 @@ class LaplaceSolver(ABC):
         problem = Problem(prior, likelihood)
         tolerance = self.tolerance or self._default_tolerance(prior.operator.dtype)
         steps = self._step_solver(problem, generator)
-        iterate = self._start(problem, initial_weights, steps)
+        iterate = self._start(problem, initial_weights, initial_solution, steps)
         status, outer, patience = SolveStatus.BUDGET_EXHAUSTED, 0, PATIENCE
         best_error, best_joint = iterate.stationarity, iterate.log_joint
         while True:
@@ -226,14 +233,25 @@ class LaplaceSolver(ABC):
             log_joint=iterate.log_joint,
         )
 
-    def _start(self, problem: Problem, weights: Tensor | None, steps: StepSolver) -> Iterate:
-        mean = problem.mean
+    def _start(
+        self, problem: Problem, weights: Tensor | None, solution: LaplaceSolution | None, steps: StepSolver
+    ) -> Iterate:
+        mean, shape = problem.mean, problem.prior.mean.shape
         cold = evaluated(problem, mean, torch.zeros_like(mean))
-        if weights is None or weights.shape != problem.prior.mean.shape or not torch.isfinite(weights).all():
+        if solution is not None:
+            if solution.latent.shape != shape:
+                raise ValueError(
+                    f"The initial solution is for latent values {tuple(solution.latent.shape)}, the prior for "
+                    f"{tuple(shape)}."
+                )
+            steps.recall(solution)
+            f, v = solution.latent.flatten(), solution.value.flatten()
+        elif weights is not None and weights.shape == shape and torch.isfinite(weights).all():
+            v = weights.to(mean).flatten()
+            steps.num_products += 1
+            f = mean + problem.prior.matmul(v.unsqueeze(-1)).squeeze(-1)
+        else:
             return cold
-        v = weights.to(mean).flatten()
-        steps.num_products += 1
-        f = mean + problem.prior.matmul(v.unsqueeze(-1)).squeeze(-1)
         joint = log_joint(problem, f, v)
         return evaluated(problem, f, v) if math.isfinite(joint) and joint > cold.log_joint else cold
 

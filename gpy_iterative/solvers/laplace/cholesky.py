@@ -8,6 +8,7 @@ from torch import Tensor
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.likelihoods import NO_FLOOR, Curvature, CurvatureFloor
 from gpy_iterative.solvers.laplace.base import Iterate, LaplaceSolver, Problem, StepSolver
+from gpy_iterative.solvers.laplace.solution import LaplaceSolution
 
 
 class _DenseSteps(StepSolver):
@@ -21,6 +22,9 @@ class _DenseSteps(StepSolver):
         self.kernel = problem.prior.operator.to_dense().detach().double()
         if not torch.isfinite(self.kernel).all():
             raise NonFiniteError("The kernel matrix is not finite: check inputs and hyperparameters, or use float64.")
+
+    def recall(self, solution: LaplaceSolution) -> None:
+        """Nothing: the dense K is all that likelihoods have in common."""
 
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
         inner = curvature.root_t((self.kernel @ iterate.error).unsqueeze(-1))

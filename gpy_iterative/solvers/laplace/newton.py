@@ -37,6 +37,8 @@ LITERAL_TOLERANCE = 1e-2
 REFINED = 1e-3
 #: Newton steps between two checks that T is still K S, and the relative drift at which it is computed anew.
 CHECK_EVERY, LARGEST_DRIFT = 20, 1e-4
+#: Of orthonormal actions, inner products beyond rounding.
+LARGEST_OVERLAP = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +96,18 @@ class LaplaceNewton(LaplaceSolver):
         likelihood: PointwiseLikelihood,
         *,
         initial_weights: Tensor | None = None,
+        initial_solution: LaplaceSolution | None = None,
         generator: torch.Generator | None = None,
         callback: Callable[[SolveProgress], None] | None = None,
     ) -> LaplaceSolution:
         if not self.literal:
             return super().solve(
-                prior, likelihood, initial_weights=initial_weights, generator=generator, callback=callback
+                prior,
+                likelihood,
+                initial_weights=initial_weights,
+                initial_solution=initial_solution,
+                generator=generator,
+                callback=callback,
             )
         tolerance = LITERAL_TOLERANCE if self.tolerance is None else self.tolerance
         options = LiteralOptions(self.max_outer, self.max_inner, self.max_rank, tolerance, self.recycle, self.curvature)
@@ -125,6 +133,13 @@ class _SubspaceSteps(StepSolver):
         self.basis = ActionBasis(problem.prior.size, capacity, problem.mean)
         self._used: set[int] = set()
         self._steps = 0
+
+    def recall(self, solution: LaplaceSolution) -> None:
+        actions = solution.actions
+        rounding = (actions.mT @ actions).fill_diagonal_(0).abs().amax() if actions.numel() else 0.0
+        if rounding > LARGEST_OVERLAP:
+            raise ValueError("The initial solution's actions are not orthonormal: it must come from this solver.")
+        self.basis.replace(actions, solution.images)
 
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
         options, error = self._options, iterate.error
