@@ -15,7 +15,7 @@ from benchmarks.cases.step import relative_errors
 from benchmarks.datasets import Split, airport_weather, load, standardise
 from benchmarks.metrics import prediction_scores, regression_scores
 from benchmarks.models import MaternRegression
-from benchmarks.variational import cluster_centres
+from benchmarks.variational import cluster_centres, random_rows
 
 
 def write(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +90,15 @@ def test_predictions_are_scored_some_rows_at_a_time(monkeypatch: pytest.MonkeyPa
 
 
 def test_inducing_points_start_at_the_centres_of_clusters() -> None:
-    places = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
-    offsets = torch.tensor([[-0.1, 0.0], [0.1, 0.0], [0.0, 0.2], [0.0, -0.2]])
-    centres = cluster_centres((places.unsqueeze(1) + offsets).reshape(-1, 2), 3)
+    x = torch.rand(500, 2, generator=torch.Generator().manual_seed(0))
+    centres = cluster_centres(x, 12)
+    assert centres.shape == (12, 2)
     assert centres.dtype == torch.float32
-    torch.testing.assert_close(centres[(centres @ torch.tensor([1.0, 2.0])).argsort()], places, atol=1e-6, rtol=0)
-    assert cluster_centres(places, 5).shape == (3, 2)
+    nearest = torch.cdist(x, centres).argmin(-1)
+    means = torch.stack([x[nearest == index].mean(0) for index in range(12)])
+    torch.testing.assert_close(centres, means, atol=0.03, rtol=0)
+    assert torch.cdist(x, centres).amin(-1).mean() < 0.9 * torch.cdist(x, random_rows(x, 12)).amin(-1).mean()
+    assert cluster_centres(x[:3], 5).shape == (3, 2)
 
 
 def test_relative_errors_are_root_mean_squares_over_seeds() -> None:
