@@ -14,6 +14,8 @@ test: .venv/ready
 gpu-check: .venv/ready
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "No CUDA device here.")'
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m benchmarks product --device cuda
+	$(BIN)/python -m benchmarks step --device cuda
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

@@ -6,6 +6,7 @@ import torch
 import typer
 from rich.console import Console
 
+from benchmarks.devices import Device
 from benchmarks.runner import Outcome, environment, run_apart, save
 from benchmarks.tables import Table
 
@@ -20,6 +21,15 @@ console = Console()
 
 Threads = Annotated[int, typer.Option(help="Threads of every contender.")]
 DEFAULT_THREADS = torch.get_num_threads()
+
+
+def _that_is_there(device: Device) -> Device:
+    if device is Device.CUDA and not torch.cuda.is_available():
+        raise typer.BadParameter("there is no CUDA device here, or this torch was built without CUDA.")
+    return device
+
+
+ChosenDevice = Annotated[Device, typer.Option(help="Where data and models are.", callback=_that_is_there)]
 
 
 def run_contenders(case: str, names: list[str], **options: Any) -> dict[str, Outcome]:
@@ -43,7 +53,16 @@ def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
     console.print(Table(title, columns, rows).for_terminal())
 
 
-def finish(name: str, options: dict[str, Any], threads: int, **content: Any) -> None:
-    """Saves benchmarks/results/NAME.json."""
-    path = save(name, {"environment": environment(threads), "options": options, **content})
+def memory_cell(outcome: Outcome) -> str:
+    """MB at the peak of the process, and of the device where it used one."""
+    process = f"{outcome['peak_memory_mb']:.0f}"
+    return (
+        process if "peak_device_memory_mb" not in outcome else f"{process} + {outcome['peak_device_memory_mb']:.0f} GPU"
+    )
+
+
+def finish(name: str, options: dict[str, Any], threads: int, *, device: Device = Device.CPU, **content: Any) -> None:
+    """Saves benchmarks/results/NAME.json, or NAME_DEVICE.json where that is not the CPU."""
+    file = name if device is Device.CPU else f"{name}_{device}"
+    path = save(file, {"environment": environment(threads, device), "options": options, **content})
     console.print(f"saved {path}")

@@ -6,7 +6,7 @@ import importlib.metadata
 import io
 import os
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,11 @@ class Split:
     test_x: Tensor
     test_y: Tensor
     target_scale: float = 1.0
+
+    def to(self, device: str) -> "Split":
+        """The same rows on a device."""
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
 
 #: SHA-256 of the uncompressed data.csv, and of test_mask.csv.

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.devices import Device, described, peak_memory
+
 RESULTS = Path(__file__).parent / "results"
 Outcome = dict[str, Any]
 
@@ -36,6 +38,7 @@ def run_here(case: str, name: str, options: dict[str, Any], output: Path) -> Non
     torch.set_num_threads(options.pop("threads"))
     outcome = CONTENDERS[case][name](**options)
     outcome["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    outcome |= peak_memory()
     output.write_text(json.dumps(outcome))
 
 
@@ -50,12 +53,13 @@ def run_apart(case: str, name: str, *, program: str = "benchmarks", **options: A
         return json.loads(output.read_text())
 
 
-def environment(threads: int) -> dict[str, Any]:
+def environment(threads: int, device: Device = Device.CPU) -> dict[str, Any]:
     """What a reader needs to judge a number."""
     packages = ("torch", "gpytorch", "linear_operator", "pykeops", "gpy_iterative")
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
+        **described(device),
         "threads": threads,
         "python": platform.python_version(),
         **{name: version(name) for name in packages},

@@ -1,139 +1,258 @@
-"""The kernel product alone: our tiles, KeOps, plain row blocks, and the bound that the GEMMs set."""
+"""The kernel product alone: our tiles, KeOps, GPyTorch, plain row blocks, and the bound that the GEMMs set."""
 
+import itertools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
+import gpytorch
 import torch
+import typer
 from pykeops.torch import Genred
 from torch import Tensor
 
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, finish, run_contenders, succeeded
-from benchmarks.runner import CONTENDERS, Outcome, contender
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    ChosenDevice,
+    Threads,
+    app,
+    console,
+    finish,
+    memory_cell,
+    run_contenders,
+    succeeded,
+)
+from benchmarks.devices import Device, clock, free_memory
+from benchmarks.models import matern_kernel
+from benchmarks.plots import plt, save_figure
+from benchmarks.runner import Outcome, contender
 from benchmarks.runs import Measured, Run
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
 
+CASE = "product"
+BOUND = "bound: GEMMs alone"
+#: Rows that the plain loop takes at a time.
+BLOCK = 1000
 
-def problem(n: int, d: int, s: int) -> tuple[Tensor, Tensor]:
-    """Inputs [n, d] at distances of about a lengthscale, and right-hand sides [n, s], in float32."""
+#: From x [n, d] and v [n, s] to a function that computes the product [n, s].
+Prepare = Callable[[Tensor, Tensor], Callable[[], Tensor]]
+
+
+class Dtype(StrEnum):
+    """Of data and products."""
+
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+
+
+def problem(n: int, d: int, s: int, dtype: str = "float32", device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Inputs [n, d] at distances of about a lengthscale, and right-hand sides [n, s]."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(n, d, generator=generator) / d**0.5, torch.randn(n, s, generator=generator)
+    normal = lambda columns: torch.randn(n, columns, generator=generator, dtype=getattr(torch, dtype))
+    return (normal(d) / d**0.5).to(device), normal(s).to(device)
 
 
-def _seconds(function: Callable[[], object], repeats: int) -> Outcome:
-    function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return {"seconds": times, "best": min(times)}
+def _ours(products: KernelProducts) -> Prepare:
+    def prepare(x: Tensor, v: Tensor) -> Callable[[], Tensor]:
+        operator = RadialKernelLinearOperator(x, x.new_ones(()), function=MATERN32, products=products)
+        return lambda: operator._matmul(v)
+
+    return prepare
 
 
-def _ours(products: KernelProducts) -> Callable[..., Outcome]:
-    def run(n: int, d: int, s: int, repeats: int) -> Outcome:
-        x, v = problem(n, d, s)
-        operator = RadialKernelLinearOperator(x, torch.tensor(1.0), function=MATERN32, products=products)
-        with torch.no_grad():
-            return _seconds(lambda: operator._matmul(v), repeats)
-
-    return run
-
-
-contender("product", "tiles")(_ours(KernelProducts(cache_memory=0)))
-contender("product", "tiles, compiled")(_ours(KernelProducts(cache_memory=0, compile=True)))
-contender("product", "tiles, kept")(_ours(KernelProducts()))
-contender("product", "our KeOps backend")(_ours(KernelProducts(backend="keops")))
-
-
-@contender("product", "bound: GEMMs alone")
-def bound(n: int, d: int, s: int, repeats: int) -> Outcome:
+def bound(x: Tensor, v: Tensor) -> Callable[[], Tensor]:
     """Distances and product over all n^2 entries, in the same tiles, with no element-wise work."""
-    x, v = problem(n, d, s)
-    size = KernelProducts().tile_rows(x.device)
-    tile, result = torch.empty(size, size), torch.zeros(n, s)
+    n, size = len(x), KernelProducts().tile_rows(x.device)
+    tile, result = x.new_empty(size, size), torch.zeros_like(v)
 
-    def run() -> None:
+    def run() -> Tensor:
         result.zero_()
         for i in range(0, n, size):
             for j in range(0, n, size):
                 left, right = x[i : i + size], x[j : j + size]
-                out = tile if left.shape[0] == right.shape[0] == size else torch.empty(left.shape[0], right.shape[0])
+                out = tile if left.shape[0] == right.shape[0] == size else x.new_empty(left.shape[0], right.shape[0])
                 torch.matmul(left, right.mT, out=out)
                 result[i : i + size].addmm_(out, v[j : j + size])
+        return result
 
-    return _seconds(run, repeats)
+    return run
 
 
-@contender("product", "row blocks")
-def row_blocks(n: int, d: int, s: int, repeats: int) -> Outcome:
+def row_blocks(x: Tensor, v: Tensor) -> Callable[[], Tensor]:
     """What one would write first: all columns at once, a thousand rows at a time."""
-    x, v = problem(n, d, s)
+    result = torch.empty_like(v)
 
-    result = torch.empty(n, s)
+    def run() -> Tensor:
+        for start in range(0, len(x), BLOCK):
+            r = torch.cdist(x[start : start + BLOCK], x) * 3**0.5
+            result[start : start + BLOCK] = ((1 + r) * torch.exp(-r)) @ v
+        return result
 
-    def run() -> None:
-        for start in range(0, n, 1000):
-            r = torch.cdist(x[start : start + 1000], x) * 3**0.5
-            result[start : start + 1000] = ((1 + r) * torch.exp(-r)) @ v
-
-    return _seconds(run, repeats)
+    return run
 
 
-@contender("product", "KeOps")
-def keops(n: int, d: int, s: int, repeats: int) -> Outcome:
+def stock(x: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """GPyTorch's kernel, which evaluates the whole matrix."""
+    kernel: gpytorch.kernels.Kernel = matern_kernel(x)
+    return lambda: kernel(x) @ v
+
+
+def keops(x: Tensor, v: Tensor) -> Callable[[], Tensor]:
     """KeOps' generated loop over the same formula, as its users write it."""
-    x, v = problem(n, d, s)
     formula = "(IntCst(1)+Sqrt(IntCst(3)*SqDist(x,y)))*Exp(-Sqrt(IntCst(3)*SqDist(x,y)))*v"
-    product = Genred(formula, [f"x=Vi({d})", f"y=Vj({d})", f"v=Vj({s})"], reduction_op="Sum", axis=1)
-    return _seconds(lambda: product(x, x, v, backend="CPU"), repeats)
+    variables = [f"x=Vi({x.shape[-1]})", f"y=Vj({x.shape[-1]})", f"v=Vj({v.shape[-1]})"]
+    product = Genred(formula, variables, reduction_op="Sum", axis=1)
+    return lambda: product(x, x, v, backend="GPU" if x.is_cuda else "CPU")
 
 
-CASE = "product"
+PRODUCTS: dict[str, Prepare] = {
+    "tiles": _ours(KernelProducts(cache_memory=0, compile=False)),
+    "tiles, compiled": _ours(KernelProducts(cache_memory=0, compile=True)),
+    "tiles, kept": _ours(KernelProducts()),
+    "our KeOps backend": _ours(KernelProducts(backend="keops")),
+    BOUND: bound,
+    "row blocks": row_blocks,
+    "GPyTorch": stock,
+    "KeOps": keops,
+}
+
+
+def measure(name: str, *, n: int, d: int, s: int, repeats: int, dtype: str = "float32", device: str = "cpu") -> Outcome:
+    """Seconds of each repetition, after a product that is not measured."""
+    x, v = problem(n, d, s, dtype, device)
+    run, times = PRODUCTS[name](x, v), []
+    with torch.no_grad():
+        run()
+        for _ in range(repeats):
+            start = clock(device)
+            run()
+            times.append(clock(device) - start)
+    return {"seconds": times, "best": min(times)}
+
+
+for _name in PRODUCTS:
+    contender(CASE, _name)(partial(measure, _name))
+
+
+def needed_memory(name: str, n: int, dtype: str, device: str) -> float:
+    """Bytes that grow with n beside inputs and result; the other contenders work in tiles and keep none.
+
+    Row blocks and GPyTorch hold four such matrices at their peak, as measured; a fifth is to spare.
+    """
+    tile = KernelProducts().tile_rows(torch.device(device))
+    numbers = {"tiles, kept": n * (n + tile) / 2, "row blocks": 5 * BLOCK * n, "GPyTorch": 5 * n**2}
+    return numbers.get(name, 0) * getattr(torch, dtype).itemsize
+
+
+def has_room(name: str, n: int, dtype: str, device: str) -> bool:
+    """Whether there is memory for it now; for kept tiles, whether all of them would be kept."""
+    kept = name == "tiles, kept"
+    room = KernelProducts().cache_budget(torch.device(device)) if kept else free_memory(device)
+    return needed_memory(name, n, dtype, device) <= room
 
 
 @app.command()
-def product(n: int = 15_000, d: int = 26, s: int = 65, repeats: int = 5, threads: Threads = DEFAULT_THREADS) -> None:
-    """The kernel product alone, beside its bound and KeOps."""
-    options = {"n": n, "d": d, "s": s, "repeats": repeats}
-    outcomes = run_contenders(CASE, list(CONTENDERS[CASE]), threads=threads, **options)
-    console.print(table(succeeded(outcomes), options).for_terminal())
-    finish("product", options, threads, outcomes=outcomes)
+def product(
+    n: Annotated[list[int] | None, typer.Option(min=1, help="Rows, once a number; 15,000 by default.")] = None,
+    d: Annotated[int, typer.Option(min=1)] = 26,
+    s: Annotated[list[int] | None, typer.Option(min=1, help="Columns, once a number; 1 and 65 by default.")] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    dtype: Dtype = Dtype.FLOAT32,
+    device: ChosenDevice = Device.CPU,
+    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name; all by default.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="File of a picture: seconds against rows.")] = None,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """The kernel product alone, beside its bound, KeOps and GPyTorch."""
+    rows, columns = n or [15_000], s or [1, 65]
+    options = {"d": d, "repeats": repeats, "dtype": dtype, "device": device}
+    outcomes: dict[tuple[int, int], dict[str, Outcome]] = {}
+    for size in itertools.product(rows, columns):
+        names = [name for name in only or PRODUCTS if has_room(name, size[0], dtype, device)]
+        for name in [name for name in only or PRODUCTS if name not in names]:
+            gigabytes = needed_memory(name, size[0], dtype, device) / 1e9
+            console.print(f"[yellow]{name}: no room for {gigabytes:.1f} GB at n = {size[0]:,}; left out.[/yellow]")
+        shape = {"n": size[0], "s": size[1], **options}
+        outcomes[size] = run_contenders(CASE, names, threads=threads, **shape)
+        console.print(table(succeeded(outcomes[size]), shape).for_terminal())
+    if picture is not None:
+        console.print(f"drew {draw({size: succeeded(found) for size, found in outcomes.items()}, picture)}")
+    named = {f"n={size[0]} s={size[1]}": found for size, found in outcomes.items()}
+    finish(CASE, {"n": rows, "s": columns, **options}, threads, device=device, outcomes=named)
 
 
 def table(outcomes: Mapping[str, Outcome], options: Mapping[str, Any]) -> Table:
-    """A row a contender, with the bound over its time."""
-    floor = outcomes["bound: GEMMs alone"]["best"] if "bound: GEMMs alone" in outcomes else math.nan
+    """A row a contender, with the times of the bound and of KeOps over its own."""
+    best = lambda name: outcomes[name]["best"] if name in outcomes else math.nan
+    title = "n = {n}, d = {d}, {s} right-hand sides, {dtype}, {device}"
     return Table(
-        "n = {n}, d = {d}, {s} right-hand sides, float32".format(**options),
-        ["contender", "s", "bound / s", "MB"],
+        title.format(**{"dtype": "float32", "device": "cpu"} | dict(options)),
+        ["contender", "s", "bound / s", "KeOps / s", "MB"],
         [
-            [name, f"{o['best']:.3f}", f"{floor / o['best']:.2f}", f"{o['peak_memory_mb']:.0f}"]
+            [
+                name,
+                f"{o['best']:.3g}",
+                f"{best(BOUND) / o['best']:.2f}",
+                f"{best('KeOps') / o['best']:.2f}",
+                memory_cell(o),
+            ]
             for name, o in outcomes.items()
         ],
     )
 
 
-SIZES = {
-    Preset.SMOKE: {"n": 1000, "d": 5, "s": 5, "repeats": 1},
-    Preset.QUICK: {"n": 10_000, "d": 26, "s": 65, "repeats": 3},
-    Preset.PAPER: {"n": 15_000, "d": 26, "s": 65, "repeats": 5},
+def draw(outcomes: Mapping[tuple[int, int], Mapping[str, Outcome]], path: Path) -> Path:
+    """Seconds against rows, both axes logarithmic: a panel for each number of columns, a line a contender."""
+    columns = list(dict.fromkeys(s for _, s in outcomes))
+    figure, panels = plt.subplots(
+        1, len(columns), figsize=(4.5 * len(columns), 3.5), sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, s in zip(panels[0], columns, strict=True):
+        for name in PRODUCTS:
+            points = sorted(
+                (n, found[name]["best"]) for (n, of), found in outcomes.items() if of == s and name in found
+            )
+            if points:
+                style = {"color": "black", "linestyle": "--"} if name == BOUND else {"marker": "o", "markersize": 3}
+                panel.plot(*zip(*points, strict=True), label=name, **style)
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        panel.set_xlabel("rows")
+        panel.set_title("one column" if s == 1 else f"{s} columns")
+    panels[0][0].set_ylabel("seconds")
+    panels[0][-1].legend(fontsize=6)
+    return save_figure(figure, path)
+
+
+#: Options of the presets, and their numbers of columns.
+SIZES: dict[Preset, tuple[dict[str, int], tuple[int, ...]]] = {
+    Preset.SMOKE: ({"n": 1000, "d": 5, "repeats": 1}, (5,)),
+    Preset.QUICK: ({"n": 10_000, "d": 26, "repeats": 3}, (1, 65)),
+    Preset.PAPER: ({"n": 15_000, "d": 26, "repeats": 5}, (1, 65)),
 }
 
 
+def _runs(preset: Preset) -> list[Run]:
+    options, columns = SIZES[preset]
+    return [Run(CASE, name, {**options, "s": s}) for s in columns for name in PRODUCTS]
+
+
 def _tables(found: Sequence[Measured]) -> list[Table]:
-    return [table({measured.run.contender: measured.outcome for measured in found}, found[0].run.options)]
+    by_columns: dict[int, list[Measured]] = {}
+    for measured in found:
+        by_columns.setdefault(measured.run.options["s"], []).append(measured)
+    return [
+        table({measured.run.contender: measured.outcome for measured in group}, group[0].run.options)
+        for group in by_columns.values()
+    ]
 
 
 register(
-    Case(
-        CASE,
-        "The kernel product alone, beside the bound that its GEMMs set and KeOps.",
-        lambda preset: [Run(CASE, name, SIZES[preset]) for name in CONTENDERS[CASE]],
-        _tables,
-    )
+    Case(CASE, "The kernel product alone, beside the bound that its GEMMs set, KeOps and GPyTorch.", _runs, _tables)
 )

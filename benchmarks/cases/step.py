@@ -1,7 +1,6 @@
 """One training step: ours, GPyTorch's, and the dense one; seconds, memory, epochs, and the gradient's error."""
 
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Annotated, Any
@@ -12,8 +11,19 @@ import typer
 from gpytorch.mlls import MarginalLogLikelihood
 
 import gpy_iterative as gpi
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    ChosenDevice,
+    Threads,
+    app,
+    finish,
+    memory_cell,
+    run_contenders,
+    show,
+    succeeded,
+)
 from benchmarks.datasets import load
+from benchmarks.devices import Device, clock
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
 from benchmarks.training import take_step
@@ -65,10 +75,12 @@ METHODS: dict[str, tuple[MakeMll, Callable[[], AbstractContextManager]]] = {
 }
 
 
-def train(method: str, *, dataset: str, split: int, rows: int | None, steps: int, rate: float) -> Outcome:
+def train(
+    method: str, *, dataset: str, split: int, rows: int | None, steps: int, rate: float, device: str = "cpu"
+) -> Outcome:
     """Adam from the papers' start. One step more than `steps` is taken: the first is told apart."""
     make, settings = METHODS[method]
-    data = load(dataset, split, rows=rows)
+    data = load(dataset, split, rows=rows).to(device)
     model = MaternRegression(data)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     seconds, epochs, losses, checkpoints = [], [], [], []
@@ -77,9 +89,9 @@ def train(method: str, *, dataset: str, split: int, rows: int | None, steps: int
         for step in range(steps + 1):
             if step in CHECKPOINTS:
                 checkpoints.append(model.flat_parameters().tolist())
-            start = time.perf_counter()
+            start = clock(device)
             losses.append(take_step(model, mll, optimizer, data))
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock(device) - start)
             if isinstance(mll, gpi.mlls.IterativeMarginalLogLikelihood) and mll.report is not None:
                 epochs.append(mll.report.epochs)
     return {
@@ -95,11 +107,18 @@ def train(method: str, *, dataset: str, split: int, rows: int | None, steps: int
 
 
 def gradients(
-    method: str, *, dataset: str, split: int, rows: int | None, checkpoints: list[list[float]], seeds: int
+    method: str,
+    *,
+    dataset: str,
+    split: int,
+    rows: int | None,
+    checkpoints: list[list[float]],
+    seeds: int,
+    device: str = "cpu",
 ) -> Outcome:
     """The method's gradient at given hyperparameters, cold, once a seed: [checkpoint][seed][parameter]."""
     make, settings = METHODS[method]
-    data = load(dataset, split, rows=rows)
+    data = load(dataset, split, rows=rows).to(device)
     found = []
     for values in checkpoints:
         found.append([])
@@ -112,9 +131,11 @@ def gradients(
     return {"gradients": found}
 
 
-def exact_gradients(*, dataset: str, split: int, rows: int | None, checkpoints: list[list[float]]) -> Outcome:
+def exact_gradients(
+    *, dataset: str, split: int, rows: int | None, checkpoints: list[list[float]], device: str = "cpu"
+) -> Outcome:
     """The exact gradient in float64, from a Cholesky factor and the dense inverse."""
-    data = load(dataset, split, rows=rows, dtype=torch.float64)
+    data = load(dataset, split, rows=rows, dtype=torch.float64).to(device)
     found = []
     for values in checkpoints:
         model = MaternRegression(data)
@@ -157,11 +178,12 @@ def step(
     only: Annotated[list[str] | None, typer.Option(help="Contenders, by name; all but Cholesky by default.")] = None,
     gradient_error: Annotated[bool, typer.Option(help="Measure gradients against the exact one.")] = True,
     seeds: Annotated[int, typer.Option(help="Gradients a contender and checkpoint.")] = 2,
+    device: ChosenDevice = Device.CPU,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """Seconds, memory, epochs and gradient error of one training step."""
     names = only or [name for name in METHODS if "Cholesky" not in name]
-    options = {"dataset": dataset, "split": split, "rows": rows}
+    options = {"dataset": dataset, "split": split, "rows": rows, "device": device}
     outcomes = run_contenders("step", names, threads=threads, steps=steps, rate=0.1, **options)
     errors: dict[str, list[float]] = {}
     if gradient_error:
@@ -170,12 +192,10 @@ def step(
         found = run_contenders("gradients", names, threads=threads, checkpoints=checkpoints, seeds=seeds, **options)
         errors = {
             name: relative_errors(outcome["gradients"], exact["gradients"])
-            for name, outcome in found.items()
-            if "error" not in outcome
+            for name, outcome in succeeded(found).items()
         }
-    good = {name: outcome for name, outcome in outcomes.items() if "error" not in outcome}
     show(
-        f"{dataset}, steps 1 to {steps}, {threads} threads",
+        f"{dataset}, steps 1 to {steps}, {device}, {threads} threads",
         ["contender", "s / step", "median", "first", "MB", "epochs / step", "gradient errors at steps 0, 5, 10"],
         [
             [
@@ -183,11 +203,12 @@ def step(
                 f"{o['seconds_mean']:.2f}",
                 f"{o['seconds_median']:.2f}",
                 f"{o['seconds_first']:.2f}",
-                f"{o['peak_memory_mb']:.0f}",
+                memory_cell(o),
                 f"{sum(o['epochs'][1:]) / steps:.1f}" if o["epochs"] else "",
                 " ".join(f"{error:.3f}" for error in errors.get(name, [])),
             ]
-            for name, o in good.items()
+            for name, o in succeeded(outcomes).items()
         ],
     )
-    finish(f"step_{dataset}", options | {"steps": steps}, threads, outcomes=outcomes, gradient_errors=errors)
+    content = {"outcomes": outcomes, "gradient_errors": errors}
+    finish(f"step_{dataset}", options | {"steps": steps}, threads, device=device, **content)

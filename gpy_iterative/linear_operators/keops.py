@@ -104,12 +104,14 @@ class _Program:
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         kind = (tensors[0].dtype, tensors[0].device)
+        # KeOps' own choice sends the CPU's tensors to a GPU and back wherever it finds one.
+        backend = "GPU" if tensors[0].is_cuda else "CPU"
         if kind not in self._compiled:
             name = hashlib.sha256(f"{self._text}|{kind}".encode()).hexdigest()[:16]
             with FileLock(Path(get_build_folder()) / f"gpy_iterative_{name}.lock"):
-                self._sum(*(tensor[:1] for tensor in tensors))
+                self._sum(*(tensor[:1] for tensor in tensors), backend=backend)
             self._compiled.add(kind)
-        return self._sum(*tensors)
+        return self._sum(*tensors, backend=backend)
 
 
 @keep

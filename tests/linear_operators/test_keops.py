@@ -225,12 +225,22 @@ def test_programs_are_compiled_on_one_row_under_a_lock(monkeypatch: pytest.Monke
             events.append("released")
 
     monkeypatch.setattr(keops_sums, "FileLock", Lock)
-    monkeypatch.setattr(keops_sums, "Genred", lambda *_, **__: lambda x: events.append(len(x)))
+    monkeypatch.setattr(keops_sums, "Genred", lambda *_, **__: lambda x, backend: events.append(len(x)))
     program = keops_sums._Program("formula", [])
     for dtype in (torch.float32, torch.float64):
         for _ in range(2):
             program(torch.zeros(5, 1, dtype=dtype))
     assert events == 2 * ["locked", 1, "released", 5, 5]
+
+
+def test_sums_are_computed_where_their_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends: list[str] = []
+    monkeypatch.setattr(keops_sums, "Genred", lambda *_, **__: lambda x, backend: backends.append(backend))
+    program = keops_sums._Program("formula", [])
+    program(torch.zeros(5, 1))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    program(torch.zeros(5, 1))
+    assert backends == ["CPU", "CPU", "GPU"]
 
 
 # Models
