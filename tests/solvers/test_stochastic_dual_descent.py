@@ -41,7 +41,7 @@ def test_step_size_is_stable(lengthscale: float) -> None:
     operator = NoisyLinearOperator(kernel, torch.full((N,), 0.2).double())
     solver = StochasticDualDescent(batch_size=25, max_epochs=5000)
     iterate = Iterate(torch.zeros(N, 1).double(), y.unsqueeze(-1), y.unsqueeze(-1))
-    rate = solver.init(operator, iterate, None, None).learning_rate
+    rate = solver.init(operator, iterate, None, None).descent.learning_rate
     largest = torch.linalg.eigvalsh(operator.to_dense())[-1]
     limit = min(3.8 / 2.8 * N / largest, 2 * 0.1 * 25 / 1.2)
     assert 0.4 * limit <= rate <= 0.8 * limit

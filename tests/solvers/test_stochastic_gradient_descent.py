@@ -44,7 +44,7 @@ def test_step_size_is_stable(lengthscale: float) -> None:
     operator = NoisyLinearOperator(kernel, torch.full((N,), 0.2).double())
     solver = StochasticGradientDescent(batch_size=25, max_epochs=5000)
     iterate = Iterate(torch.zeros(N, 1).double(), y.unsqueeze(-1), y.unsqueeze(-1))
-    rate = solver.init(operator, iterate, None, None).learning_rate
+    rate = solver.init(operator, iterate, None, None).descent.learning_rate
     solution = solver.solve(operator, y)
     assert solution.status is SolveStatus.CONVERGED
     # Not a step size that only recovered from being too large: the same solve as with the rate given.
