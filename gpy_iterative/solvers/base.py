@@ -19,7 +19,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators import lower_precision
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.columns import Columns, Iterate
-from gpy_iterative.solvers.linear_system import LinearSystem, check_system
+from gpy_iterative.solvers.linear_system import Given, LinearSystem, check_system
 from gpy_iterative.solvers.refined_columns import RefinedColumns
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 
@@ -119,13 +119,7 @@ class IterativeSolver(Solver, Generic[State]):
             raise ValueError(f"stopping must be 'columns' or 'mean', got {self.stopping!r}.")
 
     @abstractmethod
-    def init(
-        self,
-        operator: LinearOperator,
-        iterate: Iterate,
-        preconditioner: LowRankPlusDiagonal | None,
-        generator: torch.Generator | None,
-    ) -> State:
+    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> State:
         """What the steps need besides the iterate. Called once, and not at all when there is nothing to do."""
 
     @abstractmethod
@@ -191,7 +185,7 @@ class IterativeSolver(Solver, Generic[State]):
                 break
             shortfall = columns.shortfall()
             if state is None:
-                state = self.init(operator, iterate, preconditioner, system.generator)
+                state = self.init(operator, iterate, Given(preconditioner, system.generator))
             else:
                 state = self.restart(iterate, state)
             while True:

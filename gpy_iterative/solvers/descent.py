@@ -12,9 +12,9 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.columns import reads_every
+from gpy_iterative.solvers.linear_system import Given
 
 #: The largest eigenvalue is known well enough when a power iteration raises it by less than this part.
 EIGENVALUE_TOLERANCE = 0.05
@@ -145,14 +145,8 @@ class StochasticDescent(IterativeSolver[State]):
     def _anew(self, iterate: Iterate, state: State, descent: Descent) -> State:
         """The state at rest, of a round that goes on from the iterate."""
 
-    def init(
-        self,
-        operator: LinearOperator,
-        iterate: Iterate,
-        preconditioner: LowRankPlusDiagonal | None,
-        generator: torch.Generator | None,
-    ) -> State:
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
+    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> State:
+        generator = torch.Generator().manual_seed(0) if given.generator is None else given.generator
         rate, setup = self.learning_rate, 0
         if rate is None:
             largest, setup = largest_eigenvalue(operator, generator)

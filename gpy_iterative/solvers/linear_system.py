@@ -14,6 +14,19 @@ from gpy_iterative.solvers.solution import ColumnGroup, SolveProgress
 
 
 @dataclass(frozen=True)
+class Given:
+    """What the caller of `solve` gave the iteration to work with.
+
+    Attributes:
+        preconditioner: built for this operator.
+        generator: to draw from.
+    """
+
+    preconditioner: LowRankPlusDiagonal | None = None
+    generator: torch.Generator | None = None
+
+
+@dataclass(frozen=True)
 class LinearSystem:
     """H V = B for a block of columns, with the other arguments of `Solver.solve`.
 
