@@ -10,10 +10,9 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 from gpy_iterative.preconditioners.partial_cholesky import factor_on
-from gpy_iterative.preconditioners.recipe import PreconditionerRecipe, kernel_and_noise
+from gpy_iterative.preconditioners.recipe import LowRankRecipe, kernel_and_noise
 
 
 class RandomizedNystromFactor(NystromFactor):
@@ -30,7 +29,7 @@ class RandomizedNystromFactor(NystromFactor):
 
 
 @dataclass(frozen=True)
-class Nystrom(PreconditionerRecipe):
+class Nystrom(LowRankRecipe):
     """The recipe; `build` makes K C (C^T K C)^-1 C^T K plus the noise, for a random subspace C of dimension `rank`.
 
     The paper scales the complement of the subspace by the smallest eigenvalue that was found; here it is the noise, which
@@ -42,11 +41,6 @@ class Nystrom(PreconditionerRecipe):
     Raises:
         ValueError: a rank below 1.
     """
-
-    rank: int = 100
-
-    def __post_init__(self) -> None:
-        check_count("rank", self.rank)
 
     @torch.no_grad()
     def build(

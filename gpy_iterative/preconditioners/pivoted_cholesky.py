@@ -18,7 +18,7 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators import dense_rows
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.partial_cholesky import PartialCholesky, factor_on
-from gpy_iterative.preconditioners.recipe import PreconditionerRecipe, kernel_and_noise
+from gpy_iterative.preconditioners.recipe import LowRankRecipe, kernel_and_noise
 
 
 class PivotedCholeskyFactor(LowRankPlusDiagonal):
@@ -30,7 +30,7 @@ class PivotedCholeskyFactor(LowRankPlusDiagonal):
 
 
 @dataclass(frozen=True)
-class PivotedCholesky(PreconditionerRecipe):
+class PivotedCholesky(LowRankRecipe):
     """The recipe; `build` makes the factor for one operator.
 
     Args:
@@ -43,11 +43,6 @@ class PivotedCholesky(PreconditionerRecipe):
         >>> gpi.solvers.ConjugateGradients(preconditioner=gpi.preconditioners.PivotedCholesky(rank=400)).preconditioner.rank
         400
     """
-
-    rank: int = 100
-
-    def __post_init__(self) -> None:
-        check_count("rank", self.rank)
 
     @torch.no_grad()
     def build(

@@ -1,11 +1,13 @@
 """What every recipe for a preconditioner answers."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 
@@ -21,6 +23,16 @@ class PreconditionerRecipe(ABC):
             operator: K plus noise, or any other symmetric positive definite operator.
             generator: for recipes that draw; None is seed 0.
         """
+
+
+@dataclass(frozen=True)
+class LowRankRecipe(PreconditionerRecipe):
+    """A recipe whose factor has `rank` columns, clamped at n. Raises ValueError for a rank below 1."""
+
+    rank: int = 100
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
 
 
 def kernel_and_noise(operator: LinearOperator) -> tuple[LinearOperator, Tensor, Tensor | None]:

@@ -9,6 +9,7 @@ from gpy_iterative.solvers.default import EXACT_BELOW, default_solver
 from gpy_iterative.solvers.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.solvers.lanczos import LogDeterminant, stochastic_logdet
 from gpy_iterative.solvers.laplace import LaplaceCholesky, LaplaceNewton, LaplaceSolution, LaplaceSolver
+from gpy_iterative.solvers.linear_system import Given
 from gpy_iterative.solvers.series import (
     Series,
     conjugate_gradient_series,
@@ -27,6 +28,7 @@ __all__ = [
     "CholeskyFactor",
     "ColumnGroup",
     "ConjugateGradients",
+    "Given",
     "Iterate",
     "IterativeSolver",
     "LaplaceCholesky",

@@ -20,6 +20,7 @@ from gpy_iterative.preconditioners import LowRankPlusDiagonal, Nystrom
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.block_cholesky import block_cholesky, block_solve
 from gpy_iterative.solvers.descent import WayBack, largest_eigenvalue, row_permutation
+from gpy_iterative.solvers.linear_system import Given
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,8 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         if self.convexity is not None and not 0 < self.convexity <= 1:
             raise ValueError(f"convexity must lie in (0, 1], got {self.convexity}.")
 
-    def init(
-        self,
-        operator: LinearOperator,
-        iterate: Iterate,
-        preconditioner: LowRankPlusDiagonal | None,
-        generator: torch.Generator | None,
-    ) -> _State:
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
+    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> _State:
+        generator = torch.Generator().manual_seed(0) if given.generator is None else given.generator
         return self._begin(iterate, self._convexity(operator), generator)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:

@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 from torch.nn.functional import pad
@@ -20,6 +19,7 @@ from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.block_cholesky import block_cholesky, block_solve
 from gpy_iterative.solvers.columns import reads_every
 from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
+from gpy_iterative.solvers.linear_system import Given
 
 #: The pace is taken over this many epochs; when it promises more than `PATIENCE` further ones, the finish takes over.
 EPOCHS_PER_LOOK = 2.0
@@ -78,14 +78,8 @@ class AlternatingProjections(IterativeSolver[_State]):
         check_count("block_size", self.block_size)
         check_instance("finish", self.finish, ConjugateGradients, "ConjugateGradients()")
 
-    def init(
-        self,
-        operator: LinearOperator,
-        iterate: Iterate,
-        preconditioner: LowRankPlusDiagonal | None,
-        generator: torch.Generator | None,
-    ) -> _State:
-        return _State(operator.shape[-1], preconditioner, iterate.shortfall)
+    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> _State:
+        return _State(operator.shape[-1], given.preconditioner, iterate.shortfall)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
         if self.finish is not None and state.finishing is not None:
@@ -108,7 +102,7 @@ class AlternatingProjections(IterativeSolver[_State]):
             return state
         gained, remaining = math.log(state.shortfall / iterate.shortfall), math.log(iterate.shortfall)
         if remaining * state.steps * share > PATIENCE * gained:
-            finishing = self.finish.init(operator, iterate, state.preconditioner, None)
+            finishing = self.finish.init(operator, iterate, Given(state.preconditioner))
             return replace(state, finishing=finishing, factors={})
         return replace(state, shortfall=iterate.shortfall, steps=0)
 

@@ -1,17 +1,16 @@
-"""The loop that all iterative solvers share.
+"""What all solvers answer, and the loop that the iterative ones share.
 
 A solver says how an iteration starts (`init`, `restart`), what one step does (`step`) and what it costs
 (`work_per_step`). Budget, rounds and batches are here; what belongs to the columns is in `columns`.
 """
 
-import itertools
 import logging
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, Literal, TypeVar, cast
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
 from linear_operator import LinearOperator
@@ -20,6 +19,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators import lower_precision
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.columns import Columns, Iterate
+from gpy_iterative.solvers.linear_system import Given, LinearSystem, check_system
 from gpy_iterative.solvers.refined_columns import RefinedColumns
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 
@@ -31,9 +31,11 @@ LEAST_PROGRESS = 0.01
 
 
 class Solver(ABC):
-    """What answers H V = B for a symmetric positive definite operator H."""
+    """What answers H V = B for a symmetric positive definite operator H; how is said in `_solve_columns`."""
 
-    @abstractmethod
+    #: Relative residual norm of columns that come without groups; zero for solvers that have no tolerance.
+    tolerance: float = 0.0
+
     def solve(
         self,
         operator: LinearOperator,
@@ -65,6 +67,22 @@ class Solver(ABC):
             NonFiniteError: a NaN or an infinity appeared; nothing of the caller's was changed.
             ValueError: shapes, dtypes or devices that do not fit.
         """
+        vector = rhs.dim() == operator.dim() - 1
+        if vector:
+            rhs = rhs.unsqueeze(-1)
+            initial_guess = None if initial_guess is None else initial_guess.unsqueeze(-1)
+        if groups is None:
+            groups = (ColumnGroup("targets", rhs.shape[-1], self.tolerance),)
+        check_system(operator, rhs, groups)
+        system = LinearSystem(operator, rhs, groups, preconditioner, initial_guess, generator, callback)
+        solution = self._solve_columns(system)
+        if vector:
+            solution = replace(solution, value=solution.value.squeeze(-1), residual=solution.residual.squeeze(-1))
+        return solution
+
+    @abstractmethod
+    def _solve_columns(self, system: LinearSystem) -> Solution:
+        """Solves for columns [*b, n, s]; the guess, which not every solver takes, is not checked yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +119,7 @@ class IterativeSolver(Solver, Generic[State]):
             raise ValueError(f"stopping must be 'columns' or 'mean', got {self.stopping!r}.")
 
     @abstractmethod
-    def init(
-        self,
-        operator: LinearOperator,
-        iterate: Iterate,
-        preconditioner: LowRankPlusDiagonal | None,
-        generator: torch.Generator | None,
-    ) -> State:
+    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> State:
         """What the steps need besides the iterate. Called once, and not at all when there is nothing to do."""
 
     @abstractmethod
@@ -138,81 +150,28 @@ class IterativeSolver(Solver, Generic[State]):
         """Whether no step can help any more."""
         return False
 
-    def solve(
-        self,
-        operator: LinearOperator,
-        rhs: Tensor,
-        *,
-        groups: Sequence[ColumnGroup] | None = None,
-        preconditioner: LowRankPlusDiagonal | None = None,
-        initial_guess: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        callback: Callable[[SolveProgress], None] | None = None,
-    ) -> Solution:
-        vector = rhs.dim() == operator.dim() - 1
-        if vector:
-            rhs = rhs.unsqueeze(-1)
-            initial_guess = None if initial_guess is None else initial_guess.unsqueeze(-1)
-        if groups is None:
-            groups = (ColumnGroup("targets", rhs.shape[-1], self.tolerance),)
-        check_system(operator, rhs, groups, initial_guess)
-        with torch.no_grad():
-            if operator.batch_shape:
-                solution = self._solve_members(
-                    operator, rhs, groups, preconditioner, initial_guess, generator, callback
-                )
-            else:
-                solution = self._solve_one(operator, rhs, groups, preconditioner, initial_guess, generator, callback)
-        if vector:
-            solution = replace(solution, value=solution.value.squeeze(-1), residual=solution.residual.squeeze(-1))
-        return solution
-
-    def _solve_members(
-        self,
-        operator: LinearOperator,
-        rhs: Tensor,
-        groups: Sequence[ColumnGroup],
-        preconditioner: LowRankPlusDiagonal | None,
-        initial_guess: Tensor | None,
-        generator: torch.Generator | None,
-        callback: Callable[[SolveProgress], None] | None,
-    ) -> Solution:
-        solutions = [
-            self._solve_one(
-                cast(LinearOperator, operator[index]),
-                rhs[index],
-                groups,
-                None if preconditioner is None else preconditioner[index],
-                None if initial_guess is None else initial_guess[index],
-                generator,
-                callback,
-            )
-            for index in itertools.product(*map(range, operator.batch_shape))
-        ]
+    @torch.no_grad()
+    def _solve_columns(self, system: LinearSystem) -> Solution:
+        system.check_guess()
+        if not system.operator.batch_shape:
+            return self._solve_one(system)
+        solutions = [self._solve_one(member) for member in system.members()]
         return Solution(
-            torch.stack([solution.value for solution in solutions]).reshape(rhs.shape),
-            torch.stack([solution.residual for solution in solutions]).reshape(rhs.shape),
+            torch.stack([solution.value for solution in solutions]).reshape(system.rhs.shape),
+            torch.stack([solution.residual for solution in solutions]).reshape(system.rhs.shape),
             max((solution.status for solution in solutions), key=list(SolveStatus).index),
             SolveStats.of_batch([solution.stats for solution in solutions]),
         )
 
-    def _solve_one(
-        self,
-        operator: LinearOperator,
-        rhs: Tensor,
-        groups: Sequence[ColumnGroup],
-        preconditioner: LowRankPlusDiagonal | None,
-        initial_guess: Tensor | None,
-        generator: torch.Generator | None,
-        callback: Callable[[SolveProgress], None] | None,
-    ) -> Solution:
+    def _solve_one(self, system: LinearSystem) -> Solution:
         start = time.perf_counter()
-        options = {"stopping": self.stopping, "recursive": self.recursive, "initial_guess": initial_guess}
+        operator, preconditioner, callback = system.operator, system.preconditioner, system.callback
+        options = {"stopping": self.stopping, "recursive": self.recursive, "initial_guess": system.initial_guess}
         lowered = lower_precision(operator)
         if lowered is None:
-            columns = Columns(operator, rhs, groups, **options)
+            columns = Columns(operator, system.rhs, system.groups, **options)
         else:
-            columns = RefinedColumns(operator, *lowered, rhs, groups, **options)
+            columns = RefinedColumns(operator, *lowered, system.rhs, system.groups, **options)
             operator, _ = lowered  # from here on, what the iterations compute with
             preconditioner = None if preconditioner is None else preconditioner.to(operator.dtype)
         # A budget of whole steps is not missed by the rounding of their fractions of an epoch.
@@ -226,7 +185,7 @@ class IterativeSolver(Solver, Generic[State]):
                 break
             shortfall = columns.shortfall()
             if state is None:
-                state = self.init(operator, iterate, preconditioner, generator)
+                state = self.init(operator, iterate, Given(preconditioner, system.generator))
             else:
                 state = self.restart(iterate, state)
             while True:
@@ -263,24 +222,3 @@ class IterativeSolver(Solver, Generic[State]):
         stats = SolveStats(iterations, epochs, overhead, columns.group_norms(), seconds)
         logger.debug("%s: %s, %s", type(self).__name__, status.name.lower(), stats)
         return Solution(value, residual, status, stats)
-
-
-def check_system(
-    operator: LinearOperator, rhs: Tensor, groups: Sequence[ColumnGroup], initial_guess: Tensor | None
-) -> None:
-    """ValueError unless B [*b, n, s], the groups and the guess fit H [*b, n, n]."""
-    if operator.shape[-1] != operator.shape[-2]:
-        raise ValueError(f"Only square systems can be solved, got an operator {tuple(operator.shape)}.")
-    if rhs.shape[:-1] != operator.shape[:-1]:
-        raise ValueError(f"The right-hand side {tuple(rhs.shape)} does not fit the operator {tuple(operator.shape)}.")
-    if (rhs.dtype, rhs.device) != (operator.dtype, operator.device):
-        raise ValueError(
-            f"The right-hand side is {rhs.dtype} on {rhs.device}, the operator {operator.dtype} on {operator.device}."
-        )
-    if sum(group.size for group in groups) != rhs.shape[-1]:
-        raise ValueError(f"The groups' sizes do not add up to {rhs.shape[-1]} columns: {groups}.")
-    if initial_guess is not None and (initial_guess.shape, initial_guess.dtype) != (rhs.shape, rhs.dtype):
-        raise ValueError(
-            f"The initial guess {tuple(initial_guess.shape)}, {initial_guess.dtype}, does not fit the right-hand side "
-            f"{tuple(rhs.shape)}, {rhs.dtype}."
-        )

@@ -2,7 +2,6 @@
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +10,9 @@ from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
-from gpy_iterative.preconditioners import LowRankPlusDiagonal
-from gpy_iterative.solvers.base import Solver, check_system
-from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
+from gpy_iterative.solvers.base import Solver
+from gpy_iterative.solvers.linear_system import LinearSystem
+from gpy_iterative.solvers.solution import Solution, SolveStats, SolveStatus
 
 #: Relative jitters, tried in turn on a matrix that has no Cholesky factor.
 JITTERS = (0.0, 1e-8, 1e-6, 1e-4)
@@ -106,40 +105,24 @@ class Cholesky(Solver):
             "noise away from zero (a noise constraint), or check the kernel."
         )
 
-    def solve(
-        self,
-        operator: LinearOperator,
-        rhs: Tensor,
-        *,
-        groups: Sequence[ColumnGroup] | None = None,
-        preconditioner: LowRankPlusDiagonal | None = None,
-        initial_guess: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        callback: Callable[[SolveProgress], None] | None = None,
-    ) -> Solution:
+    def _solve_columns(self, system: LinearSystem) -> Solution:
         start = time.perf_counter()
-        vector = rhs.dim() == operator.dim() - 1
-        block = rhs.unsqueeze(-1) if vector else rhs
-        if groups is None:
-            groups = (ColumnGroup("targets", block.shape[-1], 0.0),)
-        check_system(operator, block, groups, initial_guess=None)
-        value = self.factorize(operator).solve(block)
+        value = self.factorize(system.operator).solve(system.rhs)
         with torch.no_grad():
-            residual = block - operator._matmul(value)
+            residual = system.rhs - system.operator._matmul(value)
         norms = torch.linalg.vector_norm(residual, dim=-2)
         if not torch.isfinite(norms).all():
             raise NonFiniteError("The right-hand side, or its solution, is not finite: check the data.")
-        relative = norms / torch.linalg.vector_norm(block, dim=-2).clamp_min(torch.finfo(block.dtype).tiny)
-        parts = relative.split([group.size for group in groups], dim=-1)
+        relative = norms / torch.linalg.vector_norm(system.rhs, dim=-2).clamp_min(torch.finfo(value.dtype).tiny)
+        parts = relative.split([group.size for group in system.groups], dim=-1)
         stats = SolveStats(
             iterations=0,
             epochs=0.0,
             overhead=1.0,
             residual_norms={
-                group.name: float(part.amax()) if group.size else 0.0 for group, part in zip(groups, parts, strict=True)
+                group.name: float(part.amax()) if group.size else 0.0
+                for group, part in zip(system.groups, parts, strict=True)
             },
             seconds=time.perf_counter() - start,
         )
-        if vector:
-            value, residual = value.squeeze(-1), residual.squeeze(-1)
         return Solution(value, residual, SolveStatus.CONVERGED, stats)

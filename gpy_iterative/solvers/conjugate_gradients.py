@@ -5,14 +5,14 @@ Gardner et al. 2018 (batched, with a pivoted Cholesky preconditioner); the recur
 
 from dataclasses import dataclass, field, replace
 
-import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_instance
-from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, PreconditionerRecipe
+from gpy_iterative.preconditioners import PivotedCholesky, PreconditionerRecipe
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.conjugate_directions import ConjugateDirections
+from gpy_iterative.solvers.linear_system import Given
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,10 @@ class ConjugateGradients(IterativeSolver[_State]):
         super().__post_init__()
         check_instance("preconditioner", self.preconditioner, PreconditionerRecipe, "PivotedCholesky(rank=100)")
 
-    def init(
-        self,
-        operator: LinearOperator,
-        iterate: Iterate,
-        preconditioner: LowRankPlusDiagonal | None,
-        generator: torch.Generator | None,
-    ) -> _State:
-        setup = 0.0
+    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> _State:
+        preconditioner, setup = given.preconditioner, 0.0
         if preconditioner is None and self.preconditioner is not None:
-            preconditioner = self.preconditioner.build(operator, generator=generator)
+            preconditioner = self.preconditioner.build(operator, generator=given.generator)
             setup = preconditioner.build_epochs
         return _State(ConjugateDirections.begin(iterate.residual, preconditioner), setup)
 

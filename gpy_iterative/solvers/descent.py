@@ -2,16 +2,19 @@
 
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.solvers.base import Iterate
+from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.columns import reads_every
+from gpy_iterative.solvers.linear_system import Given
 
 #: The largest eigenvalue is known well enough when a power iteration raises it by less than this part.
 EIGENVALUE_TOLERANCE = 0.05
@@ -58,13 +61,123 @@ class WayBack:
         return WayBack(self.value[:, columns], self.residual[:, columns], self.limit[columns], self.steps)
 
 
-def check_descent(batch_size: int, momentum: float, learning_rate: float | None) -> None:
-    """ValueError unless the options are within their ranges."""
-    check_count("batch_size", batch_size)
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum must lie in [0, 1), got {momentum}.")
-    if learning_rate is not None and not 0 < learning_rate < math.inf:
-        raise ValueError(f"learning_rate must be positive and finite, got {learning_rate}.")
+@dataclass(frozen=True)
+class Descent:
+    """How a descent goes on: its step size, and the way back to where the round began when that is too large.
+
+    Attributes:
+        way_back: of this round.
+        learning_rate: of the next step.
+        halvings: how often it was halved in this round.
+        generator: of the batches.
+        setup: epochs that the first learning rate took to choose.
+    """
+
+    way_back: WayBack
+    learning_rate: float
+    halvings: int
+    generator: torch.Generator
+    setup: float
+
+    def anew(self, iterate: Iterate) -> "Descent":
+        """For a round that begins at the iterate."""
+        return replace(self, way_back=WayBack.to(iterate), halvings=0)
+
+    def went_too_far(self, residual: Tensor) -> bool:
+        """Whether the step size has to be halved, by the residuals [n, s]."""
+        growth = self.way_back.growth(residual)
+        # What no step size keeps finite is for the loop to report.
+        return not (growth <= 1 or (not math.isfinite(growth) and self.halvings == MAX_HALVINGS))
+
+    def halved(self, iterate: Iterate) -> "Descent":
+        """With half the step size. Takes the iterate back to where the round began."""
+        self.way_back.take(iterate)
+        return replace(self.anew(iterate), learning_rate=self.learning_rate / 2, halvings=self.halvings + 1)
+
+    def narrow(self, columns: Tensor) -> "Descent":
+        """For some of the columns."""
+        return replace(self, way_back=self.way_back.narrow(columns))
+
+
+@dataclass(frozen=True)
+class DescentState:
+    """What the states of all descents have."""
+
+    descent: Descent
+
+
+State = TypeVar("State", bound=DescentState)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StochasticDescent(IterativeSolver[State]):
+    """Descent with momentum along a batch of random rows an iteration, n / batch_size iterations an epoch.
+
+    Args:
+        batch_size: rows of a batch; clamped at n.
+        momentum: share of the last step in the next one.
+        learning_rate: of the mean gradient over a batch; None takes half the largest stable one.
+
+    Further options are those of `IterativeSolver`.
+    """
+
+    batch_size: int = 500
+    momentum: float = 0.9
+    learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("batch_size", self.batch_size)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}.")
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}.")
+
+    @abstractmethod
+    def _largest_stable_product(self) -> float:
+        """Of the step size and a curvature, with this momentum and whole gradients."""
+
+    @abstractmethod
+    def _begin(self, operator: LinearOperator, iterate: Iterate, descent: Descent) -> State:
+        """The state of the first round."""
+
+    @abstractmethod
+    def _anew(self, iterate: Iterate, state: State, descent: Descent) -> State:
+        """The state at rest, of a round that goes on from the iterate."""
+
+    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> State:
+        generator = torch.Generator().manual_seed(0) if given.generator is None else given.generator
+        rate, setup = self.learning_rate, 0
+        if rate is None:
+            largest, setup = largest_eigenvalue(operator, generator)
+            rate = 0.5 * self._stability_limit(operator, largest)
+        return self._begin(operator, iterate, Descent(WayBack.to(iterate), rate, 0, generator, setup))
+
+    def restart(self, iterate: Iterate, state: State) -> State:
+        return self._anew(iterate, state, state.descent.anew(iterate))
+
+    def work_per_step(self, operator: LinearOperator, state: State) -> float:
+        return min(self.batch_size / operator.shape[-1], 1.0)
+
+    def work_of_setup(self, state: State) -> float:
+        return state.descent.setup
+
+    def has_diverged(self, state: State) -> bool:
+        return state.descent.halvings > MAX_HALVINGS
+
+    def _within_bounds(self, iterate: Iterate, state: State, residual: Tensor) -> State:
+        """The state after a step: back where the round began, with half the step size, where residuals [n, s] grew."""
+        if not state.descent.went_too_far(residual):
+            return state
+        return self._anew(iterate, state, state.descent.halved(iterate))
+
+    def _stability_limit(self, operator: LinearOperator, largest: float) -> float:
+        size = operator.shape[-1]
+        diagonal = float(operator.diagonal(dim1=-1, dim2=-2).max())
+        return min(
+            self._largest_stable_product() * size / largest,
+            2 * (1 - self.momentum) * min(self.batch_size, size) / diagonal,
+        )
 
 
 def row_permutation(operator: LinearOperator, generator: torch.Generator) -> Tensor:

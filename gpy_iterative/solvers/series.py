@@ -15,8 +15,8 @@ from torch import Tensor
 from gpy_iterative.checks import check_fraction
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, PreconditionerRecipe
-from gpy_iterative.solvers.base import check_system
 from gpy_iterative.solvers.conjugate_directions import ConjugateDirections
+from gpy_iterative.solvers.linear_system import check_system
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveStats, SolveStatus
 from gpy_iterative.truncation import Truncation, check_truncation, draw_stops, survival_table, within
 
@@ -219,7 +219,7 @@ def russian_roulette_solve(
     groups = (ColumnGroup("targets", block.shape[-1], 0.0),)
     if operator.batch_shape:
         raise ValueError(f"A series is run for one system at a time, got a batch {tuple(operator.batch_shape)}.")
-    check_system(operator, block, groups, initial_guess=None)
+    check_system(operator, block, groups)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     overhead = 1.0
     if isinstance(preconditioner, PreconditionerRecipe):

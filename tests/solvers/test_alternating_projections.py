@@ -13,6 +13,7 @@ from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.solvers import (
     AlternatingProjections,
     ConjugateGradients,
+    Given,
     Iterate,
     SolveStatus,
     alternating_projections,
@@ -42,7 +43,7 @@ class TestWithFinish(SolverContract):
 def test_iterates_are_the_naive_ones() -> None:
     operator, rhs = system(), right_hand_sides()
     iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
-    state = PURE.init(operator, iterate, None, None)
+    state = PURE.init(operator, iterate, Given())
     for steps in range(1, 13):
         state = PURE.step(operator, iterate, state)
         expected = oracles.alternating_projections(operator.to_dense(), rhs, steps, 20)
@@ -55,7 +56,7 @@ def test_factors_without_room_are_made_again(room: int, monkeypatch: pytest.Monk
     expected = PURE.solve(operator, rhs).value
     monkeypatch.setattr(alternating_projections, "MAX_FACTOR_BYTES", room * 20 * 20 * operator.dtype.itemsize)
     iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
-    state = PURE.init(operator, iterate, None, None)
+    state = PURE.init(operator, iterate, Given())
     for _ in range(12):
         state = PURE.step(operator, iterate, state)
     assert len(state.factors) == room

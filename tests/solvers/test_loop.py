@@ -12,6 +12,7 @@ from gpy_iterative.solvers import (
     AlternatingProjections,
     ColumnGroup,
     ConjugateGradients,
+    Given,
     Iterate,
     IterativeSolver,
     Solver,
@@ -93,7 +94,7 @@ class Optimist(IterativeSolver[None]):
     told: float = 0.5
     length: float = 0.05
 
-    def init(self, operator: LinearOperator, iterate: Iterate, preconditioner: Any, generator: Any) -> None:
+    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> None:
         pass
 
     def restart(self, iterate: Iterate, state: None) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
-from gpy_iterative.solvers import Iterate, SolveStatus, StochasticGradientDescent
+from gpy_iterative.solvers import Given, Iterate, SolveStatus, StochasticGradientDescent
 from tests import oracles
 from tests.solvers.contract import N, SolverContract, right_hand_sides, system, true_norms
 
@@ -24,7 +24,7 @@ def test_iterates_are_the_naive_ones() -> None:
     operator, rhs = system(), right_hand_sides()
     solver = dataclasses.replace(SOLVER, batch_size=25, learning_rate=3.0)
     iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
-    state = solver.init(operator, iterate, None, torch.Generator().manual_seed(1))
+    state = solver.init(operator, iterate, Given(generator=torch.Generator().manual_seed(1)))
     orders = []
     for steps in range(1, 13):
         state = solver.step(operator, iterate, state)
@@ -44,7 +44,7 @@ def test_step_size_is_stable(lengthscale: float) -> None:
     operator = NoisyLinearOperator(kernel, torch.full((N,), 0.2).double())
     solver = StochasticGradientDescent(batch_size=25, max_epochs=5000)
     iterate = Iterate(torch.zeros(N, 1).double(), y.unsqueeze(-1), y.unsqueeze(-1))
-    rate = solver.init(operator, iterate, None, None).learning_rate
+    rate = solver.init(operator, iterate, Given()).descent.learning_rate
     solution = solver.solve(operator, y)
     assert solution.status is SolveStatus.CONVERGED
     # Not a step size that only recovered from being too large: the same solve as with the rate given.

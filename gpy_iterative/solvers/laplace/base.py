@@ -43,15 +43,20 @@ LEAST_PROGRESS = 0.01
 
 @dataclass(frozen=True)
 class Problem:
-    """What is solved.
+    """What is solved, and what a solver is given for it.
 
     Attributes:
         prior: m and K.
         likelihood: log p(y | f).
+        initial_weights, initial_solution, generator, callback: as in `LaplaceSolver.solve`.
     """
 
     prior: LatentPrior
     likelihood: PointwiseLikelihood
+    initial_weights: Tensor | None = None
+    initial_solution: LaplaceSolution | None = None
+    generator: torch.Generator | None = None
+    callback: Callable[[SolveProgress], None] | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -137,7 +142,7 @@ class LaplaceSolver(ABC):
         check_curvature_kind(self.curvature)
 
     @abstractmethod
-    def _step_solver(self, problem: Problem, generator: torch.Generator | None) -> StepSolver:
+    def _step_solver(self, problem: Problem) -> StepSolver:
         """What solves the Newton systems of one problem."""
 
     @abstractmethod
@@ -181,11 +186,14 @@ class LaplaceSolver(ABC):
         """
         if not prior.size:
             raise ValueError("There are no observed targets: without any there is no mode to find, only the prior.")
+        return self._find_mode(Problem(prior, likelihood, initial_weights, initial_solution, generator, callback))
+
+    def _find_mode(self, problem: Problem) -> LaplaceSolution:
         start = time.perf_counter()
-        problem = Problem(prior, likelihood)
-        tolerance = self.tolerance or self._default_tolerance(prior.operator.dtype)
-        steps = self._step_solver(problem, generator)
-        iterate = self._start(problem, initial_weights, initial_solution, steps)
+        dtype, likelihood, callback = problem.prior.operator.dtype, problem.likelihood, problem.callback
+        tolerance = self.tolerance or self._default_tolerance(dtype)
+        steps = self._step_solver(problem)
+        iterate = self._start(problem, steps)
         status, outer, patience = SolveStatus.BUDGET_EXHAUSTED, 0, PATIENCE
         best_error, best_joint = iterate.stationarity, iterate.log_joint
         while True:
@@ -210,9 +218,7 @@ class LaplaceSolver(ABC):
             if patience == 0:
                 status = SolveStatus.STAGNATED
                 break
-        final = likelihood.curvature(
-            problem.by_point(iterate.f), self.curvature, self._final_floor(prior.operator.dtype)
-        )
+        final = likelihood.curvature(problem.by_point(iterate.f), self.curvature, self._final_floor(dtype))
         actions, images, transform = steps.finish(iterate, final)
         return LaplaceSolution(
             value=problem.by_point(iterate.v),
@@ -233,9 +239,8 @@ class LaplaceSolver(ABC):
             log_joint=iterate.log_joint,
         )
 
-    def _start(
-        self, problem: Problem, weights: Tensor | None, solution: LaplaceSolution | None, steps: StepSolver
-    ) -> Iterate:
+    def _start(self, problem: Problem, steps: StepSolver) -> Iterate:
+        weights, solution = problem.initial_weights, problem.initial_solution
         mean, shape = problem.mean, problem.prior.mean.shape
         cold = evaluated(problem, mean, torch.zeros_like(mean))
         if solution is not None:

@@ -58,7 +58,7 @@ class LaplaceCholesky(LaplaceSolver):
 
     max_outer: int = 100
 
-    def _step_solver(self, problem: Problem, generator: torch.Generator | None) -> StepSolver:
+    def _step_solver(self, problem: Problem) -> StepSolver:
         return _DenseSteps(problem)
 
     def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:

@@ -6,7 +6,6 @@ in the paper. What is wrong with them is why `LaplaceNewton` does otherwise.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +42,7 @@ class _Buffers:
     root: Tensor
 
 
-def literal_solve(
-    problem: Problem, options: LiteralOptions, callback: Callable[[SolveProgress], None] | None
-) -> LaplaceSolution:
+def literal_solve(problem: Problem, options: LiteralOptions) -> LaplaceSolution:
     """Algorithm 1.
 
     Raises:
@@ -74,8 +71,8 @@ def literal_solve(
         change = torch.linalg.vector_norm(f - iterate.f)
         previous = torch.linalg.vector_norm(iterate.f - mean)
         iterate = evaluated(problem, f, v)
-        if callback is not None:
-            callback(SolveProgress(outer, products, {"mode": iterate.stationarity}))
+        if problem.callback is not None:
+            problem.callback(SolveProgress(outer, products, {"mode": iterate.stationarity}))
         if outer > 1 and change <= options.tolerance * previous:
             status = SolveStatus.CONVERGED
             break

@@ -15,21 +15,13 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.likelihoods import (
-    COVARIANCE_FLOOR,
-    COVARIANCE_FLOOR_FLOAT32,
-    Curvature,
-    CurvatureFloor,
-    PointwiseLikelihood,
-)
-from gpy_iterative.linear_operators import LatentPrior
+from gpy_iterative.likelihoods import COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32, Curvature, CurvatureFloor
 from gpy_iterative.solvers.laplace.actions import ActionState, Policy, PolicyName, policy_of
 from gpy_iterative.solvers.laplace.base import Iterate, LaplaceSolver, Problem, StepSolver
 from gpy_iterative.solvers.laplace.basis import ActionBasis, GalerkinSystem
 from gpy_iterative.solvers.laplace.compression import Compression, check_compression, compress
 from gpy_iterative.solvers.laplace.literal import LiteralOptions, literal_solve
 from gpy_iterative.solvers.laplace.solution import LaplaceSolution
-from gpy_iterative.solvers.solution import SolveProgress
 
 #: Relative change of f - m at which the paper's algorithm stops.
 LITERAL_TOLERANCE = 1e-2
@@ -89,32 +81,15 @@ class LaplaceNewton(LaplaceSolver):
         check_compression(self.compression)
         policy_of(self.policy)
 
-    @torch.no_grad()
-    def solve(
-        self,
-        prior: LatentPrior,
-        likelihood: PointwiseLikelihood,
-        *,
-        initial_weights: Tensor | None = None,
-        initial_solution: LaplaceSolution | None = None,
-        generator: torch.Generator | None = None,
-        callback: Callable[[SolveProgress], None] | None = None,
-    ) -> LaplaceSolution:
+    def _find_mode(self, problem: Problem) -> LaplaceSolution:
         if not self.literal:
-            return super().solve(
-                prior,
-                likelihood,
-                initial_weights=initial_weights,
-                initial_solution=initial_solution,
-                generator=generator,
-                callback=callback,
-            )
+            return super()._find_mode(problem)
         tolerance = LITERAL_TOLERANCE if self.tolerance is None else self.tolerance
         options = LiteralOptions(self.max_outer, self.max_inner, self.max_rank, tolerance, self.recycle, self.curvature)
-        return literal_solve(Problem(prior, likelihood), options, callback)
+        return literal_solve(problem, options)
 
-    def _step_solver(self, problem: Problem, generator: torch.Generator | None) -> StepSolver:
-        return _SubspaceSteps(problem, self, torch.Generator().manual_seed(0) if generator is None else generator)
+    def _step_solver(self, problem: Problem) -> StepSolver:
+        return _SubspaceSteps(problem, self)
 
     def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:
         return COVARIANCE_FLOOR if dtype == torch.float64 else COVARIANCE_FLOOR_FLOAT32
@@ -126,8 +101,9 @@ class LaplaceNewton(LaplaceSolver):
 class _SubspaceSteps(StepSolver):
     """Newton systems in the span of the actions so far, and of those that each adds."""
 
-    def __init__(self, problem: Problem, options: LaplaceNewton, generator: torch.Generator) -> None:
-        self._problem, self._options, self._generator = problem, options, generator
+    def __init__(self, problem: Problem, options: LaplaceNewton) -> None:
+        self._problem, self._options = problem, options
+        self._generator = torch.Generator().manual_seed(0) if problem.generator is None else problem.generator
         self._policy = policy_of(options.policy)
         capacity = min(options.max_rank, problem.prior.size) + options.max_inner + 2 + options.num_covariance_actions
         self.basis = ActionBasis(problem.prior.size, capacity, problem.mean)
