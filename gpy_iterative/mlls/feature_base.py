@@ -64,7 +64,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
 
     needs_features = True
     #: Whether weights are those of the basis (prior variances c), or of scaled features (prior variances 1).
-    centred = True
+    centred = False
 
     def __init__(
         self,
