@@ -35,7 +35,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be finite, but {name}{list(index)} is {tensor[index].item()}.")
 
 
-def check_fraction(name: str, value: float) -> None:
-    """Raises ValueError unless the value lies between 0 and 1."""
-    if not 0 < value < 1:
+def check_fraction(name: str, value: float, *, ends: bool = False) -> None:
+    """Raises ValueError unless the value lies between 0 and 1, which are fractions themselves only with `ends`."""
+    if not (0 <= value <= 1 if ends else 0 < value < 1):
         raise ValueError(f"{name} must lie between 0 and 1, got {value}.")

@@ -7,6 +7,7 @@ import pytest
 from gpytorch import kernels
 
 import gpy_iterative as gpi
+from gpy_iterative.checks import check_fraction
 from tests.mlls.gaussian_models import regression
 
 COUNTS = [
@@ -25,6 +26,16 @@ def test_counts(name: str, options: Callable) -> None:
         with pytest.raises(ValueError, match=f"{name} must be .*{message}"):
             options(**{name: bad})
     options(**{name: numpy.int64(4)})
+
+
+def test_fractions() -> None:
+    for value in (0.0, 1.0):
+        check_fraction("share", value, ends=True)
+        with pytest.raises(ValueError, match=f"share must lie between 0 and 1, got {value}"):
+            check_fraction("share", value)
+    for value in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=f"share must lie between 0 and 1, got {value}"):
+            check_fraction("share", value, ends=True)
 
 
 @pytest.mark.parametrize(

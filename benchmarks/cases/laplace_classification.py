@@ -29,7 +29,7 @@ from benchmarks.runs import Measured, Run, SavedRuns
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table
 from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
-from gpy_iterative.likelihoods.predictive import PredictiveMethod, class_probabilities
+from gpy_iterative.likelihoods.predictive import LatentMarginals, PredictiveMethod, class_probabilities
 
 CASE = "laplace-classification"
 #: Points on which hyperparameters are learned before all are used.
@@ -114,7 +114,10 @@ def _measure_laplace(clock: Clock, model: LaplaceClassifier, refinements: int = 
             parts = zip(mean.split(1000), covariance.split(1000), strict=True)
             generator = torch.Generator().manual_seed(1)
             probabilities = torch.cat(
-                [class_probabilities(model.likelihood, *part, method, NUM_SAMPLES, generator) for part in parts]
+                [
+                    class_probabilities(model.likelihood, LatentMarginals(*part), method, NUM_SAMPLES, generator)
+                    for part in parts
+                ]
             )
             kind = f"refined {method}" if count else method
             clock.measure(kind, probabilities, seconds, products=products, rank=rank)

@@ -1,10 +1,11 @@
 """From latent marginals to predictions: class probabilities, and log densities of targets.
 
-Means are [t, C] and covariances [t, C, C]; everything is float64 inside.
+Everything is float64 inside.
 """
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -31,10 +32,36 @@ def check_predictive_method(method: str) -> None:
         raise ValueError(f"method must be one of {', '.join(get_args(PredictiveMethod))}, got {method!r}.")
 
 
+@dataclass(frozen=True)
+class LatentMarginals:
+    """Gaussians of the latent values at single points.
+
+    Attributes:
+        mean: [t, C].
+        covariance: [t, C, C].
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+    def seen_by(self, method: PredictiveMethod) -> "LatentMarginals":
+        """Without their covariance under "mode", which takes the mean for the truth."""
+        return LatentMarginals(self.mean, torch.zeros_like(self.covariance)) if method == "mode" else self
+
+    def samples(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
+        """Draws [t, C], one after the other: all of them together are large."""
+        check_count("num_samples", count)
+        mean = self.mean
+        values, vectors = torch.linalg.eigh(self.covariance)
+        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+        for _ in range(count):
+            base = torch.randn(*mean.shape, 1, generator=generator, device=generator.device, dtype=mean.dtype)
+            yield mean + (root @ base.to(mean.device)).squeeze(-1)
+
+
 def class_probabilities(
     likelihood: Likelihood,
-    mean: Tensor,
-    covariance: Tensor,
+    latent: LatentMarginals,
     method: PredictiveMethod,
     num_samples: int,
     generator: torch.Generator,
@@ -43,8 +70,7 @@ def class_probabilities(
 
     Args:
         likelihood: Bernoulli (either link) or softmax.
-        mean: [t, C].
-        covariance: [t, C, C].
+        latent: at t points.
         method: "mode" takes the latent mean for the truth. Of a softmax: "pairwise" compares classes two by two (the closed
             form with the least error while variances are moderate), "diagonal" is the paper's, which does not see
             covariances, "mc" samples.
@@ -54,8 +80,8 @@ def class_probabilities(
     Raises:
         UnsupportedLikelihoodError: a likelihood without classes.
     """
-    if method == "mode":
-        covariance = torch.zeros_like(covariance)
+    latent = latent.seen_by(method)
+    mean, covariance = latent.mean, latent.covariance
     if isinstance(likelihood, BernoulliLikelihood):
         return torch.special.ndtr(mean[:, 0] / (1 + covariance[:, 0, 0]).sqrt())
     if isinstance(likelihood, LogitBernoulliLikelihood):
@@ -67,7 +93,7 @@ def class_probabilities(
         )
     if method == "mc":
         total = torch.zeros_like(softmax_logits(likelihood, mean))
-        for sample in _samples(mean, covariance, num_samples, generator):
+        for sample in latent.samples(num_samples, generator):
             total += torch.softmax(softmax_logits(likelihood, sample), -1)
         return total / num_samples
     mean = softmax_logits(likelihood, mean)
@@ -85,8 +111,7 @@ def class_probabilities(
 
 def predictive_log_probs(
     likelihood: PointwiseLikelihood,
-    mean: Tensor,
-    covariance: Tensor,
+    latent: LatentMarginals,
     method: PredictiveMethod,
     num_samples: int,
     generator: torch.Generator,
@@ -97,11 +122,10 @@ def predictive_log_probs(
     Nodes lie where a log-concave likelihood is. One that is not, and is narrower than a hundredth of the latent deviation,
     falls between them.
     """
-    inner = likelihood.likelihood
-    if method == "mode":
-        covariance = torch.zeros_like(covariance)
+    inner, latent = likelihood.likelihood, latent.seen_by(method)
+    mean, covariance = latent.mean, latent.covariance
     if likelihood.is_categorical:
-        probabilities = class_probabilities(inner, mean, covariance, method, num_samples, generator)
+        probabilities = class_probabilities(inner, latent, method, num_samples, generator)
         return probabilities.gather(-1, likelihood.targets.unsqueeze(-1)).squeeze(-1).log()
     if isinstance(inner, BernoulliLikelihood):
         return torch.special.log_ndtr((2 * likelihood.targets - 1) * mean[:, 0] / (1 + covariance[:, 0, 0]).sqrt())
@@ -112,7 +136,7 @@ def predictive_log_probs(
     if mean.shape[-1] == 1:
         return _quadrature(likelihood, mean[:, 0], covariance[:, 0, 0]).detach()
     total = torch.full_like(mean[:, 0], -torch.inf)
-    for sample in _samples(mean, covariance, num_samples, generator):
+    for sample in latent.samples(num_samples, generator):
         total = torch.logaddexp(total, likelihood.log_prob(sample).detach())
     return total - math.log(num_samples)
 
@@ -135,13 +159,3 @@ def _quadrature(likelihood: PointwiseLikelihood, mean: Tensor, variance: Tensor)
         variance,
         NUM_QUADRATURE,
     )
-
-
-def _samples(mean: Tensor, covariance: Tensor, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Draws [t, C] of the latent marginals, one after the other: all of them together are large."""
-    check_count("num_samples", count)
-    values, vectors = torch.linalg.eigh(covariance)
-    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    for _ in range(count):
-        base = torch.randn(*mean.shape, 1, generator=generator, device=generator.device, dtype=mean.dtype)
-        yield mean + (root @ base.to(mean.device)).squeeze(-1)

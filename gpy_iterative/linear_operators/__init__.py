@@ -1,18 +1,10 @@
 """Kernel matrices that are never stored."""
 
 from gpy_iterative.linear_operators.from_gpytorch import (
-    KernelTerm,
     active_inputs,
     check_kernel_dtype,
-    check_noise,
-    flat_targets,
     kernel_operator,
-    kernel_terms,
-    noise_operator,
-    noisy_operator,
-    observed_data,
     operator_of_kernel,
-    prior_parts,
 )
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.latent import (
@@ -25,6 +17,13 @@ from gpy_iterative.linear_operators.latent import (
 from gpy_iterative.linear_operators.lower_precision import lower_precision
 from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.observations import (
+    check_noise,
+    flat_targets,
+    noise_operator,
+    noisy_operator,
+    observed_data,
+)
 from gpy_iterative.linear_operators.partial_products import (
     Rows,
     columns_matmul,
@@ -32,6 +31,7 @@ from gpy_iterative.linear_operators.partial_products import (
     principal_block,
     rows_matmul,
 )
+from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms, prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.repeated import RepeatedKernelLinearOperator

@@ -33,7 +33,7 @@ from gpy_iterative.linear_operators import (
 from gpy_iterative.mlls.estimates import DensityEstimate, Estimate, advice, exact_estimate, stochastic_estimate
 from gpy_iterative.mlls.line_search import ADVICE, LineSearchWatch
 from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
-from gpy_iterative.mlls.training_state import TrainingState, make_generator
+from gpy_iterative.mlls.training_state import TrainingState
 from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood, check_not_empty
 from gpy_iterative.prediction import PathwisePosterior, check_inputs
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
@@ -46,7 +46,6 @@ from gpy_iterative.solvers import (
     LogDeterminant,
     Solver,
     SolveStatus,
-    WarmStart,
     default_solver,
     stochastic_logdet,
 )
@@ -64,8 +63,9 @@ LOGDET_PRODUCTS = (20, 2)
 class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
     """Base of the marginal log likelihoods of exact Gaussian processes.
 
-    A subclass estimates the log density of the targets (`_estimate`), and describes the distribution of what it draws,
-    which a training state has to fit. Everything else, checks, gradient, report, posterior and resume, is here.
+    A subclass estimates the log density of the targets (`_estimate`), and begins the state of a run
+    (`gpy_iterative.mlls.training_state.TrainingState.begin`) with a description of what it draws, which a loaded state has
+    to fit. Everything else, checks, gradient, report, posterior and resume, is here.
     """
 
     def __init__(
@@ -74,10 +74,8 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         model: ExactGP,
         *,
         solver: Solver | None,
-        warm_start: Literal["extrapolated", "previous", False],
         products: KernelProducts | None,
-        generator: torch.Generator | int | None,
-        distribution: str,
+        state: TrainingState,
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
         check_inputs(model)  # now: of NaN inputs GPyTorch says later that they are not the training inputs
@@ -88,7 +86,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         self.products = KernelProducts() if products is None else products
         self.report: MarginalLogLikelihoodReport | None = None
         self.progress: Progress = False
-        self._state = TrainingState(make_generator(generator), WarmStart(warm_start), distribution)
+        self._state = state
         self._params: tuple[Any, ...] = ()
         # Lives as long as the run, so that every step evaluates its tiles into the same memory.
         self._caches = TileCaches()
@@ -264,15 +262,8 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         generator: torch.Generator | int | None,
         progress: Progress,
     ) -> None:
-        super().__init__(
-            likelihood,
-            model,
-            solver=solver,
-            warm_start=warm_start,
-            products=products,
-            generator=generator,
-            distribution=repr(probes),
-        )
+        state = TrainingState.begin(generator, repr(probes), warm_start)
+        super().__init__(likelihood, model, solver=solver, products=products, state=state)
         self.probes = probes
         self.progress = progress
         # Without the missing diagonal the spectrum is bounded by 1 from below, which the quadrature makes use of.

@@ -44,8 +44,6 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     it is one number. Costs as `VariationalFeatureMarginalLogLikelihood`.
     """
 
-    centred = False
-
     def __init__(
         self,
         likelihood: Likelihood,

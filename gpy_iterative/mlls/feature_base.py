@@ -10,22 +10,22 @@ import math
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
-from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_finite
 from gpy_iterative.errors import BiasWarning, NonFiniteError
+from gpy_iterative.mlls.minibatch_run import MinibatchRun
 from gpy_iterative.mlls.minibatch_state import MinibatchState
 from gpy_iterative.mlls.report import MinibatchReport
 from gpy_iterative.mlls.seen_data import SeenData
+from gpy_iterative.mlls.standstill import StandstillWatch
 from gpy_iterative.mlls.training_state import make_generator
 from gpy_iterative.mlls.validation import check_features, check_fit, check_hyperparameters, check_likelihood
 from gpy_iterative.prediction import LikelihoodParams, check_inputs, prior_at
@@ -45,16 +45,13 @@ logger = logging.getLogger(__name__)
 
 #: Rows of a step where nothing else is said.
 BATCH_SIZE = 256
-#: Steps after which an optimiser that does not know the weights is noticed.
-STEPS_ALONE = 10
 
 
-class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
+class FeatureMarginalLogLikelihood(MinibatchRun):
     """Base of the marginal log likelihoods that see a mini-batch a step.
 
-    A subclass keeps what it knows about the weights in float64 buffers and parameters of its own, whatever the model's
-    dtype: `_start` fills them from all data, `_step` estimates from a batch and says how they move. They stay out of
-    `state_dict()`, and are `training_state()`.
+    A subclass keeps what it knows about the weights in the tensors of a run: `_start` fills them from all data, `_step`
+    estimates from a batch and says how they move.
 
     Attributes:
         progress: True shows a bar for every pass over all data (`refresh`, `exact_value`, `gap`, `posterior`); a callable
@@ -64,7 +61,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
 
     needs_features = True
     #: Whether weights are those of the basis (prior variances c), or of scaled features (prior variances 1).
-    centred = True
+    centred = False
 
     def __init__(
         self,
@@ -79,16 +76,15 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         check_inputs(model)
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        super().__init__(likelihood, model)
+        state = MinibatchState(make_generator(generator), f"{type(self).__name__}({options})")
+        super().__init__(likelihood, model, state)
         self.batch_size = batch_size
         self.report: MinibatchReport | None = None
         self.progress: Progress = False
-        self._state = MinibatchState(make_generator(generator), f"{type(self).__name__}({options})")
         self._params: tuple[Any, ...] = ()
         self._params_inputs: list[Tensor] | None = None
         self._kwargs: dict[str, Any] = {}
-        self._versions: tuple[list[int], list[int]] = [], []
-        self._steps_alone = 0
+        self._standstill = StandstillWatch(type(self).__name__)
         self._size_of(self._train_size())
         self.num_features = self._count_features() if self.needs_features else 0
 
@@ -190,7 +186,7 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
             result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
             result = self._add_other_terms(result, params).div(num_data)
         if torch.is_grad_enabled():
-            self._notice_what_stands_still(trains)
+            self._warn_of_standstill(trains)
         self._params, self._kwargs, self._params_inputs = params, kwargs, self._train_inputs()
         self.report = MinibatchReport(
             value=result.detach().clone(),
@@ -275,35 +271,10 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
         for name, tensor in self._state.load_dict(state, dict(self._own_tensors())).items():
             self._replace(name, tensor)
 
-    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers and parameters of the mll itself, without those of model and likelihood."""
-        yield from self.named_buffers(recurse=False)
-        yield from self.named_parameters(recurse=False)
-
-    def _replace(self, name: str, tensor: Tensor) -> None:
-        """A new tensor in place of a buffer, or as a parameter's value; never written into the old one."""
-        if name in self._buffers:
-            self._buffers[name] = tensor
-        else:
-            self._parameters[name].data = tensor
-
-    def _notice_what_stands_still(self, trains: bool) -> None:
-        """BiasWarning, once, where an optimiser moves the hyperparameters and weights or batches stay where they were."""
-        own = [p for p in self._parameters.values() if p is not None and p.requires_grad]
-        before, self._versions = (
-            self._versions,
-            ([p._version for p in own], [p._version for p in self.model.parameters()]),
-        )
-        still = not trains or (bool(own) and self._versions[0] == before[0])
-        self._steps_alone = self._steps_alone + 1 if still and self._versions[1] != before[1] else 0
-        if self._steps_alone == STEPS_ALONE:
-            name = type(self).__name__
-            reason = (
-                f"left the parameters of {name} itself where they were: make the optimiser with mll.parameters()."
-                if trains
-                else f"saw one batch, since {name} is in evaluation mode: call mll.train()."
-            )
-            warnings.warn(f"The last {STEPS_ALONE} steps moved hyperparameters and {reason}", BiasWarning, stacklevel=4)
+    def _warn_of_standstill(self, trains: bool) -> None:
+        advice = self._standstill.sees(self._parameters.values(), self.model.parameters(), trains)
+        if advice is not None:
+            warnings.warn(advice, BiasWarning, stacklevel=4)
 
     def _restart(self, problem: WeightSpaceProblem, target: Tensor, chunk_size: int = 4096) -> None:
         check_inputs(self.model)
@@ -377,38 +348,6 @@ class FeatureMarginalLogLikelihood(ExactMarginalLogLikelihood):
                     f"The data are on {batch.residual.device}, the training state ({name}) on {tensor.device}: call "
                     f"mll.to({str(batch.residual.device)!r})."
                 )
-
-    @contextmanager
-    def _unchanged_by_failure(self, always: bool = False) -> Iterator[None]:
-        """What raises inside leaves no trace, nor does anything where `always` is set."""
-        tensors = {name: tensor.detach() for name, tensor in self._own_tensors()}
-        memento = self._state.memento()
-        try:
-            yield
-        except Exception:
-            always = True
-            raise
-        finally:
-            if always:
-                for name, tensor in list(self._own_tensors()):
-                    if tensor.data_ptr() != tensors[name].data_ptr():
-                        self._replace(name, tensors[name])
-                self._state.restore(memento)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureMarginalLogLikelihood":
-        before = {name: tensor.detach() for name, tensor in self._own_tensors()}
-        super()._apply(fn, recurse)
-        for name, tensor in list(self._own_tensors()):  # float64 whatever the model is converted to
-            self._replace(name, before[name].to(tensor.device))
-        return self
-
-    # The state belongs to a run and not to the hyperparameters: dicts go to and from GPyTorch's own classes.
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        return
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        return
 
 
 def _checked(indices: Tensor, num_data: int) -> Tensor:

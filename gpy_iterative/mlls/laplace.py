@@ -17,7 +17,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_instance
+from gpy_iterative.checks import check_count, check_fraction, check_instance
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.likelihoods import PointwiseLikelihood, check_laplace_likelihood
 from gpy_iterative.linear_operators import KernelProducts, LatentPrior, TileCaches, latent_prior
@@ -110,8 +110,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kinds))}, got {value!r}.")
         check_count("num_probes", num_probes)
         check_count("num_frequencies", num_frequencies)
-        if not 0 < tolerance < 1:
-            raise ValueError(f"tolerance must lie between 0 and 1, got {tolerance}.")
+        check_fraction("tolerance", tolerance)
         check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")
         check_instance("products", products, KernelProducts, "KernelProducts()")
         if objective == "elbo" and isinstance(solver, LaplaceCholesky):

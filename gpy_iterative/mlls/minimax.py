@@ -54,8 +54,6 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         BiasWarning: mu is below m.
     """
 
-    centred = False
-
     def __init__(
         self,
         likelihood: Likelihood,

@@ -35,9 +35,9 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         prior: "features" (random Fourier features), or "exact" (a Cholesky factor of the prior, for small n).
         corrected: True weights by S^-1 xi, which is unbiased; False takes S = H as published, whose error for a
             frozen set of frequencies does not fall with the number of probes.
-        solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
         warm_start: "extrapolated" starts each solve at twice the last solution less the one before, "previous"
             at the last; both keep the draws frozen. False draws anew and starts at zero, every step.
+        solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
         products: how kernel products are computed.
         generator: a generator, or the seed of one. The global generator is never touched.
         progress: True shows a bar for every solve; a callable gets every `gpy_iterative.progress.ProgressReport`.
@@ -66,8 +66,8 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         num_frequencies: int | None = None,
         prior: Literal["features", "exact"] = "features",
         corrected: bool = True,
-        solver: Solver | None = None,
         warm_start: Literal["extrapolated", "previous", False] = "extrapolated",
+        solver: Solver | None = None,
         products: KernelProducts | None = None,
         generator: torch.Generator | int | None = None,
         progress: Progress = False,
@@ -84,8 +84,8 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
             likelihood,
             model,
             probes=probes,
-            solver=solver,
             warm_start=warm_start,
+            solver=solver,
             products=products,
             generator=generator,
             progress=progress,

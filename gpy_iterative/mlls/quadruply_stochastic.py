@@ -17,7 +17,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
 from gpy_iterative.likelihoods import check_support, is_log_concave
 from gpy_iterative.mlls.control_variate import ControlVariate
@@ -116,8 +116,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
-        if not 0 <= control_coefficient <= 1:
-            raise ValueError(f"control_coefficient must lie between 0 and 1, got {control_coefficient}.")
+        check_fraction("control_coefficient", control_coefficient, ends=True)
         if isinstance(likelihood, GaussianLikelihood) and likelihood.noise.numel() != 1:
             raise ValueError(
                 f"A batch of models is not supported: the likelihood has noise variances of shape "

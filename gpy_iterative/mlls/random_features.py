@@ -5,11 +5,8 @@ appendix B. With f_k the log likelihood of the first m_k of a set of random freq
 exact one, f_0 + (f_k - f_{k-1}) / p_k has the exact expectation for k drawn with probability p_k.
 """
 
-import math
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -20,73 +17,15 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import UnsupportedLikelihoodError
-from gpy_iterative.linear_operators import KernelProducts, KernelTerm, NoisyLinearOperator, kernel_terms
+from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, kernel_terms
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood
-from gpy_iterative.mlls.estimates import DensityEstimate, Estimate, check_estimated
-from gpy_iterative.mlls.feature_density import FeatureDensity, FeatureDensityTerm
+from gpy_iterative.mlls.estimates import Estimate
+from gpy_iterative.mlls.feature_density import FeatureDensity
+from gpy_iterative.mlls.feature_estimate import FeatureEstimate, FeatureStep
 from gpy_iterative.mlls.report import FrequencyReport
-from gpy_iterative.mlls.surrogate import with_derivatives
-from gpy_iterative.solvers import Solver, SolveStats, SolveStatus
+from gpy_iterative.mlls.training_state import TrainingState
+from gpy_iterative.solvers import Solver
 from gpy_iterative.spectral import Draws, RandomFourierFeatures, draws_under
-
-
-@dataclass(frozen=True)
-class FeatureEstimate:
-    """A weighted sum of log densities of parts of one feature matrix, and perhaps of the exact one.
-
-    Attributes:
-        features: Phi [*b, n, F], with the graph to the hyperparameters.
-        terms: densities and their weights in the sum.
-        exact: the exact density and its weight.
-        stats, truncation: as in DensityEstimate.
-    """
-
-    features: Tensor
-    terms: Sequence[tuple[float, FeatureDensityTerm]]
-    exact: tuple[float, DensityEstimate] | None
-    stats: SolveStats
-    truncation: FrequencyReport
-
-    def __post_init__(self) -> None:
-        check_estimated("value", self.value)
-        for _, term in self.terms:
-            for derivative in (term.by_features, term.by_noise, term.by_residual):
-                check_estimated("derivative", derivative)
-
-    @property
-    def status(self) -> SolveStatus:
-        """Dense factors always converge; what is random is told in `truncation`."""
-        return SolveStatus.CONVERGED
-
-    @property
-    def value_sem(self) -> Tensor:
-        """One draw knows nothing of its own error: NaN."""
-        return torch.full_like(self.value, math.nan)
-
-    @property
-    def value(self) -> Tensor:
-        """The sum, [*b]."""
-        total = sum(weight * term.value for weight, term in self.terms)
-        if self.exact is not None:
-            total = total + self.exact[0] * self.exact[1].value.double()
-        return torch.as_tensor(total).to(self.features)
-
-    def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
-        """The value [*b], connected with the parameters behind features, noise and residual."""
-        assert isinstance(operator, NoisyLinearOperator)
-        by_features = torch.zeros_like(self.features.detach())
-        by_noise, by_residual = torch.zeros_like(residual.detach()), torch.zeros_like(residual.detach())
-        for weight, term in self.terms:
-            by_features.index_add_(-1, term.columns, weight * term.by_features)
-            by_noise += weight * term.by_noise
-            by_residual += weight * term.by_residual
-        pairs = [(self.features, by_features), (operator.noise, by_noise), (residual, by_residual)]
-        value = with_derivatives(self.value, pairs)
-        if self.exact is not None:
-            weight, estimate = self.exact
-            exact = estimate.with_gradient(operator, residual)
-            value = value + weight * (exact - exact.detach())
-        return value
 
 
 class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
@@ -100,18 +39,9 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         resample: bool,
         solver: Solver | None,
         products: KernelProducts | None,
-        generator: torch.Generator | int | None,
-        distribution: str,
+        state: TrainingState,
     ) -> None:
-        super().__init__(
-            likelihood,
-            model,
-            solver=solver,
-            warm_start=False,
-            products=products,
-            generator=generator,
-            distribution=distribution,
-        )
+        super().__init__(likelihood, model, solver=solver, products=products, state=state)
         self.resample = resample
 
     def _has_separate_estimates(self, estimate: Estimate) -> bool:
@@ -123,15 +53,7 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         """How many frequencies this step needs, and what else was drawn."""
 
     @abstractmethod
-    def _combined(
-        self,
-        operator: NoisyLinearOperator,
-        residual: Tensor,
-        terms: list[KernelTerm],
-        features: RandomFourierFeatures,
-        density: FeatureDensity,
-        draws: Draws,
-    ) -> tuple[list[tuple[float, FeatureDensityTerm]], tuple[float, DensityEstimate] | None, FrequencyReport]:
+    def _combined(self, step: FeatureStep) -> FeatureEstimate:
         """The weighted densities of this step, and what to report."""
 
     def _estimate(
@@ -164,9 +86,7 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             matrix = matrix.expand(*operator.batch_shape, *matrix.shape[-2:])
         noise = operator.noise.detach().expand(operator.shape[:-1])
         density = FeatureDensity(matrix.detach(), noise, residual)
-        weighted, exact, report = self._combined(operator, residual, terms, features, density, draws)
-        stats = SolveStats(0, 0.0, 0.0, {"targets": 0.0}, time.perf_counter() - start)
-        return FeatureEstimate(matrix, weighted, exact, stats, report)
+        return self._combined(FeatureStep(operator, residual, terms, features, matrix, density, draws, start))
 
 
 class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
@@ -206,28 +126,12 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         generator: torch.Generator | int | None = None,
     ) -> None:
         check_count("num_frequencies", num_frequencies)
-        super().__init__(
-            likelihood,
-            model,
-            resample=resample,
-            solver=solver,
-            products=products,
-            generator=generator,
-            distribution=f"random features of {num_frequencies} frequencies",
-        )
+        state = TrainingState.begin(generator, f"random features of {num_frequencies} frequencies")
+        super().__init__(likelihood, model, resample=resample, solver=solver, products=products, state=state)
         self.num_frequencies = num_frequencies
 
     def _draw(self, num_data: int) -> tuple[int, Draws]:
         return self.num_frequencies, {}
 
-    def _combined(
-        self,
-        operator: NoisyLinearOperator,
-        residual: Tensor,
-        terms: list[KernelTerm],
-        features: RandomFourierFeatures,
-        density: FeatureDensity,
-        draws: Draws,
-    ) -> tuple[list[tuple[float, FeatureDensityTerm]], tuple[float, DensityEstimate] | None, FrequencyReport]:
-        term = density.term(*features.leading(terms, self.num_frequencies))
-        return [(1.0, term)], None, FrequencyReport(self.num_frequencies)
+    def _combined(self, step: FeatureStep) -> FeatureEstimate:
+        return step.combined([(1.0, step.leading(self.num_frequencies))], FrequencyReport(self.num_frequencies))

@@ -28,6 +28,7 @@ from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood
 from gpy_iterative.mlls.estimates import DensityEstimate
 from gpy_iterative.mlls.report import TruncationReport
+from gpy_iterative.mlls.training_state import TrainingState
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, Probes, Rademacher
 from gpy_iterative.solvers import (
@@ -108,15 +109,8 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if not resample:  # kept draws have the weights of the distribution that they come from
             name = truncation if dataclasses.is_dataclass(truncation) else type(truncation).__qualname__
             distribution += f", frozen draws of {name}"
-        super().__init__(
-            likelihood,
-            model,
-            solver=solver,
-            warm_start=False,
-            products=products,
-            generator=generator,
-            distribution=distribution,
-        )
+        state = TrainingState.begin(generator, distribution)
+        super().__init__(likelihood, model, solver=solver, products=products, state=state)
         self.probes = probes
         self.truncation = truncation
         self.num_truncations = num_truncations

@@ -12,13 +12,13 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators import KernelProducts, KernelTerm, NoisyLinearOperator
-from gpy_iterative.mlls.estimates import DensityEstimate, exact_estimate
-from gpy_iterative.mlls.feature_density import FeatureDensity, FeatureDensityTerm
+from gpy_iterative.linear_operators import KernelProducts
+from gpy_iterative.mlls.feature_estimate import FeatureEstimate, FeatureStep
 from gpy_iterative.mlls.random_features import RandomFeatureMarginalLogLikelihood
 from gpy_iterative.mlls.report import FrequencyReport
-from gpy_iterative.solvers import Cholesky, Solver
-from gpy_iterative.spectral import Draws, RandomFourierFeatures
+from gpy_iterative.mlls.training_state import TrainingState
+from gpy_iterative.solvers import Solver
+from gpy_iterative.spectral import Draws
 
 #: Probability of the exact term before its jump has been seen, where probabilities adapt.
 EXACT_SHARE = 0.4
@@ -94,18 +94,12 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         adapts = isinstance(probabilities, str) and probabilities == "adaptive"
         if not resample and adapts:
             raise ValueError("resample=False freezes the draw, whose probabilities cannot adapt: take 'inverse'.")
-        super().__init__(
-            likelihood,
-            model,
-            resample=resample,
-            solver=solver,
-            products=products,
-            generator=generator,
-            distribution=(
-                f"a single sample from {min_frequencies} to {max_frequencies or 'half of the data'} frequencies in steps "
-                f"of {frequency_step}, {'exact' if exact_last else 'features'} in the end"
-            ),
+        state = TrainingState.begin(
+            generator,
+            f"a single sample from {min_frequencies} to {max_frequencies or 'half of the data'} frequencies in steps "
+            f"of {frequency_step}, {'exact' if exact_last else 'features'} in the end",
         )
+        super().__init__(likelihood, model, resample=resample, solver=solver, products=products, state=state)
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
         self.max_frequencies = max_frequencies
         self.probabilities, self.exact_last, self._adapts = probabilities, exact_last, adapts
@@ -163,33 +157,24 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         drawn = {"index": torch.tensor(index), "probability": probabilities[index - 1]}
         return int(grid[index - 1] if is_exact else grid[index]), drawn
 
-    def _combined(
-        self,
-        operator: NoisyLinearOperator,
-        residual: Tensor,
-        terms: list[KernelTerm],
-        features: RandomFourierFeatures,
-        density: FeatureDensity,
-        draws: Draws,
-    ) -> tuple[list[tuple[float, FeatureDensityTerm]], tuple[float, DensityEstimate] | None, FrequencyReport]:
-        grid, index = self._grid(operator.shape[-1]), int(draws["index"])
-        probability = float(draws["probability"])
+    def _combined(self, step: FeatureStep) -> FeatureEstimate:
+        grid, index = self._grid(step.num_data), int(step.draws["index"])
+        probability = float(step.draws["probability"])
         is_exact = self.exact_last and index == len(grid) - 1
         lower = int(grid[index - 1])
         weights = {self.min_frequencies: 1.0}
         weights[lower] = weights.get(lower, 0.0) - 1 / probability
         if not is_exact:
             weights[int(grid[index])] = 1 / probability
-        values = {count: density.term(*features.leading(terms, count)) for count in weights}
-        exact = exact_estimate(operator, residual, Cholesky()) if is_exact else None
+        values = {count: step.leading(count) for count in weights}
+        exact = step.exact() if is_exact else None
         upper = values[int(grid[index])].value if exact is None else exact.value.double()
         if self._adapts:
             self._remember(len(grid) - 1, index, float((upper - values[lower].value).square().mean()))
-        report = FrequencyReport(features.num_frequencies, index, probability, is_exact)
-        return (
+        return step.combined(
             [(weight, values[count]) for count, weight in weights.items()],
-            None if exact is None else (1 / probability, exact),
-            report,
+            FrequencyReport(step.features.num_frequencies, index, probability, is_exact),
+            exact=None if exact is None else (1 / probability, exact),
         )
 
     def _remember(self, increments: int, index: int, square: float) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +37,16 @@ class TrainingState:
     frozen: dict[str, Randomness] = field(default_factory=dict)
     shape: torch.Size | None = None
     like: Tensor | None = None  # empty, of the problem's dtype and device; draws may have another dtype
+
+    @classmethod
+    def begin(
+        cls,
+        generator: torch.Generator | int | None,
+        distribution: str,
+        warm_start: Literal["extrapolated", "previous", False] = False,
+    ) -> "TrainingState":
+        """Of a run that has made no step yet; `generator` as in `make_generator`, `warm_start` as in `WarmStart`."""
+        return cls(make_generator(generator), WarmStart(warm_start), distribution)
 
     def draws_for(
         self, name: str, like: Tensor, shape: torch.Size, draw: Callable[[], Randomness], *, keep: bool = True

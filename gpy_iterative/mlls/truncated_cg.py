@@ -22,9 +22,9 @@ class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
         model: a `gpytorch.models.ExactGP`.
         num_steps: of every solve.
+        tolerance: relative residual at which a column stops earlier; None is 1e-10 in float64 and 1e-6 in float32.
         num_probes: probe vectors, of the preconditioner's covariance.
         preconditioner: None is the identity.
-        tolerance: relative residual at which a column stops earlier; None is 1e-10 in float64 and 1e-6 in float32.
         resample: False keeps the probes of the first step.
         solver: of predictions; None is Cholesky up to 3,000 data, and beyond conjugate gradients to 1e-4.
         products: how kernel products are computed.
@@ -41,9 +41,9 @@ class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         model: ExactGP,
         *,
         num_steps: int = 100,
+        tolerance: float | None = None,
         num_probes: int = 10,
         preconditioner: PivotedCholesky | None = PivotedCholesky(rank=5),  # noqa: B008
-        tolerance: float | None = None,
         resample: bool = True,
         solver: Solver | None = None,
         products: KernelProducts | None = None,

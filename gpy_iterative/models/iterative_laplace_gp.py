@@ -13,6 +13,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, check_instance
 from gpy_iterative.likelihoods import PointwiseLikelihood, check_laplace_likelihood
 from gpy_iterative.likelihoods.predictive import (
+    LatentMarginals,
     PredictiveMethod,
     check_predictive_method,
     class_probabilities,
@@ -207,10 +208,9 @@ class IterativeLaplaceGP(GP):
         """
         check_predictive_method(method)
         mean, covariance = self.posterior().moments(*inputs)
+        latent = LatentMarginals(mean.flatten(0, -2), covariance.flatten(0, -3))
         with torch.no_grad():
-            probabilities = class_probabilities(
-                self.likelihood, mean.flatten(0, -2), covariance.flatten(0, -3), method, num_samples, self._generator()
-            )
+            probabilities = class_probabilities(self.likelihood, latent, method, num_samples, self._generator())
         shape = (*mean.shape[:-1], *probabilities.shape[1:])
         return probabilities.view(shape).to(self._dtype)
 
@@ -244,10 +244,9 @@ class IterativeLaplaceGP(GP):
                 f"{tuple(mean.shape[:-1])} points."
             )
         likelihood = PointwiseLikelihood(self.likelihood, targets, mean.shape[-1], params)
+        latent = LatentMarginals(mean, covariance)
         with torch.no_grad():
-            return predictive_log_probs(likelihood, mean, covariance, method, num_samples, self._generator()).to(
-                self._dtype
-            )
+            return predictive_log_probs(likelihood, latent, method, num_samples, self._generator()).to(self._dtype)
 
     def posterior_variance(self, *inputs: Tensor) -> VarianceSplit:
         """The latent variance at test inputs, and its mathematical and computational parts.

@@ -7,7 +7,7 @@ import torch
 from gpytorch.likelihoods import Likelihood
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.models.feature_weights import FeatureWeights
 from gpy_iterative.models.quadruply_stochastic_gp import QuadruplyStochasticGP
 
@@ -103,8 +103,7 @@ class QuadruplyStochasticOptimizer:
         check_count("num_steps", num_steps)
         _check_rate("learning_rate", learning_rate)
         _check_rate("final_fraction", final_fraction)
-        if not 0 <= hyper_learning_rate <= 1:
-            raise ValueError(f"hyper_learning_rate must lie between 0 and 1, got {hyper_learning_rate}.")
+        check_fraction("hyper_learning_rate", hyper_learning_rate, ends=True)
         frozen = num_steps // 10 if num_frozen_steps is None else num_frozen_steps
         if not 0 <= frozen <= num_steps:
             raise ValueError(f"num_frozen_steps must lie between 0 and num_steps = {num_steps}, got {frozen}.")

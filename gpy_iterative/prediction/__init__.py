@@ -3,12 +3,8 @@
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.prediction.joint_prior import checked_inputs, fixed_parameters, graph_for
 from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths
-from gpy_iterative.prediction.laplace_posterior import (
-    LaplacePosterior,
-    VarianceSplit,
-    check_targets_fit,
-    observed_points,
-)
+from gpy_iterative.prediction.laplace_posterior import LaplacePosterior, VarianceSplit
+from gpy_iterative.prediction.laplace_targets import check_targets_fit, observed_points
 from gpy_iterative.prediction.latent_blocks import latent_terms
 from gpy_iterative.prediction.posterior import PathwisePosterior
 from gpy_iterative.prediction.sample_paths import SamplePaths

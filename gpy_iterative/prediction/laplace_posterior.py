@@ -1,13 +1,11 @@
 """The latent posterior around a mode, or a refinement of it: mean k(x, X) v, covariance k(x, x) - k(x, X) Q Q^T k(X, x)."""
 
 import copy
-import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import gpytorch
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import Likelihood
@@ -18,33 +16,21 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
-from gpy_iterative.likelihoods import PointwiseLikelihood
-from gpy_iterative.linear_operators import (
-    KernelProducts,
-    LatentPrior,
-    latent_prior,
-    num_latents,
-    point_blocks,
-)
+from gpy_iterative.linear_operators import KernelProducts, point_blocks
 from gpy_iterative.prediction.blocks import product
 from gpy_iterative.prediction.joint_prior import checked_inputs, fixed_parameters, graph_for
+from gpy_iterative.prediction.laplace_fit import LaplaceFit, LaplaceFits
 from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths, PriorFunctions
 from gpy_iterative.prediction.latent_blocks import latent_blocks, latent_covariance, latent_terms
-from gpy_iterative.prediction.snapshot import ModelSnapshot
-from gpy_iterative.prediction.training_system import LikelihoodParams, check_inputs, evaluating, prior_at
+from gpy_iterative.prediction.training_system import evaluating
 from gpy_iterative.progress import Progress, reporting_solve
 from gpy_iterative.solvers import ConjugateGradients, SolveStats, SolveStatus
 from gpy_iterative.solvers.laplace import (
     LaplaceSolution,
     LaplaceSolver,
-    default_laplace_solver,
-    mode_advice,
     nystrom_preconditioner,
-    refine,
     whitened_system,
 )
-
-logger = logging.getLogger(__name__)
 
 #: Test points whose block k(x, X) Q is held at a time.
 CHUNK_POINTS = 1024
@@ -66,28 +52,6 @@ class VarianceSplit:
     total: Tensor
     mathematical: Tensor
     computational: Tensor
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """What was solved: the data that were kept, their prior without graph, and the mode or its last refinement.
-
-    Attributes:
-        mode_weights: v [n, C] of the mode.
-        stats: of the mode's solve and of each refinement.
-    """
-
-    inputs: list[Tensor]
-    targets: Tensor
-    prior: LatentPrior
-    distribution: MultivariateNormal
-    solution: LaplaceSolution
-    mode_weights: Tensor
-    stats: tuple[SolveStats, ...]
-
-    @property
-    def num_refinements(self) -> int:
-        return len(self.stats) - 1
 
 
 class LaplacePosterior:
@@ -133,12 +97,19 @@ class LaplacePosterior:
     ) -> None:
         self.model, self.likelihood = model, likelihood
         self._progress, self.num_refinements = progress, num_refinements
-        self._solver, self._products = solver, KernelProducts() if products is None else products
+        self._products = KernelProducts() if products is None else products
         self._seed = seed
-        self._params = LikelihoodParams(params, model) if params else None
-        with evaluating(model, likelihood):
-            self._snapshot = ModelSnapshot.of(model, likelihood)
-            self._fit = self._refined(self._solved(initial_weights))
+        self._fits = LaplaceFits(
+            model,
+            likelihood,
+            solver=solver,
+            products=self._products,
+            seed=seed,
+            initial_weights=initial_weights,
+            params=params,
+            progress=progress,
+        )
+        self._fits.current(self.num_refinements)
 
     @property
     def num_refinements(self) -> int:
@@ -176,7 +147,7 @@ class LaplacePosterior:
         with evaluating(self.model, self.likelihood), graph_for(inputs), fixed_parameters(self.model):
             fit, points = self._current(), self._checked(inputs)
             batch, flat = points[0].shape[:-2], [x.reshape(-1, x.shape[-1]) for x in points]
-            mean, root, whole = self._conditioned(fit, _columns(fit), flat)
+            mean, root, whole = self._conditioned(fit, fit.columns(), flat)
             latents = fit.prior.num_latents
             count = points[0].shape[-2]
             mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, root.shape[-1])
@@ -195,7 +166,7 @@ class LaplacePosterior:
             fit, points = self._current(), self._checked(inputs)
             batch, count = points[0].shape[:-2], points[0].shape[-2]
             flat = [x.reshape(-1, x.shape[-1]) for x in points]
-            columns, latents, means, blocks = _columns(fit), fit.prior.num_latents, [], []
+            columns, latents, means, blocks = fit.columns(), fit.prior.num_latents, [], []
             for start in range(0, max(flat[0].shape[0], 1), CHUNK_POINTS):
                 mean, root, prior = self._conditioned(fit, columns, [x[start : start + CHUNK_POINTS] for x in flat])
                 known = root.double().view(-1, latents, root.shape[-1])
@@ -260,89 +231,30 @@ class LaplacePosterior:
         model = copy.deepcopy(self.model).eval()
         return LaplaceSamplePaths(model, functions, fit.inputs, update, self._products)
 
-    # Solves and blocks
-
-    def _current(self) -> _Fit:
-        with evaluating(self.model, self.likelihood):
-            fit, snapshot = self._fit, self._snapshot
-            if not snapshot.describes(self.model, self.likelihood):
-                snapshot = ModelSnapshot.of(self.model, self.likelihood)
-                fit = self._solved(fit.mode_weights)
-            elif fit.num_refinements > self.num_refinements:
-                fit = self._solved(None)  # cold: a warm start would compute a smaller subspace
-            self._fit, self._snapshot = self._refined(fit), snapshot
-        return self._fit
-
-    @torch.inference_mode(False)
-    def _refined(self, fit: _Fit) -> _Fit:
-        while fit.num_refinements < self.num_refinements:
-            solution = refine(
-                self._mode_solver(fit.prior),
-                fit.prior,
-                self._pointwise(fit.targets, fit.prior),
-                fit.solution,
-                generator=self._generator(),
-            )
-            fit = replace(fit, solution=solution, stats=(*fit.stats, solution.stats))
-            if not solution.converged:
-                warnings.warn(
-                    f"Refinement {fit.num_refinements}: {mode_advice(solution)}", ConvergenceWarning, stacklevel=5
-                )
-        return fit
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _solved(self, initial_weights: Tensor | None) -> _Fit:
-        if self.model.train_inputs is None or self.model.train_targets is None:
-            raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
-        check_inputs(self.model)
-        inputs, targets = list(self.model.train_inputs), self.model.train_targets
-        observed = observed_points(targets)
-        if observed is not None:
-            inputs, targets = [x[observed] for x in inputs], targets[observed]
-        distribution = prior_at(self.model, inputs)
-        check_targets_fit(distribution, targets)
-        prior = latent_prior(distribution, self._products)
-        prior = LatentPrior(prior.operator.detach().clone(), prior.mean.detach().clone())
-        likelihood = self._pointwise(targets, prior)
-        with reporting_solve(self._progress, "mode", "products") as callback:
-            solution = self._mode_solver(prior).solve(
-                prior, likelihood, initial_weights=initial_weights, generator=self._generator(), callback=callback
-            )
-        logger.info("mode of %d data: %s", len(targets), solution.stats)
-        if not solution.converged:
-            warnings.warn(mode_advice(solution), ConvergenceWarning, stacklevel=4)
-        return _Fit(inputs, targets, prior, distribution, solution, solution.value, (solution.stats,))
-
-    def _pointwise(self, targets: Tensor, prior: LatentPrior) -> PointwiseLikelihood:
-        params = () if self._params is None else self._params.current(self.model)
-        return PointwiseLikelihood(self.likelihood, targets, prior.num_latents, params)
-
-    def _mode_solver(self, prior: LatentPrior) -> LaplaceSolver:
-        return default_laplace_solver(prior.size) if self._solver is None else self._solver
-
-    def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self._seed)
+    def _current(self) -> LaplaceFit:
+        return self._fits.current(self.num_refinements)
 
     def _checked(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         points = checked_inputs(list(self.model.train_inputs or ()), inputs)
         batch = torch.broadcast_shapes(*(x.shape[:-2] for x in points))
         return [x.expand(*batch, *x.shape[-2:]) for x in points]
 
-    def _conditioned(self, fit: _Fit, columns: Tensor, flat: list[Tensor]) -> tuple[Tensor, Tensor, LinearOperator]:
+    def _conditioned(
+        self, fit: LaplaceFit, columns: Tensor, flat: list[Tensor]
+    ) -> tuple[Tensor, Tensor, LinearOperator]:
         """Posterior means [t C], K(x, X) Q [t C, B] and the prior K(x, x) [t C, t C] at a list of points [t, d]."""
         blocks = latent_blocks(self.model, fit.inputs, flat, self._products)
         found = product(blocks.test_train, columns)
         return blocks.mean.reshape(-1) + found[:, 0], found[:, 1:], blocks.test_test
 
-    def _exact_variance(self, fit: _Fit, flat: list[Tensor], tolerance: float) -> Tensor:
+    def _exact_variance(self, fit: LaplaceFit, flat: list[Tensor], tolerance: float) -> Tensor:
         blocks, latents = latent_blocks(self.model, fit.inputs, flat, self._products), fit.prior.num_latents
         cross = blocks.test_train.to_dense().double().mT
         whitened = fit.solution.curvature.root_t(cross)
         known = (whitened * self._solve(fit, whitened, tolerance=tolerance)).sum(0).view(-1, latents)
         return (point_blocks(blocks.test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)
 
-    def _solve(self, fit: _Fit, columns: Tensor, *, tolerance: float) -> Tensor:
+    def _solve(self, fit: LaplaceFit, columns: Tensor, *, tolerance: float) -> Tensor:
         """(I + R^T K R)^-1 columns in float64, preconditioned with the mode's actions."""
         dtype, solution = fit.prior.operator.dtype, fit.solution
         preconditioner = nystrom_preconditioner(solution.curvature, solution.actions, solution.images, dtype)
@@ -359,45 +271,6 @@ class LaplacePosterior:
                 stacklevel=4,
             )
         return found.value.double()
-
-
-def _columns(fit: _Fit) -> Tensor:
-    """[v, Q] [n C, 1 + B] in the kernel's dtype: what k(x, X) is multiplied with."""
-    return torch.cat([fit.solution.value.view(-1, 1), fit.solution.root], dim=-1).to(fit.prior.mean.dtype)
-
-
-def observed_points(targets: Tensor) -> Tensor | None:
-    """Which points have targets, [n] bool, under GPyTorch's `observation_nan_policy` "mask"; None when all have.
-
-    Raises:
-        ValueError: under the policy "fill", which has no meaning for a likelihood that is not Gaussian.
-    """
-    policy = gpytorch.settings.observation_nan_policy.value()
-    if policy == "fill":
-        raise ValueError("observation_nan_policy('fill') has no meaning here; use 'mask', which drops the points.")
-    if policy == "ignore" or not targets.is_floating_point():
-        return None
-    missing = torch.isnan(targets)
-    observed = ~(missing if targets.dim() == 1 else missing.flatten(1).any(-1))
-    return None if bool(observed.all()) else observed
-
-
-def check_targets_fit(distribution: MultivariateNormal, targets: Tensor) -> None:
-    """Raises ValueError unless there is one target, or one row of them, for each of the prior's points."""
-    latents = num_latents(distribution)
-    points = distribution.mean.numel() // latents
-    if not isinstance(targets, Tensor):
-        raise ValueError(f"The targets must be a tensor [n], got {type(targets).__name__}.")
-    if targets.shape[:1] != (points,) or targets.dim() > 2 or (targets.dim() == 2 and targets.shape[1] != latents):
-        hint = " Use targets.squeeze(-1)." if targets.shape[-1:] == (1,) else ""
-        raise ValueError(
-            f"Laplace's method takes one problem with targets [{points}]; their shape is {tuple(targets.shape)}.{hint}"
-        )
-    if targets.dim() == 2 and not isinstance(distribution, MultitaskMultivariateNormal):
-        hint = "Use targets.squeeze(-1)." if targets.shape[-1] == 1 else "Batches need one model for each problem."
-        raise ValueError(f"The targets must be [n], got {tuple(targets.shape)}. {hint}")
-    if targets.device != distribution.mean.device:
-        raise ValueError(f"The targets are on {targets.device}, the model's output on {distribution.mean.device}.")
 
 
 def _clamped(blocks: Tensor, prior: Tensor) -> Tensor:

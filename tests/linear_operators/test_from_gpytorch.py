@@ -1,59 +1,27 @@
-"""Every kind of prior and likelihood becomes the operator that GPyTorch would have evaluated, gradients included."""
+"""Which operator stands for which prior, and what it leaves unevaluated."""
 
 import gpytorch
 import pytest
 import torch
 from gpytorch import kernels
 from linear_operator.operators import (
-    DenseLinearOperator,
     KroneckerProductLinearOperator,
     MaskedLinearOperator,
     SumBatchLinearOperator,
     SumLinearOperator,
 )
 
-from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators import (
     GenericKernelLinearOperator,
     KernelProducts,
-    NoisyLinearOperator,
     RadialKernelLinearOperator,
     TileCaches,
     kernel_operator,
-    kernel_terms,
     noisy_operator,
 )
 from tests.mlls.gaussian_models import CASES, Regression, data
 
 PRODUCTS = KernelProducts(tile_size=16)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_operator_equals_gpytorchs_matrix_with_gradients(name: str) -> None:
-    case = CASES[name]()
-    case.model.train()
-    parameters = list(case.model.parameters())
-    operator = noisy_operator(case.likelihood, case.model(case.x), *case.params, products=PRODUCTS)
-    expected = case.likelihood(case.model(case.x), *case.params).lazy_covariance_matrix.to_dense()
-    rhs = torch.randn(*expected.shape[:-1], 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert operator.shape == expected.shape
-    with torch.no_grad():
-        torch.testing.assert_close(operator._matmul(rhs), expected @ rhs)
-        torch.testing.assert_close(operator.to_dense(), expected)
-    theirs = torch.autograd.grad((rhs * (expected @ rhs)).sum(), parameters, allow_unused=True)
-    pairs = [
-        (tensor, gradient)
-        for tensor, gradient in zip(operator.representation(), operator._bilinear_derivative(rhs, rhs), strict=True)
-        if gradient is not None
-    ]
-    ours = torch.autograd.grad(
-        [tensor for tensor, _ in pairs], parameters, [gradient for _, gradient in pairs], allow_unused=True
-    )
-    for parameter, mine, other in zip(parameters, ours, theirs, strict=True):
-        zero = torch.zeros_like(parameter)
-        torch.testing.assert_close(
-            zero if mine is None else mine, zero if other is None else other, atol=1e-8, rtol=1e-8
-        )
 
 
 def operator_for(kernel: kernels.Kernel) -> torch.Tensor:
@@ -88,13 +56,6 @@ def test_scale_of_scale_folds_into_one_outputscale() -> None:
     torch.testing.assert_close(operator.outputscale, kernel.outputscale * kernel.base_kernel.outputscale)
 
 
-def test_jitter_of_the_model_goes_to_the_noise() -> None:
-    case = CASES["sum-in-forward"]()
-    operator = noisy_operator(case.likelihood, case.model(case.x), products=PRODUCTS)
-    assert isinstance(operator, NoisyLinearOperator)
-    torch.testing.assert_close(operator.noise, (case.likelihood.noise + 1e-3).expand(40))
-
-
 def test_multitask_keeps_its_kronecker_structure() -> None:
     case = CASES["multitask"]()
     operator = noisy_operator(case.likelihood, case.model(case.x), products=PRODUCTS)
@@ -125,21 +86,6 @@ def test_cross_covariances_are_slices_of_the_joint_one() -> None:
     assert isinstance(cross, RadialKernelLinearOperator)
     with torch.no_grad():
         torch.testing.assert_close(cross.to_dense(), model.covar_module(x[20:], x[:20]).to_dense())
-
-
-def test_terms_of_a_sum() -> None:
-    x, _ = data(20)
-    first, second = kernels.RBFKernel(active_dims=(0, 2)).double(), kernels.ScaleKernel(kernels.RQKernel()).double()
-    terms = kernel_terms(first(x) + 0.5 * second(x).add_jitter(1e-3))
-    assert [term.kernel for term in terms] == [first, second]
-    assert terms[0].scale is None
-    assert terms[1].scale.item() == 0.5
-    torch.testing.assert_close(terms[0].inputs, x[:, [0, 2]])
-
-
-def test_a_bare_matrix_has_no_terms() -> None:
-    with pytest.raises(SpectralDensityMissingError, match=r"DenseLinearOperator[\s\S]*Hutchinson"):
-        kernel_terms(DenseLinearOperator(torch.eye(3)))
 
 
 def test_caches_are_shared_by_the_steps_of_a_run_and_share_a_budget() -> None:

@@ -1,0 +1,44 @@
+"""Every kind of prior and likelihood becomes the operator that GPyTorch would have evaluated, gradients included."""
+
+import pytest
+import torch
+
+from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, noisy_operator
+from tests.mlls.gaussian_models import CASES
+
+PRODUCTS = KernelProducts(tile_size=16)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operator_equals_gpytorchs_matrix_with_gradients(name: str) -> None:
+    case = CASES[name]()
+    case.model.train()
+    parameters = list(case.model.parameters())
+    operator = noisy_operator(case.likelihood, case.model(case.x), *case.params, products=PRODUCTS)
+    expected = case.likelihood(case.model(case.x), *case.params).lazy_covariance_matrix.to_dense()
+    rhs = torch.randn(*expected.shape[:-1], 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert operator.shape == expected.shape
+    with torch.no_grad():
+        torch.testing.assert_close(operator._matmul(rhs), expected @ rhs)
+        torch.testing.assert_close(operator.to_dense(), expected)
+    theirs = torch.autograd.grad((rhs * (expected @ rhs)).sum(), parameters, allow_unused=True)
+    pairs = [
+        (tensor, gradient)
+        for tensor, gradient in zip(operator.representation(), operator._bilinear_derivative(rhs, rhs), strict=True)
+        if gradient is not None
+    ]
+    ours = torch.autograd.grad(
+        [tensor for tensor, _ in pairs], parameters, [gradient for _, gradient in pairs], allow_unused=True
+    )
+    for parameter, mine, other in zip(parameters, ours, theirs, strict=True):
+        zero = torch.zeros_like(parameter)
+        torch.testing.assert_close(
+            zero if mine is None else mine, zero if other is None else other, atol=1e-8, rtol=1e-8
+        )
+
+
+def test_jitter_of_the_model_goes_to_the_noise() -> None:
+    case = CASES["sum-in-forward"]()
+    operator = noisy_operator(case.likelihood, case.model(case.x), products=PRODUCTS)
+    assert isinstance(operator, NoisyLinearOperator)
+    torch.testing.assert_close(operator.noise, (case.likelihood.noise + 1e-3).expand(40))

@@ -1,0 +1,25 @@
+"""The kernels that a prior is the sum of."""
+
+import pytest
+import torch
+from gpytorch import kernels
+from linear_operator.operators import DenseLinearOperator
+
+from gpy_iterative.errors import SpectralDensityMissingError
+from gpy_iterative.linear_operators import kernel_terms
+from tests.mlls.gaussian_models import data
+
+
+def test_terms_of_a_sum() -> None:
+    x, _ = data(20)
+    first, second = kernels.RBFKernel(active_dims=(0, 2)).double(), kernels.ScaleKernel(kernels.RQKernel()).double()
+    terms = kernel_terms(first(x) + 0.5 * second(x).add_jitter(1e-3))
+    assert [term.kernel for term in terms] == [first, second]
+    assert terms[0].scale is None
+    assert terms[1].scale.item() == 0.5
+    torch.testing.assert_close(terms[0].inputs, x[:, [0, 2]])
+
+
+def test_a_bare_matrix_has_no_terms() -> None:
+    with pytest.raises(SpectralDensityMissingError, match=r"DenseLinearOperator[\s\S]*Hutchinson"):
+        kernel_terms(DenseLinearOperator(torch.eye(3)))
