@@ -18,11 +18,13 @@ from gpy_iterative.linear_operators import (
     columns_matmul,
     kernel_operator,
     lower_precision,
+    native_precision,
     principal_block,
     rows_matmul,
 )
 from gpy_iterative.linear_operators.precision import KEPT, TileArithmetic, _tensor_float32, tile_arithmetic
 from gpy_iterative.linear_operators.radial_functions import MATERN32
+from gpy_iterative.linear_operators.radial_tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles import TiledLinearOperator
 
 N = 45
@@ -124,6 +126,26 @@ def test_whatever_a_kernel_is_part_of(name: str, precision: str) -> None:
         assert error > 1e-6
     index = (0,) * len(operator.batch_shape)
     assert lower_precision(operator[index] if index else operator) is not None
+
+
+@pytest.mark.parametrize("name", compositions())
+def test_native_products_of_whatever_a_kernel_is_part_of(name: str) -> None:
+    operator = compositions()[name](KernelProducts(tile_size=4, precision="bfloat16"))
+    native = native_precision(operator)
+    assert lower_precision(native) is None
+    assert native_precision(native) is native
+    own = zip(operator.representation(), native.representation(), strict=True)
+    assert all(tensor is other for tensor, other in own)
+    rhs = random(*operator.batch_shape, operator.shape[-1], 2, seed=1)
+    with torch.no_grad():
+        assert torch.equal(native._matmul(rhs), operator._matmul(rhs))
+
+
+def test_native_products_share_the_kept_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = radial("float32").detach()
+    operator._matmul(torch.ones(N, 1).double())
+    monkeypatch.setattr(RadialTiles, "evaluate", lambda *arguments: pytest.fail("evaluated again"))
+    native_precision(operator)._matmul(torch.ones(N, 1).double())
 
 
 def test_only_kernels_that_ask_for_it_have_twins() -> None:
