@@ -92,17 +92,18 @@ class RefinedColumns(Columns):
         candidate = self.value.clone()
         candidate[:, columns] += self._corrections.latest(iterate, iteration).to(candidate.dtype)
         self._accept_candidate(candidate, iteration)
-        missed = self._is_open(self.norms, self.tolerances) & (self._running <= self._aims)
+        missed = self._is_open(self.norms, self.tolerances) & ~self._is_open(self._running, self._aims)
         self._aims[missed] *= LOWER_AIM
         self._running = self.norms.clone()
 
     def _groups_of_round(self) -> list[ColumnGroup]:
-        """The open columns of every group, with what they aim at now."""
+        """The open columns of every group, with what they aim at now; means where the means are compared."""
+        aims, norms = (torch.Tensor.mean,) * 2 if self.stopping == "mean" else (torch.Tensor.amin, torch.Tensor.amax)
         groups, start = [], 0
         for group in self.groups:
             members = self._round[(self._round >= start) & (self._round < start + group.size)]
             start += group.size
             if len(members):
-                aim = max(float(self._aims[members].min()), self._reduction * float(self.norms[members].max()))
+                aim = max(float(aims(self._aims[members])), self._reduction * float(norms(self.norms[members])))
                 groups.append(ColumnGroup(group.name, len(members), aim))
         return groups

@@ -14,6 +14,7 @@ from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.solvers import (
     AcceleratedSketchAndProject,
     AlternatingProjections,
+    ColumnGroup,
     ConjugateGradients,
     IterativeSolver,
     SolveStatus,
@@ -151,6 +152,32 @@ def test_errors_name_the_column_of_the_whole_system(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ConjugateGradients, "step", spoilt)
     with pytest.raises(NonFiniteError, match="column 3"):
         ConjugateGradients(preconditioner=None).solve(operator, rhs)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("groups", [[64], [1, 63], [32, 32]])
+def test_a_mean_that_one_column_is_behind(precision: Precision, groups: list[int]) -> None:
+    """All others are zero: their mean is below the aim of the worst from the start."""
+    operator = system(0.1, precision=precision)
+    rhs = torch.cat([right_hand_sides()[:, :1], torch.zeros(operator.shape[-1], 63).double()], dim=1)
+    solver = ConjugateGradients(tolerance=0.001, preconditioner=None, stopping="mean")
+    named = [ColumnGroup(str(size), size, 0.001) for size in groups]
+    solution = solver.solve(operator, rhs, groups=named)
+    assert solution.status is SolveStatus.CONVERGED
+    residual = rhs - operator.to_dense() @ solution.value
+    norms = torch.linalg.vector_norm(residual, dim=0) / torch.linalg.vector_norm(rhs[:, 0])
+    assert all(part.mean() <= 0.001 * (1 + 1e-6) for part in norms.split(groups))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_a_mean_of_columns_that_begin_far_apart(precision: Precision) -> None:
+    operator, rhs = system(0.1, precision=precision), right_hand_sides()
+    guess = torch.linalg.solve(operator.to_dense(), rhs)
+    guess[:, 0] = 0
+    solver = ConjugateGradients(tolerance=0.001, preconditioner=None, stopping="mean")
+    solution = solver.solve(operator, rhs, initial_guess=guess)
+    assert solution.status is SolveStatus.CONVERGED
+    assert true_norms(operator, rhs, solution.value).mean() <= 0.001 * (1 + 1e-6)
 
 
 def test_batch_members_are_refined_one_by_one() -> None:
