@@ -72,15 +72,16 @@ class KernelTiles(Tiles):
             return self._operator.evaluate(x1, x2).expand(*self.shape[:-2], -1, -1).clone()
 
     def _block_of_outputs(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        """Rows of one input belong together: whole inputs are evaluated, and rows picked from them."""
+        """Rows of one input belong together, as columns do: whole inputs are evaluated, and entries picked from them."""
         operator, outputs = self._operator, self._outputs
-        if len(self.rows) == len(self.columns) == 1:
-            return operator.evaluate(operator.x1, operator.columns)[..., rows, :][..., columns].clone()
         if isinstance(rows, slice):
             rows = torch.arange(self.shape[-2], device=operator.device)[rows]
         inputs, position = (rows // outputs).unique(return_inverse=True)
-        every = operator.evaluate(operator.x1[..., inputs, :], operator.columns)
-        return every[..., position * outputs + rows % outputs, :][..., columns].clone()
+        start, stop, _ = columns.indices(self.shape[-1])
+        first = start // outputs
+        values = operator.evaluate(operator.x1[..., inputs, :], operator.columns[..., first : -(-stop // outputs), :])
+        values = values[..., position * outputs + rows % outputs, :]
+        return values[..., start - first * outputs : stop - first * outputs].clone()
 
     def _scaled(self, part: slice) -> slice:
         return slice(part.start * self._outputs, part.stop * self._outputs)
