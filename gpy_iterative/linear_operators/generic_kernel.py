@@ -4,6 +4,7 @@ The kernel is called as a function of explicit tensors, inputs and parameters, s
 differentiated by itself; the user's kernel is never changed, not even when its code raises.
 """
 
+import weakref
 from typing import Any
 
 import gpytorch
@@ -37,7 +38,8 @@ class KernelTiles(Tiles):
     """k(x1_i, x2_j) in tiles; `outputs` rows of the matrix belong to each input."""
 
     def __init__(self, operator: "GenericKernelLinearOperator", outputs: int) -> None:
-        self._operator, self._outputs = operator, outputs
+        # Not kept alive by its own tiles: their memory would wait for the garbage collector.
+        self._operator, self._outputs = weakref.proxy(operator), outputs
         length = max(operator.products.tile_rows(operator.x1.device) // outputs, 1)
         self.input_rows = blocks(operator.x1.shape[-2], length)
         self.input_columns = blocks(operator.columns.shape[-2], length)

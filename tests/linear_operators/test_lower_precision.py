@@ -1,6 +1,8 @@
 """Twins in lower precision: their products against rounded matrices, their memory, and where they are refused."""
 
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 
 import gpytorch
@@ -11,10 +13,12 @@ from linear_operator.operators import BlockInterleavedLinearOperator, DenseLinea
 from torch import Tensor
 
 from gpy_iterative.linear_operators import (
+    GenericKernelLinearOperator,
     KernelProducts,
     NoisyLinearOperator,
     RadialKernelLinearOperator,
     RepeatedKernelLinearOperator,
+    TileCaches,
     columns_matmul,
     kernel_operator,
     lower_precision,
@@ -39,6 +43,13 @@ def radial(precision: str, **options: object) -> RadialKernelLinearOperator:
     products = KernelProducts(**{"tile_size": 8, "precision": precision} | options)
     return RadialKernelLinearOperator(
         random(N, 2).requires_grad_(), torch.tensor(1.3).double(), function=MATERN32, products=products
+    )
+
+
+def periodic(precision: str) -> GenericKernelLinearOperator:
+    products = KernelProducts(tile_size=8, precision=precision)
+    return GenericKernelLinearOperator.of_kernel(
+        gpytorch.kernels.PeriodicKernel().double(), random(N, 2), products=products
     )
 
 
@@ -186,17 +197,97 @@ def test_the_cache_holds_twice_and_four_times_as_much() -> None:
     assert kept("bfloat16", memory) >= 4 * kept("native", memory) - 2 * 8 * 8
 
 
-def test_native_tiles_get_what_the_twin_leaves() -> None:
-    entries = 15 * 8 * 8 + 5 * 8 * 5 + 5 * 5  # upper triangle of N = 45 in tiles of 8
-    operator = radial("float32", cache_memory=4 * entries + 8 * 64).detach()
-    operator._matmul(torch.ones(N, 1).double())
-    assert operator.cache.num_bytes == 8 * 64
-    twin(operator)._matmul(torch.ones(N, 1))
-    assert operator.cache.num_bytes == 4 * entries + 8 * 64
+ENTRIES = 15 * 8 * 8 + 5 * 8 * 5 + 5 * 5  # upper triangle of N = 45 in tiles of 8
+
+
+def held(operator: RadialKernelLinearOperator) -> tuple[int, int]:
+    """Bytes of native tiles, and of the twin's."""
+    return operator.cache.own_bytes, operator.cache.lowered().own_bytes
+
+
+@pytest.mark.parametrize("room", [8 * ENTRIES, 8 * 64, 0])
+def test_native_tiles_get_what_the_twin_leaves(room: int) -> None:
+    native, lowered = torch.ones(N, 1).double(), torch.ones(N, 1)
+    operator = radial("float32", cache_memory=4 * ENTRIES + room).detach()
+    for _ in range(2):
+        twin(operator)._matmul(lowered)
+        operator._matmul(native)
+        assert held(operator) == (room, 4 * ENTRIES)
+        operator.x1.mul_(1.1)
     operator.cache.clear()
-    assert operator.cache.num_bytes == 0
+    assert held(operator) == (0, 0)
+
+
+def test_a_twin_displaces_native_tiles() -> None:
+    native, lowered = torch.ones(N, 1).double(), torch.ones(N, 1)
+    operator = radial("float32", cache_memory=8 * ENTRIES).detach()
+    product = operator._matmul(native)
+    assert held(operator) == (8 * ENTRIES, 0)  # all of the budget, as long as there is no twin
+    twin(operator)._matmul(lowered)
+    assert held(operator)[1] == 4 * ENTRIES
+    assert 0 < held(operator)[0] <= 4 * ENTRIES
+    assert torch.equal(operator._matmul(native), product)
+    assert sum(held(operator)) <= 8 * ENTRIES
+
+
+def test_twins_of_several_kernels_displace_each_others_native_tiles() -> None:
+    caches, products = TileCaches(), KernelProducts(tile_size=8, precision="float32", cache_memory=12 * ENTRIES)
+    first, second = (
+        RadialKernelLinearOperator(
+            random(N, 2, seed=seed),
+            torch.tensor(1.0).double(),
+            function=MATERN32,
+            products=products,
+            cache=caches.take(),
+        )
+        for seed in (0, 1)
+    )
+    first._matmul(torch.ones(N, 1).double())
+    for operator in (first, second):
+        twin(operator)._matmul(torch.ones(N, 1))
+        assert caches.num_bytes <= 12 * ENTRIES
+    assert held(first)[1] == held(second)[1] == 4 * ENTRIES
+
+
+def test_a_twin_that_does_not_fit_anyway_displaces_nothing() -> None:
+    operator = radial("float32", cache_memory=8 * 64 - 1, tile_size=64).detach()
+    small = radial("native", tile_size=8, cache_memory=8 * 64)
+    small = RadialKernelLinearOperator(
+        small.x1.detach()[:8], small.outputscale, function=MATERN32, products=small.products, cache=operator.cache
+    )
+    small._matmul(torch.ones(8, 1).double())
+    assert held(operator) == (8 * 64, 0)
     twin(operator)._matmul(torch.ones(N, 1))
-    assert operator.cache.num_bytes == 4 * entries
+    assert held(operator) == (8 * 64, 0)
+
+
+@pytest.mark.parametrize("precision", ["native", "float32"])
+@pytest.mark.parametrize("make", [radial, periodic])
+def test_memory_is_free_as_soon_as_nobody_holds_the_operator(
+    precision: str, make: Callable[[str], TiledLinearOperator]
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        operator = make(precision).detach()
+        operator._matmul(torch.ones(N, 1).double())
+        if precision != "native":
+            twin(operator)._matmul(torch.ones(N, 1))
+        cache = weakref.ref(operator.cache)
+        del operator
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_operators_that_share_a_cache_share_their_twins_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = radial("float32").detach()
+    double, rhs = operator * 2.0, torch.ones(N, 1)
+    assert isinstance(double, RadialKernelLinearOperator)
+    product = twin(operator)._matmul(rhs)
+    monkeypatch.setattr(RadialTiles, "evaluate", lambda *arguments: pytest.fail("evaluated again"))
+    torch.testing.assert_close(twin(double)._matmul(rhs), 2 * product)
+    assert torch.equal(twin(operator * 1.0)._matmul(rhs), product)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
