@@ -14,7 +14,7 @@ from linear_operator import LinearOperator, to_dense
 from torch import Tensor
 from torch.func import functional_call
 
-from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.products import KernelProducts, LoweredProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.tile_weights import TileWeights
 from gpy_iterative.linear_operators.tiles import TiledLinearOperator, Tiles, blocks
@@ -135,6 +135,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         self.x1, self.x2, self.parameters = x1, x2, parameters
         self.kernel, self.names, self.products, self.cache, self.members = kernel, names, products, cache, members
         self._function = _KernelFunction(kernel)
+        is_lowered = isinstance(products, LoweredProducts)
+        self._converted_buffers = _floating_buffers(kernel, x1.dtype) if is_lowered else {}
 
     @classmethod
     def of_kernel(
@@ -171,7 +173,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
         """The dense k(x1, x2), differentiable in inputs and parameters."""
         parameters = self.parameters if parameters is None else parameters
-        values = functional_call(self._function, self._named(parameters), (x1, x2))
+        # What a kernel makes of float32 inputs may be float64, by tensors of its own.
+        values = functional_call(self._function, self._named(parameters), (x1, x2)).to(x1.dtype)
         return self._of_members(values.expand(*self._whole_batch(), *values.shape[-2:])) if self.members else values
 
     def _whole_batch(self) -> torch.Size:
@@ -184,7 +187,23 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return values
 
     def _named(self, parameters: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        return {f"kernel.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
+        named = {f"kernel.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
+        return named | self._converted_buffers
+
+    def _make_lowered(self, products: LoweredProducts) -> "GenericKernelLinearOperator":
+        """The twin, whose kernel is tried on one pair of inputs: what float32 cannot compute is refused before work."""
+        lowered = super()._make_lowered(products)
+        assert isinstance(lowered, GenericKernelLinearOperator)
+        try:
+            with torch.no_grad():
+                lowered.evaluate(lowered.x1[..., :1, :], lowered.columns[..., :1, :])
+        except RuntimeError as error:
+            raise ValueError(
+                f"{type(self.kernel).__name__} cannot be computed in float32, as precision={products.precision!r} asks "
+                "for: leave 'native'. Where the kernel is your own, register its tensors as buffers (register_buffer), and "
+                f"let it take dtypes from its inputs. What torch says: {error}"
+            ) from error
+        return lowered
 
     def _outputs(self) -> int:
         return self.kernel.num_outputs_per_input(self.x1, self.columns)
@@ -264,7 +283,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
                 [self._get_indices(part, part) for part in torch.arange(self.shape[-1]).split(1024)], dim=-1
             )
         named = self._named(self.parameters)
-        diagonal = functional_call(self._function, named, (self.x1, self.x1), {"diag": True})
+        diagonal = functional_call(self._function, named, (self.x1, self.x1), {"diag": True}).to(self.x1.dtype)
         whole = torch.Size((*self._whole_batch(), self.shape[-1]))
         if diagonal.shape != whole:
             if diagonal.shape[-2:] == self.shape[-2:]:  # a kernel that overlooks `diag`
@@ -303,6 +322,10 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def to_dense(self) -> Tensor:
         """The matrix [*b, n, m]; O(n m) memory, differentiable."""
         return self.evaluate(self.x1, self.columns).expand(self.shape)
+
+
+def _floating_buffers(kernel: Kernel, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {f"kernel.{name}": buffer.to(dtype) for name, buffer in kernel.named_buffers() if buffer.is_floating_point()}
 
 
 def _input_index(index: Any, outputs: int, size: int) -> Any:

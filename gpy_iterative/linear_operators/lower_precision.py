@@ -21,7 +21,7 @@ def lower_precision(operator: LinearOperator) -> tuple[LinearOperator, float] | 
     float32. Nothing is evaluated here. The twin carries no gradient.
 
     Raises:
-        ValueError: a kernel's dtype or device does not allow its precision.
+        ValueError: a kernel's dtype, device or own code does not allow its precision.
     """
     asked_for = {kernel.products.precision for kernel in _kernels_in_lower_precision(operator)}
     return (_lowered(operator), max(EPS[precision] for precision in asked_for)) if asked_for else None
@@ -50,6 +50,8 @@ def _lowered(part: Any) -> Any:
         return _rebuilt(part, _lowered) if lowered is None else lowered
     if isinstance(part, LinearOperator):
         return _rebuilt(part, _lowered)
+    if isinstance(part, torch.dtype):  # operators without tensors are told theirs
+        return torch.float32 if part.is_floating_point else part
     return part.detach().float() if torch.is_tensor(part) and part.is_floating_point() else part
 
 

@@ -324,7 +324,8 @@ class TiledLinearOperator(LinearOperator):
         One object as long as the tensors are unchanged, so that one evaluation of its tiles serves several solves.
 
         Raises:
-            ValueError: the tensors' dtype or device does not allow that precision.
+            ValueError: the tensors' dtype or device does not allow that precision, or a kernel's own code cannot be
+                computed in it.
         """
         products = self.products.lowered()
         if products is None:

@@ -9,7 +9,13 @@ import gpytorch
 import pytest
 import torch
 from linear_operator import LinearOperator
-from linear_operator.operators import BlockInterleavedLinearOperator, DenseLinearOperator
+from linear_operator.operators import (
+    BlockInterleavedLinearOperator,
+    DenseLinearOperator,
+    IdentityLinearOperator,
+    SumLinearOperator,
+    ZeroLinearOperator,
+)
 from torch import Tensor
 
 from gpy_iterative.linear_operators import (
@@ -102,6 +108,51 @@ def test_parts_of_a_product_agree_with_the_product(precision: str, cache_memory:
     )
 
 
+class Rotated(gpytorch.kernels.Kernel):
+    """With a tensor that is no parameter, as a buffer or as it is."""
+
+    has_lengthscale = True
+
+    def __init__(self, is_buffer: bool = True) -> None:
+        super().__init__()
+        rotation = torch.tensor([[0.6, -0.8], [0.8, 0.6]]).double()
+        if is_buffer:
+            self.register_buffer("rotation", rotation)
+        else:
+            self.rotation = rotation
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params) -> Tensor:
+        weights = torch.tensor([1.0, 0.1], dtype=x1.dtype) / self.lengthscale
+        distances = self.covar_dist(x1 @ self.rotation * weights, x2 @ self.rotation * weights, diag=diag)
+        return torch.exp(-distances)
+
+
+def test_a_kernel_that_float32_cannot_compute_is_refused() -> None:
+    operator = kernel_operator(
+        Rotated(is_buffer=False).double()(random(12, 2)), KernelProducts(tile_size=4, precision="float32")
+    )
+    with pytest.raises(ValueError, match=r"Rotated cannot be computed in float32[\s\S]*'native'[\s\S]*register_buffer"):
+        lower_precision(operator)
+    assert lower_precision(native_precision(operator)) is None
+
+
+def test_a_kernel_that_takes_its_dtype_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tiles are float64, and are converted where they are kept or picked."""
+    operator = periodic("float32").detach()
+    forward = gpytorch.kernels.PeriodicKernel.forward
+    monkeypatch.setattr(
+        gpytorch.kernels.PeriodicKernel,
+        "forward",
+        lambda self, *args, **options: forward(self, *args, **options).double(),
+    )
+    lowered, rhs = twin(operator), random(N, 2, seed=1)
+    exact = operator._matmul(rhs)
+    torch.testing.assert_close(lowered._matmul(rhs.float()).double(), exact, atol=1e-4, rtol=0)
+    rows = torch.tensor([3, 40, 1])
+    torch.testing.assert_close(rows_matmul(lowered, rows, rhs.float()).double(), exact[rows], atol=1e-4, rtol=0)
+    assert lowered._diagonal().dtype == torch.float32
+
+
 def compositions() -> dict[str, Callable[[KernelProducts], LinearOperator]]:
     x = random(12, 2)
     kernels = gpytorch.kernels
@@ -115,6 +166,14 @@ def compositions() -> dict[str, Callable[[KernelProducts], LinearOperator]]:
         "batch": of(kernels.ScaleKernel(kernels.RBFKernel(batch_shape=torch.Size([2])), batch_shape=torch.Size([2]))),
         "noisy": lambda products: NoisyLinearOperator(of(kernels.RQKernel())(products), torch.ones(12).double()),
         "repeated": lambda products: RepeatedKernelLinearOperator(of(kernels.RBFKernel())(products), repeats=2),
+        "with an identity": lambda products: (
+            of(kernels.RBFKernel())(products) + IdentityLinearOperator(12, dtype=torch.float64)
+        ),
+        "with zeros": lambda products: SumLinearOperator(
+            of(kernels.RBFKernel())(products), ZeroLinearOperator(12, 12, dtype=torch.float64)
+        ),
+        "with a prior": of(kernels.PeriodicKernel(period_length_prior=gpytorch.priors.LogNormalPrior(0.0, 1.0))),
+        "buffers": of(Rotated()),
         "interleaved": lambda products: BlockInterleavedLinearOperator(
             of(kernels.RBFKernel(batch_shape=torch.Size([2])))(products)
         ),
@@ -145,8 +204,6 @@ def test_native_products_of_whatever_a_kernel_is_part_of(name: str) -> None:
     native = native_precision(operator)
     assert lower_precision(native) is None
     assert native_precision(native) is native
-    own = zip(operator.representation(), native.representation(), strict=True)
-    assert all(tensor is other for tensor, other in own)
     rhs = random(*operator.batch_shape, operator.shape[-1], 2, seed=1)
     with torch.no_grad():
         assert torch.equal(native._matmul(rhs), operator._matmul(rhs))
@@ -156,7 +213,10 @@ def test_native_products_share_the_kept_tiles(monkeypatch: pytest.MonkeyPatch) -
     operator = radial("float32").detach()
     operator._matmul(torch.ones(N, 1).double())
     monkeypatch.setattr(RadialTiles, "evaluate", lambda *arguments: pytest.fail("evaluated again"))
-    native_precision(operator)._matmul(torch.ones(N, 1).double())
+    native = native_precision(operator)
+    assert isinstance(native, RadialKernelLinearOperator)
+    assert native.x1 is operator.x1
+    native._matmul(torch.ones(N, 1).double())
 
 
 def test_only_kernels_that_ask_for_it_have_twins() -> None:
