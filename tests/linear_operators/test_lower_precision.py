@@ -198,6 +198,19 @@ def test_whatever_a_kernel_is_part_of(name: str, precision: str) -> None:
     assert lower_precision(operator[index] if index else operator) is not None
 
 
+@pytest.mark.parametrize("name", ["with an identity", "with zeros"])
+def test_parts_that_have_no_tensors_are_float32_too(name: str) -> None:
+    operator = compositions()[name](KernelProducts(tile_size=4, precision="float32"))
+    lowered, part = twin(operator), slice(2, 9)
+    block = principal_block(lowered, part)
+    assert block.dtype == torch.float32
+    torch.testing.assert_close(block.double(), operator.to_dense().detach()[part, part], atol=1e-6, rtol=0)
+    rows, rhs = torch.tensor([3, 0]), random(12, 2, seed=1).float()
+    product = rows_matmul(lowered, rows, rhs)
+    assert product.dtype == torch.float32
+    torch.testing.assert_close(product, lowered._matmul(rhs)[rows], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", compositions())
 def test_native_products_of_whatever_a_kernel_is_part_of(name: str) -> None:
     operator = compositions()[name](KernelProducts(tile_size=4, precision="bfloat16"))
