@@ -14,7 +14,7 @@ from gpy_iterative.linear_operators.latent import (
     num_latents,
     point_blocks,
 )
-from gpy_iterative.linear_operators.lower_precision import lower_precision
+from gpy_iterative.linear_operators.lower_precision import lower_precision, native_precision
 from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.observations import (
@@ -60,6 +60,7 @@ __all__ = [
     "latent_prior",
     "lower_precision",
     "matrix_derivative",
+    "native_precision",
     "noise_operator",
     "noisy_operator",
     "num_latents",

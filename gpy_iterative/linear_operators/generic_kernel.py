@@ -4,6 +4,7 @@ The kernel is called as a function of explicit tensors, inputs and parameters, s
 differentiated by itself; the user's kernel is never changed, not even when its code raises.
 """
 
+import weakref
 from typing import Any
 
 import gpytorch
@@ -13,7 +14,7 @@ from linear_operator import LinearOperator, to_dense
 from torch import Tensor
 from torch.func import functional_call
 
-from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.products import KernelProducts, LoweredProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.tile_weights import TileWeights
 from gpy_iterative.linear_operators.tiles import TiledLinearOperator, Tiles, blocks
@@ -37,7 +38,8 @@ class KernelTiles(Tiles):
     """k(x1_i, x2_j) in tiles; `outputs` rows of the matrix belong to each input."""
 
     def __init__(self, operator: "GenericKernelLinearOperator", outputs: int) -> None:
-        self._operator, self._outputs = operator, outputs
+        # Not kept alive by its own tiles: their memory would wait for the garbage collector.
+        self._operator, self._outputs = weakref.proxy(operator), outputs
         length = max(operator.products.tile_rows(operator.x1.device) // outputs, 1)
         self.input_rows = blocks(operator.x1.shape[-2], length)
         self.input_columns = blocks(operator.columns.shape[-2], length)
@@ -72,15 +74,16 @@ class KernelTiles(Tiles):
             return self._operator.evaluate(x1, x2).expand(*self.shape[:-2], -1, -1).clone()
 
     def _block_of_outputs(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        """Rows of one input belong together: whole inputs are evaluated, and rows picked from them."""
+        """Rows of one input belong together, as columns do: whole inputs are evaluated, and entries picked from them."""
         operator, outputs = self._operator, self._outputs
-        if len(self.rows) == len(self.columns) == 1:
-            return operator.evaluate(operator.x1, operator.columns)[..., rows, :][..., columns].clone()
         if isinstance(rows, slice):
             rows = torch.arange(self.shape[-2], device=operator.device)[rows]
         inputs, position = (rows // outputs).unique(return_inverse=True)
-        every = operator.evaluate(operator.x1[..., inputs, :], operator.columns)
-        return every[..., position * outputs + rows % outputs, :][..., columns].clone()
+        start, stop, _ = columns.indices(self.shape[-1])
+        first = start // outputs
+        values = operator.evaluate(operator.x1[..., inputs, :], operator.columns[..., first : -(-stop // outputs), :])
+        values = values[..., position * outputs + rows % outputs, :]
+        return values[..., start - first * outputs : stop - first * outputs].clone()
 
     def _scaled(self, part: slice) -> slice:
         return slice(part.start * self._outputs, part.stop * self._outputs)
@@ -132,6 +135,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         self.x1, self.x2, self.parameters = x1, x2, parameters
         self.kernel, self.names, self.products, self.cache, self.members = kernel, names, products, cache, members
         self._function = _KernelFunction(kernel)
+        is_lowered = isinstance(products, LoweredProducts)
+        self._converted_buffers = _floating_buffers(kernel, x1.dtype) if is_lowered else {}
 
     @classmethod
     def of_kernel(
@@ -168,7 +173,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
         """The dense k(x1, x2), differentiable in inputs and parameters."""
         parameters = self.parameters if parameters is None else parameters
-        values = functional_call(self._function, self._named(parameters), (x1, x2))
+        # What a kernel makes of float32 inputs may be float64, by tensors of its own.
+        values = functional_call(self._function, self._named(parameters), (x1, x2)).to(x1.dtype)
         return self._of_members(values.expand(*self._whole_batch(), *values.shape[-2:])) if self.members else values
 
     def _whole_batch(self) -> torch.Size:
@@ -181,7 +187,23 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return values
 
     def _named(self, parameters: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        return {f"kernel.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
+        named = {f"kernel.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
+        return named | self._converted_buffers
+
+    def _make_lowered(self, products: LoweredProducts) -> "GenericKernelLinearOperator":
+        """The twin, whose kernel is tried on one pair of inputs: what float32 cannot compute is refused before work."""
+        lowered = super()._make_lowered(products)
+        assert isinstance(lowered, GenericKernelLinearOperator)
+        try:
+            with torch.no_grad():
+                lowered.evaluate(lowered.x1[..., :1, :], lowered.columns[..., :1, :])
+        except RuntimeError as error:
+            raise ValueError(
+                f"{type(self.kernel).__name__} cannot be computed in float32, as precision={products.precision!r} asks "
+                "for: leave 'native'. Where the kernel is your own, register its tensors as buffers (register_buffer), and "
+                f"let it take dtypes from its inputs. What torch says: {error}"
+            ) from error
+        return lowered
 
     def _outputs(self) -> int:
         return self.kernel.num_outputs_per_input(self.x1, self.columns)
@@ -261,7 +283,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
                 [self._get_indices(part, part) for part in torch.arange(self.shape[-1]).split(1024)], dim=-1
             )
         named = self._named(self.parameters)
-        diagonal = functional_call(self._function, named, (self.x1, self.x1), {"diag": True})
+        diagonal = functional_call(self._function, named, (self.x1, self.x1), {"diag": True}).to(self.x1.dtype)
         whole = torch.Size((*self._whole_batch(), self.shape[-1]))
         if diagonal.shape != whole:
             if diagonal.shape[-2:] == self.shape[-2:]:  # a kernel that overlooks `diag`
@@ -300,6 +322,10 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def to_dense(self) -> Tensor:
         """The matrix [*b, n, m]; O(n m) memory, differentiable."""
         return self.evaluate(self.x1, self.columns).expand(self.shape)
+
+
+def _floating_buffers(kernel: Kernel, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {f"kernel.{name}": buffer.to(dtype) for name, buffer in kernel.named_buffers() if buffer.is_floating_point()}
 
 
 def _input_index(index: Any, outputs: int, size: int) -> Any:

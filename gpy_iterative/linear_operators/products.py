@@ -46,8 +46,10 @@ class KernelProducts:
         precision: of the products inside an iterative solve. "native" computes in the inputs' dtype. A lower one serves
             the iterations alone, on tiles in that format; iterative refinement in the inputs' dtype gives them the
             tolerance's accuracy, at one native product a round. "float32" is for float64 inputs; "bfloat16" and "float16"
-            keep tiles in two bytes, and are multiplied so on CUDA; "tf32" needs CUDA. Gradients, log-determinants,
-            variances and dense blocks stay native.
+            keep tiles in two bytes, and are multiplied so on CUDA; "tf32" needs CUDA. It serves the solves of a training
+            step, of predictions, of sample paths and of Laplace's gradient. Native stay gradients, log-determinants,
+            variances, dense blocks, the truncated series (`TruncatedCGMarginalLogLikelihood`,
+            `RussianRouletteMarginalLogLikelihood`) and the products that find Laplace's mode.
         compile: fuse the element-wise work of a tile with torch.compile, which needs a compiler at run time (on CUDA
             Triton). None does so on CUDA where Triton is installed; elsewhere the work is done pass by pass.
         process_group: the processes that share the tiles, each of which evaluates, keeps and multiplies its own: a

@@ -19,20 +19,45 @@ def version(tensor: Tensor) -> object:
     return object() if tensor.is_inference() else tensor._version
 
 
+class _Pool:
+    """Caches under one budget. It keeps none of them alive: their memory is free as soon as nobody else holds them."""
+
+    def __init__(self) -> None:
+        self._members: list[weakref.ref[TileCache]] = []
+
+    def add(self, cache: "TileCache") -> None:
+        self._members = [*(reference for reference in self._members if reference() is not None), weakref.ref(cache)]
+
+    def members(self) -> list["TileCache"]:
+        """In the order in which they were made."""
+        return [cache for reference in self._members if (cache := reference()) is not None]
+
+    def num_bytes(self) -> int:
+        return sum(cache.own_bytes for cache in self.members())
+
+
 class TileCache:
     """Strips of tiles by (row, first column), up to a number of bytes.
 
     When its owner's tensors change, the tiles are forgotten but their memory is kept for the next ones: a training
     run fills the same buffers at every step.
+
+    Tiles in lower precision, which a solve iterates on, come first: where the budget has no room for one, it displaces
+    native tiles. Without a twin all of the budget is native.
     """
 
-    def __init__(self, siblings: "TileCache | TileCaches | None" = None) -> None:
-        self._siblings = siblings
+    def __init__(self, pool: _Pool | None = None, *, is_lowered: bool = False) -> None:
+        self._pool, self.is_lowered = _Pool() if pool is None else pool, is_lowered
+        self._pool.add(self)
         self._lowered: TileCache | None = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._owner: tuple[tuple[weakref.ref[Tensor], object], ...] = ()
         self._tiles: dict[Key, Tensor] = {}
         self._spare: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
-        self._bytes = 0
+        self._singles: list[tuple[weakref.ref[Tensor], object, Tensor]] = []
+        self.own_bytes = 0
 
     def claim(self, *tensors: Tensor) -> None:
         """Makes the cache serve these tensors; tiles of any others are dropped."""
@@ -59,41 +84,71 @@ class TileCache:
             tile = spare.pop()
         else:
             size = shape.numel() * like.element_size()
-            if self._total_bytes() + size > budget:
-                self._drop_spares()
-            if self._total_bytes() + size > budget:
+            if not self._makes_room(size, budget):
                 return None
             tile = torch.empty(shape, dtype=like.dtype, device=like.device)
-            self._bytes += size
+            self.own_bytes += size
         self._tiles[key] = evaluate(tile)
         return self._tiles[key]
+
+    def _makes_room(self, size: int, budget: int) -> bool:
+        """Whether so many bytes fit into the budget, after what comes behind them has left."""
+        if self._pool.num_bytes() + size > budget:
+            self._drop_spares()
+        if self.is_lowered:
+            members = self._pool.members()
+            staying = sum(cache.own_bytes for cache in members if cache.is_lowered)
+            for cache in members if staying + size <= budget else []:
+                while not cache.is_lowered and cache.own_bytes and self._pool.num_bytes() + size > budget:
+                    cache._drop_one()
+        return self._pool.num_bytes() + size <= budget
 
     def lowered(self) -> "TileCache":
         """A cache under the same budget for the same kernel's tiles in lower precision."""
         if self._lowered is None:
-            self._lowered = TileCache(self if self._siblings is None else self._siblings)
+            self._lowered = TileCache(self._pool, is_lowered=True)
         return self._lowered
 
+    def single(self, tensor: Tensor) -> Tensor:
+        """The tensor in float32, without gradient: the very same one for all operators that share the cache.
+
+        So their twins are recognised as owners of the same lowered tiles.
+        """
+        self._singles = [
+            entry for entry in self._singles if (known := entry[0]()) is not None and version(known) == entry[1]
+        ]
+        for reference, _, single in self._singles:
+            if reference() is tensor:
+                return single
+        single = tensor.detach().float()
+        self._singles.append((weakref.ref(tensor), version(tensor), single))
+        return single
+
     def clear(self) -> None:
-        """Forgets everything and gives the memory back."""
-        lowered = self._lowered
-        self.__init__(self._siblings)
-        if lowered is not None:
-            lowered.clear()
-            self._lowered = lowered  # operators that hold it go on to share the budget
+        """Forgets everything and gives the memory back; operators that hold the cache go on to share the budget."""
+        self._forget()
+        if self._lowered is not None:
+            self._lowered.clear()
 
     @property
     def num_bytes(self) -> int:
         """Memory held, tiles in use and spare ones, in lower precision too."""
-        return self._bytes if self._lowered is None else self._bytes + self._lowered.num_bytes
-
-    def _total_bytes(self) -> int:
-        return (self if self._siblings is None else self._siblings).num_bytes
+        return self.own_bytes if self._lowered is None else self.own_bytes + self._lowered.num_bytes
 
     def _drop_spares(self) -> None:
         for tiles in self._spare.values():
-            self._bytes -= sum(tile.numel() * tile.element_size() for tile in tiles)
+            self.own_bytes -= sum(map(_num_bytes, tiles))
         self._spare.clear()
+
+    def _drop_one(self) -> None:
+        """A spare tile, or else the last one."""
+        if self._spare:
+            key, tiles = next(iter(self._spare.items()))
+            self.own_bytes -= _num_bytes(tiles.pop())
+            if not tiles:
+                del self._spare[key]
+        else:
+            self.own_bytes -= _num_bytes(self._tiles.popitem()[1])
 
     # Copies and pickles start empty: tiles belong to tensors of this process.
     def __getstate__(self) -> dict[str, Any]:
@@ -106,6 +161,10 @@ class TileCache:
         return TileCache()
 
 
+def _num_bytes(tile: Tensor) -> int:
+    return tile.numel() * tile.element_size()
+
+
 class TileCaches:
     """One cache for every kernel of a prior, which share a budget and outlive the operators of a training step.
 
@@ -113,6 +172,7 @@ class TileCaches:
     """
 
     def __init__(self) -> None:
+        self._pool = _Pool()
         self._caches: list[TileCache] = []
         self._taken = 0
 
@@ -123,7 +183,7 @@ class TileCaches:
     def take(self) -> TileCache:
         """The cache of the next operator."""
         if self._taken == len(self._caches):
-            self._caches.append(TileCache(self))
+            self._caches.append(TileCache(self._pool))
         self._taken += 1
         return self._caches[self._taken - 1]
 

@@ -20,7 +20,6 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.precision import KEPT
 from gpy_iterative.linear_operators.products import KernelProducts, LoweredProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache, version
 from gpy_iterative.linear_operators.tile_weights import BilinearWeights, MatrixWeights, TileWeights
@@ -77,16 +76,7 @@ class Tiles(ABC):
             [columns for number, columns in enumerate(self._make_strips(i)) if self.ranks.owns(i, number)]
             for i in range(len(rows))
         ]
-        self._budget = self._cache_budget()
-
-    def _cache_budget(self) -> int:
-        """Bytes for kept tiles: those of a twin in lower precision, which the iterations run on, come first."""
-        budget, lowered = self.products.cache_budget(self._like.device), self.products.lowered()
-        if lowered is None:
-            return budget
-        size = KEPT[lowered.precision].itemsize
-        shapes = (self.strip_shape(i, columns) for i, strips in enumerate(self.strips) for columns in strips)
-        return budget - size * sum(shape.numel() for shape in shapes)
+        self._budget = products.cache_budget(self._like.device)
 
     @abstractmethod
     def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
@@ -334,7 +324,8 @@ class TiledLinearOperator(LinearOperator):
         One object as long as the tensors are unchanged, so that one evaluation of its tiles serves several solves.
 
         Raises:
-            ValueError: the tensors' dtype or device does not allow that precision.
+            ValueError: the tensors' dtype or device does not allow that precision, or a kernel's own code cannot be
+                computed in it.
         """
         products = self.products.lowered()
         if products is None:
@@ -347,7 +338,7 @@ class TiledLinearOperator(LinearOperator):
         return kept[1]
 
     def _make_lowered(self, products: LoweredProducts) -> "TiledLinearOperator":
-        lower = lambda part: part.detach().float() if torch.is_tensor(part) else part
+        lower = lambda part: self.cache.single(part) if torch.is_tensor(part) else part
         options = {name: lower(part) for name, part in self._kwargs.items()}
         options |= {"products": products, "cache": self.cache.lowered()}
         return type(self)(*map(lower, self._args), **options)

@@ -194,7 +194,7 @@ class TrainingSolves:
             solution = self.solver.solve(
                 operator, rhs, initial_guess=guess, generator=self._generator(0), callback=callback
             )
-        _warn_unless_converged(solution)
+        warn_unless_converged(solution)
         stats = replace(solution.stats, overhead=solution.stats.overhead + epochs, seconds=time.perf_counter() - start)
         return from_columns(solution.value, columns), solution.status, stats
 
@@ -236,7 +236,8 @@ def _fitting(weights: Tensor | None, system: TrainingSystem) -> Tensor | None:
     return weights.detach().to(system.residual) if weights.shape == system.residual.shape else None
 
 
-def _warn_unless_converged(solution: Solution) -> None:
+def warn_unless_converged(solution: Solution) -> None:
+    """A ConvergenceWarning with advice, at the caller's caller's caller."""
     if solution.status is not SolveStatus.CONVERGED:
         norms = ", ".join(f"{name} {norm:.2g}" for name, norm in solution.stats.residual_norms.items())
         warnings.warn(

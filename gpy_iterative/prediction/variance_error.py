@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpy_iterative.linear_operators import native_precision
 from gpy_iterative.prediction.projection import Projection
 from gpy_iterative.prediction.shared_columns import as_columns, from_columns
+from gpy_iterative.prediction.training_solves import warn_unless_converged
 from gpy_iterative.prediction.training_system import TrainingSystem
 from gpy_iterative.solvers import ConjugateGradients
 
@@ -46,6 +48,9 @@ def solved_variance(
     The projections common to all points are taken off first: k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k' with
     k' = k_x - H A A^T k_x, so that the solver's tolerance is relative to what is left, not to the prior variance.
 
+    All products are native: these variances are what others are measured by. ConvergenceWarning where the solves end
+    above the tolerance.
+
     Args:
         system: the training system of m observed data.
         projection: of the same hyperparameters.
@@ -58,6 +63,7 @@ def solved_variance(
     like, columns = columns, as_columns(columns, system.operator)
     coefficients = basis.mT @ columns
     rest = columns - system.operator._matmul(basis @ coefficients)
-    solution = ConjugateGradients(tolerance=TOLERANCE).solve(system.operator, rest)
+    solution = ConjugateGradients(tolerance=TOLERANCE).solve(native_precision(system.operator), rest)
+    warn_unless_converged(solution)
     explained = coefficients.square().sum(-2) + ((rest + solution.residual) * solution.value).sum(-2)
     return prior_variance - from_columns(explained.unsqueeze(-2), like[..., :1, :]).squeeze(-2)

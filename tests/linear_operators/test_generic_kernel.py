@@ -10,7 +10,7 @@ from gpytorch import kernels
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
 from torch import Tensor
 
-from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts
+from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts, rows_matmul, tiles
 from tests.linear_operators.test_radial import inputs
 
 
@@ -152,3 +152,22 @@ def test_rows_of_a_kernel_with_several_outputs_take_no_full_matrix() -> None:
     for rows in (torch.tensor([38, 0, 7, 8, 7]), slice(4, 9)):
         torch.testing.assert_close(operator.tiles().block(rows, slice(None)), matrix.detach()[rows])
     assert max(evaluated) <= 4
+
+
+@pytest.mark.parametrize("length", [1, 4, 10, 11, 1000])  # three outputs an input: parts begin and end within one
+def test_picked_rows_of_several_outputs_are_evaluated_once(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their columns come in parts, whose inputs alone are evaluated for them."""
+    operator = operator_of("gradients")
+    rows, matrix = torch.tensor([38, 0, 7, 8, 7]), reference(operator).detach()
+    monkeypatch.setattr(tiles, "PICKED_ENTRIES", length * len(rows))
+    entries: list[int] = []
+    evaluate = operator.evaluate
+    operator.evaluate = lambda x1, x2, *rest: (  # pyright: ignore
+        entries.append(x1.shape[-2] * x2.shape[-2]) or evaluate(x1, x2, *rest)
+    )
+    rhs = matrix[:, :3] ** 2 + 1
+    torch.testing.assert_close(rows_matmul(operator, rows, rhs), matrix[rows] @ rhs)
+    size = operator.shape[-1]
+    inputs_behind = [-(-min(start + length, size) // 3) - start // 3 for start in range(0, size, length)]
+    assert entries == [3 * count for count in inputs_behind]
+    torch.testing.assert_close(operator.tiles().block(rows, slice(4, 4 + length)), matrix[rows][:, 4 : 4 + length])

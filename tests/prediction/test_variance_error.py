@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from gpy_iterative.errors import VarianceWarning
-from gpy_iterative.prediction import PathwisePosterior, VarianceError
+from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
+from gpy_iterative.linear_operators import KernelProducts
+from gpy_iterative.linear_operators.precision import Precision
+from gpy_iterative.prediction import PathwisePosterior, VarianceError, variance_error
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
 from tests.mlls.gaussian_models import CASES
 from tests.prediction.test_posterior import dense, held_out_points
@@ -24,6 +26,35 @@ def test_equals_the_error_against_dense_variances(name: str) -> None:
     assert error.median == pytest.approx(float(wanted.median()), abs=1e-4)
     assert error.largest == pytest.approx(float(wanted.max()), abs=1e-4)
     assert error.largest > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_is_measured_in_the_datas_own_precision(precision: Precision) -> None:
+    """Where no solve in sixteen bits converges: the rounded matrix is not positive definite."""
+    case, x = CASES["matern-3/2"](), held_out_points(20)
+    case.likelihood.initialize(noise=1e-3)
+    errors = [
+        PathwisePosterior(
+            case.model,
+            case.likelihood,
+            solver=ConjugateGradients(tolerance=0.9),  # of the mean, which is not asked for
+            exact_below=0,
+            rank=2,
+            num_neighbours=1,
+            products=KernelProducts(precision=chosen, tile_size=16),
+        ).variance_error(x)
+        for chosen in ("native", precision)
+    ]
+    assert errors[0] == errors[1]
+    assert errors[0].median > 0.01
+
+
+def test_solves_that_miss_their_tolerance_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variance_error, "TOLERANCE", 1e-30)
+    case = CASES["rbf"]()
+    posterior = PathwisePosterior(case.model, case.likelihood, exact_below=0, solver=ConjugateGradients(), rank=5)
+    with pytest.warns(ConvergenceWarning, match="stagnated"):
+        posterior.variance_error(held_out_points(3))
 
 
 def test_exact_variances_have_none() -> None:

@@ -2,18 +2,26 @@
 
 import dataclasses
 
+import gpytorch
 import pytest
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator, lower_precision
+from gpy_iterative.linear_operators import (
+    GenericKernelLinearOperator,
+    KernelProducts,
+    NoisyLinearOperator,
+    RadialKernelLinearOperator,
+    lower_precision,
+)
 from gpy_iterative.linear_operators.precision import Precision
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.solvers import (
     AcceleratedSketchAndProject,
     AlternatingProjections,
+    ColumnGroup,
     ConjugateGradients,
     IterativeSolver,
     SolveStatus,
@@ -151,6 +159,60 @@ def test_errors_name_the_column_of_the_whole_system(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ConjugateGradients, "step", spoilt)
     with pytest.raises(NonFiniteError, match="column 3"):
         ConjugateGradients(preconditioner=None).solve(operator, rhs)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("groups", [[64], [1, 63], [32, 32]])
+def test_a_mean_that_one_column_is_behind(precision: Precision, groups: list[int]) -> None:
+    """All others are zero: their mean is below the aim of the worst from the start."""
+    operator = system(0.1, precision=precision)
+    rhs = torch.cat([right_hand_sides()[:, :1], torch.zeros(operator.shape[-1], 63).double()], dim=1)
+    solver = ConjugateGradients(tolerance=0.001, preconditioner=None, stopping="mean")
+    named = [ColumnGroup(str(size), size, 0.001) for size in groups]
+    solution = solver.solve(operator, rhs, groups=named)
+    assert solution.status is SolveStatus.CONVERGED
+    residual = rhs - operator.to_dense() @ solution.value
+    norms = torch.linalg.vector_norm(residual, dim=0) / torch.linalg.vector_norm(rhs[:, 0])
+    assert all(part.mean() <= 0.001 * (1 + 1e-6) for part in norms.split(groups))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_a_mean_of_columns_that_begin_far_apart(precision: Precision) -> None:
+    operator, rhs = system(0.1, precision=precision), right_hand_sides()
+    guess = torch.linalg.solve(operator.to_dense(), rhs)
+    guess[:, 0] = 0
+    solver = ConjugateGradients(tolerance=0.001, preconditioner=None, stopping="mean")
+    solution = solver.solve(operator, rhs, initial_guess=guess)
+    assert solution.status is SolveStatus.CONVERGED
+    assert true_norms(operator, rhs, solution.value).mean() <= 0.001 * (1 + 1e-6)
+
+
+def test_values_beyond_the_range_of_a_format_name_it() -> None:
+    x = 10 * system().kernel.x1
+    for precision, remedy in (("float16", "'bfloat16'"), ("bfloat16", "'native'")):
+        # float16 ends at 6.5e4, bfloat16 and float32 at 3.4e38.
+        kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.PolynomialKernel(power=2)).double()
+        kernel.outputscale = 1e3 if precision == "float16" else 1e38
+        products = KernelProducts(tile_size=32, precision=precision)
+        operator = NoisyLinearOperator(
+            GenericKernelLinearOperator.of_kernel(kernel, x, products=products).detach(),
+            torch.full((120,), 1.0).double(),
+        )
+        with pytest.raises(NonFiniteError, match=rf"precision='{precision}'.*{remedy}"):
+            ConjugateGradients(preconditioner=None).solve(operator, right_hand_sides())
+
+
+@pytest.mark.parametrize(
+    "solver", [StochasticDualDescent(batch_size=5), AcceleratedSketchAndProject(block_size=5)], ids=["dual", "sketch"]
+)
+def test_looks_at_true_residuals_are_a_small_part_of_the_work(solver: IterativeSolver) -> None:
+    """Also where a step is a small part of an epoch, and a look is a whole one: the matrix has few rows."""
+    rhs, rounds = right_hand_sides(), 5
+    solver = dataclasses.replace(solver, tolerance=1e-4, max_epochs=3000)
+    solution, native = (solver.solve(system(0.1, precision=name), rhs) for name in ("float32", "native"))
+    assert solution.status is native.status is SolveStatus.CONVERGED
+    assert solution.stats.iterations > 20 * 20
+    assert solution.stats.overhead <= native.stats.overhead + solution.stats.epochs / 20 + rounds
 
 
 def test_batch_members_are_refined_one_by_one() -> None:
