@@ -1,13 +1,16 @@
 """What is solved for one system and carried over to a larger one."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from gpytorch import kernels
 
-from gpy_iterative.prediction import PathwisePosterior
+from gpy_iterative.prediction import PathwisePosterior, PathwisePredictionStrategy
 from gpy_iterative.prediction.projection import exact_projection
-from gpy_iterative.solvers import ConjugateGradients
-from tests.mlls.gaussian_models import regression
+from gpy_iterative.solvers import Cholesky, ConjugateGradients
+from tests.mlls.gaussian_models import CASES, regression
 from tests.prediction.test_posterior import held_out_points
 
 
@@ -58,3 +61,24 @@ def test_exact_projections_grow_exactly() -> None:
     solves = posterior.solves
     wanted = exact_projection(solves.cholesky()).basis
     torch.testing.assert_close(solves.projection().basis, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", [Cholesky(), ConjugateGradients()])
+def test_a_sequence_of_updates_keeps_nothing_alive(solver: Cholesky | ConjugateGradients) -> None:
+    case, x = CASES["matern-3/2"](), held_out_points(6)
+    posterior = PathwisePosterior(case.model, case.likelihood, solver=solver, rank=20)
+    before = []
+    gc.disable()
+    try:
+        for row in torch.arange(6).split(1):
+            _ = posterior(x).variance
+            before.append(weakref.ref(posterior.solves))
+            posterior = posterior.condition_on_observations(x[row], torch.zeros(1, dtype=torch.float64))
+            assert all(solves() is None for solves in before)
+    finally:
+        gc.enable()
+    with torch.no_grad():
+        torch.testing.assert_close(posterior.model(x).mean, posterior(x).mean)
+    assert isinstance(posterior.model.prediction_strategy, PathwisePredictionStrategy)
+    posterior.model.train()
+    assert posterior.model.prediction_strategy is None
