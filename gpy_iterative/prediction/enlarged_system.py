@@ -8,12 +8,12 @@ from there, and mostly finds nothing left to do.
 
 import torch
 from linear_operator import LinearOperator
-from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
 from torch.nn.functional import pad
 
 from gpy_iterative.linear_operators import dense_rows
 from gpy_iterative.prediction.blocks import principal_blocks
+from gpy_iterative.prediction.projection import jittered_factor
 
 #: New rows that are solved for at a time, and old rows that are solved for with them.
 NEW_ROWS, NEIGHBOURS = 1024, 1024
@@ -48,7 +48,7 @@ def locally_corrected(operator: LinearOperator, rhs: Tensor, guess: Tensor, size
         index = _neighbourhood(operator, rows)
         residual = rhs - operator._matmul(guess)
         columns = index.unsqueeze(-1).expand(*index.shape, rhs.shape[-1])
-        lower = psd_safe_cholesky(principal_blocks(operator, index.unsqueeze(-2)).squeeze(-3).double())
+        lower = jittered_factor(principal_blocks(operator, index.unsqueeze(-2)).squeeze(-3).double())
         step = torch.cholesky_solve(residual.gather(-2, columns).double(), lower)
         guess = guess.scatter_add(-2, columns, step.to(guess.dtype))
         epochs += 1.0 + len(rows) / operator.shape[-1]

@@ -11,6 +11,7 @@ from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, kernel_operator
+from gpy_iterative.prediction.shared_columns import unexpanded
 from gpy_iterative.prediction.training_system import prior_at
 
 
@@ -52,7 +53,7 @@ def joint_prior(
     Raises:
         ValueError: inputs of another number, dtype, device or number of columns than the training inputs.
     """
-    train = list(model.train_inputs or ())
+    train = unexpanded(model.train_inputs or ())
     inputs = checked_inputs(train, inputs)
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in inputs))
     inputs = [x.expand(*batch, *x.shape[-2:]) for x in inputs]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.prediction.joint_prior import checked_inputs
+from gpy_iterative.prediction.shared_columns import unexpanded
 
 
 def check_without_gradients(inputs: Tensor | Sequence[Tensor]) -> None:
@@ -48,18 +49,19 @@ def with_observations(
             are missing ones under GPyTorch's `observation_nan_policy`), a noise that is missing, not positive, or not
             asked for.
     """
-    known, before = list(model.train_inputs or ()), model.train_targets
+    known, before = unexpanded(model.train_inputs or ()), model.train_targets
     points = _checked_points(known, [inputs] if isinstance(inputs, Tensor) else list(inputs))
     count = points[0].shape[-2]
     _check_targets(targets, before, count, event_dims)
     _check_noise(noise, likelihood, targets)
     batch = _broadcast(*(x.shape[:-2] for x in (*known, *points)))
     members = _broadcast(batch, before.shape[:-event_dims], targets.shape[:-event_dims])
+    stacked = [_stacked(old, new, batch, -2).detach() for old, new in zip(known, points, strict=True)]
     model, likelihood = copy.deepcopy((model, likelihood))
     for module in (*model.modules(), *likelihood.modules()):
         module.training = False  # GPyTorch's InducingPointKernel copies itself into training mode
     model.set_train_data(
-        [_stacked(old, new, batch, -2).detach() for old, new in zip(known, points, strict=True)],
+        [x.expand(*members, *x.shape[-2:]) for x in stacked],
         _stacked(before, targets, members, -event_dims).detach(),
         strict=False,
     )

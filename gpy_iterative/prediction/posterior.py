@@ -117,7 +117,8 @@ class PathwisePosterior:
         check_instance("products", products, KernelProducts, "KernelProducts()")
         if exact_below < 0:
             raise ValueError(f"exact_below must not be negative, got {exact_below}.")
-        self.model, self.likelihood = model, likelihood
+        self._model, self.likelihood = model, likelihood
+        self._installs_when_asked = False
         self._solver, self._params = solver, LikelihoodParams(params, model)
         self._products = KernelProducts() if products is None else products
         self._recipe = ProjectionRecipe(rank=rank, num_neighbours=num_neighbours)
@@ -127,16 +128,24 @@ class PathwisePosterior:
         self._prior_draws = PriorDraws(*prior) if prior is not None and enough else None
         self._snapshot, self._solves = self._solved(initial_weights)
 
+    @property
+    def model(self) -> ExactGP:
+        """The model. That of `condition_on_observations` answers `model(x)` as soon as it is asked for."""
+        if self._installs_when_asked:
+            self.install()
+        return self._model
+
     def install(self) -> None:
         """Evaluation mode for model and likelihood; `model(x)` answers from this posterior until `model.train()`."""
-        self.model.eval()
+        self._installs_when_asked = False
+        self._model.eval()
         self.likelihood.eval()
-        self.model.prediction_strategy = PathwisePredictionStrategy(self)
+        self._model.prediction_strategy = PathwisePredictionStrategy(self)
 
     def refresh(self) -> None:
         """Solves again, from the old weights, where anything has changed; does nothing where nothing has."""
-        with evaluating(self.model, self.likelihood):
-            if not self._snapshot.describes(self.model, self.likelihood):
+        with evaluating(self._model, self.likelihood):
+            if not self._snapshot.describes(self._model, self.likelihood):
                 self._snapshot, self._solves = self._solved(self._solves.start)
 
     @property
@@ -155,7 +164,7 @@ class PathwisePosterior:
         Raises:
             ValueError: inputs that do not fit the training inputs, or are not finite.
         """
-        with evaluating(self.model, self.likelihood), graph_for(inputs), fixed_parameters(self.model):
+        with evaluating(self._model, self.likelihood), graph_for(inputs), fixed_parameters(self._model):
             joint = self._joint(*inputs)
             return joint.distribution(*self.condition(joint.mean, joint.test_test, joint.test_train))
 
@@ -186,8 +195,8 @@ class PathwisePosterior:
         solves = self.solves
         draws = self._prior_draws = solves.prior_draws(num_paths, self._num_frequencies, self._prior_draws)
         # The functions outlive an inference mode around this call, and are differentiable outside of it.
-        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model, self.likelihood):
-            model = copy.deepcopy(self.model)
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self._model, self.likelihood):
+            model = copy.deepcopy(self._model)
             solutions = draws.solutions[..., :num_paths]
             update = solves.weights.unsqueeze(-1) - scatter_rows(solutions, solves.system.observed)
         return SamplePaths(model, draws, update, self._products)
@@ -197,14 +206,14 @@ class PathwisePosterior:
 
         Cost: one solve with num_points columns. VarianceWarning when the median |log ratio| is above 0.25.
         """
-        points = checked_inputs(list(self.model.train_inputs or ()), inputs)
+        points = checked_inputs(list(self._model.train_inputs or ()), inputs)
         solves = self.solves
         if not solves.system.batch_shape:
             batch = torch.broadcast_shapes(*(x.shape[:-2] for x in points))
             points = [x.expand(*batch, *x.shape[-2:]).reshape(-1, x.shape[-1]) for x in points]
         chosen = torch.randperm(points[0].shape[-2], generator=torch.Generator().manual_seed(self._seed))[:num_points]
         points = [x[..., chosen.to(x.device), :] for x in points]
-        with torch.no_grad(), evaluating(self.model, self.likelihood):
+        with torch.no_grad(), evaluating(self._model, self.likelihood):
             joint = self._joint(*points)
             _, covariance = self.condition(joint.mean, joint.test_test, joint.test_train)
             prior_variance = joint.test_test.diagonal(dim1=-2, dim2=-1)
@@ -244,19 +253,20 @@ class PathwisePosterior:
         """
         check_without_gradients(inputs)
         # What is solved now may be differentiated through later.
-        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model, self.likelihood):
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self._model, self.likelihood):
             solves = self.solves
             event_dims = len(solves.system.prior.event_shape)
             posterior = copy.copy(self)
-            posterior.model, posterior.likelihood = with_observations(
-                self.model, self.likelihood, event_dims, inputs, targets, noise
+            posterior._model, posterior.likelihood = with_observations(
+                self._model, self.likelihood, event_dims, inputs, targets, noise
             )
-            posterior._params = self._params.moved_to(posterior.model)
+            posterior._params = self._params.moved_to(posterior._model)
             posterior._snapshot, posterior._solves = posterior._solved(None, solves)
             draws = solves.known_draws or self._prior_draws
             is_known = draws is not None and draws.fits(solves.system)
             posterior._prior_draws = draws.extended(posterior._solves.system, self._seed) if is_known else None
-        posterior.install()
+        # Once installed, model and posterior hold each other: a long sequence of updates would fill the memory.
+        posterior._installs_when_asked = True
         return posterior
 
     @property
@@ -265,17 +275,17 @@ class PathwisePosterior:
         return self.solves.stats
 
     def _joint(self, *inputs: Tensor) -> JointPrior:
-        return joint_prior(self.model, inputs, self.solves.system.batch_shape, self._products)
+        return joint_prior(self._model, inputs, self.solves.system.batch_shape, self._products)
 
     @torch.inference_mode(False)  # what is solved now may be differentiated through later
     @torch.no_grad()
     def _solved(
         self, initial_weights: Tensor | None, known: TrainingSolves | None = None
     ) -> tuple[ModelSnapshot, TrainingSolves]:
-        with evaluating(self.model, self.likelihood):
-            snapshot = ModelSnapshot.of(self.model, self.likelihood)
-            params = self._params.current(self.model)
-            system = training_system(self.model, self.likelihood, params, self._products)
+        with evaluating(self._model, self.likelihood):
+            snapshot = ModelSnapshot.of(self._model, self.likelihood)
+            params = self._params.current(self._model)
+            system = training_system(self._model, self.likelihood, params, self._products)
         solver = default_solver(system.operator) if self._solver is None else self._solver
         solves = TrainingSolves(
             system,

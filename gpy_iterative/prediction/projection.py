@@ -117,8 +117,8 @@ class Projection:
         """Whether A is complete."""
         return self.local is None
 
-    def extended(self, operator: LinearOperator, rows: Tensor, observed: Tensor | None) -> "Projection":
-        """For further data behind the old ones, which join the basis: n r k multiply-adds for k of them.
+    def extended(self, operator: LinearOperator, rows: Tensor, observed: Tensor | None) -> "Projection | None":
+        """For further data behind the old ones, which join a basis that is not complete: n r k multiply-adds for k.
 
         Args:
             operator: H [*b, m, m] of all observed data.
@@ -126,20 +126,26 @@ class Projection:
             observed: [n] of all data, or None.
 
         With B = A^T H_Xf the new part of the basis is [-A B; I] L^-T, where L L^T = H_ff - B^T B.
+
+        None where a datum adds no more than rounding leaves of L: the projection has to be made anew, or it would
+        explain more than there is.
         """
+        assert self.local is not None
         size = rows.shape[-1] - rows.shape[-2]
         batch, rank = rows.shape[:-2], self.basis.shape[-1]
         known = self.basis if observed is None else self.basis[..., observed[: self.basis.shape[-2]], :]
         known = known.expand(*batch, size, rank)
         image = rows[..., :size] @ known  # B^T
         rest = rows[..., size:].double() - image.double() @ image.mT.double()
-        lower = psd_safe_cholesky(0.5 * (rest + rest.mT))
+        before = self.local.image.expand(*batch, size, rank)
+        lower, info = torch.linalg.cholesky_ex(0.5 * (rest + rest.mT))
+        pivots = lower.diagonal(dim1=-2, dim2=-1).square()
+        if info.any() or bool((pivots < _rounding(before).unsqueeze(-1)).any()):
+            return None
         identity = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device).expand(rest.shape)
         added = _solve_right_(torch.cat([-known @ image.mT, identity], dim=-2), lower)
         basis = torch.cat([pad(known, (0, 0, 0, rows.shape[-2])), added], dim=-1)
-        if self.local is None:
-            return Projection(scatter_rows(basis, observed), None)
-        before = torch.cat([self.local.image.expand(*batch, size, rank), image], dim=-2)
+        before = torch.cat([before, image], dim=-2)
         image = torch.cat([before, _solve_right_(rows.mT - before @ image.mT, lower)], dim=-1)
         local = LocalPart.of(operator, image, self.local.num_neighbours, observed)
         return Projection(scatter_rows(basis, observed), local)
@@ -204,6 +210,21 @@ def exact_projection(factor: CholeskyFactor, observed: Tensor | None = None) -> 
     return Projection(scatter_rows(basis, observed), None)
 
 
+def extended_exact_projection(known: Projection, factor: CholeskyFactor, observed: Tensor | None) -> Projection:
+    """The same where `factor` has grown from that of `known`, for 2 n^2 multiply-adds a new datum in place of n^3 / 3.
+
+    L^-T is upper triangular: its old columns stay, zeros below them, and the new ones are solved for in float64.
+    """
+    size, lower = factor.lower.shape[-1], factor.lower
+    before = known.basis if observed is None else known.basis[..., observed[: known.basis.shape[-2]], :]
+    before = before.expand(*lower.shape[:-2], *before.shape[-2:])
+    count = size - before.shape[-1]
+    new = torch.eye(size, dtype=lower.dtype, device=lower.device)[:, size - count :]
+    added = torch.linalg.solve_triangular(lower.mT, new.expand(*lower.shape[:-1], count), upper=True)
+    basis = torch.cat([pad(before, (0, 0, 0, count)), added.to(factor.dtype)], dim=-1)
+    return Projection(scatter_rows(basis, observed), None)
+
+
 def scatter_rows(columns: Tensor, observed: Tensor | None) -> Tensor:
     """[*b, m, s] to [*b, n, s], with zeros for what is not observed: products with K(x, X) then ignore it."""
     if observed is None:
@@ -235,12 +256,9 @@ class _Neighbours:
             self.index = score.topk(local.num_neighbours, dim=-1).indices
             image = _rows(self.image, self.index)
             self.blocks = self._blocks(self.index, image).double()
-            # What rounding has left of R, eps times the largest eigenvalue of H, counts as noise: weights then stay so
-            # small that it does not add up. That eigenvalue is about the largest |H a|^2 of a column with a^T H a = 1.
-            largest = torch.linalg.vector_norm(self.image, dim=-2).amax(-1).square()
-            rounding = torch.finfo(self.image.dtype).eps * largest
-            self.blocks.diagonal(dim1=-2, dim2=-1).add_(rounding.double()[..., None, None])
-            self.lower = _factor(self.blocks)
+            # What rounding has left of R counts as noise: weights then stay so small that it does not add up.
+            self.blocks.diagonal(dim1=-2, dim2=-1).add_(_rounding(self.image)[..., None, None])
+            self.lower = jittered_factor(self.blocks)
         self.correlation = self._rest_at(self.index, image).double()
         self.weights = torch.cholesky_solve(self.correlation.unsqueeze(-1), self.lower).squeeze(-1)
 
@@ -313,8 +331,17 @@ def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:
     return columns
 
 
-def _factor(blocks: Tensor) -> Tensor:
-    """Cholesky factors of R_NN [*, k, k].
+def _rounding(image: Tensor) -> Tensor:
+    """What rounding leaves of R, [*b], from H A [*b, n, r]: eps times the largest eigenvalue of H.
+
+    That eigenvalue is about the largest |H a|^2 of a column with a^T H a = 1.
+    """
+    largest = torch.linalg.vector_norm(image, dim=-2).amax(-1).square()
+    return (torch.finfo(image.dtype).eps * largest).double()
+
+
+def jittered_factor(blocks: Tensor) -> Tensor:
+    """Cholesky factors of covariances between data, [*, k, k], where weights from a nearby matrix are as welcome.
 
     Rounding, and neighbours that say the same, may leave no positive definite matrix; jitter then makes weights that are a
     little off, which costs the square of it (see the module's first formula).

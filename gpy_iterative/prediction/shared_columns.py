@@ -1,7 +1,20 @@
 """Several targets for one matrix: members of a batch of right-hand sides as further columns of one solve."""
 
+from collections.abc import Iterable
+
 from linear_operator import LinearOperator
 from torch import Tensor
+
+
+def unexpanded(inputs: Iterable[Tensor]) -> list[Tensor]:
+    """Inputs [*f, *b, n, d] as [*b, n, d], without leading dimensions along which all of them are expanded views.
+
+    GPyTorch wants inputs as often as there are targets. They have one matrix all the same.
+    """
+    inputs = list(inputs)
+    while inputs and all(x.dim() > 2 and len(x) and x.stride(0) == 0 for x in inputs):
+        inputs = [x[0] for x in inputs]
+    return inputs
 
 
 def as_columns(rhs: Tensor, operator: LinearOperator) -> Tensor:

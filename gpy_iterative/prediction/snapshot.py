@@ -13,6 +13,8 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
+from gpy_iterative.prediction.shared_columns import unexpanded
+
 
 @dataclass(frozen=True)
 class ModelSnapshot:
@@ -60,7 +62,7 @@ def _numbers(model: ExactGP, likelihood: Likelihood) -> Iterator[tuple[str, Tens
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
                 yield f"likelihood.{module_name}.{name}", value
-    for index, inputs in enumerate(model.train_inputs or ()):
+    for index, inputs in enumerate(unexpanded(model.train_inputs or ())):
         yield f"train_inputs.{index}", inputs
     if model.train_targets is not None:
         yield "train_targets", model.train_targets

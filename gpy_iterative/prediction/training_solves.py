@@ -9,7 +9,13 @@ from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.prediction.enlarged_system import locally_corrected, new_rows, padded
-from gpy_iterative.prediction.projection import Projection, ProjectionRecipe, exact_projection, scatter_rows
+from gpy_iterative.prediction.projection import (
+    Projection,
+    ProjectionRecipe,
+    exact_projection,
+    extended_exact_projection,
+    scatter_rows,
+)
 from gpy_iterative.prediction.shared_columns import as_columns, from_columns
 from gpy_iterative.prediction.training_system import TrainingSystem
 from gpy_iterative.probes import RandomFeatures
@@ -31,11 +37,13 @@ class PriorDraws:
         distribution: where they come from.
         draws: its frozen randomness.
         solutions: H^-1 xi [*b, m, s], or what it was at other hyperparameters: a start for the next solve.
+        num_solved: of the first so many rows; the others came later, and are zero. None is all.
     """
 
     distribution: RandomFeatures
     draws: Draws
     solutions: Tensor
+    num_solved: int | None = None
 
     def fits(self, system: TrainingSystem) -> bool:
         """Whether the draws have the shape, dtype and device of a system."""
@@ -50,7 +58,8 @@ class PriorDraws:
         noise = torch.randn((shape[-1] - base.shape[-2], base.shape[-1]), generator=generator, dtype=base.dtype)
         noise = noise.to(base.device).expand(*shape[:-1], *noise.shape)
         base = torch.cat([base.expand(*shape[:-1], *base.shape[-2:]), noise], dim=-2)
-        return PriorDraws(self.distribution, self.draws | {"noise_base": base}, padded(self.solutions, shape))
+        solved = self.solutions.shape[-2] if self.num_solved is None else self.num_solved
+        return PriorDraws(self.distribution, self.draws | {"noise_base": base}, padded(self.solutions, shape), solved)
 
     @property
     def num_samples(self) -> int:
@@ -94,35 +103,33 @@ class TrainingSolves:
         self.system, self.solver = system, solver
         self._recipe, self._seed, self._progress = recipe, seed, progress
         self._is_exact = isinstance(solver, Cholesky) or system.operator.shape[-1] <= exact_below
-        self._num_known = 0 if known is None else known.system.operator.shape[-1]
         self._cholesky: CholeskyFactor | None = None
         self._projection: Projection | None = None
         self._prior_draws: PriorDraws | None = None
         if known is None:
-            guess = _fitting(initial_weights, system)
+            guess, num_known = _fitting(initial_weights, system), None
         else:
             self._carry_over(known)
             guess = padded(known.start.unsqueeze(-1), system.residual.shape).squeeze(-1)
+            num_known = known.system.operator.shape[-1]
         self._solution, self.status, self.stats = self._solve(
-            system.residual.unsqueeze(-1), None if guess is None else guess.unsqueeze(-1)
+            system.residual.unsqueeze(-1), None if guess is None else guess.unsqueeze(-1), num_known
         )
         self.weights = scatter_rows(self._solution, system.observed).squeeze(-1)
 
     @torch.no_grad()
     def _carry_over(self, known: "TrainingSolves") -> None:
         """Factor and projection of the known data, where they were made and growing them is cheaper than new ones."""
-        count = self.system.operator.shape[-1] - self._num_known
-        factor, projection = known._cholesky if self._is_exact else None, known._projection
-        rank = 0 if projection is None else projection.basis.shape[-1] + count
-        if projection is not None and not projection.is_exact and rank > MAX_GROWTH * self._recipe.rank:
-            projection = None
-        if factor is None and projection is None:
-            return
-        rows = new_rows(self.system.operator, self._num_known)
-        self._cholesky = None if factor is None else factor.extended(rows)
-        self._projection = (
-            None if projection is None else projection.extended(self.system.operator, rows, self.system.observed)
-        )
+        operator, observed, size = self.system.operator, self.system.observed, known.system.operator.shape[-1]
+        factor, projection = known._cholesky, known._projection
+        if self._is_exact and factor is not None:
+            self._cholesky = factor.extended(new_rows(operator, size))
+            if self._cholesky is not None and projection is not None:
+                self._projection = extended_exact_projection(projection, self._cholesky, observed)
+        elif not self._is_exact and projection is not None and not projection.is_exact:
+            rank = projection.basis.shape[-1] + operator.shape[-1] - size
+            if rank <= MAX_GROWTH * self._recipe.rank:
+                self._projection = projection.extended(operator, new_rows(operator, size), observed)
 
     @property
     def start(self) -> Tensor:
@@ -160,7 +167,7 @@ class TrainingSolves:
             SpectralDensityMissingError: a kernel has no random features.
         """
         if self._prior_draws is None and start is not None and start.fits(self.system):
-            self._prior_draws = self._solved(start.distribution, start.draws, start.solutions)
+            self._prior_draws = self._solved(start.distribution, start.draws, start)
         known = self._prior_draws
         missing = count - (0 if known is None else known.num_samples)
         if missing > 0:
@@ -177,8 +184,13 @@ class TrainingSolves:
         assert known is not None
         return known
 
-    def _solve(self, columns: Tensor, guess: Tensor | None = None) -> tuple[Tensor, SolveStatus, SolveStats]:
-        """H^-1 columns [*b, m, s], to the solver's tolerance; how that ended, and what it took."""
+    def _solve(
+        self, columns: Tensor, guess: Tensor | None = None, num_known: int | None = None
+    ) -> tuple[Tensor, SolveStatus, SolveStats]:
+        """H^-1 columns [*b, m, s], to the solver's tolerance; how that ended, and what it took.
+
+        The guess may be of the first `num_known` rows only, with zeros for the rest.
+        """
         operator, start = self.system.operator, time.perf_counter()
         rhs = as_columns(columns, operator)
         if isinstance(self.solver, Cholesky):
@@ -188,8 +200,8 @@ class TrainingSolves:
         epochs = 0.0
         if guess is not None:
             guess = as_columns(guess, operator)
-            if self._num_known:
-                guess, epochs = locally_corrected(operator, rhs, guess, self._num_known)
+            if num_known is not None:
+                guess, epochs = locally_corrected(operator, rhs, guess, num_known)
         with reporting_solve(self._progress) as callback:
             solution = self.solver.solve(
                 operator, rhs, initial_guess=guess, generator=self._generator(0), callback=callback
@@ -208,11 +220,12 @@ class TrainingSolves:
         return self._cholesky
 
     @torch.no_grad()
-    def _solved(self, distribution: RandomFeatures, draws: Draws, guess: Tensor | None) -> PriorDraws:
+    def _solved(self, distribution: RandomFeatures, draws: Draws, start: PriorDraws | None) -> PriorDraws:
         # The solution is wanted, not S^-1 xi, whose cost grows with the square of the frequencies.
         distribution = replace(distribution, corrected=False)
         vectors = distribution.probes(self.system.operator, self.system.terms(), draws).vectors
-        return PriorDraws(distribution, draws, self._solve(vectors, guess)[0])
+        guess = () if start is None else (start.solutions, start.num_solved)
+        return PriorDraws(distribution, draws, self._solve(vectors, *guess)[0])
 
     def _generator(self, stream: int) -> torch.Generator:
         return torch.Generator().manual_seed(self._seed + stream)

@@ -22,6 +22,7 @@ from gpy_iterative.linear_operators import (
     noisy_operator,
     observed_data,
 )
+from gpy_iterative.prediction.shared_columns import unexpanded
 from gpy_iterative.prediction.snapshot import same_tensor
 
 
@@ -76,7 +77,7 @@ def training_system(
     if model.train_inputs is None or model.train_targets is None:
         raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
     check_inputs(model)
-    prior = prior_at(model, list(model.train_inputs))
+    prior = prior_at(model, unexpanded(model.train_inputs))
     target = flat_targets(prior, model.train_targets)
     if target.shape[-1:] != prior.loc.shape[-1:]:
         raise ValueError(
@@ -149,7 +150,7 @@ class LikelihoodParams:
     """
 
     def __init__(self, params: Sequence[Any], model: ExactGP, inputs: Sequence[Tensor] | None = None) -> None:
-        known = (model.train_inputs or ()) if inputs is None else inputs
+        known = unexpanded((model.train_inputs or ()) if inputs is None else inputs)
         self._inputs = [tensor.detach().clone() for tensor in known]
         self._params = tuple(params) or (list(known),)
 
@@ -159,12 +160,12 @@ class LikelihoodParams:
         Raises:
             ValueError: the training inputs have changed, and an argument is a tensor that is none of them.
         """
-        now = list(model.train_inputs or ())
+        now = unexpanded(model.train_inputs or ())
         moved = len(now) != len(self._inputs) or not all(map(same_tensor, now, self._inputs))
 
         def follow(tensor: Tensor) -> Tensor:
             for index, known in enumerate(self._inputs):
-                if same_tensor(tensor, known):
+                if same_tensor(*unexpanded([tensor]), known):
                     return now[index]
             if moved:
                 raise ValueError(

@@ -208,6 +208,13 @@ def test_targets_that_differ_at_the_same_inputs(name: str, solver: Any) -> None:
         torch.testing.assert_close(prediction.variance[index], expected.variance, rtol=0, atol=1e-8)
     if name != "multitask":
         assert new.sample_paths(2)(x + 0.1).shape == (2, *prediction.mean.shape)
+    again = new.condition_on_observations(x + 0.2, y[0], noise=None if noise is None else noise[0])
+    assert again.solves.system.operator.batch_shape == new.solves.system.operator.batch_shape
+    with torch.no_grad():
+        for one in (new, again):
+            answered, wanted = one.model(x + 0.1), one(x + 0.1)
+            torch.testing.assert_close(answered.mean, wanted.mean, rtol=0, atol=1e-8)
+            torch.testing.assert_close(answered.variance, wanted.variance, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

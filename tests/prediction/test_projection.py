@@ -13,7 +13,7 @@ from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.prediction import projection as projection_module
 from gpy_iterative.prediction.projection import ProjectionRecipe, exact_projection
-from gpy_iterative.solvers import Cholesky
+from gpy_iterative.solvers import Cholesky, ConjugateGradients
 from tests.mlls.gaussian_models import Regression
 from tests.oracles import problem
 
@@ -181,7 +181,7 @@ def test_rounding_in_one_block_of_neighbours_changes_no_other() -> None:
     # float32 with noise of 1e-4 leaves such blocks: past the projections hardly more than rounding errors.
     good = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
     rounded = torch.tensor([[1.0, 1.5], [1.5, 1.0]], dtype=torch.float64)
-    lower = projection_module._factor(torch.stack([good, rounded]))
+    lower = projection_module.jittered_factor(torch.stack([good, rounded]))
     assert torch.equal(lower[0], torch.linalg.cholesky(good))
     assert torch.isfinite(lower[1]).all()
     rest = lower[1] @ lower[1].mT - rounded
@@ -208,3 +208,26 @@ def test_rounding_does_not_add_up_where_neighbours_are_nearly_explained() -> Non
     )
     variance = posterior(points[1500:]).variance
     assert (variance / exact).log().abs().max() < 0.05
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rounding_never_makes_grown_projections_overconfident(seed: int) -> None:
+    """In float32 with little noise, most of what is new about another datum is rounding."""
+    x = torch.rand(330, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(4).sub(2).float()
+    y, noise, scale = torch.zeros(330), 1.01e-4, 50.0
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+    kernel.outputscale, kernel.base_kernel.lengthscale = scale, 1.0
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.initialize(noise=noise)
+    model = Regression(x[:300], y[:300], likelihood, kernel)
+    options = {"solver": ConjugateGradients(), "exact_below": 0, "rank": 40, "num_neighbours": 64}
+    posterior = PathwisePosterior(model, likelihood, **options)
+    posterior.solves.projection()
+    for row in torch.arange(300, 330).split(10):
+        posterior = posterior.condition_on_observations(x[row], y[row])
+    test = torch.rand(40, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 4 - 2
+    matrix = scale * torch.exp(-0.5 * torch.cdist(torch.cat([x.double(), test]), torch.cat([x.double(), test])) ** 2)
+    rows = matrix[330:, :330]
+    inverse = torch.linalg.inv(matrix[:330, :330] + noise * torch.eye(330, dtype=torch.float64))
+    exact = (matrix[330:, 330:] - rows @ inverse @ rows.mT).diagonal()
+    assert (posterior(test.float()).variance / exact).min() > 0.9
