@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from linear_operator import LinearOperator
 
-from gpy_iterative.linear_operators.precision import EPS
+from gpy_iterative.linear_operators.precision import EPS, Precision
 from gpy_iterative.linear_operators.tiles import TiledLinearOperator
 
 
-def lower_precision(operator: LinearOperator) -> tuple[LinearOperator, float] | None:
-    """The twin in float32, and the relative rounding error of its entries; None where no part of it asks for one.
+def lower_precision(operator: LinearOperator) -> tuple[LinearOperator, Precision] | None:
+    """The twin in float32, and the coarsest precision of its kernels; None where no part of it asks for one.
 
     Kernels compute in what their `KernelProducts.precision` says, and every other part, whatever it is composed of, in
     float32. Nothing is evaluated here. The twin carries no gradient.
@@ -24,7 +24,7 @@ def lower_precision(operator: LinearOperator) -> tuple[LinearOperator, float] | 
         ValueError: a kernel's dtype, device or own code does not allow its precision.
     """
     asked_for = {kernel.products.precision for kernel in _kernels_in_lower_precision(operator)}
-    return (_lowered(operator), max(EPS[precision] for precision in asked_for)) if asked_for else None
+    return (_lowered(operator), max(asked_for, key=lambda precision: EPS[precision])) if asked_for else None
 
 
 def native_precision(operator: LinearOperator) -> LinearOperator:

@@ -111,8 +111,8 @@ def tile_arithmetic(precision: Precision, device: torch.device) -> TileArithmeti
 
 
 def _rounded_product(vectors: Tensor, tiles: Tensor) -> Tensor:
-    """The product in the tiles' format; vectors are scaled to the range that float16 has."""
-    scale = vectors.abs().amax(-1, keepdim=True)
+    """The product in the tiles' format. Vectors are scaled to a sum of 1: no result exceeds the tiles' largest entry."""
+    scale = vectors.abs().sum(-1, keepdim=True)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return ((vectors / scale).to(tiles.dtype) @ tiles).to(vectors.dtype) * scale
 

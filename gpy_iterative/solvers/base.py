@@ -238,7 +238,7 @@ class IterativeSolver(Solver, Generic[State]):
                 iterations, epochs = iterations + 1, epochs + work
                 if iterations % columns.reads_every:
                     continue
-                kept = columns.observe(iterate, iterations)
+                kept = columns.observe(iterate, iterations, epochs)
                 if callback is not None:
                     callback(SolveProgress(iterations, epochs, columns.group_norms(running=True)))
                 if kept is not None:

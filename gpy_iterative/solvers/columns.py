@@ -26,6 +26,11 @@ ALLOWED_DRIFT = 0.1
 WORTH_A_COPY = 0.9
 #: Iterations between two readings of an accelerator. A column runs on for so many less one at the most.
 READ_EVERY = 4
+#: What helps where a number is not finite.
+ADVICE = (
+    "Check the data and hyperparameters for extreme values; a noise constraint and float64 keep the arithmetic within "
+    "range."
+)
 #: How much lower a column aims after its true residual turned out above the tolerance.
 LOWER_AIM = 0.8
 
@@ -66,6 +71,7 @@ class Columns:
         initial_guess: [n, s] or None.
         numbers: what the columns are called in errors; None counts them.
         scaled: whether columns are scaled to norm one; else their norms count as relative already.
+        advice: what errors say.
 
     Attributes:
         reads_every: iterations from one observation to the next.
@@ -92,8 +98,10 @@ class Columns:
         initial_guess: Tensor | None,
         numbers: Tensor | None = None,
         scaled: bool = True,
+        advice: str = ADVICE,
     ) -> None:
         self.operator, self.groups, self.stopping, self.recursive = operator, groups, stopping, recursive
+        self._advised = advice
         self._sizes = [group.size for group in groups]
         self.tolerances = torch.tensor([g.tolerance for g in groups for _ in range(g.size)], dtype=torch.float64)
         self._aims = self.tolerances.clone()
@@ -165,8 +173,11 @@ class Columns:
         value, residual, rhs = (tensor[:, columns] for tensor in (self.value, self.residual, self.rhs))
         return Iterate(value, residual, rhs, self._shortfall(self._running, self._aims))
 
-    def observe(self, iterate: Iterate, iteration: int) -> Tensor | None:
-        """Reads the norms after an iteration: the columns of the block that go on, or None when all do."""
+    def observe(self, iterate: Iterate, iteration: int, epochs: float) -> Tensor | None:
+        """Reads the norms after an iteration: the columns of the block that go on, or None when all do.
+
+        `epochs` is the work of all iterations so far.
+        """
         norms = self._running[self._open] = self._norms_of(iterate.residual, iteration)
         iterate.shortfall = self._shortfall(self._running, self._aims)
         leaving = ~self._is_open(self._running, self._aims)[self._open]
@@ -249,7 +260,10 @@ class Columns:
 
     def _watched_rows(self) -> Tensor:
         size = self.rhs.shape[0]
-        return torch.linspace(0, size - 1, min(VERIFIED_ROWS, size), device=self.rhs.device).long()
+        return torch.linspace(0, size - 1, self._num_watched_rows(), device=self.rhs.device).long()
+
+    def _num_watched_rows(self) -> int:
+        return min(VERIFIED_ROWS, self.rhs.shape[0])
 
     def _true_rows(self, rows: Tensor, columns: Tensor, value: Tensor) -> Tensor:
         """Those rows of the true residuals of some columns, whose values are given."""
@@ -265,8 +279,7 @@ class Columns:
             column = int(self._numbers[self._open[first]])
             raise NonFiniteError(
                 f"The residual of column {column} of a linear solve is {norms[first].item()} after "
-                f"{iteration} iterations. Check the data and hyperparameters for extreme values; a noise constraint "
-                "and float64 keep the arithmetic within range."
+                f"{iteration} iterations. {self._advised}"
             )
         return norms
 

@@ -14,10 +14,12 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators.precision import EPS, Precision
 from gpy_iterative.solvers.columns import LOWER_AIM, Columns, Iterate
 from gpy_iterative.solvers.solution import ColumnGroup
 
-#: Iterations between two looks at how far the twin's residuals are from true ones; a look costs a few rows of the matrix.
+#: Iterations at the least between two looks at how far the twin's residuals are from true ones. A look costs a few rows of
+#: the matrix, all of them where it is small, and no more than one part in so many of the work.
 WATCHED_EVERY = 20
 #: A twin that was rounded to a matrix with negative eigenvalues may let residuals grow: no farther than this.
 DIVERGENCE = 1e3
@@ -28,8 +30,8 @@ class RefinedColumns(Columns):
 
     Args:
         twin: H' [n, n], in the dtype that the iterations compute in.
-        eps: the relative rounding error of its entries. A round lowers a residual by sqrt(eps) at the most: far enough
-            to be worth its true residual, and hardly ever so far that the twin's error has taken over.
+        precision: of its entries. A round lowers a residual by the root of their relative rounding error at the most: far
+            enough to be worth its true residual, and hardly ever so far that the twin's error has taken over.
 
     The other arguments are those of `Columns`. True residuals, one product with the operator a round, are overhead.
     """
@@ -40,7 +42,7 @@ class RefinedColumns(Columns):
         self,
         operator: LinearOperator,
         twin: LinearOperator,
-        eps: float,
+        precision: Precision,
         rhs: Tensor,
         groups: Sequence[ColumnGroup],
         *,
@@ -49,7 +51,8 @@ class RefinedColumns(Columns):
         initial_guess: Tensor | None,
     ) -> None:
         super().__init__(operator, rhs, groups, stopping=stopping, recursive=recursive, initial_guess=initial_guess)
-        self._twin, self._reduction = twin, eps**0.5
+        self._twin, self._precision, self._reduction = twin, precision, EPS[precision] ** 0.5
+        self._watched_at = 0.0
         self._aims *= LOWER_AIM  # room for what the twin leaves
 
     def begin(self) -> Iterate | None:
@@ -67,16 +70,25 @@ class RefinedColumns(Columns):
             initial_guess=None,
             numbers=self._round,
             scaled=False,
+            advice=self._advice(),
         )
         return self._corrections.begin()
 
-    def observe(self, iterate: Iterate, iteration: int) -> Tensor | None:
+    def observe(self, iterate: Iterate, iteration: int, epochs: float) -> Tensor | None:
         """Reads the norms of the twin's residuals; the columns of the block that go on, or None when all do."""
-        has_drifted = self.recursive and iteration % WATCHED_EVERY == 0 and self._has_drifted(iterate)
-        kept = self._corrections.observe(iterate, iteration)
+        has_drifted = self.recursive and self._is_watched(iteration, epochs) and self._has_drifted(iterate)
+        kept = self._corrections.observe(iterate, iteration, epochs)
         self._running[self._round] = self._corrections._running
         has_diverged = (self._running > DIVERGENCE * self.norms)[self._round].any()
         return self._corrections.close(iterate, kept, iteration) if has_drifted or has_diverged else kept
+
+    def _is_watched(self, iteration: int, epochs: float) -> bool:
+        """Whether it is time for another look. Steps of a few rows each are no reason to take one every few of them."""
+        cost = self._num_watched_rows() / self.rhs.shape[0]
+        if iteration % WATCHED_EVERY or epochs - self._watched_at < WATCHED_EVERY * cost:
+            return False
+        self._watched_at = epochs
+        return True
 
     def _has_drifted(self, iterate: Iterate) -> bool:
         """Whether the twin's residuals, of the columns together, are nearer to zero than to the true ones."""
@@ -95,6 +107,13 @@ class RefinedColumns(Columns):
         missed = self._is_open(self.norms, self.tolerances) & ~self._is_open(self._running, self._aims)
         self._aims[missed] *= LOWER_AIM
         self._running = self.norms.clone()
+
+    def _advice(self) -> str:
+        wider = ", or take 'bfloat16', whose range is that of float32" if self._precision == "float16" else ""
+        return (
+            f"The iterations computed with precision={self._precision!r}, and the kernel's values may be beyond its range: "
+            f"leave KernelProducts(precision='native'){wider}."
+        )
 
     def _groups_of_round(self) -> list[ColumnGroup]:
         """The open columns of every group, with what they aim at now; means where the means are compared."""

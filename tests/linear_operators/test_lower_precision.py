@@ -380,6 +380,13 @@ def test_products_in_two_bytes_are_summed_and_scaled_in_four(dtype: torch.dtype)
     torch.testing.assert_close(total, 1 + found[0])
 
 
+def test_sums_of_large_entries_stay_within_the_range_of_float16() -> None:
+    tiles = torch.full((4096, 2), 20.0, dtype=torch.float16)
+    vectors = torch.tensor([[1.0], [-1e6], [0.0], [1e-30]]).expand(-1, 4096).contiguous()
+    found = TileArithmetic(kept=torch.float16).times(vectors, tiles)
+    torch.testing.assert_close(found, vectors.sum(-1, keepdim=True).expand(-1, 2) * 20, rtol=2e-3, atol=0)
+
+
 def test_two_bytes_are_widened_on_a_cpu_and_not_on_cuda() -> None:
     assert tile_arithmetic("float16", torch.device("cpu")) == TileArithmetic(kept=torch.float16, widens=True)
     assert tile_arithmetic("float16", torch.device("cuda")) == TileArithmetic(kept=torch.float16, widens=False)

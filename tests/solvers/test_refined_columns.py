@@ -2,13 +2,20 @@
 
 import dataclasses
 
+import gpytorch
 import pytest
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator, lower_precision
+from gpy_iterative.linear_operators import (
+    GenericKernelLinearOperator,
+    KernelProducts,
+    NoisyLinearOperator,
+    RadialKernelLinearOperator,
+    lower_precision,
+)
 from gpy_iterative.linear_operators.precision import Precision
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.solvers import (
@@ -178,6 +185,34 @@ def test_a_mean_of_columns_that_begin_far_apart(precision: Precision) -> None:
     solution = solver.solve(operator, rhs, initial_guess=guess)
     assert solution.status is SolveStatus.CONVERGED
     assert true_norms(operator, rhs, solution.value).mean() <= 0.001 * (1 + 1e-6)
+
+
+def test_values_beyond_the_range_of_a_format_name_it() -> None:
+    x = 10 * system().kernel.x1
+    for precision, remedy in (("float16", "'bfloat16'"), ("bfloat16", "'native'")):
+        # float16 ends at 6.5e4, bfloat16 and float32 at 3.4e38.
+        kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.PolynomialKernel(power=2)).double()
+        kernel.outputscale = 1e3 if precision == "float16" else 1e38
+        products = KernelProducts(tile_size=32, precision=precision)
+        operator = NoisyLinearOperator(
+            GenericKernelLinearOperator.of_kernel(kernel, x, products=products).detach(),
+            torch.full((120,), 1.0).double(),
+        )
+        with pytest.raises(NonFiniteError, match=rf"precision='{precision}'.*{remedy}"):
+            ConjugateGradients(preconditioner=None).solve(operator, right_hand_sides())
+
+
+@pytest.mark.parametrize(
+    "solver", [StochasticDualDescent(batch_size=5), AcceleratedSketchAndProject(block_size=5)], ids=["dual", "sketch"]
+)
+def test_looks_at_true_residuals_are_a_small_part_of_the_work(solver: IterativeSolver) -> None:
+    """Also where a step is a small part of an epoch, and a look is a whole one: the matrix has few rows."""
+    rhs, rounds = right_hand_sides(), 5
+    solver = dataclasses.replace(solver, tolerance=1e-4, max_epochs=3000)
+    solution, native = (solver.solve(system(0.1, precision=name), rhs) for name in ("float32", "native"))
+    assert solution.status is native.status is SolveStatus.CONVERGED
+    assert solution.stats.iterations > 20 * 20
+    assert solution.stats.overhead <= native.stats.overhead + solution.stats.epochs / 20 + rounds
 
 
 def test_batch_members_are_refined_one_by_one() -> None:
