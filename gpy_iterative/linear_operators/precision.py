@@ -1,7 +1,7 @@
 """Formats lower than the inputs' own in which tiles are kept and multiplied, and where they are allowed.
 
 Sixteen bits are a format to keep tiles in: twice or four times as many fit into the same memory. A CPU widens a kept tile
-to float32 before it multiplies it; a CUDA device multiplies it as it is, with sums in float32.
+to float32 before it multiplies it; a CUDA device multiplies it as it is, with sums in float32 that are rounded once a tile.
 """
 
 from collections.abc import Iterator

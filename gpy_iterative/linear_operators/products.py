@@ -24,7 +24,9 @@ Backend = Literal["auto", "tiles", "keops"]
 #: What an automatic tile cache may take at the most on a CPU, in bytes.
 MAX_CPU_CACHE = 4 * 1024**3
 #: Rows of a tile. On a CPU each thread's tile stays in its cache through the element-wise passes; on CUDA a tile has to be
-#: large enough to outlast the start of a kernel, and its working memory is bounded by a part of what is free.
+#: large enough to outlast the start of a kernel, and its working memory is bounded by a part of the device's. Not of what
+#: is free, which differs from step to step and from rank to rank: memory of kept tiles could not be used again, and ranks
+#: would disagree.
 CPU_TILE = 512
 CUDA_TILES = (4096, 2048, 1024)
 CUDA_TILE_SHARE = 32
@@ -40,7 +42,8 @@ class KernelProducts:
         backend: "tiles" evaluates square tiles with torch; "keops" compiles radial kernels to one loop (needs the extra
             `keops` and, at run time, a C++ compiler; other options then concern only dense blocks that a solver asks
             for); "auto" chooses by measurement, which today is tiles.
-        tile_size: rows and columns of a tile; None is 512 on a CPU and up to 4,096 on CUDA, by the memory that is free.
+        tile_size: rows and columns of a tile; None is 512 on a CPU and up to 4,096 on CUDA, by the device's total memory.
+            Ranks on devices of different sizes have to be given one.
         cache_memory: bytes for evaluated tiles that are kept for the next product; None is half of what is free
             (on a CPU at most 4 GB), 0 keeps none.
         precision: of the products inside an iterative solve. "native" computes in the inputs' dtype. A lower one serves
@@ -48,7 +51,7 @@ class KernelProducts:
             tolerance's accuracy, at one native product a round. "float32" is for float64 inputs; "bfloat16" and "float16"
             keep tiles in two bytes, and are multiplied so on CUDA; "tf32" needs CUDA. It serves the solves of a training
             step, of predictions, of sample paths and of Laplace's gradient. Native stay gradients, log-determinants,
-            variances, dense blocks, the truncated series (`TruncatedCGMarginalLogLikelihood`,
+            variances, dense blocks and picked rows, the truncated series (`TruncatedCGMarginalLogLikelihood`,
             `RussianRouletteMarginalLogLikelihood`) and the products that find Laplace's mode.
         compile: fuse the element-wise work of a tile with torch.compile, which needs a compiler at run time (on CUDA
             Triton). None does so on CUDA where Triton is installed; elsewhere the work is done pass by pass.
@@ -126,7 +129,7 @@ class KernelProducts:
             return self.tile_size
         if device.type != "cuda":
             return CPU_TILE
-        room = torch.cuda.mem_get_info(device)[0] // CUDA_TILE_SHARE
+        room = torch.cuda.mem_get_info(device)[1] // CUDA_TILE_SHARE
         return next((size for size in CUDA_TILES if _SCRATCH_BYTES * size**2 <= room), CPU_TILE)
 
     def is_fused(self, device: torch.device) -> bool:

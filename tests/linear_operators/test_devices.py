@@ -22,6 +22,7 @@ from gpy_iterative.linear_operators import (
     principal_block,
     rows_matmul,
 )
+from gpy_iterative.linear_operators.precision import EPS
 from gpy_iterative.linear_operators.radial_functions import MATERN12, MATERN32, MATERN52, RATIONAL_QUADRATIC, RBF
 from tests.devices import moved
 from tests.simulated_device import DEVICE, SimulatedDevice
@@ -128,11 +129,12 @@ def test_lower_precision(precision: str, device: torch.device) -> None:
         products=KernelProducts(tile_size=8, precision=precision),
     )
     rhs = random(N, 3, seed=1).to(device)
-    (twin, eps), exact = lower_precision(operator), operator._matmul(rhs)
+    (twin, coarsest), exact = lower_precision(operator), operator._matmul(rhs)
+    assert coarsest == precision
     for _ in range(2):
         found = twin._matmul(rhs.float())
         assert found.dtype == torch.float32
-        assert float((found - exact).norm()) <= 2 * max(eps, 1e-6) * float(exact.norm())
+        assert float((found - exact).norm()) <= 2 * max(EPS[precision], 1e-6) * float(exact.norm())
 
 
 def test_kernels_of_gpytorch(device: torch.device) -> None:
