@@ -20,7 +20,7 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.mlls.training_state import make_generator
 from gpy_iterative.prediction import check_inputs
-from gpy_iterative.progress import Progress, reporting
+from gpy_iterative.progress import Progress, check_progress, reporting
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ def initialize_from_subsets(
         check_count(name, value)
     if not 0 < learning_rate < math.inf:
         raise ValueError(f"learning_rate must be positive and finite, got {learning_rate}.")
+    check_progress(progress)
     columns = _standardised_columns(model)
     generator = make_generator(0 if generator is None else generator)
     start = _values(model, likelihood)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -31,6 +32,13 @@ class ProgressReport:
 
 #: The option of everything that takes long: False is silent, True shows a bar, a callable gets every report.
 Progress = bool | Callable[[ProgressReport], None]
+
+
+def check_progress(progress: Any) -> None:
+    """Raises TypeError unless it is True, False or a callable."""
+    if not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(f"progress must be True, False or a callable that takes a ProgressReport, got {progress!r}.")
+
 
 Tell = Callable[[float, dict[str, float]], None]
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import gpy_iterative as gpi
 from gpy_iterative.prediction import PathwisePosterior, covariance
 from gpy_iterative.progress import Progress, ProgressReport, reporting
 from gpy_iterative.solvers import ConjugateGradients, LaplaceNewton
+from gpy_iterative.weight_space import WeightSpacePosterior
 from tests.laplace_cases import case as laplace_case
 from tests.mlls.feature_models import feature_case, fourier
 from tests.mlls.gaussian_models import Case, regression
@@ -152,3 +154,15 @@ def test_the_callback_does_not_change_a_run() -> None:
         )
         values.append(mll(case.model(case.x), case.y).detach())
     assert torch.equal(*values)
+
+
+@pytest.mark.parametrize("wrong", [1, None, "yes"])
+def test_what_is_neither_a_flag_nor_a_callable(wrong: Any) -> None:
+    case = _case()
+    with pytest.raises(TypeError, match="progress must be True, False or a callable"):
+        PathwisePosterior(case.model, case.likelihood, progress=wrong)
+    with pytest.raises(TypeError, match="progress must be"):
+        gpi.initialize_from_subsets(case.model, case.likelihood, progress=wrong)
+    features = feature_case(kernels.ScaleKernel(fourier()))
+    with pytest.raises(TypeError, match="progress must be"):
+        WeightSpacePosterior(features.model, features.likelihood, progress=wrong)

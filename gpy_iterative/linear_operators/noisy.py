@@ -104,6 +104,8 @@ def _(operator: NoisyLinearOperator, block: slice) -> Tensor:
 
 @dense_rows.register
 def _(operator: NoisyLinearOperator, rows: Tensor) -> Tensor:
-    result = dense_rows(operator.kernel, rows)
-    index = rows.expand(*result.shape[:-2], -1).unsqueeze(-1)
-    return result.scatter_add_(-1, index, operator.noise[..., rows].unsqueeze(-1).to(result.dtype))
+    kernel, batch = dense_rows(operator.kernel, rows), operator.batch_shape
+    # Several noises may share a kernel matrix, which is then copied for each.
+    result = kernel if kernel.shape[:-2] == batch else kernel.expand(*batch, *kernel.shape[-2:]).clone()
+    index, noise = rows.expand(*batch, -1), operator.noise[..., rows].expand(*batch, -1)
+    return result.scatter_add_(-1, index.unsqueeze(-1), noise.unsqueeze(-1).to(result.dtype))

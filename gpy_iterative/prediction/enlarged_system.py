@@ -14,9 +14,12 @@ from torch.nn.functional import pad
 from gpy_iterative.linear_operators import dense_rows
 from gpy_iterative.prediction.blocks import principal_blocks
 from gpy_iterative.prediction.projection import jittered_factor
+from gpy_iterative.prediction.training_system import TrainingSystem
 
 #: New rows that are solved for at a time, and old rows that are solved for with them.
 NEW_ROWS, NEIGHBOURS = 1024, 1024
+#: Old rows that are looked at to see whether they are what they were.
+ROWS_COMPARED = 4
 #: Rows of the matrix that are held at a time.
 ROWS_AT_A_TIME = 128
 
@@ -24,6 +27,24 @@ ROWS_AT_A_TIME = 128
 def new_rows(operator: LinearOperator, size: int) -> Tensor:
     """Dense rows of H [*b, n, n] from number `size` on, [*b, n - size, n]."""
     return dense_rows(operator, torch.arange(size, operator.shape[-1], device=operator.device))
+
+
+def has_grown_from(before: TrainingSystem, after: TrainingSystem) -> bool:
+    """Whether the first rows of a system are those of an earlier one, with further data behind them.
+
+    They are not where a prior looks at all inputs together (a deep kernel that scales its features by their range, a
+    grid that follows the data). Compared are means, diagonals and a few rows, up to rounding.
+    """
+    old, new = before.operator, after.operator
+    size, dtype = old.shape[-1], old.dtype
+    index = torch.linspace(0, size - 1, ROWS_COMPARED, device=old.device).long()
+    pairs = (
+        (before.residual, after.residual),
+        (old.diagonal(dim1=-2, dim2=-1), new.diagonal(dim1=-2, dim2=-1)),
+        (dense_rows(old, index), dense_rows(new, index)),
+    )
+    tolerance = max(torch.finfo(dtype).eps ** 0.5, 1e-6)
+    return all(bool(((a - b[..., :size]).abs() <= tolerance * b.abs().amax()).all()) for a, b in pairs)
 
 
 def padded(columns: Tensor, shape: torch.Size) -> Tensor:

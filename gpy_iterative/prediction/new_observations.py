@@ -1,7 +1,8 @@
 """New observations of a model: checked, and put behind its old ones in a copy of the model."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import gpytorch
 import torch
@@ -15,14 +16,32 @@ from gpy_iterative.prediction.joint_prior import checked_inputs
 from gpy_iterative.prediction.shared_columns import unexpanded
 
 
-def check_without_gradients(inputs: Tensor | Sequence[Tensor]) -> None:
-    """Raises RuntimeError where gradients to new inputs are asked for, which nothing here would answer."""
-    points = [inputs] if isinstance(inputs, Tensor) else inputs
-    if torch.is_grad_enabled() and any(x.requires_grad for x in points):
+def check_tensors(*parts: Any) -> None:
+    """Raises TypeError for what is no tensor: arrays and lists have no dtype to compare, or another default."""
+    for part in parts:
+        if not isinstance(part, Tensor):
+            raise TypeError(
+                f"New inputs, targets and noise must be tensors, got {type(part).__name__}: "
+                "torch.as_tensor(..., dtype=model.train_targets.dtype) makes one."
+            )
+
+
+def check_without_gradients(parts: Iterable[Tensor]) -> None:
+    """Raises RuntimeError where gradients to new observations are asked for, which nothing here would answer."""
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         raise RuntimeError(
-            "Gradients do not flow to observations that an iterative posterior is conditioned on: detach the inputs. "
+            "Gradients do not flow to observations that an iterative posterior is conditioned on: detach them. "
             "Acquisition functions that differentiate through fantasies (knowledge gradients) need GPyTorch's own "
             "prediction strategy, which is dense: model.train(); model.eval() brings it back."
+        )
+
+
+def check_without_input_transform(model: ExactGP) -> None:
+    """Raises ValueError for a BoTorch model that keeps its inputs twice, before and after a transform of its own."""
+    if getattr(model, "input_transform", None) is not None:
+        raise ValueError(
+            "The model has an input_transform, and would lose what is added behind its back: install the posterior "
+            "(posterior.install()) and call model.condition_on_observations(X, Y), with X and Y not transformed."
         )
 
 
@@ -30,7 +49,7 @@ def with_observations(
     model: ExactGP,
     likelihood: Likelihood,
     event_dims: int,
-    inputs: Tensor | Sequence[Tensor],
+    inputs: Sequence[Tensor],
     targets: Tensor,
     noise: Tensor | None,
 ) -> tuple[ExactGP, Likelihood]:
@@ -40,7 +59,7 @@ def with_observations(
         model: in evaluation mode.
         likelihood: likewise.
         event_dims: dimensions of one member's targets: 1, or 2 for multitask models.
-        inputs: [*b, m, d], a tensor or one for each of the model's inputs.
+        inputs: [*b, m, d], one for each of the model's inputs.
         targets: [*f, m] or [*f, m, T]; f, b and the model's batch broadcast.
         noise: [*f, m] variances of the new targets, of a likelihood with fixed ones.
 
@@ -50,12 +69,13 @@ def with_observations(
             asked for.
     """
     known, before = unexpanded(model.train_inputs or ()), model.train_targets
-    points = _checked_points(known, [inputs] if isinstance(inputs, Tensor) else list(inputs))
+    points = _checked_points(known, list(inputs))
     count = points[0].shape[-2]
     _check_targets(targets, before, count, event_dims)
     _check_noise(noise, likelihood, targets)
     batch = _broadcast(*(x.shape[:-2] for x in (*known, *points)))
-    members = _broadcast(batch, before.shape[:-event_dims], targets.shape[:-event_dims])
+    noises = () if noise is None else (likelihood.noise_covar.noise.shape[:-1], noise.shape[:-1])
+    members = _broadcast(batch, before.shape[:-event_dims], targets.shape[:-event_dims], *noises)
     stacked = [_stacked(old, new, batch, -2).detach() for old, new in zip(known, points, strict=True)]
     model, likelihood = copy.deepcopy((model, likelihood))
     for module in (*model.modules(), *likelihood.modules()):
@@ -105,11 +125,9 @@ def _check_noise(noise: Tensor | None, likelihood: Likelihood, targets: Tensor) 
         return
     if noise is None:
         raise ValueError(f"{name} needs the variances of the new observations: noise=[*f, m].")
-    if noise.shape[-1:] != targets.shape[-1:] or noise.dtype != targets.dtype:
-        raise ValueError(
-            f"noise must fit the new targets {tuple(targets.shape)}, {targets.dtype}; got {tuple(noise.shape)}, "
-            f"{noise.dtype}."
-        )
+    wanted, given = ((tuple(part.shape), part.dtype, part.device) for part in (targets, noise))
+    if noise.shape[-1:] != targets.shape[-1:] or given[1:] != wanted[1:]:
+        raise ValueError("noise must fit the new targets {}, {} on {}; got {}, {} on {}.".format(*wanted, *given))
     check_finite("noise", noise)
     if bool((noise <= 0).any()):
         raise ValueError(f"noise must be positive, got {noise.min().item()}.")

@@ -22,7 +22,12 @@ from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction.blocks import product
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.prediction.joint_prior import JointPrior, checked_inputs, fixed_parameters, graph_for, joint_prior
-from gpy_iterative.prediction.new_observations import check_without_gradients, with_observations
+from gpy_iterative.prediction.new_observations import (
+    check_tensors,
+    check_without_gradients,
+    check_without_input_transform,
+    with_observations,
+)
 from gpy_iterative.prediction.projection import ProjectionRecipe, scatter_rows
 from gpy_iterative.prediction.sample_paths import SamplePaths
 from gpy_iterative.prediction.snapshot import ModelSnapshot
@@ -31,7 +36,7 @@ from gpy_iterative.prediction.training_solves import PriorDraws, TrainingSolves
 from gpy_iterative.prediction.training_system import LikelihoodParams, evaluating, training_system
 from gpy_iterative.prediction.variance_error import VarianceError, solved_variance
 from gpy_iterative.probes import RandomFeatures
-from gpy_iterative.progress import Progress
+from gpy_iterative.progress import Progress, check_progress
 from gpy_iterative.solvers import EXACT_BELOW, Solver, SolveStats, default_solver
 from gpy_iterative.spectral import Draws
 
@@ -80,6 +85,7 @@ class PathwisePosterior:
 
     Raises:
         ValueError: options outside their range, NaN in data (see `observation_nan_policy`), shapes that do not fit.
+        TypeError: a solver, products or progress that is none.
         NonFiniteError, NotPositiveDefiniteError: from the solver.
 
     Warns:
@@ -113,6 +119,7 @@ class PathwisePosterior:
         progress: Progress = False,
     ) -> None:
         check_count("num_frequencies", num_frequencies)
+        check_progress(progress)
         check_instance("solver", solver, Solver, "ConjugateGradients()")
         check_instance("products", products, KernelProducts, "KernelProducts()")
         if exact_below < 0:
@@ -240,16 +247,33 @@ class PathwisePosterior:
         Args:
             inputs: [*b, m, d], a tensor or one for each of the model's inputs.
             targets: [*f, m] ([*f, m, T] for a multitask model). Batches of either make a batch of posteriors; targets
-                that differ at the same inputs share one matrix, and are solved for together.
+                that differ at the same inputs share one matrix, and are solved for together. A datum whose target is NaN
+                in one of them (see `observation_nan_policy`) is missing in all.
             noise: [*f, m], variances of the new observations, for a likelihood with fixed noise.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not fit, numbers that are not finite, missing noise.
-            RuntimeError: inputs that require gradients: there are none through the solves.
+            ValueError: shapes, dtypes or devices that do not fit, numbers that are not finite, missing noise; a BoTorch
+                model with an `input_transform`, whose own `condition_on_observations` is the way.
+            TypeError: arrays or lists in place of tensors.
+            RuntimeError: inputs, targets or noise that require gradients: there are none through the solves.
 
         Cost: where H is factored, n^2 multiply-adds for each new observation. Else two products for every 1,024 new
         observations, and what a solver that starts there still finds to do: nothing for single ones, part of a solve
         for many (`stats` says what it took).
+        """
+        check_without_input_transform(self._model)
+        inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        given = [*inputs, targets] if noise is None else [*inputs, targets, noise]
+        check_tensors(*given)
+        check_without_gradients(given)
+        return self.with_observations(inputs, targets, noise)
+
+    def with_observations(
+        self, inputs: Sequence[Tensor], targets: Tensor, noise: Tensor | None = None
+    ) -> "PathwisePosterior":
+        """As `condition_on_observations`, of inputs that are the model's own: transformed, where it transforms them.
+
+        What targets and noise depend on is cut off: BoTorch's fantasies are functions of the likelihood's noise.
         """
         check_without_gradients(inputs)
         # What is solved now may be differentiated through later.

@@ -58,8 +58,11 @@ class PathwisePredictionStrategy:
 
         What `model.get_fantasy_model` and BoTorch's `condition_on_observations` and `fantasize` ask for. The full data and
         their prior, which GPyTorch makes on the way, are not looked at.
+
+        The fantasy model answers at the hyperparameters of now: GPyTorch does not say whose strategy this becomes, so later
+        changes of that model go unnoticed. `posterior.condition_on_observations(...).model` follows its own.
         """
-        return PathwisePredictionStrategy(self._posterior.condition_on_observations(inputs, targets, **kwargs))
+        return PathwisePredictionStrategy(self._posterior.with_observations(inputs, targets, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """None, as with GPyTorch's own: a copied model computes its own predictions."""

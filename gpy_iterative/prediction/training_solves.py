@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning
-from gpy_iterative.prediction.enlarged_system import locally_corrected, new_rows, padded
+from gpy_iterative.prediction.enlarged_system import has_grown_from, locally_corrected, new_rows, padded
 from gpy_iterative.prediction.projection import (
     Projection,
     ProjectionRecipe,
@@ -79,7 +79,8 @@ class TrainingSolves:
         initial_weights: [*b, m] (or [*b, n] with unobserved data), where the solve for the mean starts; ignored where
             it does not fit.
         progress: what is told of every solve.
-        known: the solves of the first data of this system, at the same hyperparameters; what they have is carried over.
+        known: the solves of the first data of this system, at the same hyperparameters; what they have is carried over,
+            or only a start where the prior of these data has changed with the new ones.
 
     Construction solves for the mean, from what is known of it: at once when that still satisfies the tolerance.
 
@@ -109,7 +110,8 @@ class TrainingSolves:
         if known is None:
             guess, num_known = _fitting(initial_weights, system), None
         else:
-            self._carry_over(known)
+            if has_grown_from(known.system, system):
+                self._carry_over(known)
             guess = padded(known.start.unsqueeze(-1), system.residual.shape).squeeze(-1)
             num_known = known.system.operator.shape[-1]
         self._solution, self.status, self.stats = self._solve(

@@ -21,7 +21,7 @@ from gpy_iterative.prediction import (
     graph_for,
     prior_at,
 )
-from gpy_iterative.progress import Progress
+from gpy_iterative.progress import Progress, check_progress
 from gpy_iterative.weight_space.problem import WeightSpacePrior, WeightSpaceProblem
 from gpy_iterative.weight_space.weights import WeightDistribution, posterior_weights
 
@@ -61,6 +61,7 @@ class WeightSpacePosterior:
         progress: Progress = False,
     ) -> None:
         check_count("chunk_size", chunk_size)
+        check_progress(progress)
         self.model, self.likelihood = model, likelihood
         self._params, self._seed, self._chunk_size = LikelihoodParams(params, model), seed, chunk_size
         self._kwargs, self._progress = dict(kwargs or {}), progress

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpy_iterative.prediction import PathwisePosterior, enlarged_system, training_solves
 from gpy_iterative.solvers import AlternatingProjections, Cholesky, ConjugateGradients, IterativeSolver
 from tests.botorch_apart import acquisition, models, sampling, transforms
-from tests.mlls.gaussian_models import CASES, Case, data, regression
+from tests.mlls.gaussian_models import CASES, Case, Regression, data, regression
 from tests.prediction.test_posterior import dense, held_out_points
 
 TIGHT = ConjugateGradients(tolerance=1e-10)
@@ -307,14 +307,81 @@ def test_bad_noise() -> None:
         posterior_of(CASES["rbf"]()).condition_on_observations(x, y, noise=noise)
 
 
-def test_gradients_to_observations_are_refused() -> None:
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_gradients_to_observations_are_refused(part: int) -> None:
+    case = CASES["fixed-noise"]()
+    parts = new_data(case)
+    parts[part].requires_grad_()
+    with pytest.raises(RuntimeError, match="detach"):
+        posterior_of(case).condition_on_observations(*parts[:2], noise=parts[2])
+    with torch.no_grad():
+        assert_is_dense(posterior_of(case).condition_on_observations(*parts[:2], noise=parts[2]))
+
+
+def test_inputs_may_come_from_a_generator() -> None:
     case = CASES["rbf"]()
     x, y, _ = new_data(case)
-    x.requires_grad_()
-    with pytest.raises(RuntimeError, match="detach"):
-        posterior_of(case).condition_on_observations(x, y)
-    with torch.no_grad():
-        assert_is_dense(posterior_of(case).condition_on_observations(x, y))
+    assert_is_dense(posterior_of(case).condition_on_observations((part for part in (x,)), y))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x, y: (x.numpy(), y), lambda x, y: (x, y.tolist()), lambda x, y: ([x.tolist()], y)]
+)
+def test_what_is_no_tensor(change: Callable[[Tensor, Tensor], tuple[Any, Any]]) -> None:
+    case = CASES["rbf"]()
+    x, y, _ = new_data(case)
+    with pytest.raises(TypeError, match=r"torch\.as_tensor"):
+        posterior_of(case).condition_on_observations(*change(x, y))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("targets", [(), (3,)])
+def test_noises_that_differ_at_the_same_inputs(targets: tuple[int, ...], asked: bool, solver: Any) -> None:
+    case = CASES["fixed-noise"]()
+    x, y, _ = new_data(case, 5, *targets)
+    noise = 0.1 + torch.rand(3, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    posterior = posterior_of(case, solver, rank=20, num_neighbours=60)
+    if asked:
+        posterior.solves.projection()
+    prediction = posterior.condition_on_observations(x, y, noise=noise)(x + 0.1)
+    for index in range(3):
+        one = posterior.condition_on_observations(x, y[index] if targets else y, noise=noise[index])
+        mean, covariance = dense(whole(one), x + 0.1)
+        torch.testing.assert_close(prediction.mean[index], mean, rtol=0, atol=1e-8)
+        torch.testing.assert_close(prediction.variance[index], covariance.diagonal(), rtol=0, atol=1e-8)
+
+
+def test_noises_must_fit_the_targets() -> None:
+    case = CASES["fixed-noise"]()
+    x, y, noise = new_data(case, 5, 3)
+    assert noise is not None
+    for wrong, message in ((noise[:2], "do not broadcast"), (noise.float(), "float32"), (noise.to("meta"), "meta")):
+        with pytest.raises(ValueError, match=message):
+            posterior_of(case).condition_on_observations(x, y, noise=wrong)
+
+
+class ScaledByRange(Regression):
+    """Inputs scaled by their range: the prior of old data changes with new ones."""
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return super().forward((x - x.amin(-2, keepdim=True)) / (x.amax(-2, keepdim=True) - x.amin(-2, keepdim=True)))
+
+
+@pytest.mark.parametrize("far", [1.0, 5.0])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_priors_that_look_at_all_data_together(solver: Any, far: float) -> None:
+    x, y = data()
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = ScaledByRange(x, y, likelihood, kernels.ScaleKernel(kernels.MaternKernel(nu=1.5))).double()
+    posterior = PathwisePosterior(model, likelihood.double(), solver=solver, num_frequencies=100)
+    posterior.solves.projection()
+    posterior.sample_paths(2)
+    new = posterior.condition_on_observations(far * held_out_points(4), torch.ones(4, dtype=torch.float64))
+    scratch = PathwisePosterior(*copy.deepcopy((new.model, new.likelihood)), solver=solver)
+    test = held_out_points(3) + 0.1
+    torch.testing.assert_close(new(test).mean, scratch(test).mean, rtol=0, atol=1e-7)
+    torch.testing.assert_close(new(test).variance, scratch(test).variance, rtol=0, atol=1e-7)
 
 
 def botorch_model(outputs: int, has_fixed_noise: bool) -> gpytorch.models.ExactGP:
@@ -359,3 +426,18 @@ def test_knowledge_gradients_say_why_not() -> None:
     x = held_out_points(6).reshape(2, 3, 3).requires_grad_()
     with pytest.raises(RuntimeError, match="detach"):
         function(x)
+
+
+def test_transformed_inputs_go_through_the_model() -> None:
+    model = botorch_model(1, False)
+    posterior = PathwisePosterior(model, model.likelihood)
+    with pytest.raises(ValueError, match=r"model\.condition_on_observations"):
+        posterior.condition_on_observations(held_out_points(2), torch.zeros(2, dtype=torch.float64))
+
+
+def test_fantasies_may_depend_on_the_noise() -> None:
+    """As they do outside `torch.no_grad()`; the fantasies are cut off from it."""
+    model, x = botorch_model(1, False), held_out_points(4) * 10 + 3
+    PathwisePosterior(model, model.likelihood).install()
+    fantasies = model.fantasize(x, sampling.SobolQMCNormalSampler(torch.Size([3]), seed=0))
+    assert fantasies.posterior(x).mean.shape == (3, 4, 1)
