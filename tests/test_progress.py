@@ -156,13 +156,13 @@ def test_the_callback_does_not_change_a_run() -> None:
     assert torch.equal(*values)
 
 
+def _features(progress: Progress) -> None:
+    case = feature_case(kernels.ScaleKernel(fourier()))
+    WeightSpacePosterior(case.model, case.likelihood, progress=progress)
+
+
 @pytest.mark.parametrize("wrong", [1, None, "yes"])
-def test_what_is_neither_a_flag_nor_a_callable(wrong: Any) -> None:
-    case = _case()
+@pytest.mark.parametrize("operation", [_hutchinson, _mean, _mode, _mode_for_predictions, _subsets, _features])
+def test_what_is_neither_a_flag_nor_a_callable(operation: Callable[[Any], None], wrong: Any) -> None:
     with pytest.raises(TypeError, match="progress must be True, False or a callable"):
-        PathwisePosterior(case.model, case.likelihood, progress=wrong)
-    with pytest.raises(TypeError, match="progress must be"):
-        gpi.initialize_from_subsets(case.model, case.likelihood, progress=wrong)
-    features = feature_case(kernels.ScaleKernel(fourier()))
-    with pytest.raises(TypeError, match="progress must be"):
-        WeightSpacePosterior(features.model, features.likelihood, progress=wrong)
+        operation(wrong)

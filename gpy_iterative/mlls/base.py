@@ -37,7 +37,7 @@ from gpy_iterative.mlls.training_state import TrainingState
 from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood, check_not_empty
 from gpy_iterative.prediction import PathwisePosterior, check_inputs
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
-from gpy_iterative.progress import Progress, reporting_solve
+from gpy_iterative.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.solvers import (
     EXACT_BELOW,
     Cholesky,
@@ -265,6 +265,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         state = TrainingState.begin(generator, repr(probes), warm_start)
         super().__init__(likelihood, model, solver=solver, products=products, state=state)
         self.probes = probes
+        check_progress(progress)
         self.progress = progress
         # Without the missing diagonal the spectrum is bounded by 1 from below, which the quadrature makes use of.
         self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES, correct_diagonal=False)

@@ -44,7 +44,7 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
         ValueError: an option outside its range, training inputs that are not finite.
-        TypeError: a model that is no ExactGP, a solver or products of another type.
+        TypeError: a model that is no ExactGP; a solver, products or progress of another type.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)

@@ -29,7 +29,7 @@ from gpy_iterative.mlls.training_state import make_generator
 from gpy_iterative.mlls.validation import check_hyperparameters
 from gpy_iterative.models import IterativeLaplaceGP
 from gpy_iterative.prediction import LaplacePosterior, check_inputs, check_targets_fit, latent_terms, observed_points
-from gpy_iterative.progress import Progress, reporting_solve
+from gpy_iterative.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.solvers import (
     LaplaceCholesky,
     LaplaceNewton,
@@ -121,6 +121,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         self.tolerance, self.num_frequencies = tolerance, num_frequencies
         self.products = model.products if products is None else products
         self.report: LaplaceReport | None = None
+        check_progress(progress)
         self.progress = progress
         self._generator = make_generator(generator)
         self._caches = TileCaches()

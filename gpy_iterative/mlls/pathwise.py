@@ -46,7 +46,7 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
         SpectralDensityMissingError: at the first step, a kernel without a spectral density (`prior="features"`).
         ValueError: an option outside its range, training inputs that are not finite.
-        TypeError: a model that is no ExactGP, a solver or products of another type.
+        TypeError: a model that is no ExactGP; a solver, products or progress of another type.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)

@@ -23,7 +23,7 @@ from gpy_iterative.prediction.laplace_fit import LaplaceFit, LaplaceFits
 from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths, PriorFunctions
 from gpy_iterative.prediction.latent_blocks import latent_blocks, latent_covariance, latent_terms
 from gpy_iterative.prediction.training_system import evaluating
-from gpy_iterative.progress import Progress, reporting_solve
+from gpy_iterative.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.solvers import ConjugateGradients, SolveStats, SolveStatus
 from gpy_iterative.solvers.laplace import (
     LaplaceSolution,
@@ -96,6 +96,7 @@ class LaplacePosterior:
         num_refinements: int = 0,
     ) -> None:
         self.model, self.likelihood = model, likelihood
+        check_progress(progress)
         self._progress, self.num_refinements = progress, num_refinements
         self._products = KernelProducts() if products is None else products
         self._seed = seed
