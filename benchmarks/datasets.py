@@ -87,6 +87,21 @@ CHECKSUMS: dict[str, tuple[str, str]] = {
         "f48e2ccd419d64e8da3079b127b0f5c8f0c5de7be5897acf6cf9c3607a05dd00",
     ),
 }
+#: Rows of each file, so that runs are planned without reading it.
+NUM_ROWS = {
+    "airfoil": 1503,
+    "bike": 17379,
+    "concrete": 1030,
+    "elevators": 16599,
+    "energy": 768,
+    "keggdirected": 48827,
+    "kin40k": 40000,
+    "pol": 15000,
+    "protein": 45730,
+    "tamielectric": 45781,
+    "wine": 1599,
+    "yacht": 308,
+}
 
 
 def load(name: str, split: int = 0, *, rows: int | None = None, dtype: torch.dtype = torch.float32) -> Split:
@@ -105,11 +120,21 @@ def load(name: str, split: int = 0, *, rows: int | None = None, dtype: torch.dty
     return standardise(name, train[:, :-1], train[:, -1], held_out[:, :-1], held_out[:, -1], dtype)
 
 
+def num_rows(name: str) -> int:
+    """Of the whole file, which is not read. Raises ValueError for a name that does not exist."""
+    _check_name(name)
+    return NUM_ROWS[name]
+
+
 def rows_of(name: str) -> np.ndarray:
     """All rows as published, the target in the last column. Raises as `load`."""
+    _check_name(name)
+    return np.loadtxt(io.BytesIO(_content(name, "data.csv.gz", CHECKSUMS[name][0])), delimiter=",")
+
+
+def _check_name(name: str) -> None:
     if name not in CHECKSUMS:
         raise ValueError(f"Unknown data set {name!r}; known are {', '.join(CHECKSUMS)}.")
-    return np.loadtxt(io.BytesIO(_content(name, "data.csv.gz", CHECKSUMS[name][0])), delimiter=",")
 
 
 def load_random_split(

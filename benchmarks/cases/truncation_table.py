@@ -13,7 +13,7 @@ from gpytorch.mlls import MarginalLogLikelihood
 import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
-from benchmarks.datasets import load_random_split, rows_of
+from benchmarks.datasets import load_random_split, num_rows
 from benchmarks.metrics import prediction_scores, regression_scores
 from benchmarks.models import SquaredExponentialRegression
 from benchmarks.runner import RESULTS, Outcome, contender
@@ -134,7 +134,7 @@ def svgp(*, dataset: str, seed: int, rows: int | None, steps: int, rate: float, 
 
 def training_rows(dataset: str, rows: int | None) -> int:
     """How many rows a run trains on."""
-    available = round(0.64 * len(rows_of(dataset)))
+    available = round(0.64 * num_rows(dataset))
     return available if rows is None else min(rows, available)
 
 
