@@ -1,5 +1,6 @@
 """Options and data are checked where they are given, so that a slip is told there and not hours into a run."""
 
+import math
 from numbers import Integral
 from typing import Any
 
@@ -33,6 +34,12 @@ def check_finite(name: str, tensor: Tensor) -> None:
     if not finite.all():
         index = tuple((~finite).nonzero()[0].tolist())
         raise ValueError(f"{name} must be finite, but {name}{list(index)} is {tensor[index].item()}.")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises ValueError unless the value is positive and finite."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value}.")
 
 
 def check_fraction(name: str, value: float, *, ends: bool = False) -> None:

@@ -6,7 +6,6 @@ Processes", arXiv 2405.18457, appendix B) for data of hundreds of thousands of r
 
 import copy
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -15,7 +14,7 @@ from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_positive
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.mlls.training_state import make_generator
@@ -81,8 +80,7 @@ def initialize_from_subsets(
         ("optimizer_steps", optimizer_steps),
     ):
         check_count(name, value)
-    if not 0 < learning_rate < math.inf:
-        raise ValueError(f"learning_rate must be positive and finite, got {learning_rate}.")
+    check_positive("learning_rate", learning_rate)
     check_progress(progress)
     columns = _standardised_columns(model)
     generator = make_generator(0 if generator is None else generator)

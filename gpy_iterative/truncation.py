@@ -16,7 +16,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_fraction
+from gpy_iterative.checks import check_count, check_fraction, check_positive
 
 #: Below this argument the two functions of `_geometric_*` are taken from their power series, exact to rounding.
 SERIES_BELOW = 0.02
@@ -95,8 +95,7 @@ class ExponentialTruncation:
         """
         if not 1 <= condition_number < math.inf:
             raise ValueError(f"condition_number must be finite and at least 1, got {condition_number}.")
-        if not 0 < max_rate < math.inf:
-            raise ValueError(f"max_rate must be positive and finite, got {max_rate}.")
+        check_positive("max_rate", max_rate)
         if not 1 <= budget < math.inf:
             raise ValueError(f"budget must be finite and at least 1, got {budget}.")
         root = math.sqrt(condition_number)
@@ -287,8 +286,7 @@ class AutomaticTruncation:
     def __post_init__(self) -> None:
         if not isinstance(self.start, ExponentialTruncation):
             raise TypeError(f"start must be an ExponentialTruncation, got {self.start!r}.")
-        if not 0 < self.max_rate < math.inf:
-            raise ValueError(f"max_rate must be positive and finite, got {self.max_rate}.")
+        check_positive("max_rate", self.max_rate)
         check_fraction("tail", self.tail)
         least = 1 + _geometric_mean(self.max_rate)
         if self.budget is not None and not least <= self.budget < math.inf:

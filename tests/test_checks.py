@@ -7,7 +7,7 @@ import pytest
 from gpytorch import kernels
 
 import gpy_iterative as gpi
-from gpy_iterative.checks import check_fraction
+from gpy_iterative.checks import check_fraction, check_positive
 from tests.mlls.gaussian_models import regression
 
 COUNTS = [
@@ -26,6 +26,13 @@ def test_counts(name: str, options: Callable) -> None:
         with pytest.raises(ValueError, match=f"{name} must be .*{message}"):
             options(**{name: bad})
     options(**{name: numpy.int64(4)})
+
+
+def test_positive_numbers() -> None:
+    for bad in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"mass must be positive and finite, got {bad}"):
+            check_positive("mass", bad)
+    check_positive("mass", 1e-300)
 
 
 def test_fractions() -> None:

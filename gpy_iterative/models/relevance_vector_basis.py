@@ -8,6 +8,7 @@ from gpytorch import kernels
 from torch import Tensor
 from torch.nn import functional
 
+from gpy_iterative.checks import check_positive
 from gpy_iterative.models.inducing_point_basis import KernelFunctionBasis
 
 #: Precisions stay between these.
@@ -32,8 +33,7 @@ class RelevanceVectorBasis(KernelFunctionBasis):
         self, kernel: kernels.Kernel, centers: Tensor, *, max_precision: float = 1e4, sparse_gradients: bool = True
     ) -> None:
         super().__init__(kernel, centers)
-        if not 0 < max_precision < math.inf:
-            raise ValueError(f"max_precision must be positive and finite, got {max_precision}.")
+        check_positive("max_precision", max_precision)
         self.max_precision, self.sparse_gradients = max_precision, sparse_gradients
         self.register_parameter("log_precision", torch.nn.Parameter(centers.new_zeros(self.num_groups, 1)))
 

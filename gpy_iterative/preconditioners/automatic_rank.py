@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.preconditioners.partial_cholesky import PartialCholesky
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky, RandomlyPivotedCholesky
@@ -57,8 +57,7 @@ class AutomaticRank(PivotedCholesky):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("num_columns", self.num_columns)
-        if not 0 < self.tolerance < 1:
-            raise ValueError(f"tolerance must lie between 0 and 1, got {self.tolerance}.")
+        check_fraction("tolerance", self.tolerance)
         if not 0 <= self.entry_cost < math.inf:
             raise ValueError(f"entry_cost must be finite and not negative, got {self.entry_cost}.")
         if self.pivoting not in get_args(AutomaticRank.__annotations__["pivoting"]):

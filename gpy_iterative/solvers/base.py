@@ -16,6 +16,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_fraction
 from gpy_iterative.linear_operators import lower_precision
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.columns import Columns, Iterate
@@ -111,8 +112,8 @@ class IterativeSolver(Solver, Generic[State]):
     def __post_init__(self) -> None:
         for name in ("tolerance", "probe_tolerance"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise ValueError(f"{name} must lie between 0 and 1, got {value}.")
+            if value is not None:
+                check_fraction(name, value)
         if not self.max_epochs > 0:
             raise ValueError(f"max_epochs must be positive, got {self.max_epochs}.")
         if self.stopping not in ("columns", "mean"):

@@ -11,7 +11,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_positive
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.columns import reads_every
 from gpy_iterative.solvers.linear_system import Given
@@ -130,8 +130,8 @@ class StochasticDescent(IterativeSolver[State]):
         check_count("batch_size", self.batch_size)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}.")
-        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}.")
+        if self.learning_rate is not None:
+            check_positive("learning_rate", self.learning_rate)
 
     @abstractmethod
     def _largest_stable_product(self) -> float:

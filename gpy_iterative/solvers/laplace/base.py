@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.likelihoods import (
     STEP_FLOOR,
@@ -137,8 +137,8 @@ class LaplaceSolver(ABC):
 
     def __post_init__(self) -> None:
         check_count("max_outer", self.max_outer)
-        if self.tolerance is not None and not 0 < self.tolerance < 1:
-            raise ValueError(f"tolerance must lie between 0 and 1, got {self.tolerance}.")
+        if self.tolerance is not None:
+            check_fraction("tolerance", self.tolerance)
         check_curvature_kind(self.curvature)
 
     @abstractmethod

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.likelihoods import COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32, Curvature, CurvatureFloor
 from gpy_iterative.solvers.laplace.actions import ActionState, Policy, PolicyName, policy_of
 from gpy_iterative.solvers.laplace.base import Iterate, LaplaceSolver, Problem, StepSolver
@@ -74,8 +74,7 @@ class LaplaceNewton(LaplaceSolver):
         super().__post_init__()
         check_count("max_inner", self.max_inner)
         check_count("max_rank", self.max_rank)
-        if not 0 < self.forcing < 1:
-            raise ValueError(f"forcing must lie between 0 and 1, got {self.forcing}.")
+        check_fraction("forcing", self.forcing)
         if self.num_covariance_actions < 0:
             raise ValueError(f"num_covariance_actions must not be negative, got {self.num_covariance_actions}.")
         check_compression(self.compression)
