@@ -1,17 +1,18 @@
 """One step of training as a user writes it, and what comes out in the end."""
 
+from collections.abc import Callable
+
 import torch
+from gpytorch.distributions import MultivariateNormal
 from gpytorch.mlls import MarginalLogLikelihood
+from gpytorch.models import ExactGP
+from torch import Tensor
 
 from benchmarks.datasets import Split
 from benchmarks.metrics import regression_scores
-from benchmarks.models import MaternRegression
-from gpy_iterative.prediction import PathwisePosterior
 
 
-def take_step(
-    model: MaternRegression, mll: MarginalLogLikelihood, optimizer: torch.optim.Optimizer, data: Split
-) -> float:
+def take_step(model: ExactGP, mll: MarginalLogLikelihood, optimizer: torch.optim.Optimizer, data: Split) -> float:
     """Value, gradient and a step of the optimiser; returns the loss."""
     optimizer.zero_grad()
     loss = -mll(model(data.train_x), data.train_y)
@@ -21,7 +22,9 @@ def take_step(
 
 
 @torch.no_grad()
-def posterior_scores(model: MaternRegression, posterior: PathwisePosterior, data: Split) -> tuple[float, float]:
-    """RMSE and mean log-likelihood of the held-out rows."""
+def posterior_scores(
+    model: ExactGP, posterior: Callable[[Tensor], MultivariateNormal], data: Split
+) -> tuple[float, float]:
+    """RMSE and mean log-likelihood of the held-out rows by a latent posterior and the model's likelihood."""
     prediction = model.likelihood(posterior(data.test_x))
     return regression_scores(prediction.mean, prediction.variance, data.test_y)

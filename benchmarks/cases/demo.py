@@ -23,6 +23,7 @@ from benchmarks.datasets import Split, airport_weather, standardise
 from benchmarks.metrics import regression_scores
 from benchmarks.plots import plt, save_figure
 from benchmarks.runs import progress_bar
+from benchmarks.training import posterior_scores, take_step
 from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
 
 #: Longitude and latitude in degrees.
@@ -87,22 +88,16 @@ def run(*, steps: int, out: Path, with_svgp: bool, console: Console) -> dict[str
     with progress_bar(console) as bar:
         task = bar.add_task("ours", total=steps, figures="")
         for _ in range(steps):
-            optimizer.zero_grad()
-            loss = -mll(model(split.train_x), split.train_y)
-            loss.backward()
-            optimizer.step()
+            loss = take_step(model, mll, optimizer, split)
             assert mll.report is not None
             bar.update(
                 task,
                 advance=1,
-                figures=f"loss {loss.item():.4f}  {mll.report.epochs:.1f} epochs  "
-                f"residual {mll.report.residual_targets:.1g}",
+                figures=f"loss {loss:.4f}  {mll.report.epochs:.1f} epochs  residual {mll.report.residual_targets:.1g}",
             )
     trained = time.perf_counter() - started
     posterior = mll.posterior()
-    with torch.no_grad():
-        prediction = likelihood(posterior(split.test_x))
-        results = {"ours": regression_scores(prediction.mean, prediction.variance, split.test_y)}
+    results = {"ours": posterior_scores(model, posterior, split)}
     seconds = time.perf_counter() - start
     console.print(
         f"started in {started - start:.0f} s, trained in {trained:.0f} s, "

@@ -21,12 +21,12 @@ import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
 from benchmarks.datasets import Split, load
-from benchmarks.metrics import regression_scores
 from benchmarks.plots import plt, save_figure
 from benchmarks.runner import CONTENDERS, RESULTS, Outcome, contender
 from benchmarks.runs import Measured, Run, SavedRuns
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table
+from benchmarks.training import posterior_scores, take_step
 
 WIDTH = 128
 FREQUENCIES = 500
@@ -117,10 +117,7 @@ def train(
         start = time.perf_counter()
         with gpytorch.settings.debug(False):
             for _ in range(steps_an_epoch):
-                optimizer.zero_grad()
-                loss = -mll(model(data.train_x), data.train_y)
-                loss.backward()
-                optimizer.step()
+                take_step(model, mll, optimizer, data)
                 scheduler.step()
         if refresh_every and epoch % refresh_every == 0:
             mll.refresh()
@@ -136,9 +133,7 @@ def train(
 
 
 def _tested(model: DeepRegression, mll: Any, data: Split) -> Outcome:
-    with torch.no_grad():
-        prediction = model.likelihood(mll.posterior(data.test_x))
-        rmse, log_likelihood = regression_scores(prediction.mean, prediction.variance, data.test_y)
+    rmse, log_likelihood = posterior_scores(model, mll.posterior, data)
     scale = data.target_scale
     return {
         "rmse": rmse * scale,

@@ -21,12 +21,13 @@ from torch import Tensor
 import gpy_iterative as gpi
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
 from benchmarks.datasets import Split, load_flights
-from benchmarks.metrics import prediction_scores, regression_scores
+from benchmarks.metrics import prediction_scores
 from benchmarks.models import MaternRegression, matern_kernel
 from benchmarks.runner import RESULTS, Outcome, contender
 from benchmarks.runs import Measured, Run, SavedRuns
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table
+from benchmarks.training import posterior_scores, take_step
 from benchmarks.variational import VariationalGP, VariationalTraining, cluster_centres
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.linear_operators import KernelProducts
@@ -139,9 +140,7 @@ def ours(*, folder: str, keep_steps: bool, **given: Any) -> Outcome:
     posterior = training.mll.posterior(
         solver=replace(solver_of(options), max_epochs=PREDICTION_BUDGETS * options.max_epochs), rank=options.rank
     )
-    with torch.no_grad():
-        prediction = training.mll.likelihood(posterior(data.test_x))
-        rmse, log_likelihood = regression_scores(prediction.mean, prediction.variance, data.test_y)
+    rmse, log_likelihood = posterior_scores(training.mll.model, posterior, data)
     solves = posterior.solves
     predicted = time.perf_counter() - start
     if not keep_steps:
@@ -200,10 +199,7 @@ def train(data: Split, path: Path, options: Options) -> Training:
         warnings.simplefilter("ignore", ConvergenceWarning)
         while len(training.steps) <= options.steps:
             start = time.perf_counter()
-            training.optimizer.zero_grad()
-            loss = -mll(model(data.train_x), data.train_y)
-            loss.backward()
-            training.optimizer.step()
+            take_step(model, mll, training.optimizer, data)
             assert mll.report is not None
             training.record(start, **figures_of(mll.report))
             training.save(path, options)

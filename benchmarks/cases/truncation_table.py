@@ -14,12 +14,13 @@ import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
 from benchmarks.datasets import load_random_split, num_rows
-from benchmarks.metrics import prediction_scores, regression_scores
+from benchmarks.metrics import prediction_scores
 from benchmarks.models import SquaredExponentialRegression
 from benchmarks.runner import RESULTS, Outcome, contender
 from benchmarks.runs import Measured, Run, SavedRuns
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table, beside
+from benchmarks.training import posterior_scores, take_step
 from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.truncation import ExponentialTruncation
@@ -76,19 +77,13 @@ def _train_and_predict(method: str, *, dataset: str, seed: int, rows: int | None
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(drop * steps) for drop in DROPS], 0.1)
     start, values = time.perf_counter(), []
     for _ in range(steps):
-        optimizer.zero_grad()
-        loss = -mll(model(data.train_x), data.train_y)
-        loss.backward()
-        optimizer.step()
+        values.append(-take_step(model, mll, optimizer, data))
         scheduler.step()
-        values.append(-float(loss.detach()))
     trained = time.perf_counter()
-    with torch.no_grad():
-        posterior = gpi.prediction.PathwisePosterior(
-            model, model.likelihood, solver=gpi.solvers.ConjugateGradients(tolerance=1e-4)
-        )
-        prediction = model.likelihood(posterior(data.test_x))
-        rmse, log_likelihood = regression_scores(prediction.mean, prediction.variance, data.test_y)
+    posterior = gpi.prediction.PathwisePosterior(
+        model, model.likelihood, solver=gpi.solvers.ConjugateGradients(tolerance=1e-4)
+    )
+    rmse, log_likelihood = posterior_scores(model, posterior, data)
     return {
         "rmse": rmse,
         "nll": -log_likelihood,
