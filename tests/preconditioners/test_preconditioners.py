@@ -3,13 +3,13 @@
 import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
-from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
 from tests.monte_carlo import assert_mean_within
 from tests.oracles import pivoted_cholesky, problem
+from tests.preconditioners.watching import watched
 
 NOISE = 0.04
 
@@ -129,15 +129,8 @@ def test_ties_go_to_the_first_row() -> None:
 
 
 def test_kernel_is_never_formed() -> None:
-    formed = []
-
-    class Watching(DenseLinearOperator):
-        def to_dense(self) -> Tensor:
-            formed.append(tuple(self.shape))
-            return super().to_dense()
-
-    matrix = problem(60, noise=0.0)[1]
-    PivotedCholesky(rank=7).build(NoisyLinearOperator(Watching(matrix), torch.ones(60).double()))
+    operator, formed = watched(problem(60, noise=0.0)[1])
+    PivotedCholesky(rank=7).build(operator)
     assert formed == [(1, 60)] * 7
 
 

@@ -25,6 +25,7 @@ from gpy_iterative.truncation import ExponentialTruncation
 from tests.monte_carlo import assert_mean_within
 from tests.oracles import problem
 from tests.preconditioners.test_preconditioners import system
+from tests.preconditioners.watching import watched
 
 RECIPES: dict[str, PreconditionerRecipe] = {
     "random pivots": RandomlyPivotedCholesky(rank=20),
@@ -178,15 +179,8 @@ def test_duplicate_rows_stop_the_random_factor_early() -> None:
 
 
 def test_whole_kernel_is_never_formed() -> None:
-    formed = []
-
-    class Watching(DenseLinearOperator):
-        def to_dense(self) -> Tensor:
-            formed.append(tuple(self.shape))
-            return super().to_dense()
-
-    matrix = problem(60, noise=0.0)[1]
-    built = RandomlyPivotedCholesky(rank=7).build(NoisyLinearOperator(Watching(matrix), torch.ones(60).double()))
+    operator, formed = watched(problem(60, noise=0.0)[1])
+    built = RandomlyPivotedCholesky(rank=7).build(operator)
     assert sum(rows for rows, _ in formed) == built.rank == 7
     assert all(columns == 60 for _, columns in formed)
 

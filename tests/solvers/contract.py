@@ -12,7 +12,8 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.precision import Precision
 from gpy_iterative.linear_operators.radial_functions import MATERN32
-from gpy_iterative.solvers import ColumnGroup, IterativeSolver, SolveStatus
+from gpy_iterative.solvers import ColumnGroup, Given, Iterate, IterativeSolver, SolveStatus
+from gpy_iterative.solvers.descent import StochasticDescent
 from tests import oracles
 
 N = 120
@@ -223,3 +224,53 @@ class SolverContract:
         assert [progress.iteration for progress in told] == list(range(1, solution.stats.iterations + 1))
         assert told[-1].epochs == pytest.approx(solution.stats.epochs)
         assert told[-1].residual_norms["probes"] <= 0.2
+
+
+class RandomSolverContract(SolverContract):
+    """What a solver that draws its rows must do besides."""
+
+    def test_same_generator_same_solution(self) -> None:
+        operator, rhs = self.system(), right_hand_sides()
+        first, again, other = (
+            self.solver.solve(operator, rhs, generator=torch.Generator().manual_seed(seed)).value for seed in (3, 3, 4)
+        )
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+
+class DescentContract(RandomSolverContract):
+    """What a solver with a step size must do besides: subclasses say which are too large, and from where on all are."""
+
+    solver: StochasticDescent
+    too_large: float
+
+    def stable_limit(self, largest: float) -> float:
+        """The largest learning rate that is stable, for the largest eigenvalue of N rows in batches of 25."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("lengthscale", [0.1, 0.3, 1.0, 3.0])
+    def test_step_size_is_stable(self, lengthscale: float) -> None:
+        x, _, y = oracles.problem(N)
+        kernel = RadialKernelLinearOperator(x / lengthscale, torch.tensor(1.0).double(), function=MATERN32)
+        operator = NoisyLinearOperator(kernel, torch.full((N,), 0.2).double())
+        solver = type(self.solver)(batch_size=25, max_epochs=5000)
+        iterate = Iterate(torch.zeros(N, 1).double(), y.unsqueeze(-1), y.unsqueeze(-1))
+        rate = solver.init(operator, iterate, Given()).descent.learning_rate
+        limit = self.stable_limit(torch.linalg.eigvalsh(operator.to_dense())[-1].item())
+        assert 0.4 * limit <= rate <= 0.8 * limit
+        assert solver.solve(operator, y).status is SolveStatus.CONVERGED
+        # Not a step size that only recovered from being too large.
+        given = dataclasses.replace(solver, learning_rate=rate).solve(operator, y)
+        assert given.status is SolveStatus.CONVERGED
+        assert given.stats.overhead < 2
+
+    def test_recovers_from_a_step_size_that_is_too_large(self) -> None:
+        solver = dataclasses.replace(self.solver, learning_rate=self.too_large)
+        assert solver.solve(system(), right_hand_sides()).status is SolveStatus.CONVERGED
+
+    def test_says_when_it_diverges(self) -> None:
+        operator, rhs = system(), right_hand_sides()
+        solution = dataclasses.replace(self.solver, learning_rate=1e6).solve(operator, rhs)
+        assert solution.status is SolveStatus.DIVERGED
+        assert "learning_rate" in solution.status.advice
+        assert true_norms(operator, rhs, solution.value).max() <= 1 + 1e-12
