@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.cases import laplace_classification, laplace_poisson
+from benchmarks.cases import laplace_classification, laplace_poisson, laplace_size
 from benchmarks.cases.laplace_classification import CASE, Clock, LaplaceClassifier, class_kernel, table
 from benchmarks.datasets import gaussian_mixture, mnist_digits
 from benchmarks.metrics import classification_scores
@@ -119,3 +119,13 @@ def test_a_contender_is_shown_by_its_last_measurement() -> None:
     outcome = {"curve": [point, point | {"nll": 0.5}], "peak_memory_mb": 10.0}
     rows = table([Measured(Run(CASE, "x", {}), outcome)], "title").rows
     assert rows == [["x", "mc", "0.5000", "0.5000", "0.100", "", "1", "10"]]
+
+
+def test_preconditioned_modes_of_larger_data_take_fewer_products() -> None:
+    options = {"rows": 300, "max_rank": 20, "covariance_actions": 20, "max_outer": 100, "refinements": 0}
+    plain, preconditioned = (laplace_size.find_mode(rank=rank, **options) for rank in (0, 50))
+    assert plain["converged"]
+    assert preconditioned["converged"]
+    assert preconditioned["products"] < plain["products"] / 2
+    for method in ("mode", "mc"):
+        assert preconditioned["scores"][method]["nll"] == pytest.approx(plain["scores"][method]["nll"], rel=0.25)

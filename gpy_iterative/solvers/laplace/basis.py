@@ -130,7 +130,7 @@ class GalerkinSystem:
         return cls(basis, curvature, inverse_root((matrix + matrix.mT) / 2))
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """The coefficients a [B] of the solution S a for a right-hand side [N]."""
+        """The coefficients a [B, b] of the solutions S a for right-hand sides [N, b]; [B] for [N]."""
         return self.transform @ (self.transform.mT @ (self.basis.actions.mT @ rhs))
 
     def append(self, action: Tensor, image: Tensor, rhs: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class GalerkinSystem:
         direction = torch.cat([-self.transform @ known, known.new_ones(1)]) / pivot.sqrt()
         transform[:, rank] = direction
         self.transform = transform
-        return direction * (direction @ (self.basis.actions.mT @ rhs))
+        return direction.unsqueeze(-1) * (direction @ (self.basis.actions.mT @ rhs))
 
 
 def inverse_root(matrix: Tensor) -> Tensor:

@@ -27,8 +27,10 @@ from gpy_iterative.solvers.laplace.solution import LaplaceSolution
 
 #: Relative change of f - m at which the paper's algorithm stops.
 LITERAL_TOLERANCE = 1e-2
-#: Where a random right-hand side is solved so far, another tells more about the covariance.
+#: Where random right-hand sides are solved so far, others tell more about the covariance.
 REFINED = 1e-3
+#: Products that covariance actions are spread over, several actions a product, where there are more of them.
+REFINED_DEPTH = 10
 #: Newton steps between two checks that T is still K S, and the relative drift at which it is computed anew.
 CHECK_EVERY, LARGEST_DRIFT = 20, 1e-4
 #: Of orthonormal actions, inner products beyond rounding.
@@ -202,30 +204,36 @@ class _SubspaceSteps(StepSolver):
                 actions = preconditioner.solve(weighted).unsqueeze(-1)
             else:
                 actions = self._chosen(iterate, curvature, residual, weighted, system)
-            change = self._act(system, actions, rhs)
+            change = self._act(system, actions, rhs.unsqueeze(-1))
             if change is None:
                 break  # the subspace has everything that this policy can add
-            v, image = v + change[0], image + change[1]
+            v, image = v + change[0].squeeze(-1), image + change[1].squeeze(-1)
         return v, image
 
     def _refine(self, system: GalerkinSystem, curvature: Curvature, count: int) -> None:
-        """Further actions for the covariance: the mode's own residual is zero, so that of random right-hand sides."""
+        """Further actions for the covariance: the mode's own residual is zero, so those of random right-hand sides.
+
+        Several right-hand sides share each product, which costs far less than one for each.
+        """
         size = curvature.num_points * curvature.root_size
+        width = max(count // REFINED_DEPTH, 1)
         while count > 0:
-            base = torch.randn(size, generator=self._generator, dtype=torch.float64, device=self._generator.device)
-            rhs = _apply(curvature.pinv, _apply(curvature.root, base.to(self._problem.mean)))
+            shape = (size, min(width, count))
+            base = torch.randn(shape, generator=self._generator, dtype=torch.float64, device=self._generator.device)
+            rhs = curvature.pinv(curvature.root(base.to(self._problem.mean)))
             v, image = self._galerkin(system, rhs)
             start, taken = None, 0
             while taken < count:
-                weighted = _apply(curvature.matmul, rhs - image) - _apply(curvature.project, v)
-                norm = float(torch.linalg.vector_norm(weighted))
-                start = norm if start is None else start
-                if norm <= REFINED * start and taken:
+                weighted = curvature.matmul(rhs - image) - curvature.project(v)
+                norms = torch.linalg.vector_norm(weighted, dim=0)
+                start = norms if start is None else start
+                if taken and (norms <= REFINED * start).all():
                     break
-                change = self._act(system, weighted.unsqueeze(-1), rhs)
+                before = self.basis.count
+                change = self._act(system, weighted[:, : count - taken], rhs)
                 if change is None:
                     break
-                v, image, taken = v + change[0], image + change[1], taken + 1
+                v, image, taken = v + change[0], image + change[1], taken + self.basis.count - before
             if not taken:
                 break  # the subspace is everything that the likelihood sees
             count -= taken
@@ -260,7 +268,10 @@ class _SubspaceSteps(StepSolver):
         return actions.to(residual).reshape(len(residual), -1)
 
     def _act(self, system: GalerkinSystem, actions: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor] | None:
-        """One product with actions [N, b]: what they add to v and to K v; None where they add nothing to the subspace."""
+        """One product with actions [N, b]: what they add to v and K v [N, c] of right-hand sides [N, c].
+
+        None where they add nothing to the subspace.
+        """
         directions: list[Tensor] = []
         for action in actions.unbind(-1):
             direction = self.basis.orthonormalised(action, system.curvature, directions)
@@ -270,10 +281,10 @@ class _SubspaceSteps(StepSolver):
             return None
         self.num_products += 1
         images = self._problem.prior.matmul(torch.stack(directions, dim=-1))
-        coefficients = torch.zeros(self.basis.count, dtype=rhs.dtype, device=rhs.device)
+        coefficients = rhs.new_zeros(self.basis.count, rhs.shape[-1])
         for direction, image in zip(directions, images.unbind(-1), strict=True):
             change = system.append(direction, image, rhs)
-            coefficients = torch.cat([coefficients, coefficients.new_zeros(1)]) + change
+            coefficients = torch.cat([coefficients, torch.zeros_like(change[:1])]) + change
         return self.basis.actions @ coefficients, self.basis.images @ coefficients
 
     def _galerkin(self, system: GalerkinSystem, rhs: Tensor) -> tuple[Tensor, Tensor]:

@@ -171,7 +171,7 @@ def test_recycled_subspaces_are_solved_already() -> None:
     grown = GalerkinSystem.of(again, curvature)
     coefficients = torch.zeros(0, dtype=torch.float64)
     for action, image in zip(first.actions.mT, first.images.mT, strict=True):
-        change = grown.append(action, image, rhs)
+        change = grown.append(action, image, rhs.unsqueeze(-1)).squeeze(-1)
         coefficients = torch.cat([coefficients, coefficients.new_zeros(1)]) + change
     torch.testing.assert_close(again.actions @ coefficients, v)
 
