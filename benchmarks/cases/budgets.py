@@ -6,6 +6,7 @@ from pathlib import Path
 from benchmarks import published
 from benchmarks.cases.pathwise import (
     FROM_ONES,
+    OURS,
     QUICK_SIZES,
     REFERENCE,
     SOLVERS,
@@ -20,26 +21,35 @@ from benchmarks.runs import Measured, Run
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table
 
-WARM = "pathwise, warm"
+COLD, WARM = "pathwise, cold", "pathwise, warm"
 BUDGETS = (10, 20, 30, 40, 50)
+QUICK_BUDGETS = (10, 30, 50)
 
 
 def preset_runs(preset: Preset) -> list[Run]:
-    """All solvers, probes and starts; QUICK has more than ten epochs for the extremes of alternating projections alone."""
+    """All solvers, probes and starts; QUICK has pathwise probes, as the published tables, and beyond ten epochs
+    alternating projections alone.
+    """
     if preset is Preset.SMOKE:
         return [
             planned_run("AP", variant, dataset="wine", max_epochs=2, rows=300, steps=2, block_size=30, **FROM_ONES)
             for variant in (REFERENCE, WARM)
         ]
-    datasets = ["pol"] if preset is Preset.QUICK else list(published.LIN)
-    sizes = QUICK_SIZES if preset is Preset.QUICK else {"rows": None, "steps": 100, "block_size": 1000, **FROM_ONES}
+    if preset is Preset.QUICK:
+        return [
+            planned_run(solver, variant, dataset="pol", max_epochs=budget, **QUICK_SIZES)
+            for budget in QUICK_BUDGETS
+            for solver in (SOLVERS if budget == QUICK_BUDGETS[0] else ["AP"])
+            for variant in (COLD, WARM, OURS)
+        ]
     return [
-        planned_run(solver, variant, dataset=name, max_epochs=budget, **sizes)
-        for name in datasets
+        planned_run(
+            solver, variant, dataset=name, max_epochs=budget, rows=None, steps=100, block_size=1000, **FROM_ONES
+        )
+        for name in published.LIN
         for budget in BUDGETS
         for solver in SOLVERS
         for variant in VARIANTS
-        if preset is Preset.PAPER or budget == BUDGETS[0] or (solver == "AP" and variant in (REFERENCE, WARM))
     ]
 
 

@@ -1,4 +1,4 @@
-"""Laplace's method for many points and classes: kernel products, time and memory of the mode, with and without a preconditioner.
+"""Laplace's method for many points and classes: products, time and memory of the mode, with and without preconditioner.
 
 The Gaussian mixture with ten classes in three dimensions, one Matern-3/2 kernel for all classes at hyperparameters that
 were learned from 5,000 of its points.

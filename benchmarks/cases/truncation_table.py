@@ -206,7 +206,7 @@ def preset_runs(preset: Preset) -> list[Run]:
             for seed in range(3)
             for planned in planned_runs(name, seed, list(METHODS), None, STEPS[name], 0.01, CHOLESKY_ROWS)
         ]
-    datasets, rows, steps = (["pol"], 700, 3) if preset is Preset.SMOKE else (["pol", "elevators"], 2000, 200)
+    datasets, rows, steps = (["pol"], 700, 3) if preset is Preset.SMOKE else (["pol", "elevators"], 2000, 100)
     return [
         planned
         for name in datasets
