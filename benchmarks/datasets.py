@@ -156,12 +156,16 @@ def load_random_split(
     return Split(name, tensor(scaled(train)), split.train_y, tensor(scaled(test)), split.test_y)
 
 
+#: Standard deviations that are rounding, relative to the largest entry.
+CONSTANT = 1e-12
+
+
 def standardise(
     name: str, x: np.ndarray, y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray, dtype: torch.dtype
 ) -> Split:
-    """Mean 0 and variance 1 of every training column; a constant column keeps its scale."""
+    """Mean 0 and variance 1 of every training column; a column that is constant, but for rounding, keeps its scale."""
     mean, scale = x.mean(0), x.std(0)
-    scale[scale == 0] = 1
+    scale[scale <= CONSTANT * np.abs(x).max(0)] = 1
     y_mean, y_scale = y.mean(), y.std() or 1.0
     tensor = lambda array: torch.as_tensor(array, dtype=dtype)
     return Split(

@@ -105,6 +105,13 @@ def test_relative_errors_are_root_mean_squares_over_seeds() -> None:
     assert relative_errors([[[3.0, 4.0], [3.0, 5.0]]], [[3.0, 4.0]]) == pytest.approx([math.sqrt(0.5) / 5])
 
 
+def test_a_column_that_is_constant_but_for_rounding_keeps_its_scale() -> None:
+    x, y = np.full((1000, 1), 0.1), np.arange(1000.0)
+    assert 0 < x.std() < 1e-15
+    split = standardise("constant", x, y, np.full((1, 1), 0.3), y[:1], torch.float64)
+    assert split.test_x.item() == pytest.approx(0.2)
+
+
 def test_flat_parameters_round_trip() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(10, 3)), rng.normal(size=10)
