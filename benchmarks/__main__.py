@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from benchmarks import cases, page
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
 from benchmarks.comparison import compare_contenders, compare_folders
 from benchmarks.runner import CONTENDERS, RESULTS, run_here
 from benchmarks.suite import CASES, Case, Preset, measured, saved_runs
@@ -42,14 +42,13 @@ def run(
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """Runs what is not done yet, each in a process of its own, and shows the tables."""
-    failed = False
+    runs, outcomes = [], []
     for case in _chosen(names):
         planned = case.runs(preset)
-        found = saved_runs(case, preset, results).execute(planned, threads, console, again=again)
-        failed |= len(found) < len(planned)
+        runs += planned
+        outcomes += saved_runs(case, preset, results).execute(planned, threads, console, again=again)
         _show(case, preset, results)
-    if failed:
-        raise typer.Exit(1)
+    exit_if_missing(outcomes, runs)
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """What the commands share: the program they belong to, how contenders are run, shown and saved."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -46,6 +47,12 @@ def run_contenders(case: str, names: list[str], **options: Any) -> dict[str, Out
 def succeeded(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
     """Without those that failed."""
     return {name: outcome for name, outcome in outcomes.items() if "error" not in outcome}
+
+
+def exit_if_missing(found: Sequence[object], planned: Sequence[object]) -> None:
+    """Ends a command that has shown what there is: with status 1 where a run failed."""
+    if len(found) < len(planned):
+        raise typer.Exit(1)
 
 
 def show(title: str, columns: list[str], rows: list[list[str]]) -> None:

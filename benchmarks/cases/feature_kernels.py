@@ -19,7 +19,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
 from benchmarks.datasets import Split, load
 from benchmarks.plots import plt, save_figure
 from benchmarks.runner import CONTENDERS, RESULTS, Outcome, contender
@@ -269,6 +269,7 @@ def feature_kernels(
     console.print(table(found).for_terminal())
     if picture is not None:
         console.print(f"drew {draw_curves(found, picture)}")
+    exit_if_missing(found, runs)
 
 
 def planned_run(

@@ -19,7 +19,7 @@ import typer
 from torch import Tensor
 
 import gpy_iterative as gpi
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
 from benchmarks.datasets import Split, load_flights
 from benchmarks.metrics import prediction_scores
 from benchmarks.models import MaternRegression, matern_kernel
@@ -322,8 +322,7 @@ def flights(
     found = SavedRuns(RESULTS / "flights.json").execute(runs, threads, console)
     for shown in tables(found):
         console.print(shown.for_terminal())
-    if len(found) < len(runs):
-        raise typer.Exit(1)
+    exit_if_missing(found, runs)
 
 
 def tables(found: Sequence[Measured]) -> list[Table]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks.cases.laplace_pictures import over_time
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
 from benchmarks.datasets import Labelled, gaussian_mixture, mnist_digits
 from benchmarks.metrics import classification_scores
 from benchmarks.runner import CONTENDERS, RESULTS, Outcome, contender
@@ -301,6 +301,7 @@ def laplace(
     )
     if pictures is not None:
         over_time({measured.run.contender: measured.outcome for measured in found}, pictures / f"laplace_{dataset}.svg")
+    exit_if_missing(found, runs)
 
 
 #: Data sets, rows and seconds of the presets.

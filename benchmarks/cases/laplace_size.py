@@ -13,7 +13,7 @@ import typer
 
 import gpy_iterative as gpi
 from benchmarks.cases.laplace_classification import NUM_SAMPLES, LaplaceClassifier
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
 from benchmarks.datasets import gaussian_mixture
 from benchmarks.metrics import classification_scores
 from benchmarks.runner import RESULTS, Outcome, contender
@@ -92,7 +92,8 @@ def laplace_size(
         ["points", "rank", "Newton steps", "products", "converged", "s", "MB", "accuracy", "NLL of mode", "averaged"],
         [],
     )
-    for measured in SavedRuns(path).execute(runs, threads, console):
+    found = SavedRuns(path).execute(runs, threads, console)
+    for measured in found:
         outcome, scores = measured.outcome, measured.outcome["scores"]
         table.rows.append(
             [
@@ -109,3 +110,4 @@ def laplace_size(
             ]
         )
     console.print(table.for_terminal())
+    exit_if_missing(found, runs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
 from benchmarks.datasets import Split, load, rows_of
 from benchmarks.metrics import prediction_scores
 from benchmarks.models import SquaredExponentialRegression
@@ -246,6 +246,7 @@ def quadruply(
     ]
     found = SavedRuns(RESULTS / "quadruply.json").execute(runs, threads, console)
     console.print(table(found).for_terminal())
+    exit_if_missing(found, runs)
 
 
 def planned_runs(dataset: str, split: int, methods: Sequence[str], minutes: float, **given: Any) -> list[Run]:

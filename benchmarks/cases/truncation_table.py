@@ -12,7 +12,7 @@ from gpytorch.mlls import MarginalLogLikelihood
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
 from benchmarks.datasets import load_random_split, num_rows
 from benchmarks.metrics import prediction_scores
 from benchmarks.models import SquaredExponentialRegression
@@ -159,6 +159,7 @@ def truncation_table(
     ]
     found = SavedRuns(RESULTS / "truncation_table.json").execute(runs, threads, console)
     console.print(table(found).for_terminal())
+    exit_if_missing(found, runs)
 
 
 def planned_runs(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import datasets, runner
+from benchmarks import datasets, runner, runs
 from benchmarks.__main__ import app
 from benchmarks.cases import bias, truncation_cost, truncation_table
 from tests.mlls.gaussian_models import data
@@ -64,6 +64,15 @@ def test_a_table_of_unknown_data_or_methods_is_refused() -> None:
         result = CliRunner().invoke(app, ["truncation-table", *options])
         assert result.exit_code == 2
         assert options[1] in result.output
+
+
+def test_a_failed_contender_is_told_and_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(truncation_table, "RESULTS", tmp_path)
+    monkeypatch.setattr(runs, "run_apart", lambda *_, **__: {"error": "out of memory"})
+    options = ["--dataset", "pol", "--method", "cg", "--splits", "1", "--rows", "100"]
+    result = CliRunner().invoke(app, ["truncation-table", *options])
+    assert result.exit_code == 1
+    assert "cg failed: out of memory" in result.output
 
 
 def test_gradients_are_with_respect_to_logarithms() -> None:
