@@ -84,7 +84,7 @@ class SavedRuns:
         )
 
     def execute(self, runs: Sequence[Run], threads: int, console: Console, *, again: bool = False) -> list[Measured]:
-        """Does what is not done yet, each in a process of its own, and returns everything that there is.
+        """Does what is not done yet, each in a process of its own, and returns everything that is there and did not fail.
 
         Args:
             runs: in this order; those that others are given the time of come first.
@@ -105,6 +105,7 @@ class SavedRuns:
                     outcome = run_apart(run.case, run.contender, threads=threads, **run.options, **run.piece)
                     if "error" in outcome:
                         console.print(f"[red]{run.contender} failed:[/red] {outcome['error']}")
+                        known = None  # not what was saved before either: callers tell by what is missing
                     else:
                         known = self.record(run, outcome, environment(threads))
                 if known is not None:

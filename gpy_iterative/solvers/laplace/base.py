@@ -97,10 +97,12 @@ class StepSolver(ABC):
     """Solves the Newton systems of one mode, and keeps what they have in common.
 
     Attributes:
-        num_products: kernel products so far.
+        num_products: kernel products so far; one with several actions counts once.
+        overhead: passes over the kernel matrix that set the solver up.
     """
 
     num_products: int = 0
+    overhead: float = 0.0
 
     @abstractmethod
     def recall(self, solution: LaplaceSolution) -> None:
@@ -227,7 +229,7 @@ class LaplaceSolver(ABC):
             stats=SolveStats(
                 iterations=outer,
                 epochs=float(steps.num_products),
-                overhead=0.0,
+                overhead=steps.overhead,
                 residual_norms={"mode": iterate.stationarity},
                 seconds=time.perf_counter() - start,
             ),

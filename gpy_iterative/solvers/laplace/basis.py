@@ -138,19 +138,20 @@ class GalerkinSystem:
 
         Where M has no further positive pivot, it is factored anew, and the answer is the whole difference.
         """
-        before = self.solve(rhs)
         weighted = self.curvature.pinv(action.unsqueeze(-1)).squeeze(-1)
         column = self.basis.images.mT @ action + self.basis.actions.mT @ weighted
         corner = action @ image + action @ weighted
         known = self.transform.mT @ column
         pivot = corner - known @ known
-        self.basis.append(action, image)
         size, rank = self.transform.shape
         if not pivot > 1e-14 * corner:
+            before = self.solve(rhs)
+            self.basis.append(action, image)
             self.transform = GalerkinSystem.of(self.basis, self.curvature).transform
             after = self.solve(rhs)
             after[:size] -= before
             return after
+        self.basis.append(action, image)
         transform = self.transform.new_zeros(size + 1, rank + 1)
         transform[:size, :rank] = self.transform
         direction = torch.cat([-self.transform @ known, known.new_ones(1)]) / pivot.sqrt()

@@ -8,6 +8,7 @@ Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Proce
 Uncertainty", algorithms 1 to 3; what differs, and why, is in the documentation (`literal=True` runs them as printed).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,15 +48,17 @@ class LaplaceNewton(LaplaceSolver):
         policy: "weighted_residual" (few products, and stays in the range of W), "residual" (the paper's), "unit" (one
             value after the other, by what is left of its variance), or a function of an `ActionState` that returns
             actions [n, C] or, for one product with b columns, [n, C, b].
-        preconditioner: a recipe for a low-rank factor of K, of k columns for each function; None for none. Actions are then
-            the policy's "weighted_residual", preconditioned: far fewer products find the mode, and so far fewer actions
-            are there for the variance (`num_covariance_actions` adds some). It costs n C^2 k^2 multiply-adds a Newton
-            step and memory n k, for functions with kernels of their own n C k, and (C k)^2.
-        max_rank: actions that are kept from one Newton step to the next; clamped at n C. Memory: 16 n C max_rank bytes.
+        preconditioner: a recipe for a low-rank factor of K, of k columns for each function (of functions that the prior
+            couples, k in all); None for none. Actions are then the policy's "weighted_residual", preconditioned: far fewer
+            products find the mode, and so far fewer actions are there for the variance (`num_covariance_actions` adds
+            some). It costs n C^2 k^2 + (C k)^3 / 3 multiply-adds a Newton step and memory n k, for functions with kernels
+            of their own n C k, and (C k)^2.
+        max_rank: actions that are kept from one Newton step to the next; clamped at n C. Memory: 16 n C bytes for each of
+            them, of max_inner and of num_covariance_actions.
         compression: how the rank is kept: "keep_mean", "variance", "paper" (see
             `gpy_iterative.solvers.laplace.compression`), or None, which starts anew where the rank is exceeded.
         recycle: keep actions between Newton steps.
-        num_covariance_actions: further actions when the mode is found, which only make the variance smaller.
+        num_covariance_actions: further actions when the mode is found, which only make the variance smaller; ten products.
         literal: the paper's algorithms as printed: no damping, the plain residual, K + W^+ in the full space (also where
             W is singular), two products an action. For comparisons; it does not converge on hard data. The tolerance is
             then that of the relative change of f - m, 1e-2 by default.
@@ -94,6 +97,8 @@ class LaplaceNewton(LaplaceSolver):
                 "A preconditioner is for the policy 'weighted_residual' and literal=False, "
                 f"got policy={self.policy!r} and literal={self.literal}."
             )
+        if self.literal and self.num_covariance_actions:
+            raise ValueError("num_covariance_actions is not of the published algorithms, literal=True.")
 
     def _find_mode(self, problem: Problem) -> LaplaceSolution:
         if not self.literal:
@@ -187,6 +192,7 @@ class _SubspaceSteps(StepSolver):
         v, image = self._galerkin(system, rhs)
         preconditioner = None
         for inner in range(limit):
+            ascends = inner > 0 or self._is_ascent(iterate, v, image)
             residual = rhs - image - _apply(curvature.pinv, v)
             # W r without a division by W: what r has of W^+ is multiplied out.
             weighted = (
@@ -195,13 +201,15 @@ class _SubspaceSteps(StepSolver):
                 - _apply(curvature.project, v)
             )
             norm = float((weighted @ _apply(curvature.pinv, weighted)).clamp_min(0).sqrt())
-            if norm <= options.forcing * scale and (inner or self._is_ascent(iterate, v, image)):
+            if norm <= options.forcing * scale and ascends:
                 break
             if inner == 0 and first is not None:
                 actions = first
             elif options.preconditioner is not None:
                 preconditioner = preconditioner or self._preconditioned(options.preconditioner, curvature)
                 actions = preconditioner.solve(weighted).unsqueeze(-1)
+                if not ascends:
+                    actions = torch.cat([actions, error.unsqueeze(-1)], dim=-1)
             else:
                 actions = self._chosen(iterate, curvature, residual, weighted, system)
             change = self._act(system, actions, rhs.unsqueeze(-1))
@@ -216,7 +224,7 @@ class _SubspaceSteps(StepSolver):
         Several right-hand sides share each product, which costs far less than one for each.
         """
         size = curvature.num_points * curvature.root_size
-        width = max(count // REFINED_DEPTH, 1)
+        width = math.ceil(count / REFINED_DEPTH)
         while count > 0:
             shape = (size, min(width, count))
             base = torch.randn(shape, generator=self._generator, dtype=torch.float64, device=self._generator.device)
@@ -241,6 +249,7 @@ class _SubspaceSteps(StepSolver):
     def _preconditioned(self, recipe: PreconditionerRecipe, curvature: Curvature) -> NewtonPreconditioner:
         if self._factor is None:
             self._factor = latent_factor(recipe, self._problem.prior, curvature, self._generator)
+            self.overhead += self._factor.build_epochs
         return NewtonPreconditioner.of(self._factor, curvature)
 
     def _is_ascent(self, iterate: Iterate, v: Tensor, image: Tensor) -> bool:
@@ -307,7 +316,9 @@ class _SubspaceSteps(StepSolver):
         """T is compared with K S on one random combination, and computed anew where it has drifted."""
         if not self.basis.count:
             return
-        base = torch.randn(self.basis.count, generator=self._generator, dtype=torch.float64).to(self._problem.mean)
+        device = self._generator.device
+        base = torch.randn(self.basis.count, generator=self._generator, dtype=torch.float64, device=device)
+        base = base.to(self._problem.mean)
         direction = self.basis.actions @ base
         image = self._product(direction)
         drift = torch.linalg.vector_norm(self.basis.images @ base - image) / torch.linalg.vector_norm(image)

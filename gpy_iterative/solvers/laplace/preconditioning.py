@@ -11,14 +11,28 @@ import torch
 from linear_operator import LinearOperator
 from linear_operator.operators import BlockInterleavedLinearOperator
 from torch import Tensor
+from torch.nn import functional
 
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.likelihoods import Curvature
 from gpy_iterative.linear_operators import LatentPrior, NoisyLinearOperator, RepeatedKernelLinearOperator
-from gpy_iterative.preconditioners import PreconditionerRecipe
+from gpy_iterative.preconditioners import LowRankPlusDiagonal, PreconditionerRecipe
+
+#: What is added to the inner matrix where rounding has left it without a Cholesky factor, relative to its largest entry:
+#: only a preconditioner changes, to that of somewhat more noise.
+SHIFTS = (0.0, 1e-7, 1e-5, 1e-3)
+#: Columns of a factor that are weighted at a time.
+WEIGHTED_COLUMNS = 32
 
 
 class LatentFactor(ABC):
-    """L [n C, q] with L L^T ~ K, of the prior of C functions at n points."""
+    """L [n C, q] with L L^T ~ K, of the prior of C functions at n points.
+
+    Attributes:
+        build_epochs: what it cost, in passes over the kernel matrix.
+    """
+
+    build_epochs: float
 
     @abstractmethod
     def weighted_gram(self, curvature: Curvature) -> Tensor:
@@ -44,6 +58,7 @@ class SeparateFactor(LatentFactor):
     """
 
     columns: Tensor
+    build_epochs: float
 
     def weighted_gram(self, curvature: Curvature) -> Tensor:
         latents, _, rank = self.columns.shape
@@ -75,10 +90,13 @@ class JointFactor(LatentFactor):
     """
 
     columns: Tensor
+    build_epochs: float
 
     def weighted_gram(self, curvature: Curvature) -> Tensor:
-        columns = self.columns.double()
-        return columns.mT @ curvature.matmul(columns)
+        parts = self.columns.split(WEIGHTED_COLUMNS, dim=-1)
+        return torch.cat(
+            [(self.columns.mT @ curvature.matmul(part.double()).to(part)).double() for part in parts], dim=-1
+        )
 
     def matmul(self, coefficients: Tensor) -> Tensor:
         return (self.columns @ coefficients.to(self.columns)).double()
@@ -94,7 +112,7 @@ class NewtonPreconditioner:
     Attributes:
         factor: L.
         curvature: W.
-        cholesky: of I + L^T W L.
+        cholesky: of I + L^T W L, [q, q].
     """
 
     factor: LatentFactor
@@ -103,10 +121,21 @@ class NewtonPreconditioner:
 
     @classmethod
     def of(cls, factor: LatentFactor, curvature: Curvature) -> "NewtonPreconditioner":
-        """Weighs the factor, and factors the inner matrix in float64."""
+        """Weighs the factor, and factors the inner matrix in float64.
+
+        Raises:
+            NonFiniteError: an entry of the inner matrix is not finite.
+        """
         inner = factor.weighted_gram(curvature)
         inner.diagonal().add_(1)
-        return cls(factor, curvature, torch.linalg.cholesky(inner))
+        scale, before = inner.diagonal().amax(), 0.0
+        for shift in SHIFTS:
+            inner.diagonal().add_((shift - before) * scale)
+            before = shift
+            cholesky, info = torch.linalg.cholesky_ex(inner)
+            if not info.any():
+                return cls(factor, curvature, cholesky)
+        raise NonFiniteError("The preconditioner's inner matrix is not finite: check inputs and hyperparameters.")
 
     def solve(self, weighted_residual: Tensor) -> Tensor:
         """(L L^T + W^+)^-1 r [n C] from W r [n C]."""
@@ -122,7 +151,8 @@ def latent_factor(
 
     Args:
         recipe: its `LowRankPlusDiagonal.factor` is taken.
-        prior: independent functions are factored one by one; those with one kernel, once.
+        prior: independent functions are factored one by one, those with one kernel once; functions that the prior couples
+            have one factor together.
         curvature: says how large the noise is that a recipe weighs columns against.
         generator: for recipes that draw.
     """
@@ -130,15 +160,23 @@ def latent_factor(
     mean = curvature.blocks().diagonal(dim1=-2, dim2=-1).mean()
     noise = float(1 / mean) if mean > 0 else 1.0
     if isinstance(operator, RepeatedKernelLinearOperator):
-        return SeparateFactor(_factor(recipe, operator.kernel, noise, generator).expand(latents, -1, -1))
+        built = _built(recipe, operator.kernel, noise, generator)
+        return SeparateFactor(built.factor.expand(latents, -1, -1), built.build_epochs)
     if isinstance(operator, BlockInterleavedLinearOperator):
-        return SeparateFactor(_factor(recipe, operator.base_linear_op, noise, generator))
+        kernels = operator.base_linear_op
+        members = [_built(recipe, kernels[member], noise, generator) for member in range(latents)]
+        # One after the other, and padded: where a function's kernel has a low rank, the others keep theirs.
+        rank = max(member.factor.shape[-1] for member in members)
+        columns = [functional.pad(member.factor, (0, rank - member.factor.shape[-1])) for member in members]
+        return SeparateFactor(torch.stack(columns), sum(member.build_epochs for member in members) / latents)
+    built = _built(recipe, operator, noise, generator)
     if latents == 1:
-        return SeparateFactor(_factor(recipe, operator, noise, generator).unsqueeze(0))
-    return JointFactor(_factor(recipe, operator, noise, generator))
+        return SeparateFactor(built.factor.unsqueeze(0), built.build_epochs)
+    return JointFactor(built.factor, built.build_epochs)
 
 
-def _factor(recipe: PreconditionerRecipe, kernel: LinearOperator, noise: float, generator: torch.Generator) -> Tensor:
+def _built(
+    recipe: PreconditionerRecipe, kernel: LinearOperator, noise: float, generator: torch.Generator
+) -> LowRankPlusDiagonal:
     diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
-    system = NoisyLinearOperator(kernel, torch.full_like(diagonal, noise))
-    return recipe.build(system, generator=generator).factor
+    return recipe.build(NoisyLinearOperator(kernel, torch.full_like(diagonal, noise)), generator=generator)

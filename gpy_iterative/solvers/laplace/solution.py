@@ -55,7 +55,7 @@ class LaplaceSolution(Solution):
 
     @property
     def num_kernel_products(self) -> int:
-        """Products with one column for each latent function."""
+        """Products with one column for each latent function; one with several actions at a time counts once."""
         return round(self.stats.epochs)
 
     @property

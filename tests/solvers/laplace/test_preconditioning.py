@@ -9,6 +9,7 @@ from torch import Tensor
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.likelihoods import NO_FLOOR, Curvature
+from gpy_iterative.likelihoods.curvature import DiagonalCurvature
 from gpy_iterative.linear_operators import LatentPrior, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import RBF
 from gpy_iterative.preconditioners import (
@@ -19,7 +20,12 @@ from gpy_iterative.preconditioners import (
     RandomlyPivotedCholesky,
 )
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton
-from gpy_iterative.solvers.laplace.preconditioning import LatentFactor, NewtonPreconditioner, latent_factor
+from gpy_iterative.solvers.laplace.preconditioning import (
+    LatentFactor,
+    NewtonPreconditioner,
+    SeparateFactor,
+    latent_factor,
+)
 from tests.laplace_cases import LIKELIHOODS, case, inputs
 from tests.solvers.laplace.test_newton import KINDS
 
@@ -110,16 +116,75 @@ def test_small_rank_keeps_the_mode_and_more_actions_shrink_the_variance() -> Non
     assert better > 0.99 * all_
 
 
+def test_covariance_actions_share_products() -> None:
+    problem = case("softmax", n=60, kind="shared")
+    prior, likelihood = problem.prior(), problem.pointwise()
+    solver = LaplaceNewton(tolerance=1e-8, preconditioner=PivotedCholesky(rank=10))
+    without = solver.solve(prior, likelihood)
+    for count, products in ((4, 4), (19, 10), (25, 9)):  # one, two and three at a time
+        found = replace(solver, num_covariance_actions=count).solve(prior, likelihood)
+        assert found.actions.shape[-1] == without.actions.shape[-1] + count
+        assert found.num_kernel_products == without.num_kernel_products + products
+    torch.testing.assert_close(
+        found.actions.mT @ found.actions, torch.eye(found.actions.shape[-1]).double(), rtol=0, atol=1e-10
+    )
+
+
+def test_functions_of_low_rank_leave_the_others_theirs() -> None:
+    problem = case("softmax", n=30, kind="own", dtype=torch.float32)
+    problem.model.covar_module.base_kernel.lengthscale = torch.tensor([1e3, 1.0, 1.0]).view(3, 1, 1)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    curvature = likelihood.curvature(prior.mean, "auto", NO_FLOOR)
+    factor = latent_factor(PivotedCholesky(rank=15), prior, curvature, torch.Generator())
+    assert isinstance(factor, SeparateFactor)
+    smooth, *rough = factor.columns
+    assert (smooth == 0).all(0).sum() > 5
+    assert all((columns != 0).any(0).all() for columns in rough)
+    assert LaplaceNewton(preconditioner=PivotedCholesky(rank=15)).solve(prior, likelihood).converged
+
+
+@pytest.mark.parametrize("kind", ["own", "shared", "coregionalised"])
+def test_large_outputscales_in_float32(kind: str) -> None:
+    problem = case("softmax", n=200, kind=kind, dtype=torch.float32)
+    if kind == "coregionalised":
+        problem.model.covar_module.task_covar_module.var = torch.full((3,), 1e4)
+    else:
+        problem.model.covar_module.outputscale = 1e4
+    prior, likelihood = problem.prior(), problem.pointwise()
+    found = LaplaceNewton(preconditioner=PivotedCholesky(rank=60), max_outer=200).solve(prior, likelihood)
+    assert torch.isfinite(found.latent).all()
+    assert found.converged
+
+
+def test_rounding_does_not_break_the_inner_matrix() -> None:
+    """The factor's Gram matrix in float32 is indefinite beside the identity: eigenvalues of 1e8 and of zero."""
+    columns = torch.ones(1, 3000, 6) * 200 + 1e-3 * torch.sin(torch.arange(18_000.0)).view(1, 3000, 6)
+    factor = SeparateFactor(columns, 0.0)
+    curvature = DiagonalCurvature(torch.linspace(0.5, 2, 3000).double())
+    inner = factor.weighted_gram(curvature) + torch.eye(6)
+    assert torch.linalg.cholesky_ex(inner).info > 0
+    preconditioner = NewtonPreconditioner.of(factor, curvature)
+    residual = torch.cos(torch.arange(3000.0)).double()
+    assert residual @ preconditioner.solve(curvature.values * residual) > 0
+
+
 def test_serves_a_model_from_training_to_a_refined_prediction() -> None:
-    def predicted(preconditioner: PreconditionerRecipe | None) -> Tensor:
-        solver = LaplaceNewton(tolerance=1e-8, num_covariance_actions=60, preconditioner=preconditioner)
+    def trained(solver: LaplaceNewton | None) -> tuple[list[Tensor], Tensor]:
         problem = case("softmax", n=40, kind="own", solver=solver, num_refinements=1)
         mll = gpi.mlls.LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=solver, generator=0)
         (-mll(problem.model(problem.x), problem.y)).backward()
         problem.model.eval()
-        return problem.model.predict_proba(inputs(7) + 0.05, method="diagonal")
+        gradients = [parameter.grad for parameter in problem.model.parameters() if parameter.grad is not None]
+        return gradients, problem.model.predict_proba(inputs(7) + 0.05, method="diagonal")
 
-    torch.testing.assert_close(predicted(PivotedCholesky(rank=10)), predicted(None), rtol=1e-4, atol=1e-5)
+    # All directions that a softmax sees, so that nothing is left to chance.
+    options = {"tolerance": 1e-8, "num_covariance_actions": 80}
+    gradients, probabilities = trained(LaplaceNewton(preconditioner=PivotedCholesky(rank=10), **options))
+    exact_gradients, exact_probabilities = trained(None)
+    assert len(gradients) == len(exact_gradients) > 2
+    for found, exact in zip(gradients, exact_gradients, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(probabilities, exact_probabilities, rtol=1e-4, atol=1e-5)
 
 
 def test_options_that_do_not_go_together() -> None:
@@ -128,6 +193,8 @@ def test_options_that_do_not_go_together() -> None:
         LaplaceNewton(policy="unit", preconditioner=recipe)
     with pytest.raises(ValueError, match="literal=True"):
         LaplaceNewton(literal=True, preconditioner=recipe)
+    with pytest.raises(ValueError, match="num_covariance_actions"):
+        LaplaceNewton(literal=True, num_covariance_actions=5)
     with pytest.raises(TypeError, match="preconditioner must be None or"):
         LaplaceNewton(preconditioner="cholesky")  # pyright: ignore[reportArgumentType]
 
