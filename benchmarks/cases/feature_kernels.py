@@ -72,22 +72,30 @@ class DeepRegression(gpytorch.models.ExactGP):
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
-Make = Callable[[DeepRegression, int, int], MarginalLogLikelihood]
+#: Of a model, the batch size, the number of steps to come, and a seed.
+Make = Callable[[DeepRegression, int, int, int], MarginalLogLikelihood]
 METHODS: dict[str, Make] = {
-    "natural": lambda m, b, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
+    "natural": lambda m, b, steps, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
         m.likelihood, m, batch_size=b, generator=seed
     ),
-    "natural .2": lambda m, b, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
+    "natural .2": lambda m, b, steps, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
         m.likelihood, m, batch_size=b, tracker_rate=0.2, generator=seed
     ),
-    "gradient": lambda m, b, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
+    "natural falling": lambda m, b, steps, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
+        m.likelihood, m, batch_size=b, tracker_rate=lambda step: 0.2 - 0.19 * step / steps, generator=seed
+    ),
+    "gradient": lambda m, b, steps, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
         m.likelihood, m, batch_size=b, update="gradient", generator=seed
     ),
-    "scgd": lambda m, b, seed: gpi.mlls.CompositionalMarginalLogLikelihood(
+    "scgd": lambda m, b, steps, seed: gpi.mlls.CompositionalMarginalLogLikelihood(
         m.likelihood, m, batch_size=b, generator=seed
     ),
-    "minimax": lambda m, b, seed: gpi.mlls.MinimaxMarginalLogLikelihood(m.likelihood, m, batch_size=b, generator=seed),
-    "bsgd": lambda m, b, seed: gpi.mlls.MinibatchMarginalLogLikelihood(m.likelihood, m, batch_size=b, generator=seed),
+    "minimax": lambda m, b, steps, seed: gpi.mlls.MinimaxMarginalLogLikelihood(
+        m.likelihood, m, batch_size=b, generator=seed
+    ),
+    "bsgd": lambda m, b, steps, seed: gpi.mlls.MinibatchMarginalLogLikelihood(
+        m.likelihood, m, batch_size=b, generator=seed
+    ),
 }
 
 
@@ -105,10 +113,11 @@ def train(
 ) -> Outcome:
     """Adam with a rate that falls linearly to 0; keeps the iterate of the smallest exact NLML, as the publication does."""
     model = DeepRegression(data, kernel, seed)
-    mll = make(model, batch_size, seed)
-    optimizer = torch.optim.Adam(mll.parameters(), lr=rate)
     steps_an_epoch = len(data.train_y) // batch_size
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (epochs * steps_an_epoch))
+    steps = epochs * steps_an_epoch
+    mll = make(model, batch_size, steps, seed)
+    optimizer = torch.optim.Adam(mll.parameters(), lr=rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     offset = float(torch.tensor(data.target_scale).log())
     curve: list[tuple[int, float]] = []
     best, best_state = float("inf"), model.state_dict()
@@ -145,7 +154,7 @@ def _tested(model: DeepRegression, mll: Any, data: Split) -> Outcome:
 
 def full_batch(data: Split, *, kernel: str, steps: int, rate: float, seed: int) -> Outcome:
     """Adam on the exact marginal likelihood of all data: what mini-batches are measured against."""
-    make: Make = lambda m, b, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
+    make: Make = lambda m, b, steps, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
         m.likelihood, m, batch_size=len(data.train_y), generator=seed
     )
     return train(
@@ -246,7 +255,8 @@ def draw_curves(found: Sequence[Measured], path: Path) -> Path:
 def feature_kernels(
     dataset: Annotated[list[str] | None, typer.Option(help="Data sets; all seven by default.")] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="natural, 'natural .2', gradient, scgd, minimax, bsgd, 'full batch'.")
+        list[str] | None,
+        typer.Option(help="natural, 'natural .2', 'natural falling', gradient, scgd, minimax, bsgd, 'full batch'."),
     ] = None,
     kernel: Annotated[str, typer.Option(help="linear (m = 128) or fourier (m = 1000), over the network.")] = "linear",
     batch_size: int = 128,

@@ -27,7 +27,7 @@ def test_training_reports_the_best_iterate_in_the_units_of_the_targets(
     make = feature_kernels.METHODS["natural"]
     outcome = feature_kernels.train(
         split(),
-        lambda m, b, s: models.append(m) or make(m, b, s),
+        lambda m, b, steps, s: models.append(m) or make(m, b, steps, s),
         kernel=kernel,
         batch_size=16,
         epochs=4,
