@@ -13,14 +13,11 @@ from linear_operator.operators import BlockInterleavedLinearOperator
 from torch import Tensor
 from torch.nn import functional
 
-from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.likelihoods import Curvature
 from gpy_iterative.linear_operators import LatentPrior, NoisyLinearOperator, RepeatedKernelLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PreconditionerRecipe
+from gpy_iterative.solvers.block_cholesky import block_cholesky, block_solve
 
-#: What is added to the inner matrix where rounding has left it without a Cholesky factor, relative to its largest entry:
-#: only a preconditioner changes, to that of somewhat more noise.
-SHIFTS = (0.0, 1e-7, 1e-5, 1e-3)
 #: Columns of a factor that are weighted at a time.
 WEIGHTED_COLUMNS = 32
 
@@ -128,19 +125,13 @@ class NewtonPreconditioner:
         """
         inner = factor.weighted_gram(curvature)
         inner.diagonal().add_(1)
-        scale, before = inner.diagonal().amax(), 0.0
-        for shift in SHIFTS:
-            inner.diagonal().add_((shift - before) * scale)
-            before = shift
-            cholesky, info = torch.linalg.cholesky_ex(inner)
-            if not info.any():
-                return cls(factor, curvature, cholesky)
-        raise NonFiniteError("The preconditioner's inner matrix is not finite: check inputs and hyperparameters.")
+        # Jitter where rounding calls for it changes a preconditioner only: to that of somewhat more noise.
+        return cls(factor, curvature, block_cholesky(inner))
 
     def solve(self, weighted_residual: Tensor) -> Tensor:
         """(L L^T + W^+)^-1 r [n C] from W r [n C]."""
         projected = self.factor.t_matmul(weighted_residual).unsqueeze(-1)
-        explained = self.factor.matmul(torch.cholesky_solve(projected, self.cholesky).squeeze(-1))
+        explained = self.factor.matmul(block_solve(self.cholesky, projected).squeeze(-1))
         return weighted_residual - self.curvature.matmul(explained.unsqueeze(-1)).squeeze(-1)
 
 
