@@ -74,28 +74,26 @@ class DeepRegression(gpytorch.models.ExactGP):
 
 #: Of a model, the batch size, the number of steps to come, and a seed.
 Make = Callable[[DeepRegression, int, int, int], MarginalLogLikelihood]
+
+
+def _made(kind: Callable[..., MarginalLogLikelihood], **options: Any) -> Make:
+    return lambda m, b, steps, seed: kind(m.likelihood, m, batch_size=b, generator=seed, **options)
+
+
+def _falling(model: DeepRegression, batch_size: int, steps: int, seed: int) -> MarginalLogLikelihood:
+    """The tracker's rate falls from .2 to .01."""
+    make = _made(gpi.mlls.VariationalFeatureMarginalLogLikelihood, tracker_rate=lambda step: 0.2 - 0.19 * step / steps)
+    return make(model, batch_size, steps, seed)
+
+
 METHODS: dict[str, Make] = {
-    "natural": lambda m, b, steps, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
-        m.likelihood, m, batch_size=b, generator=seed
-    ),
-    "natural .2": lambda m, b, steps, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
-        m.likelihood, m, batch_size=b, tracker_rate=0.2, generator=seed
-    ),
-    "natural falling": lambda m, b, steps, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
-        m.likelihood, m, batch_size=b, tracker_rate=lambda step: 0.2 - 0.19 * step / steps, generator=seed
-    ),
-    "gradient": lambda m, b, steps, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
-        m.likelihood, m, batch_size=b, update="gradient", generator=seed
-    ),
-    "scgd": lambda m, b, steps, seed: gpi.mlls.CompositionalMarginalLogLikelihood(
-        m.likelihood, m, batch_size=b, generator=seed
-    ),
-    "minimax": lambda m, b, steps, seed: gpi.mlls.MinimaxMarginalLogLikelihood(
-        m.likelihood, m, batch_size=b, generator=seed
-    ),
-    "bsgd": lambda m, b, steps, seed: gpi.mlls.MinibatchMarginalLogLikelihood(
-        m.likelihood, m, batch_size=b, generator=seed
-    ),
+    "natural": _made(gpi.mlls.VariationalFeatureMarginalLogLikelihood),
+    "natural .2": _made(gpi.mlls.VariationalFeatureMarginalLogLikelihood, tracker_rate=0.2),
+    "natural falling": _falling,
+    "gradient": _made(gpi.mlls.VariationalFeatureMarginalLogLikelihood, update="gradient"),
+    "scgd": _made(gpi.mlls.CompositionalMarginalLogLikelihood),
+    "minimax": _made(gpi.mlls.MinimaxMarginalLogLikelihood),
+    "bsgd": _made(gpi.mlls.MinibatchMarginalLogLikelihood),
 }
 
 
@@ -154,11 +152,15 @@ def _tested(model: DeepRegression, mll: Any, data: Split) -> Outcome:
 
 def full_batch(data: Split, *, kernel: str, steps: int, rate: float, seed: int) -> Outcome:
     """Adam on the exact marginal likelihood of all data: what mini-batches are measured against."""
-    make: Make = lambda m, b, steps, seed: gpi.mlls.VariationalFeatureMarginalLogLikelihood(
-        m.likelihood, m, batch_size=len(data.train_y), generator=seed
-    )
     return train(
-        data, make, kernel=kernel, batch_size=len(data.train_y), epochs=steps, rate=rate, seed=seed, refresh_every=1
+        data,
+        METHODS["natural"],
+        kernel=kernel,
+        batch_size=len(data.train_y),
+        epochs=steps,
+        rate=rate,
+        seed=seed,
+        refresh_every=1,
     )
 
 
