@@ -44,7 +44,9 @@ class CholeskyFactor:
 
     def inverse(self) -> Tensor:
         """H^-1 [*b, n, n]."""
-        return torch.cholesky_inverse(self.lower).to(self.dtype)
+        # In the dtype of the answers: rounding an inversion costs eps cond(L), and the entries of H, rounded to that
+        # dtype, have cost eps cond(L)^2 already. In float32 it takes half the time, two thirds of a training step's.
+        return torch.cholesky_inverse(self.lower.to(self.dtype))
 
     def extended(self, rows: Tensor) -> "CholeskyFactor | None":
         """The factor of H with m rows and columns more, for n^2 m multiply-adds in place of n^3 / 6.

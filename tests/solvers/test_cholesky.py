@@ -27,6 +27,14 @@ def test_factor(dtype: torch.dtype, batch: tuple[int, ...]) -> None:
     torch.testing.assert_close(white.mT @ white, rhs.mT @ torch.linalg.solve(matrix, rhs), **tolerance)
 
 
+def test_an_inverse_in_float32_errs_less_than_the_rounding_of_the_matrix() -> None:
+    exact = oracles.problem(200, noise=1e-4)[1]
+    factor = Cholesky().factorize(DenseLinearOperator(exact.float()))
+    of_rounded = torch.cholesky_inverse(factor.lower)
+    caused_by_rounding = torch.linalg.norm(of_rounded - torch.linalg.inv(exact))
+    assert torch.linalg.norm(factor.inverse() - of_rounded) < 0.5 * caused_by_rounding
+
+
 def test_solution() -> None:
     operator, rhs = system(), right_hand_sides()
     rhs[:, 2] = 0
