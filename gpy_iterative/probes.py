@@ -122,8 +122,8 @@ class Preconditioned(ProbeDistribution):
 
     def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
         factor = self._recipe().build(operator, pivots=draws["pivots"], correct_diagonal=self.correct_diagonal)
-        vectors = factor.sample(draws["factor_base"], draws["diagonal_base"])
-        return Probes(vectors, factor.solve(vectors), factor)
+        base = draws["factor_base"], draws["diagonal_base"]
+        return Probes(factor.sample(*base), factor.dual_sample(*base), factor)
 
     def _recipe(self) -> PivotedCholesky:
         return PivotedCholesky(rank=self.rank) if self.recipe is None else self.recipe
@@ -138,9 +138,9 @@ class RandomFeatures(ProbeDistribution):
         corrected: True takes S = Phi Phi^T + D, the covariance that xi really has: unbiased for any m. False takes
             S = H, as published by Lin et al. 2024: with frozen frequencies its error does not fall with s.
 
-    Cost an evaluation: n d m for the features; corrected, their n (2m)^2 Gram matrix and its Cholesky factor in float64
-    beside, and the features in memory twice (n = 40,000 with m = 1,000 in float32: 2 x 320 MB). Uncorrected, a few
-    thousand rows of features are held at a time.
+    Cost an evaluation: n d m for the features; corrected, half of their n (2m)^2 Gram matrix and its Cholesky factor
+    beside, and the features in memory (n = 40,000 with m = 1,000 in float32: 320 MB). Uncorrected, a few thousand rows of
+    features are held at a time.
     """
 
     num_frequencies: int
@@ -172,8 +172,8 @@ class RandomFeatures(ProbeDistribution):
         features = RandomFourierFeatures(self.num_frequencies).features(terms, draws_under("features", draws))
         shape = torch.broadcast_shapes(noise.shape, features.shape[:-1])  # a batch of targets may meet one prior
         covariance = LowRankPlusDiagonal(features.expand(*shape, features.shape[-1]), noise.expand(shape))
-        vectors = covariance.sample(draws["weights"], draws["noise_base"])
-        return Probes(vectors, covariance.solve(vectors), covariance)
+        base = draws["weights"], draws["noise_base"]
+        return Probes(covariance.sample(*base), covariance.dual_sample(*base), covariance)
 
     def prior_sample(self, terms: Terms, draws: Draws) -> Tensor:
         """The functions behind the probes, Phi(x) w, at the inputs of the terms: [*b, t, s]; differentiable there."""

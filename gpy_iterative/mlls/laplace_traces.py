@@ -116,17 +116,13 @@ def _probes(
         signs = _signs(size, count, like, generator)
         return Probes(signs, signs)
     if trace == "preconditioned":
-        vectors = preconditioner.sample(
-            _signs(preconditioner.rank, count, like, generator), _signs(size, count, like, generator)
-        )
-        return Probes(vectors, preconditioner.solve(vectors), preconditioner)
+        base = _signs(preconditioner.rank, count, like, generator), _signs(size, count, like, generator)
+        return Probes(preconditioner.sample(*base), preconditioner.dual_sample(*base), preconditioner)
     assert terms is not None
     factor = _whitened_features(solution, *terms, num_frequencies, generator).to(like)
     covariance = LowRankPlusDiagonal(factor, like)
-    vectors = covariance.sample(
-        _normal(factor.shape[-1], count, like, generator), _normal(size, count, like, generator)
-    )
-    return Probes(vectors, covariance.solve(vectors), covariance)
+    base = _normal(factor.shape[-1], count, like, generator), _normal(size, count, like, generator)
+    return Probes(covariance.sample(*base), covariance.dual_sample(*base), covariance)
 
 
 def _whitened_features(

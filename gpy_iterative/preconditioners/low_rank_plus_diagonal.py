@@ -1,6 +1,7 @@
 """S = L L^T + diag(d): solved, sampled and measured through one k x k Cholesky factor."""
 
 import copy
+from collections.abc import Iterator
 from typing import Self
 
 import torch
@@ -8,8 +9,13 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 
-#: Rows that are converted to float64 at a time.
+#: Rows that are multiplied at a time: their products are summed in float64.
 CHUNK = 4096
+#: Columns of the inner matrix that are computed at a time, from the diagonal downwards.
+COLUMNS = 256
+#: The norm of the inner matrix's rounding, whose eigenvalues are 1 and more, up to which it is multiplied out in the
+#: factor's own dtype. What is compared with it overestimates the norm (measured: four to ten times).
+ROUNDING = 0.1
 
 
 class LowRankPlusDiagonal:
@@ -22,19 +28,14 @@ class LowRankPlusDiagonal:
     Raises:
         NonFiniteError: an entry is not finite, or the diagonal not positive.
 
-    Construction costs n k^2 multiply-adds in float64, a solve with s columns 2 n k s in the factor's own dtype.
     With W = d^-1/2 L, S = d^1/2 (I + W W^T) d^1/2; the inner matrix I + W^T W is as ill conditioned as S over its
-    noise, and is the one thing that float32 cannot hold.
+    noise. Construction costs n k^2 / 2 multiply-adds, in float64 where the factor's own dtype cannot hold the inner
+    matrix, which is factored in float64 in any case; a solve with s columns 2 n k s in the factor's own dtype.
     """
 
     def __init__(self, factor: Tensor, diagonal: Tensor) -> None:
         self.factor, self.diagonal = factor, diagonal
-        self._root = diagonal.sqrt().unsqueeze(-1)
-        self._weighted = factor / self._root
-        inner = torch.diag_embed(torch.ones_like(factor[..., 0, :], dtype=torch.float64))
-        for rows in self._weighted.split(CHUNK, dim=-2):
-            inner += rows.mT.double() @ rows.double()
-        self._cholesky, info = torch.linalg.cholesky_ex(inner)
+        self._cholesky, info = torch.linalg.cholesky_ex(_inner_matrix(factor, diagonal))
         if info.any():  # I + W^T W is positive definite whenever it is finite
             raise NonFiniteError(
                 "A low rank plus diagonal matrix has entries that are not finite, or a diagonal that is not positive: "
@@ -61,7 +62,7 @@ class LowRankPlusDiagonal:
     def to(self, dtype: torch.dtype) -> Self:
         """The same with vectors of another dtype; the inner factor stays what it is."""
         converted = copy.copy(self)
-        for name in ("factor", "diagonal", "_root", "_weighted"):
+        for name in ("factor", "diagonal"):
             setattr(converted, name, getattr(self, name).to(dtype))
         return converted
 
@@ -71,9 +72,8 @@ class LowRankPlusDiagonal:
 
     def solve(self, rhs: Tensor) -> Tensor:
         """S^-1 rhs for [*b, n, s], by Woodbury's identity."""
-        scaled = rhs / self._root
-        inner = torch.cholesky_solve((self._weighted.mT @ scaled).double(), self._cholesky)
-        return (scaled - self._weighted @ inner.to(rhs.dtype)) / self._root
+        diagonal = self.diagonal.unsqueeze(-1)
+        return (rhs - self.factor @ self._inner_solve(self.factor.mT @ (rhs / diagonal))) / diagonal
 
     def logdet(self) -> Tensor:
         """The log-determinant of S, [*b]."""
@@ -81,8 +81,23 @@ class LowRankPlusDiagonal:
         return (inner + self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
     def sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
-        """L w + sqrt(d) e for base vectors w [*b, k, s] and e [*b, n, s] of identity covariance."""
-        return self.factor @ factor_base + self._root * diagonal_base
+        """xi = L w + d^1/2 e for base vectors w [*b, k, s] and e [*b, n, s] of identity covariance."""
+        return self.factor @ factor_base + self.diagonal.sqrt().unsqueeze(-1) * diagonal_base
+
+    def dual_sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
+        """S^-1 xi of the same base vectors: d^-1/2 (e + W (I + W^T W)^-1 (w - W^T e)).
+
+        Better than `solve(sample(...))`: nothing large cancels, and whatever the rounding of the inner matrix, the mean of
+        xi times its dual's transpose is the identity, on which the trace's estimate rests.
+        """
+        root = self.diagonal.sqrt().unsqueeze(-1)
+        whitened = diagonal_base / root
+        inner = self._inner_solve(factor_base - self.factor.mT @ whitened)
+        return whitened + self.factor @ inner / self.diagonal.unsqueeze(-1)
+
+    def _inner_solve(self, rhs: Tensor) -> Tensor:
+        """(I + W^T W)^-1 rhs for [*b, k, s]."""
+        return torch.cholesky_solve(rhs.double(), self._cholesky).to(rhs.dtype)
 
 
 class NystromFactor(LowRankPlusDiagonal):
@@ -90,3 +105,27 @@ class NystromFactor(LowRankPlusDiagonal):
 
     The preconditioned spectrum is then bounded by 1 from below, which quadratures of log-determinants make use of.
     """
+
+
+def _inner_matrix(factor: Tensor, diagonal: Tensor) -> Tensor:
+    """The lower triangle of I + W^T W [*b, k, k] in float64; there is something else above."""
+    rank, dtype = factor.shape[-1], factor.dtype
+    inner = factor.new_zeros(*factor.shape[:-2], rank, rank, dtype=torch.float64)
+    squares = sum((rows.square().sum(-2) for rows in _weighted_rows(factor, diagonal)), factor.new_zeros(()))
+    # The rounding of an entry is random, eps sqrt(g_ii g_jj): its matrix has a norm of about eps sqrt(k) mean(g_ii).
+    if torch.finfo(dtype).eps * torch.linalg.vector_norm(squares, dim=-1).amax() > ROUNDING:
+        dtype = torch.float64
+    for rows in _weighted_rows(factor, diagonal):
+        rows = rows.to(dtype)
+        for start in range(0, rank, COLUMNS):
+            columns = slice(start, start + COLUMNS)
+            inner[..., start:, columns] += rows[..., start:].mT @ rows[..., columns]
+    inner.diagonal(dim1=-2, dim2=-1).add_(1)
+    return inner
+
+
+def _weighted_rows(factor: Tensor, diagonal: Tensor) -> Iterator[Tensor]:
+    """W in blocks of rows."""
+    roots = diagonal.sqrt().unsqueeze(-1).split(CHUNK, dim=-2)
+    for rows, root in zip(factor.split(CHUNK, dim=-2), roots, strict=True):
+        yield rows / root

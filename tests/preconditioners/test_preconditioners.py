@@ -7,6 +7,7 @@ from linear_operator.operators import DenseLinearOperator
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import COLUMNS
 from tests.monte_carlo import assert_mean_within
 from tests.oracles import pivoted_cholesky, problem
 from tests.preconditioners.watching import watched
@@ -45,6 +46,33 @@ def test_samples_have_the_covariance() -> None:
     ).mT
     products = samples.unsqueeze(-1) * samples.unsqueeze(-2)
     assert_mean_within(products, covariance.matmul(torch.eye(5).double()), max_sem=0.1)
+
+
+@pytest.mark.parametrize("noise", [1.0, 1e-6])  # the inner matrix in float32 and, for lack of digits, in float64
+def test_duals_are_solves_of_samples(noise: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    factor = torch.randn(700, COLUMNS + 30, generator=generator, dtype=torch.float64)
+    diagonal = noise * (0.1 + torch.rand(700, generator=generator, dtype=torch.float64))
+    covariance = LowRankPlusDiagonal(factor.float(), diagonal.float())
+    factor, diagonal = covariance.factor.double(), covariance.diagonal.double()
+    base = [torch.randn(rows, 3, generator=generator, dtype=torch.float64) for rows in (COLUMNS + 30, 700)]
+    dense = factor @ factor.mT + torch.diag_embed(diagonal)
+    exact = torch.linalg.solve(dense, factor @ base[0] + diagonal.sqrt().unsqueeze(-1) * base[1])
+    dual = covariance.dual_sample(base[0].float(), base[1].float()).double()
+    assert (dual - exact).norm() < 1e-4 * exact.norm()
+
+
+def test_an_inner_matrix_that_is_off_leaves_the_duals_unbiased() -> None:
+    generator = torch.Generator().manual_seed(3)
+    covariance = LowRankPlusDiagonal(
+        torch.randn(6, 3, generator=generator).double(), torch.linspace(0.1, 1.0, 6).double()
+    )
+    covariance._cholesky *= 1.3
+    # Both are linear in the base vectors, whose covariance is the identity.
+    vectors = torch.eye(9).double().split([3, 6])
+    mean = covariance.sample(*vectors) @ covariance.dual_sample(*vectors).mT
+    torch.testing.assert_close(mean, torch.eye(6).double())
+    assert not torch.allclose(covariance.solve(covariance.matmul(mean)), mean, atol=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
