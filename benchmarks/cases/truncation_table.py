@@ -1,5 +1,9 @@
-"""Russian roulette, truncated conjugate gradients and Cholesky by the protocol of Potapczynski et al. 2021, table 1."""
+"""Russian roulette, truncated conjugate gradients and Cholesky by the protocol of Potapczynski et al. 2021, table 1.
 
+A run is long, so it is cut into pieces: each call goes on from the last checkpoint, for as many minutes as it is given.
+"""
+
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -26,6 +30,7 @@ from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.truncation import ExponentialTruncation
 
 CASE = "truncation-table"
+CHECKPOINTS = RESULTS.parent.parent / "out" / "truncation_table"
 #: Adam iterations of the paper.
 STEPS = {"pol": 1500, "elevators": 1500, "bike": 1500, "kin40k": 800, "protein": 800, "keggdirected": 800}
 METHODS = ("rr-cg", "cg", "cholesky", "rff", "ss-rff", "svgp")
@@ -69,28 +74,53 @@ def _mll(method: str, model: SquaredExponentialRegression, seed: int) -> Margina
     return gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, solver=gpi.solvers.Cholesky(), generator=seed)
 
 
-def _train_and_predict(method: str, *, dataset: str, seed: int, rows: int | None, steps: int, rate: float) -> Outcome:
+def _train_and_predict(
+    method: str, *, dataset: str, seed: int, rows: int | None, steps: int, rate: float, minutes: float = math.inf
+) -> Outcome:
+    """Trains from the last checkpoint on, to the end or for so many minutes, a step at the least; and predicts."""
+    start = time.perf_counter()
     data = load_random_split(dataset, seed, rows=rows)
     model = SquaredExponentialRegression(data.train_x, data.train_y, ard=True, constant=True)
     mll = _mll(method, model, seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(drop * steps) for drop in DROPS], 0.1)
-    start, values = time.perf_counter(), []
-    for _ in range(steps):
+    path = CHECKPOINTS / f"{method}_{dataset}_seed={seed}_rows={rows}_steps={steps}_rate={rate}.pt"
+    values: list[float] = []
+    earlier = 0.0
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        for part, name in ((model, "model"), (optimizer, "optimizer"), (scheduler, "scheduler")):
+            part.load_state_dict(saved[name])
+        mll.load_training_state(saved["mll"])
+        values, earlier = saved["values"], saved["seconds"]
+    began = time.perf_counter()
+    while len(values) < steps:
         values.append(-take_step(model, mll, optimizer, data))
         scheduler.step()
+        if time.perf_counter() - start >= 60 * minutes:
+            break
     trained = time.perf_counter()
+    seconds = earlier + trained - began
+    if len(values) < steps:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        saved = {name: part.state_dict() for name, part in state.items()}
+        torch.save(saved | {"mll": mll.training_state(), "values": values, "seconds": seconds}, path)
     posterior = gpi.prediction.PathwisePosterior(
         model, model.likelihood, solver=gpi.solvers.ConjugateGradients(tolerance=1e-4)
     )
     rmse, log_likelihood = posterior_scores(model, posterior, data)
+    if len(values) == steps:
+        path.unlink(missing_ok=True)
     return {
+        "finished": len(values) == steps,
         "rmse": rmse,
         "nll": -log_likelihood,
         "train_rows": len(data.train_y),
         "test_rows": len(data.test_y),
-        "seconds": trained - start,
-        "seconds_training": trained - start,
+        "steps_taken": len(values),
+        "seconds": seconds,
+        "seconds_training": seconds,
         "seconds_prediction": time.perf_counter() - trained,
         "noise": float(model.likelihood.noise.detach()),
         "outputscale": float(model.covar_module.outputscale.detach()),
@@ -142,6 +172,7 @@ def truncation_table(
     rate: Annotated[float, typer.Option(help="Learning rate, a tenth of it from 50, 70 and 90 % on.")] = 0.01,
     splits: Annotated[int, typer.Option(help="Random splits, by seed; the paper has three.")] = 3,
     cholesky_rows: Annotated[int, typer.Option(help="No Cholesky beyond.")] = CHOLESKY_ROWS,
+    minutes: Annotated[float, typer.Option(help="Of each run in this call; another call goes on.")] = 120.0,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """RMSE and NLL by the protocol of Potapczynski et al. 2021, beside theirs. Goes on where it was interrupted."""
@@ -155,7 +186,7 @@ def truncation_table(
         planned
         for name in dataset or list(published.TRUNCATION)
         for seed in range(splits)
-        for planned in planned_runs(name, seed, method or list(CHOSEN), rows, steps or STEPS[name], rate, cholesky_rows)
+        for planned in planned_runs(name, seed, method or list(CHOSEN), rows, steps or STEPS[name], rate, cholesky_rows, minutes)
     ]
     found = SavedRuns(RESULTS / "truncation_table.json").execute(runs, threads, console)
     console.print(table(found).for_terminal())
@@ -163,13 +194,21 @@ def truncation_table(
 
 
 def planned_runs(
-    dataset: str, seed: int, methods: list[str], rows: int | None, steps: int, rate: float, cholesky_rows: int
+    dataset: str,
+    seed: int,
+    methods: list[str],
+    rows: int | None,
+    steps: int,
+    rate: float,
+    cholesky_rows: int,
+    minutes: float = 120.0,
 ) -> list[Run]:
     """Of one split; SVGP has the time of Russian roulette, and Cholesky stays out where there are too many rows."""
     options = {"dataset": dataset, "seed": seed, "rows": rows, "steps": steps, "rate": rate}
     pace = Run(CASE, "rr-cg", options)
+    piece = {"minutes": minutes}
     return [
-        Run(CASE, method, options, pace if method == "svgp" else None)
+        Run(CASE, method, options, pace) if method == "svgp" else Run(CASE, method, options, piece=piece)
         for method in methods
         if method != "cholesky" or training_rows(dataset, rows) <= cholesky_rows
     ]
@@ -178,13 +217,14 @@ def planned_runs(
 def table(found: Sequence[Measured]) -> Table:
     """A row a run."""
     rows = []
-    for run, done in ((measured.run, measured.outcome) for measured in found):
+    for measured in found:
+        run, done = measured.run, measured.outcome
         theirs = published.TRUNCATION[run.options["dataset"]].get(run.contender)
         rows.append(
             [
                 run.options["dataset"],
                 str(done["train_rows"]),
-                str(done.get("steps_taken", run.options["steps"])),
+                f"{done.get('steps_taken', run.options['steps'])}" + ("" if measured.is_finished else ", unfinished"),
                 str(run.options["seed"]),
                 run.contender,
                 *beside((done["rmse"], done["nll"]), theirs),

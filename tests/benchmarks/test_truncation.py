@@ -1,6 +1,7 @@
 """What the truncation benchmarks' numbers rest on."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,31 @@ def test_a_row_of_the_table(method: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(outcome["values"]) == 5 if method != "svgp" else outcome["steps_taken"] > 0
     assert 0 < outcome["rmse"] < 2
     json.dumps(outcome)
+
+
+@pytest.mark.parametrize("method", ["rr-cg", "ss-rff", "cholesky"])
+def test_a_run_in_pieces_is_the_run(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = data(40, dtype=torch.float32)
+    split = datasets.Split("data", x[:30], y[:30], x[30:], y[30:])
+    monkeypatch.setattr(truncation_table, "load_random_split", lambda *_, **__: split)
+    monkeypatch.setattr(truncation_table, "CHECKPOINTS", tmp_path)
+    for name, value in (("FREQUENCIES", 10), ("LEAST_FREQUENCIES", 5), ("FREQUENCY_STEP", 2)):
+        monkeypatch.setattr(truncation_table, name, value)
+    train = partial(
+        runner.CONTENDERS["truncation-table"][method], dataset="data", seed=0, rows=None, steps=4, rate=0.1
+    )
+    whole = train()
+    pieces = [train(minutes=0.0) for _ in range(4)]
+    assert [piece["finished"] for piece in pieces] == [False, False, False, True]
+    assert [piece["steps_taken"] for piece in pieces] == [1, 2, 3, 4]
+    assert pieces[-1]["values"] == pytest.approx(whole["values"], rel=1e-5)
+    assert pieces[-1]["rmse"] == pytest.approx(whole["rmse"], rel=1e-5)
+    assert pieces[0]["seconds"] < pieces[-1]["seconds"]
+    assert not list(tmp_path.iterdir())
+    cells = truncation_table.table(
+        [runs.Measured(runs.Run("", method, {"dataset": "pol", "seed": 0, "steps": 4}), piece) for piece in pieces]
+    ).rows
+    assert [row[2] for row in cells] == ["1, unfinished", "2, unfinished", "3, unfinished", "4"]
 
 
 def test_costs_name_the_expected_lengths() -> None:
