@@ -1,6 +1,6 @@
 """What the commands share: the program they belong to, how contenders are run, shown and saved."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -69,7 +69,19 @@ def memory_cell(outcome: Outcome) -> str:
 
 
 def finish(name: str, options: dict[str, Any], threads: int, *, device: Device = Device.CPU, **content: Any) -> None:
-    """Saves benchmarks/results/NAME.json, or NAME_DEVICE.json where that is not the CPU."""
+    """Saves benchmarks/results/NAME.json, or NAME_DEVICE.json where that is not the CPU.
+
+    Then ends the command with status 1 where an outcome of the content, at any depth, is of a contender that failed.
+    """
     file = name if device is Device.CPU else f"{name}_{device}"
     path = save(file, {"environment": environment(threads, device), "options": options, **content})
     console.print(f"saved {path}")
+    if _has_failed(content):
+        raise typer.Exit(1)
+
+
+def _has_failed(content: object) -> bool:
+    if not isinstance(content, Mapping):
+        return False
+    # What a process said last; the errors that benchmarks measure are numbers.
+    return isinstance(content.get("error"), str | list) or any(map(_has_failed, content.values()))

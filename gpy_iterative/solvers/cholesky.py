@@ -9,13 +9,11 @@ from linear_operator import LinearOperator
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
-from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.solvers.base import Solver
+from gpy_iterative.solvers.jittered_cholesky import jittered_cholesky
 from gpy_iterative.solvers.linear_system import LinearSystem
 from gpy_iterative.solvers.solution import Solution, SolveStats, SolveStatus
-
-#: Relative jitters, tried in turn on a matrix that has no Cholesky factor.
-JITTERS = (0.0, 1e-8, 1e-6, 1e-4)
 
 
 @dataclass(frozen=True)
@@ -83,29 +81,15 @@ class Cholesky(Solver):
             NotPositiveDefiniteError: not even with a relative jitter of 1e-4; smaller jitters warn.
         """
         dense = operator.to_dense()
-        matrix = dense.double()
-        if not torch.isfinite(matrix).all():
-            raise NonFiniteError("The system has entries that are not finite: check data and hyperparameters.")
-        scale = matrix.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-        for jitter in JITTERS:
-            trial = matrix
-            if jitter:
-                trial = matrix.clone()
-                trial.diagonal(dim1=-2, dim2=-1).add_(jitter * scale)
-            lower, info = torch.linalg.cholesky_ex(trial)
-            if not info.any():
-                if jitter:
-                    warnings.warn(
-                        f"A jitter of {jitter:g} times the mean diagonal was added to factor the system. A noise "
-                        "constraint that keeps the noise away from zero avoids it.",
-                        NumericalWarning,
-                        stacklevel=2,
-                    )
-                return CholeskyFactor(lower, dense.dtype)
-        raise NotPositiveDefiniteError(
-            f"The system is not positive definite even with a jitter of {JITTERS[-1]:g} of its diagonal. Keep the "
-            "noise away from zero (a noise constraint), or check the kernel."
-        )
+        lower, jitter = jittered_cholesky(dense.double(), "The system")
+        if jitter:
+            warnings.warn(
+                f"A jitter of {jitter:g} times the largest diagonal entry was added to factor the system. A noise "
+                "constraint that keeps the noise away from zero avoids it.",
+                NumericalWarning,
+                stacklevel=2,
+            )
+        return CholeskyFactor(lower, dense.dtype)
 
     def _solve_columns(self, system: LinearSystem) -> Solution:
         start = time.perf_counter()

@@ -73,6 +73,18 @@ def test_results_name_the_device_and_the_gpu(machine: list, tmp_path: Path) -> N
     assert [options["device"] for options in machine] == ["cuda", "cpu", "cuda", "cuda"]
 
 
+def test_a_failed_contender_is_saved_and_fails_the_command(
+    machine: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_apart = command_line.run_apart
+    broken = lambda case, name, **options: {"error": ["gone"]} if name == "KeOps" else run_apart(case, name, **options)
+    monkeypatch.setattr(command_line, "run_apart", broken)
+    result = CliRunner().invoke(app, ["product", "--n", "100"])
+    assert result.exit_code == 1
+    assert "KeOps failed" in result.output
+    assert "gone" in (tmp_path / "product.json").read_text()
+
+
 def test_memory_of_the_device_stands_beside_the_process() -> None:
     assert memory_cell(OUTCOME) == "379"
     assert memory_cell({**OUTCOME, "peak_device_memory_mb": 20.6}) == "379 + 21 GPU"

@@ -1,0 +1,38 @@
+"""Cholesky factors of matrices that rounding may have left without one."""
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
+
+#: Multiples of the largest diagonal entry that are added to the diagonal, tried in turn.
+JITTERS = (0.0, 1e-8, 1e-6, 1e-4)
+
+
+def jittered_cholesky(matrix: Tensor, name: str) -> tuple[Tensor, float]:
+    """The lower factor of a float64 matrix [*b, n, n], which stays as it is, and the jitter that it took.
+
+    Args:
+        matrix: symmetric.
+        name: what errors call it.
+
+    Raises:
+        NonFiniteError: an entry is not finite.
+        NotPositiveDefiniteError: no factor even with the largest jitter.
+    """
+    for jitter in JITTERS:
+        trial = matrix
+        if jitter:
+            trial = matrix.clone()
+            diagonal = trial.diagonal(dim1=-2, dim2=-1)
+            diagonal.add_(jitter * diagonal.amax(-1, keepdim=True))
+        factor, info = torch.linalg.cholesky_ex(trial)
+        # An infinite entry may pass the test of the pivots: its factor is not finite then.
+        if not info.any() and torch.isfinite(factor).all():
+            return factor, jitter
+        if not torch.isfinite(matrix).all():
+            raise NonFiniteError(f"{name} has entries that are not finite: check data and hyperparameters.")
+    raise NotPositiveDefiniteError(
+        f"{name} is not positive definite even with a jitter of {JITTERS[-1]:g} of its diagonal. Keep the noise away from "
+        "zero (a noise constraint), use float64, or check the kernel."
+    )
