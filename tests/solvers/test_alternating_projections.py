@@ -9,7 +9,7 @@ from linear_operator.operators import DenseLinearOperator
 from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
-from gpy_iterative.preconditioners import PivotedCholesky
+from gpy_iterative.preconditioners import PivotedCholesky, RandomlyPivotedCholesky
 from gpy_iterative.solvers import (
     AlternatingProjections,
     ConjugateGradients,
@@ -90,10 +90,19 @@ def test_finish_takes_over_where_the_pace_is_lost() -> None:
 
 
 def test_finish_waits_while_the_pace_is_good() -> None:
-    operator, rhs = system(1.0), right_hand_sides()
+    operator, rhs = system(5.0), right_hand_sides()
     pure, finished = PURE.solve(operator, rhs), AlternatingProjections(block_size=20).solve(operator, rhs)
+    assert pure.stats.epochs > 3
     assert torch.equal(pure.value, finished.value)
     assert pure.stats.epochs == finished.stats.epochs
+
+
+def test_finish_draws_from_the_generator_of_the_solve() -> None:
+    finish = ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=20))
+    solver = AlternatingProjections(block_size=20, finish=finish, tolerance=1e-4)
+    solve = lambda seed: solver.solve(system(), right_hand_sides(), generator=torch.Generator().manual_seed(seed)).value
+    assert torch.equal(solve(0), solve(0))
+    assert not torch.equal(solve(0), solve(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -42,7 +42,8 @@ class TestBrainFloat(SolverContract):
 
 
 class TestHalfPrecision(SolverContract):
-    solver, precision = AlternatingProjections(block_size=20), "float16"
+    solver = AlternatingProjections(block_size=20, finish=ConjugateGradients(preconditioner=PivotedCholesky(rank=10)))
+    precision = "float16"
     share, smallest_noise, budgets = None, 0.04, ()
 
 
