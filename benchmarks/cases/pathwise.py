@@ -29,6 +29,7 @@ from benchmarks.tables import Table
 from benchmarks.training import posterior_scores, take_step
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood, PathwiseMarginalLogLikelihood
+from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.solvers import (
     AlternatingProjections,
     ConjugateGradients,
@@ -49,7 +50,7 @@ def make_solver(name: str, block_size: int, max_epochs: float) -> IterativeSolve
     """One of SOLVERS under the papers' stopping rule; blocks of alternating projections are the batches of descent."""
     options = {"tolerance": 0.01, "probe_tolerance": 0.01, "stopping": "mean", "max_epochs": max_epochs}
     if name == "CG":
-        return ConjugateGradients(**options)
+        return ConjugateGradients(preconditioner=PivotedCholesky(rank=100), **options)
     if name == "AP":
         return AlternatingProjections(block_size=block_size, finish=None, **options)
     return StochasticGradientDescent(batch_size=block_size, **options)

@@ -186,7 +186,9 @@ def truncation_table(
         planned
         for name in dataset or list(published.TRUNCATION)
         for seed in range(splits)
-        for planned in planned_runs(name, seed, method or list(CHOSEN), rows, steps or STEPS[name], rate, cholesky_rows, minutes)
+        for planned in planned_runs(
+            name, seed, method or list(CHOSEN), rows, steps or STEPS[name], rate, cholesky_rows, minutes
+        )
     ]
     found = SavedRuns(RESULTS / "truncation_table.json").execute(runs, threads, console)
     console.print(table(found).for_terminal())

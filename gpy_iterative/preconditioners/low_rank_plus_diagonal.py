@@ -81,7 +81,7 @@ class LowRankPlusDiagonal:
         return (inner + self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
     def sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
-        """xi = L w + d^1/2 e for base vectors w [*b, k, s] and e [*b, n, s] of identity covariance."""
+        """Xi = L w + d^1/2 e for base vectors w [*b, k, s] and e [*b, n, s] of identity covariance."""
         return self.factor @ factor_base + self.diagonal.sqrt().unsqueeze(-1) * diagonal_base
 
     def dual_sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:

@@ -66,6 +66,9 @@ class PartialCholesky:
         while self.rank < rank and not self.is_exhausted():
             candidates = self._propose(proposals, generator)
             block = self.complement(candidates, self.entries(candidates))
+            # A running difference until now. Where rounding alone had left something, nothing is left to be proposed again:
+            # every round takes its first candidate or rules it out, and the rounds come to an end.
+            self.rest[candidates] = block.diagonal().clamp_min(0).to(self.rest)
             threshold = torch.rand(proposals, generator=generator, device=generator.device, dtype=torch.float64)
             chosen = _accepted(block, threshold.cpu(), float(self._stop))[: rank - self.rank]
             if not len(chosen):

@@ -32,7 +32,7 @@ MAX_FACTOR_BYTES = 2**29
 
 @dataclass(frozen=True)
 class _State:
-    """What the finish will begin with, block factors by their number, blocks already chosen, and the pace; then its state."""
+    """What the finish begins with, block factors by their number, blocks already chosen, the pace; then its own state."""
 
     size: int
     given: Given

@@ -114,9 +114,7 @@ def test_a_run_in_pieces_is_the_run(method: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(truncation_table, "CHECKPOINTS", tmp_path)
     for name, value in (("FREQUENCIES", 10), ("LEAST_FREQUENCIES", 5), ("FREQUENCY_STEP", 2)):
         monkeypatch.setattr(truncation_table, name, value)
-    train = partial(
-        runner.CONTENDERS["truncation-table"][method], dataset="data", seed=0, rows=None, steps=4, rate=0.1
-    )
+    train = partial(runner.CONTENDERS["truncation-table"][method], dataset="data", seed=0, rows=None, steps=4, rate=0.1)
     whole = train()
     pieces = [train(minutes=0.0) for _ in range(4)]
     assert [piece["finished"] for piece in pieces] == [False, False, False, True]

@@ -6,8 +6,9 @@ from linear_operator.operators import DenseLinearOperator
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator
-from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
+from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, RandomlyPivotedCholesky
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import COLUMNS
+from gpy_iterative.preconditioners.partial_cholesky import PartialCholesky
 from tests.monte_carlo import assert_mean_within
 from tests.oracles import pivoted_cholesky, problem
 from tests.preconditioners.watching import watched
@@ -200,6 +201,30 @@ def test_member_of_a_batch_is_the_same_covariance() -> None:
     assert member.pivots.shape == (10,)
     torch.testing.assert_close(member.solve(rhs), PivotedCholesky(rank=10).build(system(40)).solve(rhs))
     torch.testing.assert_close(member.logdet(), built.logdet()[1, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [12, 120])
+def test_random_pivots_of_a_singular_matrix_come_to_an_end(
+    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What rounding leaves of the diagonal must not be proposed for ever.
+    rounds, propose = [], PartialCholesky._propose
+
+    def counted(self: PartialCholesky, size: int, generator: torch.Generator) -> torch.Tensor:
+        rounds.append(size)
+        assert len(rounds) < 1000
+        return propose(self, size, generator)
+
+    monkeypatch.setattr(PartialCholesky, "_propose", counted)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        x = 2 * torch.rand(rows, 1, generator=generator, dtype=torch.float64)
+        matrix = torch.exp(-(x - x.mT).square() / 2)
+        operator = NoisyLinearOperator(DenseLinearOperator(matrix.to(dtype)), torch.full((rows,), 0.1, dtype=dtype))
+        built = RandomlyPivotedCholesky(rank=100).build(operator, generator=generator)
+        left = matrix - built.factor.double() @ built.factor.double().mT
+        assert left.abs().max() < 1000 * torch.finfo(dtype).eps
 
 
 def test_what_is_not_finite() -> None:
