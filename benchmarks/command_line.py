@@ -22,6 +22,9 @@ console = Console()
 
 Threads = Annotated[int, typer.Option(help="Threads of every contender.")]
 DEFAULT_THREADS = torch.get_num_threads()
+#: For runs that leave a checkpoint.
+Minutes = Annotated[float, typer.Option(help="Of each run in this call; another call goes on.")]
+DEFAULT_MINUTES = 120.0
 
 
 def _that_is_there(device: Device) -> Device:

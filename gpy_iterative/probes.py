@@ -13,6 +13,7 @@ the probes are a smooth function of them.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from linear_operator import LinearOperator
@@ -41,6 +42,12 @@ class Probes:
     vectors: Tensor
     dual: Tensor | None
     covariance: LowRankPlusDiagonal | None = None
+
+    @classmethod
+    def of(cls, covariance: LowRankPlusDiagonal, factor_base: Tensor, diagonal_base: Tensor) -> Self:
+        """Samples of a covariance and their duals, from base vectors [*b, k, s] and [*b, n, s] of identity covariance."""
+        base = factor_base, diagonal_base
+        return cls(covariance.sample(*base), covariance.dual_sample(*base), covariance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +129,7 @@ class Preconditioned(ProbeDistribution):
 
     def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
         factor = self._recipe().build(operator, pivots=draws["pivots"], correct_diagonal=self.correct_diagonal)
-        base = draws["factor_base"], draws["diagonal_base"]
-        return Probes(factor.sample(*base), factor.dual_sample(*base), factor)
+        return Probes.of(factor, draws["factor_base"], draws["diagonal_base"])
 
     def _recipe(self) -> PivotedCholesky:
         return PivotedCholesky(rank=self.rank) if self.recipe is None else self.recipe
@@ -172,8 +178,7 @@ class RandomFeatures(ProbeDistribution):
         features = RandomFourierFeatures(self.num_frequencies).features(terms, draws_under("features", draws))
         shape = torch.broadcast_shapes(noise.shape, features.shape[:-1])  # a batch of targets may meet one prior
         covariance = LowRankPlusDiagonal(features.expand(*shape, features.shape[-1]), noise.expand(shape))
-        base = draws["weights"], draws["noise_base"]
-        return Probes(covariance.sample(*base), covariance.dual_sample(*base), covariance)
+        return Probes.of(covariance, draws["weights"], draws["noise_base"])
 
     def prior_sample(self, terms: Terms, draws: Draws) -> Tensor:
         """The functions behind the probes, Phi(x) w, at the inputs of the terms: [*b, t, s]; differentiable there."""

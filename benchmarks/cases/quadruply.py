@@ -16,7 +16,15 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
+from benchmarks.command_line import (
+    DEFAULT_MINUTES,
+    DEFAULT_THREADS,
+    Minutes,
+    Threads,
+    app,
+    console,
+    exit_if_missing,
+)
 from benchmarks.datasets import Split, load, rows_of
 from benchmarks.metrics import prediction_scores
 from benchmarks.models import SquaredExponentialRegression
@@ -231,7 +239,7 @@ def quadruply(
     hyper_rate: Annotated[float | None, typer.Option(help="Learning rate of hyperparameters.")] = None,
     learn_kernel: Annotated[bool, typer.Option(help="Learn the kernel too, not the noise alone.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of our method; SVGP has the seconds of nystrom.")] = None,
-    minutes: Annotated[float, typer.Option(help="Of each run in this call; another call goes on.")] = 120.0,
+    minutes: Minutes = DEFAULT_MINUTES,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """RMSE and NLPD beside SVGP with the same time, and beside the published. Goes on where it was interrupted."""
@@ -299,7 +307,7 @@ def preset_runs(preset: Preset) -> list[Run]:
     """Eigenfeatures, random features in the paper's number, and SVGP with the time of the former."""
     datasets, given = SIZES[preset]
     methods = ["nystrom", "svgp"]
-    runs = [planned for name in datasets for planned in planned_runs(name, 0, methods, 120.0, **given)]
+    runs = [planned for name in datasets for planned in planned_runs(name, 0, methods, DEFAULT_MINUTES, **given)]
     if preset is Preset.PAPER:
         paper = {
             "features": 100_000,
@@ -308,7 +316,7 @@ def preset_runs(preset: Preset) -> list[Run]:
             "learn_kernel": True,
             "hyper_rate": 1e-5,
         }
-        runs += [planned for name in datasets for planned in planned_runs(name, 0, ["rff"], 120.0, **paper)]
+        runs += [planned for name in datasets for planned in planned_runs(name, 0, ["rff"], DEFAULT_MINUTES, **paper)]
     return runs
 
 

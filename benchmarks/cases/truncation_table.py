@@ -16,7 +16,15 @@ from gpytorch.mlls import MarginalLogLikelihood
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
+from benchmarks.command_line import (
+    DEFAULT_MINUTES,
+    DEFAULT_THREADS,
+    Minutes,
+    Threads,
+    app,
+    console,
+    exit_if_missing,
+)
 from benchmarks.datasets import load_random_split, num_rows
 from benchmarks.metrics import prediction_scores
 from benchmarks.models import SquaredExponentialRegression
@@ -172,7 +180,7 @@ def truncation_table(
     rate: Annotated[float, typer.Option(help="Learning rate, a tenth of it from 50, 70 and 90 % on.")] = 0.01,
     splits: Annotated[int, typer.Option(help="Random splits, by seed; the paper has three.")] = 3,
     cholesky_rows: Annotated[int, typer.Option(help="No Cholesky beyond.")] = CHOLESKY_ROWS,
-    minutes: Annotated[float, typer.Option(help="Of each run in this call; another call goes on.")] = 120.0,
+    minutes: Minutes = DEFAULT_MINUTES,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """RMSE and NLL by the protocol of Potapczynski et al. 2021, beside theirs. Goes on where it was interrupted."""
@@ -203,7 +211,7 @@ def planned_runs(
     steps: int,
     rate: float,
     cholesky_rows: int,
-    minutes: float = 120.0,
+    minutes: float = DEFAULT_MINUTES,
 ) -> list[Run]:
     """Of one split; SVGP has the time of Russian roulette, and Cholesky stays out where there are too many rows."""
     options = {"dataset": dataset, "seed": seed, "rows": rows, "steps": steps, "rate": rate}

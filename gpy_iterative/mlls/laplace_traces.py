@@ -117,12 +117,11 @@ def _probes(
         return Probes(signs, signs)
     if trace == "preconditioned":
         base = _signs(preconditioner.rank, count, like, generator), _signs(size, count, like, generator)
-        return Probes(preconditioner.sample(*base), preconditioner.dual_sample(*base), preconditioner)
+        return Probes.of(preconditioner, *base)
     assert terms is not None
     factor = _whitened_features(solution, *terms, num_frequencies, generator).to(like)
-    covariance = LowRankPlusDiagonal(factor, like)
     base = _normal(factor.shape[-1], count, like, generator), _normal(size, count, like, generator)
-    return Probes(covariance.sample(*base), covariance.dual_sample(*base), covariance)
+    return Probes.of(LowRankPlusDiagonal(factor, like), *base)
 
 
 def _whitened_features(

@@ -56,7 +56,7 @@ class AlternatingProjections(IterativeSolver[_State]):
         finish: what takes over, with its preconditioner (its tolerances and budget do not count); None never does, as
             in the papers.
 
-    Further options are those of `IterativeSolver`. Memory: eleven blocks [n, s]; [n, 500] for the finish; and n block_size
+    Further options are those of `IterativeSolver`. Memory: eleven blocks [n, s]; [n, rank] for the finish; and n block_size
     numbers, but no more than half a gigabyte, for the Cholesky factors, which live as long as the projections; blocks
     beyond that are factored at every visit. A block is factored in float64 where float32 finds no factor.
 

@@ -20,6 +20,8 @@ def jittered_cholesky(matrix: Tensor, name: str) -> tuple[Tensor, float]:
         NonFiniteError: an entry is not finite.
         NotPositiveDefiniteError: no factor even with the largest jitter.
     """
+    if not torch.isfinite(matrix).all():
+        raise NonFiniteError(f"{name} has entries that are not finite: check data and hyperparameters.")
     for jitter in JITTERS:
         trial = matrix
         if jitter:
@@ -27,11 +29,8 @@ def jittered_cholesky(matrix: Tensor, name: str) -> tuple[Tensor, float]:
             diagonal = trial.diagonal(dim1=-2, dim2=-1)
             diagonal.add_(jitter * diagonal.amax(-1, keepdim=True))
         factor, info = torch.linalg.cholesky_ex(trial)
-        # An infinite entry may pass the test of the pivots: its factor is not finite then.
-        if not info.any() and torch.isfinite(factor).all():
+        if not info.any():
             return factor, jitter
-        if not torch.isfinite(matrix).all():
-            raise NonFiniteError(f"{name} has entries that are not finite: check data and hyperparameters.")
     raise NotPositiveDefiniteError(
         f"{name} is not positive definite even with a jitter of {JITTERS[-1]:g} of its diagonal. Keep the noise away from "
         "zero (a noise constraint), use float64, or check the kernel."
