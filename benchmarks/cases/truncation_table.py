@@ -92,12 +92,13 @@ def _train_and_predict(
     mll = _mll(method, model, seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(drop * steps) for drop in DROPS], 0.1)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     path = CHECKPOINTS / f"{method}_{dataset}_seed={seed}_rows={rows}_steps={steps}_rate={rate}.pt"
     values: list[float] = []
     earlier = 0.0
     if path.exists():
         saved = torch.load(path, weights_only=True)
-        for part, name in ((model, "model"), (optimizer, "optimizer"), (scheduler, "scheduler")):
+        for name, part in parts.items():
             part.load_state_dict(saved[name])
         mll.load_training_state(saved["mll"])
         values, earlier = saved["values"], saved["seconds"]
@@ -111,8 +112,7 @@ def _train_and_predict(
     seconds = earlier + trained - began
     if len(values) < steps:
         path.parent.mkdir(parents=True, exist_ok=True)
-        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-        saved = {name: part.state_dict() for name, part in state.items()}
+        saved = {name: part.state_dict() for name, part in parts.items()}
         torch.save(saved | {"mll": mll.training_state(), "values": values, "seconds": seconds}, path)
     posterior = gpi.prediction.PathwisePosterior(
         model, model.likelihood, solver=gpi.solvers.ConjugateGradients(tolerance=1e-4)
