@@ -92,6 +92,7 @@ class QuadruplyStochastic:
             num_data=len(data.train_y),
             num_data_samples=options["rows"],
             num_steps=options["steps"],
+            learning_rate=options.get("weight_rate", 0.1),
             hyper_learning_rate=options["hyper_rate"],
         )
 
@@ -213,9 +214,10 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
             "tail_features": 0,
             "feature_samples": 4000,
             "rows": 500,
-            "points": 500,
+            "points": None,
             "steps": 20_000,
             "dense_columns": 0,
+            "weight_rate": 0.3,
             "hyper_rate": 1e-2,
             "learn_kernel": False,
         },
@@ -233,9 +235,12 @@ def quadruply(
     features: Annotated[int | None, typer.Option(help="Features m, or centres; by method if not given.")] = None,
     feature_samples: Annotated[int | None, typer.Option(help="Features of an index set.")] = None,
     rows: Annotated[int | None, typer.Option(help="Rows of a step.")] = None,
-    points: Annotated[int | None, typer.Option(help="Control points.")] = None,
+    points: Annotated[
+        int | None, typer.Option(help="Control points, for rows that every step draws anew; else rows are kept.")
+    ] = None,
     dense_columns: int | None = None,
     tail_features: Annotated[int | None, typer.Option(help="Random features of what a head leaves.")] = None,
+    weight_rate: Annotated[float | None, typer.Option(help="Learning rate of random features' weights.")] = None,
     hyper_rate: Annotated[float | None, typer.Option(help="Learning rate of hyperparameters.")] = None,
     learn_kernel: Annotated[bool, typer.Option(help="Learn the kernel too, not the noise alone.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of our method; SVGP has the seconds of nystrom.")] = None,
@@ -245,7 +250,7 @@ def quadruply(
     """RMSE and NLPD beside SVGP with the same time, and beside the published. Goes on where it was interrupted."""
     given = {"features": features, "feature_samples": feature_samples, "rows": rows, "points": points}
     given |= {"dense_columns": dense_columns, "tail_features": tail_features, "steps": steps}
-    given |= {"hyper_rate": hyper_rate, "learn_kernel": learn_kernel}
+    given |= {"weight_rate": weight_rate, "hyper_rate": hyper_rate, "learn_kernel": learn_kernel}
     runs = [
         planned
         for name in dataset or list(published.QUADRUPLY)
@@ -314,6 +319,7 @@ def preset_runs(preset: Preset) -> list[Run]:
             "feature_samples": 10_000,
             "steps": 100_000,
             "learn_kernel": True,
+            "weight_rate": 0.1,
             "hyper_rate": 1e-5,
         }
         runs += [planned for name in datasets for planned in planned_runs(name, 0, ["rff"], DEFAULT_MINUTES, **paper)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.likelihoods import expected_log_prob
 from gpy_iterative.mlls.feature_samples import Head, Sample
+from gpy_iterative.mlls.known_latent import KnownLatent
 from gpy_iterative.models import QuadruplyStochasticGP
 
 
@@ -85,10 +86,19 @@ def gaussian_term(model: QuadruplyStochasticGP, rows: Rows, first: Sample, secon
     target = rows.residual - head.mean
     square = (target - first.mean(left)) * (target - second.mean(right))
     variance = ((head.root + first.root(left)) * (head.root + second.root(right))).sum(-1)
-    variance = variance + diagonal_variance(model, rows, head, first, left)
-    noise = rows.noise.double()
-    terms = (square + variance).double() / noise + noise.log() + math.log(2 * math.pi)
-    return rows.weight * terms.sum()
+    return _gaussian(rows, square + variance + diagonal_variance(model, rows, head, first, left))
+
+
+def known_gaussian_term(
+    model: QuadruplyStochasticGP, rows: Rows, latent: KnownLatent, first: Sample, second: Sample
+) -> Tensor:
+    """-2 E_q log p(y | f) of rows whose latent function is known, with an unbiased gradient: [], float64.
+
+    The sample matters to the gradient alone, and to a diagonal of C that is not shared.
+    """
+    mean, root, features, head = _known(model, latent, first, second)
+    variance = root.square().sum(-1) + diagonal_variance(model, rows, head, first, features)
+    return _gaussian(rows, (rows.residual - mean).square() + variance)
 
 
 def site_bound(
@@ -102,13 +112,56 @@ def site_bound(
     """
     head = Head.of(model, model.head_features(rows.x))
     features = model.tail_features(rows.x, head.features, sample.groups)
-    variance = (head.root + sample.root(features)).square().sum(-1)
-    if model.weights.shared_diagonal:
-        variance = variance + diagonal_variance(model, rows, head, sample, features)
-    else:
-        own = features.square() @ (2 * sample.rows.log_diagonal).exp()
-        variance = variance + head.variance + sample.weight**2 * own
-    mean = rows.prior_mean + head.mean + sample.mean(features)
+    variance = _site_variance(model, rows, head.root + sample.root(features), head, sample, features)
+    return _site(likelihood, rows, head.mean + sample.mean(features), variance, **kwargs)
+
+
+def known_site_term(
+    likelihood: Likelihood,
+    model: QuadruplyStochasticGP,
+    rows: Rows,
+    latent: KnownLatent,
+    first: Sample,
+    second: Sample,
+    **kwargs: Any,
+) -> Tensor:
+    """E_q log p(y | f) of rows whose latent function is known, with an unbiased gradient: [], float64.
+
+    For any likelihood where the diagonal of C is shared; where it is not, a lower bound in expectation, of a log-concave
+    one.
+    """
+    mean, root, features, head = _known(model, latent, first, second)
+    return _site(likelihood, rows, mean, _site_variance(model, rows, root, head, first, features), **kwargs)
+
+
+def _known(
+    model: QuadruplyStochasticGP, latent: KnownLatent, first: Sample, second: Sample
+) -> tuple[Tensor, Tensor, Tensor, Head]:
+    """Mean [b] and root [b, k] of all features, the first sample's features, and the head."""
+    features, _, total = latent.at(model, first, second)
+    head = Head.of(model, latent.head)
+    return head.mean + total[:, 0], head.root + total[:, 1:], features, head
+
+
+def _gaussian(rows: Rows, square: Tensor) -> Tensor:
+    """-2 log p from expected squares [b], weighted and summed."""
+    noise = rows.noise.double()
+    return rows.weight * (square.double() / noise + noise.log() + math.log(2 * math.pi)).sum()
+
+
+def _site(likelihood: Likelihood, rows: Rows, mean: Tensor, variance: Tensor, **kwargs: Any) -> Tensor:
+    """E log p of latent values with moments [b], weighted and summed."""
     deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
-    latent = base_distributions.Normal(mean, deviation)
+    latent = base_distributions.Normal(rows.prior_mean + mean, deviation)
     return rows.weight * expected_log_prob(likelihood, rows.target, latent, **kwargs).double().sum()
+
+
+def _site_variance(
+    model: QuadruplyStochasticGP, rows: Rows, root: Tensor, head: Head, sample: Sample, features: Tensor
+) -> Tensor:
+    """Of the latent value, [b]; by Jensen's inequality too much where the diagonal of C is sampled."""
+    variance = root.square().sum(-1)
+    if model.weights.shared_diagonal:
+        return variance + diagonal_variance(model, rows, head, sample, features)
+    own = features.square() @ (2 * sample.rows.log_diagonal).exp()
+    return variance + head.variance + sample.weight**2 * own

@@ -1,14 +1,16 @@
 """The evidence lower bound of a Gaussian process in weight space, from a few data and a few features a step.
 
 Evans and Nair 2018, "Quadruply stochastic Gaussian processes", in a form of the same expectation and a lower variance: a
-head of features is always evaluated, products of two independently sampled residuals replace the expanded square, and what
-is a single sum over features is sampled once.
+head of features is always evaluated; rows are kept for several steps, in which residuals are known; where they are not,
+products of two independently sampled residuals replace the expanded square; what is a single sum over features is sampled
+once.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,15 +19,26 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_fraction
+from gpy_iterative.checks import check_fraction
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
 from gpy_iterative.likelihoods import check_support, is_log_concave
 from gpy_iterative.mlls.control_variate import ControlVariate
-from gpy_iterative.mlls.data_terms import Rows, gaussian_term, noise_variances, site_bound
+from gpy_iterative.mlls.data_terms import (
+    Rows,
+    gaussian_term,
+    known_gaussian_term,
+    known_site_term,
+    noise_variances,
+    site_bound,
+)
 from gpy_iterative.mlls.divergence import twice_divergence
 from gpy_iterative.mlls.feature_samples import Sample
 from gpy_iterative.mlls.index_sets import IndexSets, draw_set
+from gpy_iterative.mlls.kept_rows import KeptRows
+from gpy_iterative.mlls.known_latent import KnownLatent
+from gpy_iterative.mlls.known_points import KnownPoints
 from gpy_iterative.mlls.printed_estimate import printed_estimate
+from gpy_iterative.mlls.quadruply_counts import FEATURE_SAMPLES, control_points, group_samples, steps_per_batch
 from gpy_iterative.mlls.report import QuadruplyStochasticReport
 from gpy_iterative.mlls.training_data import TrainingData
 from gpy_iterative.mlls.training_state import make_generator
@@ -38,9 +51,10 @@ from gpy_iterative.models import DeferredPrediction, QuadruplyStochasticGP
 
 logger = logging.getLogger(__name__)
 
-#: Defaults, where there are so many.
-FEATURE_SAMPLES, DATA_SAMPLES, CONTROL_POINTS = 10_000, 500, 500
-#: The control variate's state is worked out anew after so many steps, and never for more than a tenth of their cost.
+#: Default, where there are so many.
+DATA_SAMPLES = 500
+#: What is known of the latent function is worked out anew after so many steps, and never for more than a tenth of their
+#: cost.
 REFRESH_EVERY = 200
 
 
@@ -48,18 +62,29 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
     """An estimate of the evidence lower bound whose cost knows neither the number of data nor that of features.
 
     In the shape of `gpytorch.mlls.VariationalELBO`: `loss = -mll(model(x), y)` with all training data, of which rows are
-    drawn inside, or with the batches of a DataLoader (then with `num_data`). For Gaussian noise value and gradient are
-    unbiased; for another log-concave likelihood they are those of a lower bound of the ELBO.
+    drawn inside, or with the batches of a DataLoader (then with `num_data`).
+
+    Where all data are passed and the kernel's hyperparameters are fixed, rows are kept for several steps, and what all
+    features predict for them is known: value and gradient are unbiased for these rows' (for any likelihood, with a shared
+    diagonal of C), and far less noisy. Else rows are drawn anew by each step, from features that are sampled too: unbiased
+    for Gaussian noise; of a lower bound of the ELBO for another log-concave likelihood.
 
     Args:
         likelihood: Gaussian with one noise or fixed ones; or log-concave: Bernoulli (probit), `LogitBernoulliLikelihood`,
             Laplace, Poisson, `PoissonLogLikelihood`, or registered as such by `register_curvature`.
         model: a QuadruplyStochasticGP.
         num_data: n. None: every call passes all data.
-        num_feature_samples: sampled features in each of the two index sets; None is 10,000, or all there are.
+        num_feature_samples: sampled features in an index set, of which rows that are kept take one, and others two; None is
+            10,000, or all there are.
         num_data_samples: rows of a step; None is 500, or all there are.
-        num_control_points: support points of the control variate, drawn from the first data that are passed, and never
-            more than these; None is 500 where it serves (Gaussian noise, sampled features), 0 is none.
+        num_steps_per_batch: steps for which rows are kept; 1 draws anew for each. More than 1 needs fixed hyperparameters
+            of the kernel and all data in every call. None is 1 where one of these is not given, where no features are
+            sampled, where control points are asked for, and for a basis with a head of its own (whose natural gradients
+            want other rows at every step, and leave the sampled features little to say); else every feature is sampled
+            four times, on average.
+        num_control_points: support points of a control variate for rows that are drawn anew, themselves drawn from the
+            first data that are passed, and never more than these; None is 500 where it serves (Gaussian noise, sampled
+            features), 0 is none.
         control_coefficient: what the control variate is multiplied by.
         control_form: "residual", or "printed" for equation 3 of the paper.
         estimator: "stratified", or "printed" for theorems 1 and 2 of the paper, for comparison.
@@ -71,7 +96,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         generator: of index sets; a generator or the seed of one.
 
     Attributes:
-        is_unbiased: whether the estimates are unbiased, or those of a bound.
+        is_unbiased: whether estimates are so however rows are drawn, as for Gaussian noise; `report` tells of the last.
         report: of the last evaluation.
 
     Raises:
@@ -79,8 +104,8 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         TypeError: another model.
         UnsupportedLikelihoodError: a likelihood that is neither.
 
-    Cost of a step: (b + p) t for b rows, p control points and t sampled features, times 1 + k for k dense columns, and the
-    basis' evaluation of as many features.
+    Cost of a step: b t for b rows and t sampled features (2 (b + p) t with p control points), times 1 + k for k dense
+    columns, and the basis' evaluation of as many features.
     """
 
     def __init__(
@@ -91,6 +116,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         num_data: int | None = None,
         num_feature_samples: int | None = None,
         num_data_samples: int | None = None,
+        num_steps_per_batch: int | None = None,
         num_control_points: int | None = None,
         control_coefficient: float = 1.0,
         control_form: Literal["residual", "printed"] = "residual",
@@ -126,16 +152,24 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             raise ValueError("estimator='printed' is for Gaussian noise and a basis without a head of its own.")
         super().__init__(likelihood, model)
         groups = model.num_tail_groups if estimator == "stratified" else model.basis.num_groups
-        self.num_group_samples = _group_samples(model, num_feature_samples, groups)
+        is_printed = estimator == "printed"
+        self.num_group_samples = group_samples(model, num_feature_samples, groups)
         self._data = TrainingData(num_data, num_data_samples, DATA_SAMPLES)
-        self.num_control_points = self._control_points(num_control_points, estimator)
-        self._asks_for_points = num_control_points is not None
+        self.num_control_points = control_points(num_control_points, serves=self.is_unbiased and not is_printed)
+        self.num_steps_per_batch = steps_per_batch(
+            model,
+            num_steps_per_batch,
+            self.num_group_samples,
+            is_printed=is_printed,
+            num_control_points=num_control_points,
+        )
+        self._asks_for_points, self._asks_to_keep = num_control_points is not None, num_steps_per_batch is not None
         self.control_coefficient, self.control_form, self.estimator = control_coefficient, control_form, estimator
         self.index_sets: IndexSets = index_sets or ("ring" if model.basis.exchangeable else "uniform")
         self.sparse_gradients = sparse_gradients
         self.report: QuadruplyStochasticReport | None = None
         self._generator = make_generator(generator)
-        self._control: ControlVariate | None = None
+        self._known = KnownPoints()
 
     def forward(self, function_dist: DeferredPrediction, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
         """An estimate of the evidence lower bound divided by the number of data.
@@ -165,15 +199,16 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             self._data.accept(x)
         if tracks:  # a step may follow: one of which this control variate knows, and others of the same weights do not
             self.model.weights.revision += 1
-            if self._control is not None:
-                self._control.revision = self.model.weights.revision
+            self._known.set_revision(self.model.weights.revision)
+        keeps, control = self._known.kept is not None, self._known.control
         self.report = QuadruplyStochasticReport(
             value=value.detach().clone(),
-            is_unbiased=self.is_unbiased,
+            is_unbiased=self.is_unbiased or (keeps and self.model.weights.shared_diagonal),
             num_rows=min(len(x), self._data.num_samples_of(len(x))),
             num_features=self.model.basis.num_features,
             num_feature_samples=self.num_group_samples * self.model.basis.group_size,
-            num_control_points=0 if self._control is None else len(self._control.x),
+            num_control_points=0 if control is None else len(control.y),
+            num_steps_per_batch=self.num_steps_per_batch if keeps else 1,
             seconds=time.perf_counter() - start,
         )
         logger.info("%s: %s", type(self).__name__, self.report)
@@ -190,26 +225,21 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         groups = torch.arange(self.model.num_tail_groups, device=x.device)
         sample = Sample.of(self.model, groups, sparse=False)
         rows = self._rows(x, target, torch.arange(len(x), device=x.device), len(x), params, kwargs)
-        return self._value(rows, sample, sample, x.new_zeros(()), len(x), kwargs)
+        return self._value(self._data_term(rows, sample, sample, kwargs), sample, sample, x.dtype, len(x))
 
     def refresh(self) -> None:
-        """Works the control variate's state out from all features: p m (1 + k)."""
-        self._follow()
-        if self._control is not None:
-            with torch.inference_mode(False):
-                self._control.refresh(self.model)
+        """Works what is known of the latent function out from all features: m (1 + k) for each point."""
+        self._known.follow(self.model)
+        self._known.refresh(self.model)
 
     def reset_control_variate(self) -> None:
         """Forgets the control variate; the next step starts one at the current hyperparameters, with new support points."""
-        self._control = None
+        self._known.control = None
 
     def training_state(self) -> dict[str, Tensor]:
-        """The generator and the control variate as a plain dict of tensors, for an exact resume."""
-        self._follow()
-        state = {"generator": self._generator.get_state()}
-        if self._control is not None:
-            state |= {f"control.{name}": tensor for name, tensor in self._control.to_dict().items()}
-        return state
+        """The generator, rows that are kept and the control variate as a plain dict of tensors, for an exact resume."""
+        self._known.follow(self.model)
+        return {"generator": self._generator.get_state()} | self._known.to_dict()
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         """Takes what `training_state()` gave, after the model's own state has been loaded.
@@ -220,14 +250,14 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             raise ValueError("This is no training state: it has no entry 'generator'. Take it from training_state().")
         if state["generator"].shape != self._generator.get_state().shape:
             raise ValueError("This is the training state of a generator of another kind, as of another device.")
-        entries = {name.removeprefix("control."): tensor for name, tensor in state.items() if name != "generator"}
-        control = ControlVariate.from_dict(self.model, entries) if entries else None
+        known = KnownPoints.from_dict(self.model, state)
         self._generator.set_state(state["generator"].cpu())
-        self._control = control
+        self._known = known
 
     def _estimate(self, x: Tensor, target: Tensor, params: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         model, num_data = self.model, self._data.num_data_of(len(x))
-        index = draw_set("uniform", len(x), self._data.num_samples_of(len(x)), self._generator).to(x.device)
+        kept = self._keep(x)
+        index = self._draw_rows(x) if kept is None else kept.index
         rows = self._rows(x, target, index, num_data, params, kwargs)
         if not model.weights.initialized:
             initialize_weights(model, rows, num_data)
@@ -236,22 +266,31 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         if self.estimator == "printed":
             return self._printed(rows, num_data)
         first = self._sample()
-        # A bound of the data term takes one set; a prior that is not diagonal two, for the products of its double sums.
-        second = self._sample() if self.is_unbiased or not model.basis.has_diagonal_prior else first
-        control = x.new_zeros(())
-        if self.num_control_points and model.num_tail_groups > self.num_group_samples:
-            control = num_data * self._control_term(x, target, first, second, params, kwargs)
-        return self._value(rows, first, second, control, num_data, kwargs)
+        # Residuals that are sampled take two sets for their product; so does a prior that is not diagonal, for its double
+        # sums. What is a bound anyway, or known, takes one.
+        takes_two = (self.is_unbiased and kept is None) or not model.basis.has_diagonal_prior
+        second = self._sample() if takes_two else first
+        data = self._data_term(rows, first, second, kwargs, None if kept is None else kept.latent)
+        if kept is None and self.num_control_points and model.num_tail_groups > self.num_group_samples:
+            data = data - num_data * self._control_term(x, target, first, second, params, kwargs) / 2
+        return self._value(data, first, second, rows.x.dtype, num_data)
 
-    def _value(
-        self, rows: Rows, first: Sample, second: Sample, control: Tensor, num_data: int, kwargs: dict[str, Any]
+    def _data_term(
+        self, rows: Rows, first: Sample, second: Sample, kwargs: dict[str, Any], latent: KnownLatent | None = None
     ) -> Tensor:
-        divergence = twice_divergence(self.model, first, second).double()
+        """E_q log p(y | f), or an estimate or bound of it, [] float64."""
+        model, likelihood = self.model, self.likelihood
         if self.is_unbiased:
-            data = -(gaussian_term(self.model, rows, first, second) + control) / 2
-        else:
-            data = site_bound(self.likelihood, self.model, rows, first, **kwargs)
-        return self._with_other_terms((data - divergence / 2) / num_data, rows.x.dtype, num_data)
+            if latent is None:
+                return gaussian_term(model, rows, first, second) / -2
+            return known_gaussian_term(model, rows, latent, first, second) / -2
+        if latent is None:
+            return site_bound(likelihood, model, rows, first, **kwargs)
+        return known_site_term(likelihood, model, rows, latent, first, second, **kwargs)
+
+    def _value(self, data: Tensor, first: Sample, second: Sample, dtype: torch.dtype, num_data: int) -> Tensor:
+        divergence = twice_divergence(self.model, first, second).double()
+        return self._with_other_terms((data - divergence / 2) / num_data, dtype, num_data)
 
     def _printed(self, rows: Rows, num_data: int) -> Tensor:
         groups, features = self.model.basis.num_groups, self.model.basis.num_features
@@ -283,45 +322,68 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         kwargs: dict[str, Any],
     ) -> Tensor:
         model = self.model
-        if self._control is None:
+        if self._known.control is None:
             size = self._control_size(len(x))
             index = draw_set("uniform", len(x), size, self._generator).to(x.device)
             fixed = isinstance(self.likelihood, FixedNoiseGaussianLikelihood)
             noise = noise_variances(self.likelihood, index, len(x), params, kwargs).detach() if fixed else None
-            self._control = ControlVariate.start(model, x[index].detach(), target[index].detach().to(x), noise)
+            self._known.control = ControlVariate.start(model, x[index].detach(), target[index].detach().to(x), noise)
         else:
-            self._follow(self._refresh_every)
-        state = self._control
+            self._known.follow(model, self._refresh_every)
+        state = self._known.control
+        assert state is not None
         with torch.no_grad():
-            residual = state.y - model.prior_mean(state.x)
-            noise = self.likelihood.noise.expand(len(state.x)) if state.noise is None else state.noise
+            residual = state.y - model.prior_mean(state.latent.x)
+            noise = self.likelihood.noise.expand(len(residual)) if state.noise is None else state.noise
         return self.control_coefficient * state.term(
             model, first, second, residual, noise.detach(), form=self.control_form
         )
 
-    def _follow(self, refresh_every: int | None = None) -> None:
-        """Brings the control variate, where there is one, to the current weights."""
-        if self._control is None:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            if self._control.follows(self.model):
-                self._control.catch_up(self.model, refresh_every)
-            else:
-                self._control = self._control.restart(self.model)
+    def _keep(self, x: Tensor) -> KeptRows | None:
+        """Rows whose latent function is known: the last step's, or others after so many steps. None where all are new."""
+        if not self._keeps_rows(x):
+            self._known.kept = None
+            return None
+        self._known.control = None
+        self._known.follow(self.model, self._refresh_every)
+        kept = self._known.kept
+        if kept is None or kept.steps >= self.num_steps_per_batch or not kept.serve(self.model, x):
+            kept = KeptRows.draw(self.model, x, self._draw_rows(x), kept)
+        self._known.kept = replace(kept, steps=kept.steps + 1)
+        return self._known.kept
+
+    def _keeps_rows(self, x: Tensor) -> bool:
+        """Raises ValueError where it was asked for, and cannot be."""
+        if self.num_steps_per_batch == 1:
+            return False
+        is_fixed = not any(parameter.requires_grad for parameter in self.model.basis.feature_parameters())
+        is_whole = len(x) == self._data.num_data_of(len(x))
+        if self._asks_to_keep and not (is_fixed and is_whole):
+            reason = (
+                f"only {len(x)} of {self._data.num_data} data were passed: pass all, rows are drawn inside"
+                if is_fixed
+                else "the kernel has hyperparameters to be learned: fix them, model.basis.requires_grad_(False)"
+            )
+            raise ValueError(
+                f"num_steps_per_batch={self.num_steps_per_batch}, but {reason}. num_steps_per_batch=1 takes both."
+            )
+        return is_fixed and is_whole
 
     @contextmanager
     def _unchanged_by_failure(self) -> Iterator[None]:
-        """What raises inside leaves generator and weights as they were, and a control variate that starts anew."""
-        position, control = self._generator.get_state(), self._control
+        """What raises inside leaves generator and weights as they were, and what is known to be worked out anew."""
+        position, known = self._generator.get_state(), replace(self._known)
         try:
             with initialization_undone_by_failure(self.model.weights):
                 yield
         except BaseException:
             self._generator.set_state(position)
-            self._control = control
-            if control is not None:  # it may have taken moves in that were no numbers, or a part of them
-                control.revision = -1
+            self._known = known
+            known.set_revision(-1)  # moves that were no numbers, or a part of them, may have been taken in
             raise
+
+    def _draw_rows(self, x: Tensor) -> Tensor:
+        return draw_set("uniform", len(x), self._data.num_samples_of(len(x)), self._generator).to(x.device)
 
     def _control_size(self, num_rows: int) -> int:
         """Support points that `num_rows` data give."""
@@ -375,37 +437,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
     def _refresh_every(self) -> int:
         return max(REFRESH_EVERY, 10 * self.model.num_tail_groups // max(1, self.num_group_samples))
 
-    def _control_points(self, given: int | None, estimator: str) -> int:
-        serves = self.is_unbiased and estimator == "stratified"
-        if given is None:
-            return CONTROL_POINTS if serves else 0
-        if given == 0:
-            return 0
-        check_count("num_control_points", given)
-        if not serves:
-            raise ValueError(
-                "Control variates are for the stratified estimator and Gaussian noise: num_control_points=0."
-            )
-        return given
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuadruplyStochasticELBO":
         super()._apply(fn, recurse)
-        if self._control is not None:
-            self._control.apply(fn)
+        self._known.apply(fn)
         return self
-
-
-def _group_samples(model: QuadruplyStochasticGP, given: int | None, groups: int) -> int:
-    """The number of groups of an index set."""
-    size = model.basis.group_size
-    if given is None:
-        return min(FEATURE_SAMPLES // size, groups)
-    check_count("num_feature_samples", given)
-    if given % size:
-        raise ValueError(f"num_feature_samples must be a multiple of {size}, the features of a group; got {given}.")
-    if given > groups * size:
-        raise ValueError(
-            f"num_feature_samples must be at most {groups * size}, the features beyond those that every step evaluates; "
-            f"got {given}."
-        )
-    return given // size

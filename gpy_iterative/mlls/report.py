@@ -173,6 +173,7 @@ class QuadruplyStochasticReport(Report):
         num_features: m.
         num_feature_samples: features of an index set, beyond those that every step evaluates.
         num_control_points: support points of the control variate.
+        num_steps_per_batch: for which the data are kept; 1 where each step draws others.
         seconds: wall-clock time of the forward pass.
     """
 
@@ -182,6 +183,7 @@ class QuadruplyStochasticReport(Report):
     num_features: int
     num_feature_samples: int
     num_control_points: int
+    num_steps_per_batch: int
     seconds: float
 
     def __str__(self) -> str:

@@ -47,6 +47,11 @@ class FeatureBasis(gpytorch.Module, ABC):
         """Hyperparameters with a row for every feature, of which a step moves a few: not for an Adam."""
         return []
 
+    def feature_parameters(self) -> list[torch.nn.Parameter]:
+        """Hyperparameters that features depend on: all others."""
+        sampled = {id(parameter) for parameter in self.sampled_parameters()}
+        return [parameter for parameter in self.parameters() if id(parameter) not in sampled]
+
     def head_features(self, x: Tensor) -> Tensor:
         """[n, num_head_features] at inputs x [n, d]."""
         return x.new_empty(x.shape[0], 0)

@@ -26,7 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def options(method: str, **given: object) -> dict:
-    sizes = {"features": 20, "rows": 30, "steps": 12, "feature_samples": 8, "points": 10} | given
+    sizes = {"features": 20, "rows": 30, "steps": 12, "feature_samples": 8} | given
     sizes |= {"dataset": "small", "split": 0, "minutes": 60.0, "seconds": None}
     return benchmark.method_options(method, **sizes) | {k: sizes[k] for k in ("dataset", "split", "minutes", "seconds")}
 

@@ -30,6 +30,9 @@ def make(**options):
         ({"num_data": 20}, "at most num_data = 20"),
         ({"num_data": 1.5}, "whole number"),
         ({"num_control_points": -1}, "at least 1"),
+        ({"num_steps_per_batch": 0}, "num_steps_per_batch must be at least 1"),
+        ({"num_steps_per_batch": 2}, "num_control_points=0"),
+        ({"num_steps_per_batch": 2, "num_control_points": 0, "estimator": "printed"}, "num_steps_per_batch=1"),
         ({"control_coefficient": 2.0}, "between 0 and 1"),
         ({"control_form": "other"}, "control_form"),
         ({"estimator": "other"}, "estimator"),
@@ -250,18 +253,18 @@ def test_training_goes_on_after_weights_that_were_no_numbers() -> None:
         optimizer.zero_grad()
         (-mll(model(x), y)).backward()
         optimizer.step()
-    moved = mll._control.announced[-1].index
-    moved = moved[~torch.isin(moved, mll._control.watched)]
+    moved = mll._known.control.latent.announced[-1].index
+    moved = moved[~torch.isin(moved, mll._known.control.latent.watched)]
     good = model.weights.tail_mean.detach().clone()
     model.weights.tail_mean.data[moved] = torch.nan
     with pytest.raises(NonFiniteError):
         mll(model(x), y)
     model.weights.tail_mean.data.copy_(good)
     mll(model(x), y)
-    kept = mll._control.total.clone()
+    kept = mll._known.control.latent.total.clone()
     assert torch.isfinite(kept).all()
     mll.refresh()
-    torch.testing.assert_close(kept, mll._control.total)
+    torch.testing.assert_close(kept, mll._known.control.latent.total)
 
 
 def test_states_of_other_models() -> None:
@@ -295,3 +298,37 @@ def test_converting_model_and_likelihood_apart_from_the_objective() -> None:
     model.double()
     likelihood.double()
     assert mll(model(x.double()), y.double()).dtype == torch.float64
+
+
+def test_rows_that_cannot_be_kept() -> None:
+    mll, model, x, y = make(num_control_points=None, num_steps_per_batch=2, num_data=60)
+    with pytest.raises(ValueError, match="hyperparameters to be learned"):
+        mll(model(x), y)
+    model.basis.requires_grad_(False)
+    with pytest.raises(ValueError, match="only 30 of 60 data were passed"):
+        mll(model(x[:30]), y[:30])
+    assert not model.weights.initialized
+    mll(model(x), y)
+    assert mll.report.num_steps_per_batch == 2
+
+
+def test_known_rows_after_weights_that_were_no_numbers() -> None:
+    mll, model, x, y = make(num_control_points=None)
+    model.basis.requires_grad_(False)
+    optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (-mll(model(x), y)).backward()
+        optimizer.step()
+    kept = mll._known.kept
+    good = model.weights.tail_mean.detach().clone()
+    model.weights.tail_mean.data[kept.latent.announced[-1].index] = torch.nan
+    with pytest.raises(NonFiniteError):
+        mll(model(x), y)
+    assert mll._known.kept is kept
+    model.weights.tail_mean.data.copy_(good)
+    mll(model(x), y)
+    total = mll._known.kept.latent.total.clone()
+    assert torch.isfinite(total).all()
+    mll.refresh()
+    torch.testing.assert_close(total, mll._known.kept.latent.total)

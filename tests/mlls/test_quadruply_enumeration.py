@@ -1,18 +1,28 @@
 """Averages over all index sets are the exact terms, to rounding; variants that are known to be wrong are not."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from gpy_iterative.likelihoods import LogitBernoulliLikelihood
 from gpy_iterative.mlls.control_variate import ControlVariate
-from gpy_iterative.mlls.data_terms import Rows, gaussian_term
+from gpy_iterative.mlls.data_terms import Rows, gaussian_term, known_gaussian_term, known_site_term, site_bound
 from gpy_iterative.mlls.divergence import twice_divergence
 from gpy_iterative.mlls.feature_samples import Sample
+from gpy_iterative.mlls.known_latent import KnownLatent
 from gpy_iterative.mlls.printed_estimate import printed_estimate
 from gpy_iterative.models import QuadruplyStochasticGP
-from tests.mlls.quadruply_models import TableBasis, random_features, row_numbers, set_weights, weights_of
+from tests.mlls.quadruply_models import (
+    TableBasis,
+    fourier_problem,
+    random_features,
+    row_numbers,
+    set_weights,
+    weights_of,
+)
 from tests.mlls.weight_space import elbo_terms, quasi_normal, subsets
 
 N, M, NOISE = 3, 4, 0.2
@@ -136,3 +146,75 @@ def test_a_gradient_through_touched_rows_alone_is_biased(monkeypatch: pytest.Mon
     monkeypatch.setattr(model.weights, "num_tail", 0)
     found = control_terms(model, y, "residual", torch.full((2,), NOISE, dtype=torch.float64))
     assert torch.stack([tail for _, _, tail in found]).mean(0).abs().max() > 1e-2
+
+
+LOGISTIC = LogitBernoulliLikelihood()
+KINDS = ["gaussian", "logistic"]
+
+
+def known_terms(model: QuadruplyStochasticGP, rows: Rows, kind: str, size: int) -> list[tuple[Tensor, ...]]:
+    """Value and gradients of -2 E_q log p of rows that are known from all features, for all sets of groups."""
+    parameters = [parameter for parameter in model.weights.parameters() if parameter.numel()]
+    latent, found = KnownLatent.start(model, rows.x), []
+    for i in subsets(range(model.num_tail_groups), size):
+        sample = Sample.of(model, torch.tensor(i, dtype=torch.int64), sparse=False)
+        if kind == "gaussian":
+            term = known_gaussian_term(model, rows, latent, sample, sample)
+        else:
+            labels = replace(rows, target=(rows.target > 0).double(), noise=None)
+            term = -2 * known_site_term(LOGISTIC, model, labels, latent, sample, sample)
+        gradients = torch.autograd.grad(term, parameters, allow_unused=True)
+        zero = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+        found.append((term.detach(), *zero))
+    return found
+
+
+def averages(found: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [torch.stack(part).mean(0) for part in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("k", [0, 2])
+def test_known_rows_have_their_value_from_every_set_and_their_gradient_on_average(kind: str, size: int, k: int) -> None:
+    model, x, y = fourier_problem(n=5, m=8, num_dense_columns=k)
+    set_weights(model, *weights_of(8, k))
+    rows = Rows(x, y, torch.zeros_like(y), torch.full_like(y, NOISE), 1.0)
+    everything = known_terms(model, rows, kind, model.num_tail_groups)
+    found = known_terms(model, rows, kind, size)
+    for value, *_ in found:
+        torch.testing.assert_close(value, everything[0][0], rtol=0, atol=1e-10)
+    for ours, theirs in zip(averages(found), everything[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    everyone = Sample.of(model, torch.arange(model.num_tail_groups), sparse=False)
+    if kind == "gaussian":
+        exact = gaussian_term(model, rows, everyone, everyone)
+    else:
+        exact = -2 * site_bound(LOGISTIC, model, replace(rows, target=(y > 0).double(), noise=None), everyone)
+    torch.testing.assert_close(everything[0][0], exact.detach(), rtol=1e-12, atol=0)
+
+
+def test_a_gradient_of_known_rows_through_touched_features_alone_is_biased(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = fourier_problem(n=5, m=8)
+    set_weights(model, *weights_of(8, 0))
+    rows = Rows(x, y, torch.zeros_like(y), torch.full_like(y, NOISE), 1.0)
+    exact = averages(known_terms(model, rows, "gaussian", model.num_tail_groups))
+    monkeypatch.setattr(model.weights, "num_tail", 2)  # a factor of one in the place of (all) / (touched)
+    short = averages(known_terms(model, rows, "gaussian", 1))
+    assert max(float((ours - theirs).abs().max()) for ours, theirs in zip(short, exact, strict=True)) > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("prior", "k"), [("identity", 0), ("diagonal", 1), ("dense", 1)])
+def test_a_sampled_diagonal_is_unbiased_for_gaussian_noise_and_a_bound_for_others(
+    kind: str, prior: str, k: int
+) -> None:
+    model, y, _ = problem(prior, k)
+    rows = rows_of(y, [0, 2])
+    (exact,) = known_terms(model, rows, kind, M - k)
+    found = averages(known_terms(model, rows, kind, 2))
+    if kind == "gaussian":
+        for ours, theirs in zip(found, exact, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    else:
+        assert found[0] > exact[0] + 1e-6

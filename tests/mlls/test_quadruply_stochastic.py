@@ -17,6 +17,7 @@ from gpy_iterative.likelihoods import expected_log_prob
 from gpy_iterative.mlls import QuadruplyStochasticELBO
 from gpy_iterative.mlls.data_terms import Rows, site_bound
 from gpy_iterative.mlls.feature_samples import Sample
+from gpy_iterative.mlls.known_latent import KnownLatent
 from gpy_iterative.models import QuadruplyStochasticGP
 from tests.mlls.quadruply_models import (
     TableBasis,
@@ -270,9 +271,14 @@ def train(
     return values
 
 
+def known_latent(mll: QuadruplyStochasticELBO) -> KnownLatent:
+    (latent,) = mll._known.latents()
+    return latent
+
+
 def control_error(mll: QuadruplyStochasticELBO) -> float:
     """How far the kept state is from what the features give."""
-    state = mll._control
+    state = known_latent(mll)
     state.catch_up(mll.model)
     kept = state.total.clone()
     mll.refresh()
@@ -288,7 +294,7 @@ def test_the_control_state_follows_adagrad(k: int, dtype: torch.dtype) -> None:
     mll = QuadruplyStochasticELBO(likelihood, model, num_feature_samples=20, num_control_points=30, generator=0)
     optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
     train(mll, x, y, optimizer, 150)
-    assert mll._control.steps == 149
+    assert known_latent(mll).steps == 149
     assert model.weights.mean.abs().max() > 0.1
     assert control_error(mll) < (1e-4 if dtype == torch.float32 else 1e-12)
 
@@ -345,9 +351,9 @@ def test_the_control_state_follows_steps_of_another_objective() -> None:
     assert control_error(first) < 1e-12
     with torch.no_grad():
         second(model(x), y)
-        control = first._control
+        control = known_latent(first)
         first(model(x), y)
-    assert first._control is control  # an evaluation moves nothing
+    assert known_latent(first) is control  # an evaluation moves nothing
 
 
 def test_training_goes_on_as_if_inference_mode_had_been_no_grad() -> None:
@@ -374,7 +380,7 @@ def test_an_optimiser_that_moves_untouched_rows_is_told() -> None:
     with pytest.warns(ApproximationWarning, match="momentum or weight decay") as found:
         train(mll, x, y, torch.optim.Adam(model.variational_parameters(), lr=0.01), 10)
     assert [warning.filename for warning in found] == [__file__]
-    mll._control.catch_up(model)  # what is seen is repaired
+    known_latent(mll).catch_up(model)  # what is seen is repaired
     assert control_error(mll) < 1e-12
 
 
@@ -403,10 +409,11 @@ def test_a_copy_goes_on_by_itself() -> None:
     assert control_error(twin) < 1e-12
 
 
-def test_a_step_touches_samples_alone() -> None:
+@pytest.mark.parametrize("points", [10, None])
+def test_a_step_touches_samples_alone(points: int | None) -> None:
     model, x, y = fourier_problem(n=50, m=100_000)
     model.basis.requires_grad_(False)
-    options = {"num_feature_samples": 100, "num_data_samples": 10, "num_control_points": 10, "generator": 0}
+    options = {"num_feature_samples": 100, "num_data_samples": 10, "num_control_points": points, "generator": 0}
     mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE).requires_grad_(False), model, **options)
     evaluated = []
     original = type(model.basis).group_features
@@ -421,9 +428,9 @@ def test_a_step_touches_samples_alone() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model.basis), "group_features", counted)
         train(mll, x, y, optimizer, 1)
-    assert sum(evaluated) == 2 * 100 * (10 + 10)
+    assert sum(evaluated) == (2 * 100 * (10 + 10) if points else 100 * 10)
     assert model.weights.tail_mean.grad.is_sparse
-    assert int((model.weights.tail_mean != before).sum()) <= 200
+    assert int((model.weights.tail_mean != before).sum()) <= (200 if points else 100)
 
 
 def test_training_converges_and_the_control_variate_helps() -> None:
@@ -441,3 +448,116 @@ def test_training_converges_and_the_control_variate_helps() -> None:
         difference = phi @ (model.weights.mean - best)
         errors[points] = float(difference.square().mean().sqrt())
     assert errors[60] < min(0.15, errors[0])
+
+
+def kept_problem(**options) -> tuple[QuadruplyStochasticELBO, Tensor, Tensor]:
+    """200 random features, of which a step samples 40, and a kernel that stays."""
+    model, x, y = fourier_problem(n=150, m=200, num_dense_columns=options.pop("k", 0))
+    model.basis.requires_grad_(False)
+    sizes = {"num_feature_samples": 40, "num_data_samples": 50, "generator": 0} | options
+    return QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, **sizes), x, y
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_rows_are_kept_and_stay_known(k: int) -> None:
+    mll, x, y = kept_problem(num_steps_per_batch=4, k=k)
+    optimizer = adagrad(mll.model)
+    drawn = []
+    for _ in range(12):
+        train(mll, x, y, optimizer, 1)
+        drawn.append(mll._known.kept.index)
+        assert torch.equal(mll._known.kept.latent.x, x[drawn[-1]])
+        assert control_error(mll) < 1e-12
+    for start in (0, 4, 8):
+        assert all(torch.equal(drawn[start], index) for index in drawn[start : start + 4])
+    assert not torch.equal(drawn[3], drawn[4])
+    assert mll.report.num_steps_per_batch == 4
+    assert mll.report.num_control_points == 0
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_rows_change_between_evaluations_of_one_step(accumulated: int) -> None:
+    mll, x, y = kept_problem(num_steps_per_batch=2)
+    optimizer = adagrad(mll.model)
+    for _ in range(6):
+        optimizer.zero_grad()
+        for _ in range(accumulated):
+            (-mll(mll.model(x), y)).backward()
+        with torch.no_grad():
+            mll(mll.model(x), y)
+        optimizer.step()
+        assert control_error(mll) < 1e-12
+
+
+def test_how_long_rows_are_kept_by_default() -> None:
+    mll, x, y = kept_problem()
+    assert mll.num_steps_per_batch == 20  # every feature four times
+    mll(mll.model(x), y)
+    assert mll.report.num_steps_per_batch == 20
+    mll.model.requires_grad_(True)
+    mll(mll.model(x), y)  # of a kernel that is learned, features at kept rows would change
+    assert mll.report.num_steps_per_batch == 1
+    assert mll.report.num_control_points == 150
+    batches, _, _ = kept_problem(num_data=150)
+    batches(batches.model(x[:100]), y[:100])
+    assert batches.report.num_steps_per_batch == 1
+    batches(batches.model(x), y)
+    assert batches.report.num_steps_per_batch == 20
+    for options in ({"num_control_points": 10}, {"num_control_points": 0}, {"num_feature_samples": 200}):
+        assert kept_problem(**options)[0].num_steps_per_batch == 1
+    kernel = mll.model.basis.kernel
+    nystrom = QuadruplyStochasticGP(gpi.models.NystromBasis(kernel.requires_grad_(False), x[:20], 100))
+    likelihood = gaussian_likelihood(NOISE)
+    assert QuadruplyStochasticELBO(likelihood, nystrom, num_feature_samples=20).num_steps_per_batch == 1
+    asked = QuadruplyStochasticELBO(likelihood, nystrom, num_feature_samples=20, num_steps_per_batch=3, generator=0)
+    asked(nystrom(x), y)
+    assert asked.report.num_steps_per_batch == 3
+
+
+def test_rows_of_other_data_are_drawn_anew() -> None:
+    mll, x, y = kept_problem(num_data=150)
+    train(mll, x, y, adagrad(mll.model), 1)
+    order = torch.arange(149, -1, -1)
+    mll(mll.model(x[order]), y[order])
+    kept = mll._known.kept
+    assert torch.equal(kept.latent.x, x[order][kept.index])
+    assert kept.steps == 1
+    mll.model.basis.kernel.outputscale = 2.0  # by hand: what was known of the features is not so any more
+    mll(mll.model(x[order]), y[order])
+    assert mll._known.kept.steps == 1
+    assert mll._known.kept.latent.basis_model.basis.kernel.outputscale == 2
+    mll(mll.model(x[order]), y[order])
+    assert mll._known.kept.steps == 2
+
+
+@pytest.mark.parametrize("name", list(LIKELIHOODS))
+def test_known_rows_leave_nothing_to_jensens_inequality(name: str) -> None:
+    model, x, y = fourier_problem(m=80)
+    model.basis.requires_grad_(False)
+    set_weights(model, *weights_of(80, 0))
+    target = (y > 0).double() if name == "logistic" else y
+    options = {"num_feature_samples": 8, "generator": 0}
+    with torch.no_grad():
+        known = QuadruplyStochasticELBO(LIKELIHOODS[name], model, **options)
+        truth = known.exact_value(x, target)
+        draws = torch.stack([known(model(x), target) for _ in range(400)])
+        assert_mean_within(draws, truth, max_sem=0.05 * abs(truth.item()))
+        assert known.report.is_unbiased
+        sampled = QuadruplyStochasticELBO(LIKELIHOODS[name], model, num_steps_per_batch=1, **options)
+        below = torch.stack([sampled(model(x), target) for _ in range(400)]).mean()
+        assert below < truth - 5 * draws.std() / 20
+        assert not sampled.report.is_unbiased
+
+
+def test_known_rows_train_better_than_sampled_residuals() -> None:
+    errors = {}
+    for kept in (1, 8):
+        mll, x, y = kept_problem(num_steps_per_batch=kept)
+        phi = dense_features(mll.model, x)
+        best, _ = best_weights(phi, torch.eye(200).double(), y, NOISE, 0)
+        optimizer = adagrad(mll.model)
+        for step in range(240):
+            optimizer.param_groups[0]["lr"] = 0.2 * 0.01 ** (step / 240)
+            train(mll, x, y, optimizer, 1)
+        errors[kept] = float((phi @ (mll.model.weights.mean - best)).square().mean().sqrt())
+    assert errors[8] < min(0.1, 0.8 * errors[1]), errors

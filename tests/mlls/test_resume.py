@@ -97,7 +97,12 @@ def _quadruply(basis: str, **options: Any) -> Callable[[int], Run]:
             kernel = kernels.ScaleKernel(kernels.RBFKernel()).double()
             model = gpi.models.QuadruplyStochasticGP(gpi.models.NystromBasis(kernel, quasi_normal(20, 2, root=3.0), 40))
         likelihood = gaussian_likelihood(0.1)
-        sizes = {"num_feature_samples": 20, "num_data_samples": 30, "num_control_points": 25} | options
+        sizes = {"num_feature_samples": 20, "num_data_samples": 30}
+        if basis == "fixed":
+            model.basis.requires_grad_(False)
+        else:
+            sizes["num_control_points"] = 25
+        sizes |= options
         mll = gpi.mlls.QuadruplyStochasticELBO(likelihood, model, generator=seed, **sizes)
         rates = {"hyper_learning_rate": 0.01, "num_frozen_steps": 0}
         optimizer = QuadruplyStochasticOptimizer(
@@ -152,6 +157,7 @@ RUNS: dict[str, Callable[[int], Run]] = {
     "laplace-elbo": _laplace("logit", objective="elbo"),
     "quadruply": _quadruply("fourier"),
     "quadruply-nystrom": _quadruply("nystrom"),
+    "quadruply-kept": _quadruply("fixed", num_steps_per_batch=3),
     "quadruply-printed": _quadruply("fourier", estimator="printed", num_control_points=0),
 } | {f"features-{method}": _features(method) for method in METHODS}
 

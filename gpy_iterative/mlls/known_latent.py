@@ -1,0 +1,247 @@
+"""The latent function at points where it is known: from all features, though a step moves the weights of a few.
+
+At points x the sampled groups' part a = Phi(x) mu (and Phi(x) times the dense columns of C) is worked out once, from all
+features, and then updated by the rows that a step has moved. A step evaluates a sample U of the features alone, so the
+gradient through a is taken on U and multiplied by (all features) / |U|: unbiased for a uniform U.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.errors import ApproximationWarning
+from gpy_iterative.mlls.feature_samples import Sample
+from gpy_iterative.models import QuadruplyStochasticGP
+
+#: Features that are evaluated at a time when the state is worked out anew.
+BLOCK = 8192
+#: Rows of the parameters that are watched for moves that no step has announced.
+NUM_WATCHED = 32
+#: Evaluations without a step between them whose rows are remembered.
+MAX_ANNOUNCED = 8
+
+
+@dataclass
+class _Announced:
+    """Rows that the next step of the optimiser moves: where they are, their features at the points, their values."""
+
+    index: Tensor
+    features: Tensor
+    before: Tensor
+
+
+@dataclass
+class KnownLatent:
+    """The state of one run at one set of points.
+
+    Attributes:
+        x: points [p, d].
+        basis_model: the model with its basis frozen at the hyperparameters of the start.
+        head: its head at the points, [p, h].
+        total: Phi (mu, C_d) at the points over the groups that are sampled, [p, 1 + k], float64.
+        watched: rows of the parameters whose moves are checked, [w].
+        watched_values: as they were last seen, [w, 1 + k].
+        announced: moves that have not been applied.
+        steps: since the state was worked out from all features.
+        overflowed: rows of older evaluations have been forgotten: when anything moves, all is worked out anew.
+        revision: of the weights, to which the state belongs.
+        has_warned: whether the user knows of an optimiser that moves untouched rows.
+    """
+
+    x: Tensor
+    basis_model: QuadruplyStochasticGP
+    head: Tensor
+    total: Tensor
+    watched: Tensor
+    watched_values: Tensor
+    announced: list[_Announced] = field(default_factory=list)
+    steps: int = 0
+    overflowed: bool = False
+    revision: int = 0
+    has_warned: bool = False
+
+    @classmethod
+    @torch.no_grad()
+    def start(cls, model: QuadruplyStochasticGP, x: Tensor) -> "KnownLatent":
+        """At points x [p, d]; cost p m (1 + k)."""
+        frozen = _frozen(model)
+        head = frozen.head_features(x)
+        state = cls(x, frozen, head, head.new_empty(0), _watched(model), head.new_empty(0))
+        state.refresh(model)
+        return state
+
+    def moved_to(self, model: QuadruplyStochasticGP, x: Tensor) -> "KnownLatent":
+        """Another one, of the same run, at other points, and at the model's current weights and hyperparameters."""
+        state = KnownLatent.start(model, x)
+        state.has_warned = self.has_warned
+        state.overflowed = bool(
+            self.announced
+        )  # a step that is yet to be made moves more than the next evaluation tells
+        return state
+
+    def follows(self, model: QuadruplyStochasticGP) -> bool:
+        """Whether what has become of the weights is known: no other state was loaded, no other objective made steps."""
+        like = model.basis.like
+        return self.revision == model.weights.revision and (self.x.dtype, self.x.device) == (like.dtype, like.device)
+
+    def has_features_of(self, model: QuadruplyStochasticGP) -> bool:
+        """Whether the kernel's hyperparameters are still those of the start."""
+        pairs = zip(self.basis_model.basis.feature_parameters(), model.basis.feature_parameters(), strict=True)
+        return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+    @torch.no_grad()
+    def refresh(self, model: QuadruplyStochasticGP) -> None:
+        """Works the state out from all features: p m (1 + k)."""
+        total = torch.zeros(len(self.x), 1 + model.weights.num_dense_columns, dtype=torch.float64, device=self.x.device)
+        weights = model.weights
+        is_zero = not (weights.tail_mean.any() or weights.tail_columns.any())  # as every run begins
+        for groups in () if is_zero else self.basis_model.tail_blocks(BLOCK):
+            features = self.basis_model.tail_features(self.x, self.head, groups)
+            total += (features @ _values(model, model.basis.feature_index(groups))).double()
+        self.total, self.announced, self.steps, self.overflowed = total, [], 0, False
+        self.watched_values, self.revision = _values(model, self.watched), model.weights.revision
+
+    @torch.no_grad()
+    def catch_up(self, model: QuadruplyStochasticGP, refresh_every: int | None = None) -> None:
+        """Applies what the optimiser has moved since the last step, and counts one more towards the next refresh.
+
+        None only applies.
+        """
+        now = _values(model, self.watched)
+        foreign = (now != self.watched_values).any(-1)
+        for part in self.announced:
+            foreign &= ~torch.isin(self.watched, part.index)
+        if bool(foreign.any()):
+            if not self.has_warned and not self.overflowed:
+                warnings.warn(
+                    "Weights that a step has not touched were moved: by an optimiser with momentum or weight decay, or by "
+                    "hand. What is known of the latent function (at rows that are kept, or a control variate's points) is "
+                    "worked out anew from all features whenever this is seen, which is slow, and wrong in between. Take "
+                    "torch.optim.Adagrad, SGD without momentum, or SparseAdam; or num_control_points=0.",
+                    ApproximationWarning,
+                    stacklevel=8,
+                )
+                self.has_warned = True
+            self.refresh(model)
+            return
+        any_moved = False
+        for part in self.announced:
+            after = _values(model, part.index)
+            difference = after - part.before
+            if bool(difference.any()):
+                any_moved = True
+                self.total += (part.features @ difference).double()
+        if any_moved:
+            self.announced = []
+        self.watched_values = now
+        self.steps += refresh_every is not None
+        if (any_moved and self.overflowed) or (refresh_every is not None and self.steps >= refresh_every):
+            self.refresh(model)
+
+    def at(self, model: QuadruplyStochasticGP, first: Sample, second: Sample) -> tuple[Tensor, Tensor, Tensor]:
+        """The samples' features at the points [p, t], and what all features together have there [p, 1 + k].
+
+        The gradient of the latter is that of the rows in either sample, times (all) / (touched). An optimiser's step that
+        follows is to move these rows alone.
+        """
+        left = self.basis_model.tail_features(self.x, self.head, first.groups)
+        right = left if second is first else self.basis_model.tail_features(self.x, self.head, second.groups)
+        path, fresh = left @ _moving(first), ~torch.isin(second.index, first.index)
+        touched = len(first.index) + int(fresh.sum())
+        if touched > len(first.index):
+            path = path + right @ (_moving(second) * fresh.unsqueeze(-1))
+        total = self.total.to(self.x.dtype) + model.weights.num_tail / max(touched, 1) * path
+        if torch.is_grad_enabled():
+            self._announce(first, second, left, right, fresh)
+        return left, right, total
+
+    def _announce(self, first: Sample, second: Sample, left: Tensor, right: Tensor, fresh: Tensor) -> None:
+        index = torch.cat([first.index, second.index[fresh]])
+        matrix = torch.cat([left, right[:, fresh]], dim=-1)
+        values = torch.cat([_rows(first), _rows(second)[fresh]]).detach()
+        for part in self.announced:  # rows of a step that has not been made yet are in it already
+            new = ~torch.isin(index, part.index)
+            index, matrix, values = index[new], matrix[:, new], values[new]
+        self.announced.append(_Announced(index, matrix, values))
+        if len(self.announced) > MAX_ANNOUNCED:
+            self.announced, self.overflowed = self.announced[1:], True
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Tensors, by name; call `catch_up` before."""
+        state = {name: getattr(self, name).clone() for name in ("x", "total", "watched_values")}
+        state["steps"] = torch.tensor(self.steps)
+        basis = self.basis_model.basis.named_parameters()
+        return state | {f"basis.{name}": parameter.detach().clone() for name, parameter in basis}
+
+    @classmethod
+    @torch.no_grad()
+    def from_dict(cls, model: QuadruplyStochasticGP, state: dict[str, Tensor]) -> "KnownLatent":
+        """The inverse of `to_dict`. Raises ValueError for entries that are missing or of another shape."""
+        basis = {f"basis.{name}": parameter.shape for name, parameter in model.basis.named_parameters()}
+        check_entries(state, {"x", "total", "watched_values", "steps", *basis})
+        watched, columns = _watched(model), 1 + model.weights.num_dense_columns
+        shapes = {"total": (len(state["x"]), columns), "watched_values": (len(watched), columns)} | basis
+        for name, shape in shapes.items():
+            if state[name].shape != shape:
+                raise ValueError(
+                    f"This is the training state of another model: its {name!r} has shape {tuple(state[name].shape)}, that "
+                    f"of this model {tuple(shape)}."
+                )
+        frozen = _frozen(model)
+        for name, parameter in frozen.basis.named_parameters():
+            parameter.copy_(state[f"basis.{name}"])
+        like = model.basis.like
+        x, values = (state[name].clone().to(like) for name in ("x", "watched_values"))
+        restored = cls(x, frozen, frozen.head_features(x), state["total"].clone().to(like.device), watched, values)
+        restored.steps, restored.revision = int(state["steps"]), model.weights.revision
+        return restored
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Moves or converts all tensors."""
+        for name in ("x", "head", "total", "watched", "watched_values"):
+            setattr(self, name, function(getattr(self, name)))
+        self.total = self.total.double()
+        self.basis_model._apply(function)
+        for part in self.announced:
+            part.index, part.features, part.before = map(function, (part.index, part.features, part.before))
+
+
+def check_entries(state: dict[str, Tensor], names: set[str]) -> None:
+    """Raises ValueError where one is missing."""
+    if missing := names - state.keys():
+        raise ValueError(f"This is no training state of this model: it has no entry {sorted(missing)[0]!r}.")
+
+
+def _frozen(model: QuadruplyStochasticGP) -> QuadruplyStochasticGP:
+    """The model with hyperparameters that stay; what no optimiser moves is shared, and so are the weights."""
+    shared = {id(tensor): tensor for tensor in model.buffers()} | {id(model.weights): model.weights}
+    frozen = copy.deepcopy(model, shared)
+    for parameter in frozen.basis.parameters():
+        parameter.requires_grad_(False)
+    return frozen
+
+
+def _watched(model: QuadruplyStochasticGP) -> Tensor:
+    tail = model.weights.num_tail
+    count = min(NUM_WATCHED, tail)
+    return torch.arange(count, device=model.device) * tail // max(count, 1)
+
+
+def _values(model: QuadruplyStochasticGP, index: Tensor) -> Tensor:
+    """Mean and dense columns at rows of the tail, [t, 1 + k], detached."""
+    weights = model.weights
+    return torch.cat([weights.tail_mean.detach()[index], weights.tail_columns.detach()[index]], dim=-1)
+
+
+def _rows(sample: Sample) -> Tensor:
+    return torch.cat([sample.rows.mean.unsqueeze(-1), sample.rows.columns], dim=-1)
+
+
+def _moving(sample: Sample) -> Tensor:
+    """Zero, with the gradient of the sample's rows."""
+    rows = _rows(sample)
+    return rows - rows.detach()
