@@ -22,7 +22,7 @@ class KeptRows:
     Attributes:
         latent: at the rows, b of them.
         index: where they are in the data, [b].
-        steps: that have been made with them.
+        steps: evaluations that were made with them.
     """
 
     latent: KnownLatent
@@ -37,10 +37,13 @@ class KeptRows:
         points = x[index].detach()
         return cls(KnownLatent.start(model, points) if before is None else before.latent.moved_to(model, points), index)
 
-    def serve(self, model: QuadruplyStochasticGP, x: Tensor) -> bool:
-        """Whether these data have the rows where they had them, and the model the features."""
-        has_rows = len(x) > int(self.index.max()) and torch.equal(x[self.index], self.latent.x)
-        return has_rows and self.latent.has_features_of(model)
+    def are_in(self, x: Tensor) -> bool:
+        """Whether these data have the rows where they had them."""
+        return len(x) > int(self.index.max()) and torch.equal(x[self.index], self.latent.x)
+
+    def are_due(self, x: Tensor, num_steps: int) -> bool:
+        """Whether other rows are to take their place; there are none where these are all."""
+        return self.steps >= num_steps and len(self.index) < len(x)
 
     def restart(self, model: QuadruplyStochasticGP) -> "KeptRows":
         """The same rows, at the model's current weights and dtype."""
@@ -55,8 +58,14 @@ class KeptRows:
     def from_dict(cls, model: QuadruplyStochasticGP, state: dict[str, Tensor]) -> "KeptRows":
         """The inverse of `to_dict`. Raises ValueError for entries that are missing or of another shape."""
         check_entries(state, {"index", "kept"})
-        latent = KnownLatent.from_dict(model, state)
-        return cls(latent, state["index"].clone().to(latent.x.device), int(state["kept"]))
+        latent, index = KnownLatent.from_dict(model, state), state["index"]
+        is_index = index.dtype == torch.int64 and len(index) > 0 and bool((index >= 0).all())
+        if not is_index or index.shape != latent.x.shape[:1] or int(state["kept"]) < 0:
+            raise ValueError(
+                f"This is no training state: {len(latent.x)} rows that are kept have an index of shape "
+                f"{tuple(index.shape)} and {index.dtype}, after {int(state['kept'])} steps."
+            )
+        return cls(latent, index.clone().to(latent.x.device), int(state["kept"]))
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Moves or converts all tensors."""

@@ -3,6 +3,9 @@
 At points x the sampled groups' part a = Phi(x) mu (and Phi(x) times the dense columns of C) is worked out once, from all
 features, and then updated by the rows that a step has moved. A step evaluates a sample U of the features alone, so the
 gradient through a is taken on U and multiplied by (all features) / |U|: unbiased for a uniform U.
+
+Which rows a step moves is announced by the evaluations before it. Where it moves others as well (those of an evaluation at
+other points, of another objective, or too long ago), the state is worked out anew.
 """
 
 import copy
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.errors import ApproximationWarning
+from gpy_iterative.linear_operators.tile_cache import version
 from gpy_iterative.mlls.feature_samples import Sample
 from gpy_iterative.models import QuadruplyStochasticGP
 
@@ -47,7 +51,9 @@ class KnownLatent:
         watched_values: as they were last seen, [w, 1 + k].
         announced: moves that have not been applied.
         steps: since the state was worked out from all features.
-        overflowed: rows of older evaluations have been forgotten: when anything moves, all is worked out anew.
+        is_incomplete: the next step moves rows that are not announced: it makes all be worked out anew.
+        versions: of the weights, when they were last looked at.
+        buffer_versions: of the basis' buffers, at the start.
         revision: of the weights, to which the state belongs.
         has_warned: whether the user knows of an optimiser that moves untouched rows.
     """
@@ -60,18 +66,24 @@ class KnownLatent:
     watched_values: Tensor
     announced: list[_Announced] = field(default_factory=list)
     steps: int = 0
-    overflowed: bool = False
+    is_incomplete: bool = False
+    versions: tuple[int, ...] = ()
+    buffer_versions: tuple[object, ...] = ()
     revision: int = 0
     has_warned: bool = False
 
     @classmethod
     @torch.no_grad()
-    def start(cls, model: QuadruplyStochasticGP, x: Tensor) -> "KnownLatent":
-        """At points x [p, d]; cost p m (1 + k)."""
-        frozen = _frozen(model)
+    def start(
+        cls, model: QuadruplyStochasticGP, x: Tensor, frozen: QuadruplyStochasticGP | None = None
+    ) -> "KnownLatent":
+        """At points x [p, d]; cost p m (1 + k). `frozen` is the basis model of another one, with the same features."""
+        frozen = _frozen(model) if frozen is None else frozen
         head = frozen.head_features(x)
         state = cls(x, frozen, head, head.new_empty(0), _watched(model), head.new_empty(0))
+        state.buffer_versions = _buffer_versions(model)
         state.refresh(model)
+        state.is_incomplete = model.weights.awaits_step
         return state
 
     def moved_to(self, model: QuadruplyStochasticGP, x: Tensor) -> "KnownLatent":
@@ -86,7 +98,8 @@ class KnownLatent:
     def follows(self, model: QuadruplyStochasticGP) -> bool:
         """Whether what has become of the weights is known: no other state was loaded, no other objective made steps."""
         like = model.basis.like
-        return self.revision == model.weights.revision and (self.x.dtype, self.x.device) == (like.dtype, like.device)
+        is_same_run = self.revision == model.weights.revision and self.buffer_versions == _buffer_versions(model)
+        return is_same_run and (self.x.dtype, self.x.device) == (like.dtype, like.device)
 
     def has_features_of(self, model: QuadruplyStochasticGP) -> bool:
         """Whether the kernel's hyperparameters are still those of the start."""
@@ -102,8 +115,12 @@ class KnownLatent:
         for groups in () if is_zero else self.basis_model.tail_blocks(BLOCK):
             features = self.basis_model.tail_features(self.x, self.head, groups)
             total += (features @ _values(model, model.basis.feature_index(groups))).double()
-        self.total, self.announced, self.steps, self.overflowed = total, [], 0, False
-        self.watched_values, self.revision = _values(model, self.watched), model.weights.revision
+        self.total, self.steps, self.revision = total, 0, weights.revision
+        self.watched_values, self.versions = _values(model, self.watched), weights.versions()
+        if not weights.awaits_step:
+            self.announced, self.is_incomplete = [], False
+        for part in self.announced:
+            part.before = _values(model, part.index)
 
     @torch.no_grad()
     def catch_up(self, model: QuadruplyStochasticGP, refresh_every: int | None = None) -> None:
@@ -115,19 +132,27 @@ class KnownLatent:
         foreign = (now != self.watched_values).any(-1)
         for part in self.announced:
             foreign &= ~torch.isin(self.watched, part.index)
-        if bool(foreign.any()):
-            if not self.has_warned and not self.overflowed:
-                warnings.warn(
-                    "Weights that a step has not touched were moved: by an optimiser with momentum or weight decay, or by "
-                    "hand. What is known of the latent function (at rows that are kept, or a control variate's points) is "
-                    "worked out anew from all features whenever this is seen, which is slow, and wrong in between. Take "
-                    "torch.optim.Adagrad, SGD without momentum, or SparseAdam; or num_control_points=0.",
-                    ApproximationWarning,
-                    stacklevel=8,
-                )
-                self.has_warned = True
+        is_foreign, any_moved = bool(foreign.any()), self._take_in(model)
+        has_stepped = any_moved or self.versions != model.weights.versions()
+        self.watched_values, self.versions = now, model.weights.versions()
+        self.steps += refresh_every is not None
+        if is_foreign and not self.is_incomplete and not self.has_warned:
+            warnings.warn(
+                "Weights that a step has not touched were moved: by an optimiser with momentum or weight decay, or by "
+                "hand. What is known of the latent function (at rows that are kept, or a control variate's points) is "
+                "worked out anew from all features whenever this is seen, which is slow, and wrong in between. Take "
+                "torch.optim.Adagrad, SGD without momentum, or SparseAdam; or know nothing: num_steps_per_batch=1 and "
+                "num_control_points=0.",
+                ApproximationWarning,
+                stacklevel=8,
+            )
+            self.has_warned = True
+        is_due = refresh_every is not None and self.steps >= refresh_every
+        if is_foreign or is_due or (has_stepped and self.is_incomplete):
             self.refresh(model)
-            return
+
+    def _take_in(self, model: QuadruplyStochasticGP) -> bool:
+        """Adds what announced rows have moved; a step moves those of all evaluations before it. Whether any have."""
         any_moved = False
         for part in self.announced:
             after = _values(model, part.index)
@@ -137,10 +162,8 @@ class KnownLatent:
                 self.total += (part.features @ difference).double()
         if any_moved:
             self.announced = []
-        self.watched_values = now
-        self.steps += refresh_every is not None
-        if (any_moved and self.overflowed) or (refresh_every is not None and self.steps >= refresh_every):
-            self.refresh(model)
+            model.weights.acknowledge_step()
+        return any_moved
 
     def at(self, model: QuadruplyStochasticGP, first: Sample, second: Sample) -> tuple[Tensor, Tensor, Tensor]:
         """The samples' features at the points [p, t], and what all features together have there [p, 1 + k].
@@ -150,25 +173,24 @@ class KnownLatent:
         """
         left = self.basis_model.tail_features(self.x, self.head, first.groups)
         right = left if second is first else self.basis_model.tail_features(self.x, self.head, second.groups)
-        path, fresh = left @ _moving(first), ~torch.isin(second.index, first.index)
-        touched = len(first.index) + int(fresh.sum())
-        if touched > len(first.index):
+        path, index, features, values = left @ _moving(first), first.index, left, _rows(first)
+        if second is not first:
+            fresh = ~torch.isin(second.index, first.index)
             path = path + right @ (_moving(second) * fresh.unsqueeze(-1))
-        total = self.total.to(self.x.dtype) + model.weights.num_tail / max(touched, 1) * path
+            index, features = torch.cat([index, second.index[fresh]]), torch.cat([left, right[:, fresh]], dim=-1)
+            values = torch.cat([values, _rows(second)[fresh]])
+        total = self.total.to(self.x.dtype) + model.weights.num_tail / max(len(index), 1) * path
         if torch.is_grad_enabled():
-            self._announce(first, second, left, right, fresh)
+            self._announce(index, features, values.detach())
         return left, right, total
 
-    def _announce(self, first: Sample, second: Sample, left: Tensor, right: Tensor, fresh: Tensor) -> None:
-        index = torch.cat([first.index, second.index[fresh]])
-        matrix = torch.cat([left, right[:, fresh]], dim=-1)
-        values = torch.cat([_rows(first), _rows(second)[fresh]]).detach()
+    def _announce(self, index: Tensor, features: Tensor, values: Tensor) -> None:
         for part in self.announced:  # rows of a step that has not been made yet are in it already
             new = ~torch.isin(index, part.index)
-            index, matrix, values = index[new], matrix[:, new], values[new]
-        self.announced.append(_Announced(index, matrix, values))
+            index, features, values = index[new], features[:, new], values[new]
+        self.announced.append(_Announced(index, features.detach(), values))
         if len(self.announced) > MAX_ANNOUNCED:
-            self.announced, self.overflowed = self.announced[1:], True
+            self.announced, self.is_incomplete = self.announced[1:], True
 
     def to_dict(self) -> dict[str, Tensor]:
         """Tensors, by name; call `catch_up` before."""
@@ -198,6 +220,8 @@ class KnownLatent:
         x, values = (state[name].clone().to(like) for name in ("x", "watched_values"))
         restored = cls(x, frozen, frozen.head_features(x), state["total"].clone().to(like.device), watched, values)
         restored.steps, restored.revision = int(state["steps"]), model.weights.revision
+        restored.versions, restored.buffer_versions = model.weights.versions(), _buffer_versions(model)
+        restored.is_incomplete = model.weights.awaits_step
         return restored
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -223,6 +247,10 @@ def _frozen(model: QuadruplyStochasticGP) -> QuadruplyStochasticGP:
     for parameter in frozen.basis.parameters():
         parameter.requires_grad_(False)
     return frozen
+
+
+def _buffer_versions(model: QuadruplyStochasticGP) -> tuple[object, ...]:
+    return tuple(version(buffer) for buffer in model.basis.buffers())
 
 
 def _watched(model: QuadruplyStochasticGP) -> Tensor:

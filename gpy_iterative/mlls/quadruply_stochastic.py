@@ -66,22 +66,23 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
 
     Where all data are passed and the kernel's hyperparameters are fixed, rows are kept for several steps, and what all
     features predict for them is known: value and gradient are unbiased for these rows' (for any likelihood, with a shared
-    diagonal of C), and far less noisy. Else rows are drawn anew by each step, from features that are sampled too: unbiased
-    for Gaussian noise; of a lower bound of the ELBO for another log-concave likelihood.
+    diagonal of C), and far less noisy. After steps that fit these rows the value is optimistic, as any training loss is;
+    `exact_value` is not. Else rows are drawn anew by each step, from features that are sampled too: unbiased for Gaussian
+    noise; of a lower bound of the ELBO for another log-concave likelihood.
 
     Args:
         likelihood: Gaussian with one noise or fixed ones; or log-concave: Bernoulli (probit), `LogitBernoulliLikelihood`,
             Laplace, Poisson, `PoissonLogLikelihood`, or registered as such by `register_curvature`.
         model: a QuadruplyStochasticGP.
         num_data: n. None: every call passes all data.
-        num_feature_samples: sampled features in an index set, of which rows that are kept take one, and others two; None is
-            10,000, or all there are.
+        num_feature_samples: sampled features in an index set, of which rows that are kept take one, and others (and a
+            prior that is not diagonal) two; None is 10,000, or all there are.
         num_data_samples: rows of a step; None is 500, or all there are.
-        num_steps_per_batch: steps for which rows are kept; 1 draws anew for each. More than 1 needs fixed hyperparameters
-            of the kernel and all data in every call. None is 1 where one of these is not given, where no features are
-            sampled, where control points are asked for, and for a basis with a head of its own (whose natural gradients
-            want other rows at every step, and leave the sampled features little to say); else every feature is sampled
-            four times, on average.
+        num_steps_per_batch: evaluations for which rows are kept; 1 draws anew for each, as where no features are sampled.
+            More than 1 needs fixed hyperparameters of the kernel, inputs without a gradient, and all data in every call.
+            None is 1 where one of these is not given, where data come in another order, where control points are asked
+            for, and for a basis with a head of its own (whose natural gradients want other rows at every step, and leave
+            the sampled features little to say); else every feature is sampled four times, on average.
         num_control_points: support points of a control variate for rows that are drawn anew, themselves drawn from the
             first data that are passed, and never more than these; None is 500 where it serves (Gaussian noise, sampled
             features), 0 is none.
@@ -96,7 +97,8 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         generator: of index sets; a generator or the seed of one.
 
     Attributes:
-        is_unbiased: whether estimates are so however rows are drawn, as for Gaussian noise; `report` tells of the last.
+        is_unbiased: whether sampled features leave estimates unbiased in every case, as with Gaussian noise; `report` tells
+            of the last.
         report: of the last evaluation.
 
     Raises:
@@ -170,6 +172,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         self.report: QuadruplyStochasticReport | None = None
         self._generator = make_generator(generator)
         self._known = KnownPoints()
+        self._is_shuffled = False
 
     def forward(self, function_dist: DeferredPrediction, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
         """An estimate of the evidence lower bound divided by the number of data.
@@ -195,20 +198,20 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         tracks = torch.is_grad_enabled()
         # What is kept must not be inference tensors: later steps could not use them.
         with torch.inference_mode(False), torch.set_grad_enabled(tracks), self._unchanged_by_failure():
-            value = self._estimate(x, target, params, kwargs)
+            kept = self._keep(x)
+            value = self._estimate(x, target, params, kwargs, kept)
             self._data.accept(x)
         if tracks:  # a step may follow: one of which this control variate knows, and others of the same weights do not
-            self.model.weights.revision += 1
+            self.model.weights.announce_step()
             self._known.set_revision(self.model.weights.revision)
-        keeps, control = self._known.kept is not None, self._known.control
         self.report = QuadruplyStochasticReport(
             value=value.detach().clone(),
-            is_unbiased=self.is_unbiased or (keeps and self.model.weights.shared_diagonal),
-            num_rows=min(len(x), self._data.num_samples_of(len(x))),
+            is_unbiased=self.is_unbiased or (kept is not None and self.model.weights.shared_diagonal),
+            num_rows=self._data.num_samples_of(len(x)) if kept is None else len(kept.index),
             num_features=self.model.basis.num_features,
             num_feature_samples=self.num_group_samples * self.model.basis.group_size,
-            num_control_points=0 if control is None else len(control.y),
-            num_steps_per_batch=self.num_steps_per_batch if keeps else 1,
+            num_control_points=len(self._known.control.y) if kept is None and self._known.control is not None else 0,
+            num_steps_per_batch=1 if kept is None else self.num_steps_per_batch,
             seconds=time.perf_counter() - start,
         )
         logger.info("%s: %s", type(self).__name__, self.report)
@@ -254,9 +257,10 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         self._generator.set_state(state["generator"].cpu())
         self._known = known
 
-    def _estimate(self, x: Tensor, target: Tensor, params: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _estimate(
+        self, x: Tensor, target: Tensor, params: tuple[Any, ...], kwargs: dict[str, Any], kept: KeptRows | None
+    ) -> Tensor:
         model, num_data = self.model, self._data.num_data_of(len(x))
-        kept = self._keep(x)
         index = self._draw_rows(x) if kept is None else kept.index
         rows = self._rows(x, target, index, num_data, params, kwargs)
         if not model.weights.initialized:
@@ -271,7 +275,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         takes_two = (self.is_unbiased and kept is None) or not model.basis.has_diagonal_prior
         second = self._sample() if takes_two else first
         data = self._data_term(rows, first, second, kwargs, None if kept is None else kept.latent)
-        if kept is None and self.num_control_points and model.num_tail_groups > self.num_group_samples:
+        if kept is None and self._uses_control_points():
             data = data - num_data * self._control_term(x, target, first, second, params, kwargs) / 2
         return self._value(data, first, second, rows.x.dtype, num_data)
 
@@ -339,35 +343,58 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             model, first, second, residual, noise.detach(), form=self.control_form
         )
 
+    def _uses_control_points(self) -> bool:
+        if not self.num_control_points or self.model.num_tail_groups <= self.num_group_samples:
+            return False
+        # A look at other data, in the middle of training on rows that are kept, is not worth points of its own.
+        return torch.is_grad_enabled() or self._known.kept is None
+
     def _keep(self, x: Tensor) -> KeptRows | None:
         """Rows whose latent function is known: the last step's, or others after so many steps. None where all are new."""
-        if not self._keeps_rows(x):
-            self._known.kept = None
+        known, trains = self._known, torch.is_grad_enabled()
+        keeps = self._keeps_rows(x)
+        if trains and keeps:
+            known.control = None
+        elif trains:
+            known.kept = None
+        elif known.control is not None:  # a look at all data, in the middle of training on batches
             return None
-        self._known.control = None
-        self._known.follow(self.model, self._refresh_every)
-        kept = self._known.kept
-        if kept is None or kept.steps >= self.num_steps_per_batch or not kept.serve(self.model, x):
+        if not keeps:
+            return None
+        kept = known.kept
+        if kept is not None and not kept.are_due(x, self.num_steps_per_batch):
+            known.follow(self.model, self._refresh_every)
+            kept = known.kept
+        if kept is None or kept.are_due(x, self.num_steps_per_batch) or not self._still_serve(kept, x):
             kept = KeptRows.draw(self.model, x, self._draw_rows(x), kept)
-        self._known.kept = replace(kept, steps=kept.steps + 1)
-        return self._known.kept
+        known.kept = replace(kept, steps=kept.steps + 1)
+        return known.kept
+
+    def _still_serve(self, kept: KeptRows, x: Tensor) -> bool:
+        return kept.are_in(x) and kept.latent.has_features_of(self.model)
 
     def _keeps_rows(self, x: Tensor) -> bool:
         """Raises ValueError where it was asked for, and cannot be."""
         if self.num_steps_per_batch == 1:
             return False
-        is_fixed = not any(parameter.requires_grad for parameter in self.model.basis.feature_parameters())
+        learned = x.requires_grad or any(p.requires_grad for p in self.model.basis.feature_parameters())
         is_whole = len(x) == self._data.num_data_of(len(x))
-        if self._asks_to_keep and not (is_fixed and is_whole):
+        if self._asks_to_keep and (learned or not is_whole):
             reason = (
-                f"only {len(x)} of {self._data.num_data} data were passed: pass all, rows are drawn inside"
-                if is_fixed
-                else "the kernel has hyperparameters to be learned: fix them, model.basis.requires_grad_(False)"
+                "the kernel has hyperparameters to be learned, or the inputs take a gradient: fix them, "
+                "model.basis.requires_grad_(False)"
+                if learned
+                else f"only {len(x)} of {self._data.num_data} data were passed: pass all, rows are drawn inside"
             )
             raise ValueError(
                 f"num_steps_per_batch={self.num_steps_per_batch}, but {reason}. num_steps_per_batch=1 takes both."
             )
-        return is_fixed and is_whole
+        if not is_whole or learned:
+            return False
+        # Data in another order at every call (a loader of whole batches that shuffles) would have rows drawn at every call.
+        is_shuffled = self._known.kept is not None and not self._asks_to_keep and not self._known.kept.are_in(x)
+        self._is_shuffled |= is_shuffled
+        return not self._is_shuffled
 
     @contextmanager
     def _unchanged_by_failure(self) -> Iterator[None]:

@@ -168,7 +168,7 @@ class QuadruplyStochasticReport(Report):
 
     Attributes:
         value: what `forward` returned, [].
-        is_unbiased: whether it estimates the evidence lower bound, or bounds it from below.
+        is_unbiased: whether it estimates the evidence lower bound for the rows, or bounds it from below.
         num_rows: sampled data.
         num_features: m.
         num_feature_samples: features of an index set, beyond those that every step evaluates.

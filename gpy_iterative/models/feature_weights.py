@@ -44,6 +44,7 @@ class FeatureWeights(_VariationalDistribution):
     Attributes:
         initialized: whether the diagonal of C has been set from data (0 or 1, kept in the state_dict).
         revision: counts what may have moved the weights: steps of any objective, and states that were loaded.
+        awaits_step: whether an evaluation with a gradient may have no step yet.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class FeatureWeights(_VariationalDistribution):
         zeros = lambda *shape: Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
         self.num_head, self.num_tail, self.num_dense_columns = num_head, num_tail, num_dense_columns
         self.revision = 0
+        self._before_step: tuple[int, ...] | None = None
         self.shared_diagonal = shared_diagonal
         self.register_parameter("head_mean", zeros(num_head))
         self.register_parameter("head_columns", zeros(num_head, num_dense_columns))
@@ -76,6 +78,23 @@ class FeatureWeights(_VariationalDistribution):
         columns = rows(self.tail_columns) if k else self.tail_columns.new_zeros(len(index), 0)
         diagonal = None if self.shared_diagonal else rows(self.tail_log_diagonal).squeeze(-1)
         return WeightRows(rows(self.tail_mean).squeeze(-1), columns, diagonal)
+
+    def announce_step(self) -> None:
+        """To be called by an evaluation that a step of the optimiser may follow."""
+        self.revision += 1
+        self._before_step = self.versions()
+
+    def acknowledge_step(self) -> None:
+        """To be called where one was seen, though it may have written past autograd."""
+        self._before_step = None
+
+    @property
+    def awaits_step(self) -> bool:
+        return self._before_step == self.versions()
+
+    def versions(self) -> tuple[int, ...]:
+        """What changes with every step that moves the tail in place."""
+        return self.tail_mean._version, self.tail_columns._version
 
     @property
     def dense_head_columns(self) -> Tensor:

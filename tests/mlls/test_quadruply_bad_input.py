@@ -332,3 +332,23 @@ def test_known_rows_after_weights_that_were_no_numbers() -> None:
     assert torch.isfinite(total).all()
     mll.refresh()
     torch.testing.assert_close(total, mll._known.kept.latent.total)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("index", torch.zeros(30)),
+        ("index", torch.zeros(0, dtype=torch.int64)),
+        ("index", torch.tensor([3])),
+        ("index", torch.zeros(30, 2, dtype=torch.int64)),
+        ("kept", torch.tensor(-5)),
+    ],
+)
+def test_states_of_rows_that_are_none(name: str, entry: torch.Tensor) -> None:
+    mll, model, x, y = make(num_control_points=None)
+    model.basis.requires_grad_(False)
+    mll(model(x), y)
+    kept, state = mll._known.kept, mll.training_state()
+    with pytest.raises(ValueError, match="no training state"):
+        mll.load_training_state(state | {f"kept.{name}": entry})
+    assert mll._known.kept is kept
