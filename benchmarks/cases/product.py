@@ -40,8 +40,8 @@ BOUND = "bound: GEMMs alone"
 #: Rows that the plain loop takes at a time.
 BLOCK = 1000
 
-#: From x [n, d] and v [n, s] to a function that computes the product [n, s].
-Prepare = Callable[[Tensor, Tensor], Callable[[], Tensor]]
+#: From x [n, d] and v [n, s] to a function that computes the product [n, s], or as much work.
+Prepare = Callable[[Tensor, Tensor], Callable[[], object]]
 
 
 class Dtype(StrEnum):
@@ -64,6 +64,16 @@ def _ours(products: KernelProducts) -> Prepare:
         return lambda: operator._matmul(v)
 
     return prepare
+
+
+def derivative(x: Tensor, v: Tensor) -> Callable[[], object]:
+    """The gradient pass of a training step: of sum_k v_k^T K w_k with respect to inputs and outputscale."""
+    products = KernelProducts(cache_memory=0, compile=False)
+    operator = RadialKernelLinearOperator(
+        x.clone().requires_grad_(), x.new_ones((), requires_grad=True), function=MATERN32, products=products
+    )
+    other = v.roll(1, 0)
+    return lambda: operator._bilinear_derivative(v, other)
 
 
 def bound(x: Tensor, v: Tensor) -> Callable[[], Tensor]:
@@ -115,6 +125,7 @@ PRODUCTS: dict[str, Prepare] = {
     "tiles": _ours(KernelProducts(cache_memory=0, compile=False)),
     "tiles, compiled": _ours(KernelProducts(cache_memory=0, compile=True)),
     "tiles, kept": _ours(KernelProducts()),
+    "tiles, derivative": derivative,
     "our KeOps backend": _ours(KernelProducts(backend="keops")),
     BOUND: bound,
     "row blocks": row_blocks,
