@@ -44,7 +44,6 @@ class FeatureWeights(_VariationalDistribution):
     Attributes:
         initialized: whether the diagonal of C has been set from data (0 or 1, kept in the state_dict).
         revision: counts what may have moved the weights: steps of any objective, and states that were loaded.
-        awaits_step: whether an evaluation with a gradient may have no step yet.
     """
 
     def __init__(
@@ -90,6 +89,7 @@ class FeatureWeights(_VariationalDistribution):
 
     @property
     def awaits_step(self) -> bool:
+        """Whether an evaluation with a gradient may be without its step yet."""
         return self._before_step == self.versions()
 
     def versions(self) -> tuple[int, ...]:
