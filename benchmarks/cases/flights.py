@@ -1,36 +1,31 @@
 """A third of a million flights on a small machine: an exact Gaussian process on a budget, beside inducing points.
 
-Hyperparameters start at averages over fits to neighbourhoods. A step of training may take a few passes over the kernel
-matrix, which is never stored; its solves go on where the last step's ended, and everything that the next one needs is
-saved after each, so that an interrupted run goes on exactly. The rival has the same kernel and the same wall-clock time.
+Hyperparameters start at averages over fits to neighbourhoods; the steps are in `benchmarks.budgeted_training`. The rival has
+the same kernel and the same wall-clock time.
 """
 
-import resource
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import gpytorch
-import torch
 import typer
 from torch import Tensor
 
-import gpy_iterative as gpi
+from benchmarks.budgeted_training import Options, solver_of, train
+from benchmarks.checkpoints import Checkpoint
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
-from benchmarks.datasets import Split, load_flights
+from benchmarks.datasets import load_flights
 from benchmarks.metrics import prediction_scores
-from benchmarks.models import MaternRegression, matern_kernel
+from benchmarks.models import matern_kernel
 from benchmarks.runner import RESULTS, Outcome, contender
 from benchmarks.runs import Measured, Run, SavedRuns
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table
-from benchmarks.training import posterior_scores, take_step
+from benchmarks.training import posterior_scores
 from benchmarks.variational import VariationalGP, VariationalTraining, cluster_centres
-from gpy_iterative.errors import ConvergenceWarning
-from gpy_iterative.linear_operators import KernelProducts
 
 CASE = "flights"
 #: Where every step is saved.
@@ -39,25 +34,6 @@ FOLDER = Path("out") / "flights"
 PREDICTION_BUDGETS = 2
 #: The share of the training rows that the rival's rates are compared on, and of its time that each rate gets for it.
 VALIDATION_SHARE, SEARCH_SHARE = 0.1, 0.1
-#: Options that saved steps do not depend on.
-NOT_OF_TRAINING = ("steps", "rank")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What ours is trained, and predicts, with; the command's help says what each is. By default the paper preset's."""
-
-    rows: int | None = None
-    steps: int = 10
-    max_epochs: float = 5.0
-    block_size: int = 1024
-    num_probes: int = 16
-    rate: float = 0.1
-    subset_size: int = 3000
-    num_subsets: int = 5
-    subset_steps: int = 50
-    rank: int = 256
-    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,74 +44,15 @@ class RivalOptions:
     rates: Sequence[float] = (0.003, 0.01, 0.03)
 
 
-@dataclass
-class Training:
-    """A run: what is trained, by what, and what it has measured so far.
-
-    Attributes:
-        steps: one record a finished step, the start's first.
-        seconds: wall-clock time of all of them.
-    """
-
-    mll: gpi.mlls.HutchinsonMarginalLogLikelihood
-    optimizer: torch.optim.Optimizer
-    steps: list[dict[str, Any]]
-    seconds: float = 0.0
-
-    def save(self, path: Path, options: Options) -> None:
-        """Everything that the next step needs. Whatever happens in the middle of it leaves the last file whole."""
-        content = {
-            "options": asdict(options),
-            "steps": self.steps,
-            "seconds": self.seconds,
-            "model": self.mll.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "training": self.mll.training_state(),
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, path.with_suffix(".new"))
-        path.with_suffix(".new").replace(path)
-
-    def load(self, path: Path, options: Options) -> None:
-        """Goes on where a run with the same options was interrupted; does nothing where there is none.
-
-        Raises ValueError for the file of a run with others, which may have taken hours. More steps than it was to have
-        are no other run.
-        """
-        if not path.exists():
-            return
-        content = torch.load(path, weights_only=True)
-        different = [
-            name
-            for name, value in asdict(options).items()
-            if name not in NOT_OF_TRAINING and value != content["options"].get(name)
-        ]
-        if different:
-            raise ValueError(
-                f"{path} is of a run with another {', '.join(different)}: remove it, or name another folder."
-            )
-        self.mll.model.load_state_dict(content["model"])
-        self.optimizer.load_state_dict(content["optimizer"])
-        self.mll.load_training_state(content["training"])
-        self.steps, self.seconds = content["steps"], content["seconds"]
-
-    def record(self, start: float, **figures: Any) -> None:
-        """Of what began at `start`."""
-        seconds = time.perf_counter() - start
-        self.seconds += seconds
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        self.steps.append({"seconds": seconds, "peak_memory_mb": peak, **figures})
-
-
 @contender(CASE, "ours")
 def ours(*, folder: str, keep_steps: bool, **given: Any) -> Outcome:
     """Start, training and predictions; each step is saved in the folder, and printed there in ours.log.
 
     The steps are removed in the end unless they are kept: for more of them, or for other predictions.
     """
-    options, path = Options(**given), Path(folder) / "ours.pt"
+    options, checkpoint = Options(**given), Checkpoint(Path(folder) / "ours.pt")
     data = load_flights(rows=options.rows)
-    training = train(data, path, options)
+    training = train(data, checkpoint, options)
     start = time.perf_counter()
     posterior = training.mll.posterior(
         solver=replace(solver_of(options), max_epochs=PREDICTION_BUDGETS * options.max_epochs), rank=options.rank
@@ -144,7 +61,7 @@ def ours(*, folder: str, keep_steps: bool, **given: Any) -> Outcome:
     solves = posterior.solves
     predicted = time.perf_counter() - start
     if not keep_steps:
-        path.unlink()
+        checkpoint.remove()
     return {
         "rmse": rmse,
         "log_likelihood": log_likelihood,
@@ -155,68 +72,6 @@ def ours(*, folder: str, keep_steps: bool, **given: Any) -> Outcome:
         "target_scale": data.target_scale,
         "training_rows": len(data.train_y),
         "steps": training.steps,
-    }
-
-
-def solver_of(options: Options) -> gpi.solvers.AlternatingProjections:
-    """The solver of training steps.
-
-    With few epochs to spend, projections get furthest however large the matrix; conjugate gradients would need a
-    preconditioner whose rank grows with it, and have no epochs left to finish in.
-    """
-    return gpi.solvers.AlternatingProjections(max_epochs=options.max_epochs, block_size=options.block_size, finish=None)
-
-
-def train(data: Split, path: Path, options: Options) -> Training:
-    """The start and all steps, or those that are missing in the file."""
-    model = MaternRegression(data)
-    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
-        model.likelihood,
-        model,
-        num_probes=options.num_probes,
-        solver=solver_of(options),
-        # Nothing is kept between products: four gigabytes would hold a fortieth of the tiles.
-        products=KernelProducts(cache_memory=0, compile=options.compiled),
-        generator=0,
-    )
-    training = Training(mll, torch.optim.Adam(model.parameters(), lr=options.rate), [])
-    training.load(path, options)
-    log = path.with_suffix(".log")
-    if not training.steps:
-        start = time.perf_counter()
-        gpi.initialize_from_subsets(
-            model,
-            model.likelihood,
-            subset_size=options.subset_size,
-            num_subsets=options.num_subsets,
-            optimizer_steps=options.subset_steps,
-        )
-        training.record(start)
-        training.save(path, options)
-        log.write_text(f"start: {training.seconds:.0f} s\n")
-    with warnings.catch_warnings():
-        # Solves that end with their budget are what this is about; every step's record says how they ended.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        while len(training.steps) <= options.steps:
-            start = time.perf_counter()
-            take_step(model, mll, training.optimizer, data)
-            assert mll.report is not None
-            training.record(start, **figures_of(mll.report))
-            training.save(path, options)
-            with log.open("a") as file:
-                file.write(f"step {len(training.steps) - 1}: {mll.report}\n")
-    return training
-
-
-def figures_of(report: gpi.mlls.MarginalLogLikelihoodReport) -> dict[str, Any]:
-    """What a step's report says, as plain numbers."""
-    return {
-        "status": report.status.name,
-        "epochs": report.epochs,
-        "residual_targets": report.residual_targets,
-        "residual_probes": report.residual_probes,
-        "value": float(report.value),
-        "value_sem": float(report.value_sem),
     }
 
 

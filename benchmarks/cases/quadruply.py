@@ -16,6 +16,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks import published
+from benchmarks.checkpoints import Checkpoint
 from benchmarks.command_line import (
     DEFAULT_MINUTES,
     DEFAULT_THREADS,
@@ -157,8 +158,10 @@ def _continue(
     """Trains from the last checkpoint on until `steps` (or `seconds`, the start included), or for so many minutes."""
     data = load(dataset, split)
     told = {"dataset": dataset, "split": split, "steps": steps, "seconds": seconds, **options}
-    path = CHECKPOINTS / ("_".join([method, *(f"{name}={told[name]}" for name in sorted(told))]) + ".pt")
-    saved = torch.load(path, weights_only=False) if path.exists() else None
+    checkpoint = Checkpoint(
+        CHECKPOINTS / ("_".join([method, *(f"{name}={told[name]}" for name in sorted(told))]) + ".pt")
+    )
+    saved = checkpoint.load()
     begin = time.perf_counter()
     if saved is None:
         start = _start(data)
@@ -181,10 +184,10 @@ def _continue(
         done, spent = done + 1, earlier + time.perf_counter() - before
     finished = done >= steps or (seconds is not None and spent >= seconds)
     if finished:
-        path.unlink(missing_ok=True)
+        checkpoint.remove()
     else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"start": hyperparameters, "seconds": spent, "steps": done, "training": training.state()}, path)
+        state = {"start": hyperparameters, "seconds": spent, "steps": done, "training": training.state()}
+        checkpoint.save(state)
     scale = float(rows_of(dataset)[:, -1].std())
     rmse, log_likelihood = prediction_scores(training.predict, data.test_x, data.test_y)
     scores = {"rmse": rmse, "nll": -log_likelihood}

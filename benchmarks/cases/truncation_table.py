@@ -16,6 +16,7 @@ from gpytorch.mlls import MarginalLogLikelihood
 
 import gpy_iterative as gpi
 from benchmarks import published
+from benchmarks.checkpoints import Checkpoint
 from benchmarks.command_line import (
     DEFAULT_MINUTES,
     DEFAULT_THREADS,
@@ -93,11 +94,10 @@ def _train_and_predict(
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(drop * steps) for drop in DROPS], 0.1)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    path = CHECKPOINTS / f"{method}_{dataset}_seed={seed}_rows={rows}_steps={steps}_rate={rate}.pt"
+    checkpoint = Checkpoint(CHECKPOINTS / f"{method}_{dataset}_seed={seed}_rows={rows}_steps={steps}_rate={rate}.pt")
     values: list[float] = []
     earlier = 0.0
-    if path.exists():
-        saved = torch.load(path, weights_only=True)
+    if saved := checkpoint.load():
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         mll.load_training_state(saved["mll"])
@@ -111,15 +111,14 @@ def _train_and_predict(
     trained = time.perf_counter()
     seconds = earlier + trained - began
     if len(values) < steps:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        saved = {name: part.state_dict() for name, part in parts.items()}
-        torch.save(saved | {"mll": mll.training_state(), "values": values, "seconds": seconds}, path)
+        state = {name: part.state_dict() for name, part in parts.items()}
+        checkpoint.save(state | {"mll": mll.training_state(), "values": values, "seconds": seconds})
     posterior = gpi.prediction.PathwisePosterior(
         model, model.likelihood, solver=gpi.solvers.ConjugateGradients(tolerance=1e-4)
     )
     rmse, log_likelihood = posterior_scores(model, posterior, data)
     if len(values) == steps:
-        path.unlink(missing_ok=True)
+        checkpoint.remove()
     return {
         "finished": len(values) == steps,
         "rmse": rmse,

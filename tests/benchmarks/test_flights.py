@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from benchmarks import runs
 from benchmarks.__main__ import app
 from benchmarks.cases import flights as case
+from benchmarks.checkpoints import Checkpoint
 from benchmarks.datasets import FLIGHT_COLUMNS, Split, flights, load_flights
 from benchmarks.metrics import regression_scores
 from benchmarks.runs import Measured
@@ -70,9 +71,9 @@ def test_a_tenth_is_held_out_whatever_is_kept_for_training() -> None:
 
 
 def test_an_interrupted_run_goes_on_exactly(data: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = case.train(data, tmp_path / "whole" / "ours.pt", OPTIONS)
+    whole = case.train(data, Checkpoint(tmp_path / "whole" / "ours.pt"), OPTIONS)
 
-    path, step, taken = tmp_path / "parts" / "ours.pt", torch.optim.Adam.step, []
+    checkpoint, step, taken = Checkpoint(tmp_path / "parts" / "ours.pt"), torch.optim.Adam.step, []
 
     def interrupted(optimizer: torch.optim.Adam) -> None:
         taken.append(optimizer)
@@ -82,9 +83,9 @@ def test_an_interrupted_run_goes_on_exactly(data: Split, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(torch.optim.Adam, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        case.train(data, path, OPTIONS)
+        case.train(data, checkpoint, OPTIONS)
     monkeypatch.undo()
-    resumed = case.train(data, path, OPTIONS)
+    resumed = case.train(data, checkpoint, OPTIONS)
     assert len(resumed.steps) == len(whole.steps) == 5
     for ours, theirs in zip(resumed.mll.model.parameters(), whole.mll.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -94,20 +95,20 @@ def test_an_interrupted_run_goes_on_exactly(data: Split, tmp_path: Path, monkeyp
             k: v for k, v in theirs.items() if k not in measured
         }
     assert resumed.seconds == pytest.approx(sum(record["seconds"] for record in resumed.steps))
-    assert len((path.with_suffix(".log")).read_text().splitlines()) == 5
+    assert len(checkpoint.path.with_suffix(".log").read_text().splitlines()) == 5
 
 
 def test_saved_steps_are_those_of_the_same_options(data: Split, tmp_path: Path) -> None:
-    path = tmp_path / "ours.pt"
+    checkpoint = Checkpoint(tmp_path / "ours.pt")
     one_step = replace(OPTIONS, steps=1)
-    first = case.train(data, path, one_step)
+    first = case.train(data, checkpoint, one_step)
     assert first.steps[1]["status"] == "BUDGET_EXHAUSTED"
     assert first.steps[1]["epochs"] <= 1
-    assert case.train(data, path, one_step).steps == first.steps
-    assert case.train(data, path, replace(OPTIONS, steps=2)).steps[:2] == first.steps
+    assert case.train(data, checkpoint, one_step).steps == first.steps
+    assert case.train(data, checkpoint, replace(OPTIONS, steps=2)).steps[:2] == first.steps
     with pytest.raises(ValueError, match="of a run with another max_epochs, rate: remove"):
-        case.train(data, path, replace(one_step, max_epochs=100.0, rate=0.2))
-    other = case.train(data, tmp_path / "other.pt", replace(one_step, max_epochs=100.0))
+        case.train(data, checkpoint, replace(one_step, max_epochs=100.0, rate=0.2))
+    other = case.train(data, Checkpoint(tmp_path / "other.pt"), replace(one_step, max_epochs=100.0))
     assert other.steps[1]["status"] == "CONVERGED"
 
 

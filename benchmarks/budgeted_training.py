@@ -1,0 +1,160 @@
+"""Training on a budget of epochs, whose every step is saved: what the flights are trained by.
+
+A step may take a few passes over the kernel matrix, which is never stored; its solves go on where the last step's ended,
+and everything that the next one needs is saved after each, so that an interrupted run goes on exactly.
+"""
+
+import resource
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import gpy_iterative as gpi
+from benchmarks.checkpoints import Checkpoint
+from benchmarks.datasets import Split
+from benchmarks.models import MaternRegression
+from benchmarks.training import take_step
+from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.linear_operators import KernelProducts
+
+#: Options that saved steps do not depend on.
+NOT_OF_TRAINING = ("steps", "rank")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ours is trained, and predicts, with; the command's help says what each is. By default the paper preset's."""
+
+    rows: int | None = None
+    steps: int = 10
+    max_epochs: float = 5.0
+    block_size: int = 1024
+    num_probes: int = 16
+    rate: float = 0.1
+    subset_size: int = 3000
+    num_subsets: int = 5
+    subset_steps: int = 50
+    rank: int = 256
+    compiled: bool = False
+
+
+@dataclass
+class Training:
+    """A run: what is trained, by what, and what it has measured so far.
+
+    Attributes:
+        steps: one record a finished step, the start's first.
+        seconds: wall-clock time of all of them.
+    """
+
+    mll: gpi.mlls.HutchinsonMarginalLogLikelihood
+    optimizer: torch.optim.Optimizer
+    steps: list[dict[str, Any]]
+    seconds: float = 0.0
+
+    def save(self, checkpoint: Checkpoint, options: Options) -> None:
+        """Everything that the next step needs."""
+        content = {
+            "options": asdict(options),
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "model": self.mll.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "training": self.mll.training_state(),
+        }
+        checkpoint.save(content)
+
+    def load(self, checkpoint: Checkpoint, options: Options) -> None:
+        """Goes on where a run with the same options was interrupted; does nothing where there is none.
+
+        Raises ValueError for the file of a run with others, which may have taken hours. More steps than it was to have
+        are no other run.
+        """
+        content = checkpoint.load()
+        if content is None:
+            return
+        different = [
+            name
+            for name, value in asdict(options).items()
+            if name not in NOT_OF_TRAINING and value != content["options"].get(name)
+        ]
+        if different:
+            raise ValueError(
+                f"{checkpoint.path} is of a run with another {', '.join(different)}: remove it, or name another folder."
+            )
+        self.mll.model.load_state_dict(content["model"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        self.mll.load_training_state(content["training"])
+        self.steps, self.seconds = content["steps"], content["seconds"]
+
+    def record(self, start: float, **figures: Any) -> None:
+        """Of what began at `start`."""
+        seconds = time.perf_counter() - start
+        self.seconds += seconds
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        self.steps.append({"seconds": seconds, "peak_memory_mb": peak, **figures})
+
+
+def solver_of(options: Options) -> gpi.solvers.AlternatingProjections:
+    """The solver of training steps.
+
+    With few epochs to spend, projections get furthest however large the matrix; conjugate gradients would need a
+    preconditioner whose rank grows with it, and have no epochs left to finish in.
+    """
+    return gpi.solvers.AlternatingProjections(max_epochs=options.max_epochs, block_size=options.block_size, finish=None)
+
+
+def train(data: Split, checkpoint: Checkpoint, options: Options) -> Training:
+    """The start and all steps, or those that are missing in the file."""
+    model = MaternRegression(data)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
+        model.likelihood,
+        model,
+        num_probes=options.num_probes,
+        solver=solver_of(options),
+        # Nothing is kept between products: four gigabytes would hold a fortieth of the tiles.
+        products=KernelProducts(cache_memory=0, compile=options.compiled),
+        generator=0,
+    )
+    training = Training(mll, torch.optim.Adam(model.parameters(), lr=options.rate), [])
+    training.load(checkpoint, options)
+    log = checkpoint.path.with_suffix(".log")
+    if not training.steps:
+        start = time.perf_counter()
+        gpi.initialize_from_subsets(
+            model,
+            model.likelihood,
+            subset_size=options.subset_size,
+            num_subsets=options.num_subsets,
+            optimizer_steps=options.subset_steps,
+        )
+        training.record(start)
+        training.save(checkpoint, options)
+        log.write_text(f"start: {training.seconds:.0f} s\n")
+    with warnings.catch_warnings():
+        # Solves that end with their budget are what this is about; every step's record says how they ended.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        while len(training.steps) <= options.steps:
+            start = time.perf_counter()
+            take_step(model, mll, training.optimizer, data)
+            assert mll.report is not None
+            training.record(start, **figures_of(mll.report))
+            training.save(checkpoint, options)
+            with log.open("a") as file:
+                file.write(f"step {len(training.steps) - 1}: {mll.report}\n")
+    return training
+
+
+def figures_of(report: gpi.mlls.MarginalLogLikelihoodReport) -> dict[str, Any]:
+    """What a step's report says, as plain numbers."""
+    return {
+        "status": report.status.name,
+        "epochs": report.epochs,
+        "residual_targets": report.residual_targets,
+        "residual_probes": report.residual_probes,
+        "value": float(report.value),
+        "value_sem": float(report.value_sem),
+    }
