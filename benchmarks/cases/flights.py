@@ -1,7 +1,7 @@
 """A third of a million flights on a small machine: an exact Gaussian process on a budget, beside inducing points.
 
-Hyperparameters start at averages over fits to neighbourhoods; the steps are in `benchmarks.budgeted_training`. The rival has
-the same kernel and the same wall-clock time.
+Hyperparameters start at averages over fits to neighbourhoods; the steps are in `benchmarks.budgeted_training`. The rival
+has the same kernel and the same wall-clock time.
 """
 
 import time
