@@ -244,27 +244,31 @@ def test_a_failed_first_step_leaves_no_trace() -> None:
     assert not model.weights.initialized
 
 
-def test_training_goes_on_after_weights_that_were_no_numbers() -> None:
+@pytest.mark.parametrize("points", [20, None])
+def test_training_goes_on_after_weights_that_were_no_numbers(points: int | None) -> None:
     model, x, y = fourier_problem(m=2000)
     model.basis.requires_grad_(False)
-    mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2).requires_grad_(False), model, **(OPTIONS | {"generator": 3}))
+    options = OPTIONS | {"generator": 3, "num_control_points": points}
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(0.2).requires_grad_(False), model, **options)
     optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
         (-mll(model(x), y)).backward()
         optimizer.step()
-    moved = mll._known.control.latent.announced[-1].index
-    moved = moved[~torch.isin(moved, mll._known.control.latent.watched)]
+    (latent,), kept = mll._known.latents(), mll._known.kept
+    moved = latent.announced[-1].index
     good = model.weights.tail_mean.detach().clone()
-    model.weights.tail_mean.data[moved] = torch.nan
+    model.weights.tail_mean.data[moved[~torch.isin(moved, latent.watched)]] = torch.nan
     with pytest.raises(NonFiniteError):
         mll(model(x), y)
+    assert mll._known.kept is kept
     model.weights.tail_mean.data.copy_(good)
     mll(model(x), y)
-    kept = mll._known.control.latent.total.clone()
-    assert torch.isfinite(kept).all()
+    (latent,) = mll._known.latents()
+    before = latent.total.clone()
+    assert torch.isfinite(before).all()
     mll.refresh()
-    torch.testing.assert_close(kept, mll._known.control.latent.total)
+    torch.testing.assert_close(before, latent.total)
 
 
 def test_states_of_other_models() -> None:
@@ -310,28 +314,6 @@ def test_rows_that_cannot_be_kept() -> None:
     assert not model.weights.initialized
     mll(model(x), y)
     assert mll.report.num_steps_per_batch == 2
-
-
-def test_known_rows_after_weights_that_were_no_numbers() -> None:
-    mll, model, x, y = make(num_control_points=None)
-    model.basis.requires_grad_(False)
-    optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        (-mll(model(x), y)).backward()
-        optimizer.step()
-    kept = mll._known.kept
-    good = model.weights.tail_mean.detach().clone()
-    model.weights.tail_mean.data[kept.latent.announced[-1].index] = torch.nan
-    with pytest.raises(NonFiniteError):
-        mll(model(x), y)
-    assert mll._known.kept is kept
-    model.weights.tail_mean.data.copy_(good)
-    mll(model(x), y)
-    total = mll._known.kept.latent.total.clone()
-    assert torch.isfinite(total).all()
-    mll.refresh()
-    torch.testing.assert_close(total, mll._known.kept.latent.total)
 
 
 @pytest.mark.parametrize(
