@@ -1,4 +1,7 @@
-"""Files that interrupted runs go on from."""
+"""Files that interrupted runs go on from.
+
+A run of hours is cut into pieces: each call goes on from the last checkpoint, for as many minutes as it is given.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Quadruply stochastic training beside SVGP with as much time, on the data of Evans and Nair 2018, table 2.
-
-A run is long, so it is cut into pieces: each call goes on from the last checkpoint, for as many minutes as it is given.
-"""
+"""Quadruply stochastic training beside SVGP with as much time, on the data of Evans and Nair 2018, table 2."""
 
 import time
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Russian roulette, truncated conjugate gradients and Cholesky by the protocol of Potapczynski et al. 2021, table 1.
-
-A run is long, so it is cut into pieces: each call goes on from the last checkpoint, for as many minutes as it is given.
-"""
+"""Russian roulette, truncated conjugate gradients and Cholesky by the protocol of Potapczynski et al. 2021, table 1."""
 
 import math
 import time
