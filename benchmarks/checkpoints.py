@@ -9,6 +9,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.runner import RESULTS
+
+#: The folder for what runs leave while they are not finished.
+OUT = RESULTS.parent.parent / "out"
+
 
 @dataclass(frozen=True)
 class Checkpoint:

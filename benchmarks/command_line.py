@@ -1,6 +1,7 @@
 """What the commands share: the program they belong to, how contenders are run, shown and saved."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from benchmarks.devices import Device
 from benchmarks.runner import Outcome, environment, run_apart, save
+from benchmarks.runs import Measured, Run, SavedRuns
 from benchmarks.tables import Table
 
 # Plain tracebacks: their last line, which a contender's process hands on, has the message whole.
@@ -56,6 +58,16 @@ def exit_if_missing(found: Sequence[object], planned: Sequence[object]) -> None:
     """Ends a command that has shown what there is: with status 1 where a run failed."""
     if len(found) < len(planned):
         raise typer.Exit(1)
+
+
+def run_and_show(
+    path: Path, runs: Sequence[Run], threads: int, tables: Callable[[Sequence[Measured]], Sequence[Table]]
+) -> None:
+    """Does what is not saved in the file yet, and prints all that is there; ends with status 1 where a run failed."""
+    found = SavedRuns(path).execute(runs, threads, console)
+    for table in tables(found):
+        console.print(table.for_terminal())
+    exit_if_missing(found, runs)
 
 
 def show(title: str, columns: list[str], rows: list[list[str]]) -> None:

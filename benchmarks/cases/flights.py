@@ -16,12 +16,12 @@ from torch import Tensor
 
 from benchmarks.budgeted_training import Options, solver_of, train
 from benchmarks.checkpoints import Checkpoint
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, run_and_show
 from benchmarks.datasets import load_flights
 from benchmarks.metrics import prediction_scores
 from benchmarks.models import matern_kernel
 from benchmarks.runner import RESULTS, Outcome, contender
-from benchmarks.runs import Measured, Run, SavedRuns
+from benchmarks.runs import Measured, Run
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table
 from benchmarks.training import posterior_scores
@@ -174,10 +174,7 @@ def flights(
     of_rival = RivalOptions(num_inducing, tuple(rates) if rates else RivalOptions.rates)
     console.print(f"every step of ours is saved in {steps_folder(folder, rows)}, and printed in its ours.log")
     runs = planned_runs(options, of_rival, folder, keep_steps=True)
-    found = SavedRuns(RESULTS / "flights.json").execute(runs, threads, console)
-    for shown in tables(found):
-        console.print(shown.for_terminal())
-    exit_if_missing(found, runs)
+    run_and_show(RESULTS / "flights.json", runs, threads, tables)
 
 
 def tables(found: Sequence[Measured]) -> list[Table]:

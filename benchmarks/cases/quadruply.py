@@ -13,26 +13,18 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.checkpoints import Checkpoint
-from benchmarks.command_line import (
-    DEFAULT_MINUTES,
-    DEFAULT_THREADS,
-    Minutes,
-    Threads,
-    app,
-    console,
-    exit_if_missing,
-)
+from benchmarks.checkpoints import OUT, Checkpoint
+from benchmarks.command_line import DEFAULT_MINUTES, DEFAULT_THREADS, Minutes, Threads, app, run_and_show
 from benchmarks.datasets import Split, load, rows_of
 from benchmarks.metrics import prediction_scores
 from benchmarks.models import SquaredExponentialRegression
 from benchmarks.runner import RESULTS, Outcome, contender
-from benchmarks.runs import Measured, Run, SavedRuns
+from benchmarks.runs import Measured, Run
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table, beside
 from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
 
-CHECKPOINTS = RESULTS.parent.parent / "out" / "quadruply"
+CHECKPOINTS = OUT / "quadruply"
 #: Rows whose exact Gaussian process gives the hyperparameters to start from, and steps of Adam on them.
 START_ROWS, START_STEPS = 2000, 100
 #: Eigenfeatures of random centres; random Fourier features, the basis of the paper's table; the rival.
@@ -257,9 +249,7 @@ def quadruply(
         for split in range(splits)
         for planned in planned_runs(name, split, method or ["nystrom", "svgp"], minutes, **given)
     ]
-    found = SavedRuns(RESULTS / "quadruply.json").execute(runs, threads, console)
-    console.print(table(found).for_terminal())
-    exit_if_missing(found, runs)
+    run_and_show(RESULTS / "quadruply.json", runs, threads, lambda found: [table(found)])
 
 
 def planned_runs(dataset: str, split: int, methods: Sequence[str], minutes: float, **given: Any) -> list[Run]:

@@ -13,21 +13,13 @@ from gpytorch.mlls import MarginalLogLikelihood
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.checkpoints import Checkpoint
-from benchmarks.command_line import (
-    DEFAULT_MINUTES,
-    DEFAULT_THREADS,
-    Minutes,
-    Threads,
-    app,
-    console,
-    exit_if_missing,
-)
+from benchmarks.checkpoints import OUT, Checkpoint
+from benchmarks.command_line import DEFAULT_MINUTES, DEFAULT_THREADS, Minutes, Threads, app, run_and_show
 from benchmarks.datasets import load_random_split, num_rows
 from benchmarks.metrics import prediction_scores
 from benchmarks.models import SquaredExponentialRegression
 from benchmarks.runner import RESULTS, Outcome, contender
-from benchmarks.runs import Measured, Run, SavedRuns
+from benchmarks.runs import Measured, Run
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table, beside
 from benchmarks.training import posterior_scores, take_step
@@ -36,7 +28,7 @@ from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.truncation import ExponentialTruncation
 
 CASE = "truncation-table"
-CHECKPOINTS = RESULTS.parent.parent / "out" / "truncation_table"
+CHECKPOINTS = OUT / "truncation_table"
 #: Adam iterations of the paper.
 STEPS = {"pol": 1500, "elevators": 1500, "bike": 1500, "kin40k": 800, "protein": 800, "keggdirected": 800}
 METHODS = ("rr-cg", "cg", "cholesky", "rff", "ss-rff", "svgp")
@@ -194,9 +186,7 @@ def truncation_table(
             name, seed, method or list(CHOSEN), rows, steps or STEPS[name], rate, cholesky_rows, minutes
         )
     ]
-    found = SavedRuns(RESULTS / "truncation_table.json").execute(runs, threads, console)
-    console.print(table(found).for_terminal())
-    exit_if_missing(found, runs)
+    run_and_show(RESULTS / "truncation_table.json", runs, threads, lambda found: [table(found)])
 
 
 def planned_runs(

@@ -37,11 +37,11 @@ class ControlVariate:
         """At support points x [p, d] with targets y [p] and fixed noise [p] (or None); cost p m (1 + k)."""
         return cls(KnownLatent.start(model, x), y, noise)
 
-    def restart(self, model: QuadruplyStochasticGP) -> "ControlVariate":
-        """The same points, at the model's current weights, hyperparameters and dtype."""
+    def restart(self, model: QuadruplyStochasticGP) -> None:
+        """Works all out anew, at the model's current weights, hyperparameters and dtype."""
         like = model.basis.like
-        noise = None if self.noise is None else self.noise.to(like)
-        return ControlVariate(self.latent.moved_to(model, self.latent.x.to(like)), self.y.to(like), noise)
+        self.latent, self.y = self.latent.moved_to(model, self.latent.x.to(like)), self.y.to(like)
+        self.noise = None if self.noise is None else self.noise.to(like)
 
     def term(
         self,

@@ -39,16 +39,16 @@ class KeptRows:
 
     def are_in(self, x: Tensor) -> bool:
         """Whether these data have the rows where they had them."""
-        return len(x) > int(self.index.max()) and torch.equal(x[self.index], self.latent.x)
+        return len(x) > int(self.index.max()) and torch.equal(x[self.index], self.latent.x.to(x))
 
     def are_due(self, x: Tensor, num_steps: int) -> bool:
         """Whether other rows are to take their place; there are none where these are all."""
         return self.steps >= num_steps and len(self.index) < len(x)
 
-    def restart(self, model: QuadruplyStochasticGP) -> "KeptRows":
-        """The same rows, at the model's current weights and dtype."""
+    def restart(self, model: QuadruplyStochasticGP) -> None:
+        """Works all out anew, at the model's current weights and dtype."""
         like = model.basis.like
-        return KeptRows(self.latent.moved_to(model, self.latent.x.to(like)), self.index.to(like.device), self.steps)
+        self.latent, self.index = self.latent.moved_to(model, self.latent.x.to(like)), self.index.to(like.device)
 
     def to_dict(self) -> dict[str, Tensor]:
         """Tensors, by name."""

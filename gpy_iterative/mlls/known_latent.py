@@ -67,7 +67,7 @@ class KnownLatent:
     announced: list[_Announced] = field(default_factory=list)
     steps: int = 0
     is_incomplete: bool = False
-    versions: tuple[int, ...] = ()
+    versions: tuple[object, ...] = ()
     buffer_versions: tuple[object, ...] = ()
     revision: int = 0
     has_warned: bool = False

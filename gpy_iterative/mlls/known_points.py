@@ -26,14 +26,11 @@ class KnownPoints:
     def follow(self, model: QuadruplyStochasticGP, refresh_every: int | None = None) -> None:
         """Brings all to the model's weights; see `KnownLatent.catch_up`."""
         with torch.inference_mode(False), torch.no_grad():
-            if self.kept is not None and not self.kept.latent.follows(model):
-                self.kept = self.kept.restart(model)
-            elif self.kept is not None:
-                self.kept.latent.catch_up(model, refresh_every)
-            if self.control is not None and not self.control.latent.follows(model):
-                self.control = self.control.restart(model)
-            elif self.control is not None:
-                self.control.latent.catch_up(model, refresh_every)
+            for part in (self.kept, self.control):
+                if part is not None and part.latent.follows(model):
+                    part.latent.catch_up(model, refresh_every)
+                elif part is not None:
+                    part.restart(model)
 
     def refresh(self, model: QuadruplyStochasticGP) -> None:
         """Works all out from all features: m (1 + k) a point."""

@@ -204,13 +204,14 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         if tracks:  # a step may follow: one of which this control variate knows, and others of the same weights do not
             self.model.weights.announce_step()
             self._known.set_revision(self.model.weights.revision)
+        control = self._known.control if kept is None else None
         self.report = QuadruplyStochasticReport(
             value=value.detach().clone(),
             is_unbiased=self.is_unbiased or (kept is not None and self.model.weights.shared_diagonal),
             num_rows=self._data.num_samples_of(len(x)) if kept is None else len(kept.index),
             num_features=self.model.basis.num_features,
             num_feature_samples=self.num_group_samples * self.model.basis.group_size,
-            num_control_points=len(self._known.control.y) if kept is None and self._known.control is not None else 0,
+            num_control_points=0 if control is None else len(control.y),
             num_steps_per_batch=1 if kept is None else self.num_steps_per_batch,
             seconds=time.perf_counter() - start,
         )
@@ -353,6 +354,10 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         """Rows whose latent function is known: the last step's, or others after so many steps. None where all are new."""
         known, trains = self._known, torch.is_grad_enabled()
         keeps = self._keeps_rows(x)
+        has_moved = keeps and known.kept is not None and not known.kept.are_in(x)
+        if has_moved and not self._asks_to_keep:
+            # In another order at every call (a loader of whole batches that shuffles), rows would be drawn at every call.
+            self._is_shuffled, keeps = True, False
         if trains and keeps:
             known.control = None
         elif trains:
@@ -362,16 +367,14 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         if not keeps:
             return None
         kept = known.kept
-        if kept is not None and not kept.are_due(x, self.num_steps_per_batch):
+        is_due = kept is None or has_moved or kept.are_due(x, self.num_steps_per_batch)
+        if kept is not None and not is_due:
             known.follow(self.model, self._refresh_every)
-            kept = known.kept
-        if kept is None or kept.are_due(x, self.num_steps_per_batch) or not self._still_serve(kept, x):
+            is_due = not kept.latent.has_features_of(self.model)
+        if kept is None or is_due:
             kept = KeptRows.draw(self.model, x, self._draw_rows(x), kept)
         known.kept = replace(kept, steps=kept.steps + 1)
         return known.kept
-
-    def _still_serve(self, kept: KeptRows, x: Tensor) -> bool:
-        return kept.are_in(x) and kept.latent.has_features_of(self.model)
 
     def _keeps_rows(self, x: Tensor) -> bool:
         """Raises ValueError where it was asked for, and cannot be."""
@@ -389,12 +392,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             raise ValueError(
                 f"num_steps_per_batch={self.num_steps_per_batch}, but {reason}. num_steps_per_batch=1 takes both."
             )
-        if not is_whole or learned:
-            return False
-        # Data in another order at every call (a loader of whole batches that shuffles) would have rows drawn at every call.
-        is_shuffled = self._known.kept is not None and not self._asks_to_keep and not self._known.kept.are_in(x)
-        self._is_shuffled |= is_shuffled
-        return not self._is_shuffled
+        return is_whole and not learned and not self._is_shuffled
 
     @contextmanager
     def _unchanged_by_failure(self) -> Iterator[None]:

@@ -15,6 +15,8 @@ from linear_operator.operators import DiagLinearOperator, RootLinearOperator
 from torch import Tensor
 from torch.nn import Parameter, functional
 
+from gpy_iterative.linear_operators.tile_cache import version
+
 
 @dataclass(frozen=True)
 class WeightRows:
@@ -59,7 +61,7 @@ class FeatureWeights(_VariationalDistribution):
         zeros = lambda *shape: Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
         self.num_head, self.num_tail, self.num_dense_columns = num_head, num_tail, num_dense_columns
         self.revision = 0
-        self._before_step: tuple[int, ...] | None = None
+        self._before_step: tuple[object, ...] | None = None
         self.shared_diagonal = shared_diagonal
         self.register_parameter("head_mean", zeros(num_head))
         self.register_parameter("head_columns", zeros(num_head, num_dense_columns))
@@ -92,9 +94,9 @@ class FeatureWeights(_VariationalDistribution):
         """Whether an evaluation with a gradient may be without its step yet."""
         return self._before_step == self.versions()
 
-    def versions(self) -> tuple[int, ...]:
+    def versions(self) -> tuple[object, ...]:
         """What changes with every step that moves the tail in place."""
-        return self.tail_mean._version, self.tail_columns._version
+        return version(self.tail_mean), version(self.tail_columns)
 
     @property
     def dense_head_columns(self) -> Tensor:
