@@ -1,9 +1,9 @@
 """What a contender computes on: the CPU or CUDA, a clock that waits for it, and the memory that it has."""
 
-import os
 import time
 from enum import StrEnum
 
+import psutil
 import torch
 
 
@@ -25,7 +25,7 @@ def free_memory(device: str) -> int:
     """Bytes that are free on the device now."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return psutil.virtual_memory().available
 
 
 def peak_memory() -> dict[str, float]:

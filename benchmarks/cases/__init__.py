@@ -28,6 +28,7 @@ from benchmarks.cases import (
     truncation_cost,
     truncation_table,
     variance,
+    warm_starts,
 )
 
 __all__ = [
@@ -58,4 +59,5 @@ __all__ = [
     "truncation_cost",
     "truncation_table",
     "variance",
+    "warm_starts",
 ]

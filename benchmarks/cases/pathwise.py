@@ -19,7 +19,7 @@ import typer
 import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show
-from benchmarks.datasets import load
+from benchmarks.datasets import Split, load
 from benchmarks.models import MaternRegression
 from benchmarks.plots import plt, save_figure
 from benchmarks.runner import Outcome, contender
@@ -72,6 +72,17 @@ def make_mll(
     return PathwiseMarginalLogLikelihood(model.likelihood, model, corrected=probes == "corrected", **common)
 
 
+def start_model(
+    dataset: str, split: int, *, rows: int | None, scales: bool, start_from: Literal["ones", "subsets"]
+) -> tuple[Split, MaternRegression]:
+    """The data, and the model with the hyperparameters that training starts from."""
+    data = load(dataset, split, rows=rows)
+    model = MaternRegression(data, scales=scales)
+    if start_from == "subsets":
+        gpi.initialize_from_subsets(model, model.likelihood, subset_size=1000, num_subsets=3, generator=0)
+    return data, model
+
+
 def train(
     solver: str,
     variant: str,
@@ -98,10 +109,7 @@ def train(
             for large data (whose time does not count).
         scales: whether Adam moves the scales of signal and noise, as in the paper, or their variances, as in GPyTorch.
     """
-    data = load(dataset, split, rows=rows)
-    model = MaternRegression(data, scales=scales)
-    if start_from == "subsets":
-        gpi.initialize_from_subsets(model, model.likelihood, subset_size=1000, num_subsets=3, generator=0)
+    data, model = start_model(dataset, split, rows=rows, scales=scales, start_from=start_from)
     mll = make_mll(model, make_solver(solver, block_size, max_epochs), variant)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     reports, start = [], time.perf_counter()

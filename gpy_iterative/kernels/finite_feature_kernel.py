@@ -4,12 +4,13 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from gpytorch.kernels import Kernel
 from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy, LinearPredictionStrategy
 from linear_operator import LinearOperator
 from linear_operator.operators import LowRankRootLinearOperator, MatmulLinearOperator, RootLinearOperator
 from torch import Tensor
+
+from gpy_iterative.linear_operators import are_same_inputs
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class FiniteFeatureKernel(Kernel):
                 f"{type(self).__name__} takes no further arguments, got {', '.join(params) or 'last_dim_is_batch'}."
             )
         left = self.features(x1)
-        if x1 is x2 or (x1.shape == x2.shape and torch.equal(x1, x2)):
+        if are_same_inputs(x1, x2):
             if diag:
                 return left.square().sum(-1)
             low_rank = left.shape[-1] < left.shape[-2]

@@ -7,7 +7,7 @@ from gpytorch.kernels import Kernel
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators import KernelProducts, operator_of_kernel
+from gpy_iterative.linear_operators import KernelProducts, are_same_inputs, operator_of_kernel
 
 
 class MatrixFreeKernel(Kernel):
@@ -48,6 +48,6 @@ class MatrixFreeKernel(Kernel):
             raise ValueError(
                 f"MatrixFreeKernel takes no further arguments, got {', '.join(params) or 'last_dim_is_batch'}."
             )
-        same = x1 is x2 or (x1.shape == x2.shape and torch.equal(x1, x2))
+        same = are_same_inputs(x1, x2)
         operator = operator_of_kernel(self.base_kernel, x1, None if same else x2, self.products)
         return operator.diagonal(dim1=-1, dim2=-2) if diag else operator

@@ -2,7 +2,9 @@
 
 from gpy_iterative.linear_operators.from_gpytorch import (
     active_inputs,
+    are_same_inputs,
     check_kernel_dtype,
+    computes_the_same,
     kernel_operator,
     operator_of_kernel,
 )
@@ -49,9 +51,11 @@ __all__ = [
     "TileCache",
     "TileCaches",
     "active_inputs",
+    "are_same_inputs",
     "check_kernel_dtype",
     "check_noise",
     "columns_matmul",
+    "computes_the_same",
     "dense_rows",
     "flat_targets",
     "kernel_operator",

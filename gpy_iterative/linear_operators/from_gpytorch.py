@@ -107,7 +107,7 @@ def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, how: _How) -> LinearOperato
     x1, x2 = lazy.x1, lazy.x2
     kernel = lazy.kernel
     check_kernel_dtype(kernel, x1)
-    same = x1 is x2 or (x1.shape == x2.shape and torch.equal(x1, x2))
+    same = are_same_inputs(x1, x2)
     if lazy.last_dim_is_batch or lazy.params:
         with gpytorch.settings.lazily_evaluate_kernels(False):
             evaluated = gpytorch.Module.__call__(
@@ -115,6 +115,17 @@ def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, how: _How) -> LinearOperato
             )
         return to_linear_operator(evaluated)
     return _of_kernel(kernel, x1, None if same else x2, how)
+
+
+def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
+    """Whether k(x1, x2) may be taken for the symmetric k(x1, x1).
+
+    Equal values are not enough where one of them has a gradient of its own.
+    """
+    if x1 is x2:
+        return True
+    has_gradient = torch.is_grad_enabled() and (x1.requires_grad or x2.requires_grad)
+    return not has_gradient and x1.shape == x2.shape and torch.equal(x1, x2)
 
 
 def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
@@ -166,18 +177,19 @@ def active_inputs(kernel: kernels.Kernel, x: Tensor) -> Tensor:
     return x if kernel.active_dims is None else x.index_select(-1, kernel.active_dims)
 
 
+def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> bool:
+    """Whether a kernel computes exactly what its base class does, whatever its priors and constraints.
+
+    RBFKernelGrad, for one, is an RBFKernel by inheritance only.
+    """
+    names = ("forward", "__call__", "covar_dist", "lengthscale")
+    return all(getattr(type(kernel), name) is getattr(base, name) for name in names) and "forward" not in vars(kernel)
+
+
 def _is_radial(kernel: kernels.Kernel) -> bool:
-    """Whether the kernel computes exactly what its GPyTorch base does, whatever its priors and constraints."""
     for base in (kernels.RBFKernel, kernels.MaternKernel, kernels.RQKernel):
         if isinstance(kernel, base):
-            own = type(kernel)
-            return (
-                own.forward is base.forward
-                and own.__call__ is kernels.Kernel.__call__
-                and own.covar_dist is kernels.Kernel.covar_dist
-                and own.lengthscale is kernels.Kernel.lengthscale
-                and "forward" not in kernel.__dict__
-            )
+            return computes_the_same(kernel, base)
     # GPyTorch's KeOps kernels compute the same functions of the same lengthscales.
     return type(kernel) in (kernels.keops.RBFKernel, kernels.keops.MaternKernel)
 
@@ -211,6 +223,9 @@ def _sum(operators: list[LinearOperator]) -> LinearOperator:
 
 def _times(operator: LinearOperator, constant: Tensor) -> LinearOperator:
     """The operator times one constant a batch member, [*b]."""
+    batch = torch.broadcast_shapes(operator.batch_shape, constant.shape)
+    if batch != operator.batch_shape:
+        operator = operator.expand(*batch, *operator.matrix_shape)  # linear_operator would multiply dense matrices
     return operator * constant.unsqueeze(-1).unsqueeze(-1)
 
 

@@ -19,6 +19,9 @@ from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.tile_weights import TileWeights
 from gpy_iterative.linear_operators.tiles import TiledLinearOperator, Tiles, blocks
 
+#: Points of a block of which only the diagonal is wanted: kernels with several outputs have no cheaper way.
+DIAGONAL_BLOCK = 256
+
 
 class _KernelFunction(torch.nn.Module):
     """Holds the kernel under a name, and calls its `forward` on inputs whose active dims are already selected."""
@@ -148,12 +151,14 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         products: KernelProducts | None = None,
         cache: TileCache | None = None,
     ) -> "GenericKernelLinearOperator":
-        """The operator of a kernel's own parameters."""
-        names, parameters = [], []
-        for name, parameter in kernel.named_parameters():
-            names.append(name)
-            parameters.append(parameter)
-        return cls(x1, *parameters, x2=x2, kernel=kernel, names=tuple(names), products=products, cache=cache)
+        """The operator of a kernel's own parameters.
+
+        Each call has tensors of its own, so that no tiles of an earlier one are taken for its: GPyTorch sets parameters
+        through `.data`, which their versions do not tell.
+        """
+        named = {name: parameter.clone() for name, parameter in kernel.named_parameters()}
+        x1 = x1.view_as(x1)
+        return cls(x1, *named.values(), x2=x2, kernel=kernel, names=tuple(named), products=products, cache=cache)
 
     @property
     def symmetric(self) -> bool:
@@ -256,7 +261,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     ) -> None:
         """Adds the derivative of sum(weights * block) with respect to inputs and parameters."""
         with torch.enable_grad():
-            inputs_wanted = wanted[0] or wanted[-1]
+            inputs_wanted = wanted[0] or (self.x2 is not None and wanted[-1])
             x1 = self.x1.detach()[..., rows, :].requires_grad_(inputs_wanted)
             same = self.symmetric and rows == columns
             x2 = x1 if same else self.columns.detach()[..., columns, :].requires_grad_(inputs_wanted)
@@ -279,9 +284,9 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     def _diagonal(self) -> Tensor:
         if not self.symmetric:
-            return torch.cat(
-                [self._get_indices(part, part) for part in torch.arange(self.shape[-1]).split(1024)], dim=-1
-            )
+            blocks_on_it = zip(self.x1.split(DIAGONAL_BLOCK, -2), self.columns.split(DIAGONAL_BLOCK, -2), strict=True)
+            parts = [self._rebuild(left, right).to_dense() for left, right in blocks_on_it]
+            return torch.cat([part.diagonal(dim1=-2, dim2=-1) for part in parts], dim=-1)
         named = self._named(self.parameters)
         diagonal = functional_call(self._function, named, (self.x1, self.x1), {"diag": True}).to(self.x1.dtype)
         whole = torch.Size((*self._whole_batch(), self.shape[-1]))
@@ -304,11 +309,18 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self._rebuild(self.x1[..., rows, :], None if principal else self.columns[..., columns, :])
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
-        if self.batch_shape or self.members or self._outputs() > 1:
-            return self.to_dense()[(*batch_indices, row_index, col_index)]
-        # One by one, as a batch of matrices with one entry each.
-        x1, x2 = self.x1[row_index].unsqueeze(-2), self.columns[col_index].unsqueeze(-2)
-        return self.evaluate(x1, x2)[..., 0, 0]
+        # One by one, as a batch of matrices with one point each; the first dimension is theirs.
+        outputs, shape, whole = self._outputs(), row_index.shape, self._whole_batch()
+        rows, columns = row_index.reshape(-1), col_index.reshape(-1)
+        x1, x2 = (
+            x.expand(*whole, *x.shape[-2:])[..., index // outputs, :].movedim(-2, 0).unsqueeze(-2)
+            for x, index in ((self.x1, rows), (self.columns, columns))
+        )
+        values = functional_call(self._function, self._named(self.parameters), (x1, x2)).to(self.x1.dtype)
+        values = values.expand(len(rows), *whole, outputs, outputs).movedim(0, -3)
+        batch = tuple(index.reshape(-1) for index in batch_indices)
+        values = self._of_members(values)[(*batch, torch.arange(len(rows)), rows % outputs, columns % outputs)]
+        return values.reshape(shape)
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else self._rebuild(self.columns, self.x1)

@@ -9,7 +9,7 @@ from functools import singledispatch
 
 import torch
 from linear_operator import LinearOperator
-from linear_operator.operators import SumLinearOperator
+from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
@@ -40,6 +40,15 @@ def _(operator: TiledLinearOperator, weights: Tensor) -> tuple[Tensor | None, ..
 @matrix_derivative.register
 def _(operator: SumLinearOperator, weights: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(derivative for term in operator.linear_ops for derivative in matrix_derivative(term, weights))
+
+
+@matrix_derivative.register
+def _(operator: ConstantMulLinearOperator, weights: Tensor) -> tuple[Tensor | None, ...]:
+    constant, base = operator._constant, operator.base_linear_op
+    derivatives = matrix_derivative(base, weights * constant.unsqueeze(-1).unsqueeze(-1))
+    if not constant.requires_grad:
+        return (*derivatives, None)
+    return (*derivatives, (weights * base.to_dense()).sum((-2, -1)).sum_to_size(constant.shape))
 
 
 @matrix_derivative.register

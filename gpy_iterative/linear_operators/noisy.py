@@ -76,7 +76,7 @@ class NoisyLinearOperator(LinearOperator):
 
     def _mul_constant(self, other: float | Tensor) -> LinearOperator:
         constant = other.unsqueeze(-1) if torch.is_tensor(other) else other
-        return NoisyLinearOperator(self.kernel * other, self.noise * constant)
+        return NoisyLinearOperator(self.kernel._mul_constant(other), self.noise * constant)
 
     def to_dense(self) -> Tensor:
         """The matrix [*b, n, n]; O(n^2) memory, differentiable."""

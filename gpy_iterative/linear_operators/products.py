@@ -1,10 +1,10 @@
 """How products with a kernel matrix are computed: one frozen set of options for the whole package."""
 
 import importlib.util
-import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -144,8 +144,8 @@ class KernelProducts:
             return self.cache_memory
         if device.type == "cuda":
             return torch.cuda.mem_get_info(device)[0] // 2
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(free // 2, MAX_CPU_CACHE) // self.ranks().on_this_machine
+        # What is available, pages that only cache files included; not what nobody uses.
+        return min(psutil.virtual_memory().available // 2, MAX_CPU_CACHE) // self.ranks().on_this_machine
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial_functions import RadialFunction
 from gpy_iterative.linear_operators.radial_keops import RadialKeOps
 from gpy_iterative.linear_operators.radial_tiles import RadialTiles
+from gpy_iterative.linear_operators.squared_distances import differentiable_squared_distances
 from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.tile_weights import TileWeights
 from gpy_iterative.linear_operators.tiles import TiledLinearOperator, blocks
@@ -88,11 +89,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
     def _differentiable_values(self) -> Tensor:
         """The matrix [*b, n, m], with the graph to every tensor of the representation."""
-        if self.x2 is None:
-            distances = (self.x1.unsqueeze(-2) - self.x1.unsqueeze(-3)).square().sum(-1)
-        else:
-            norms = self.x1.square().sum(-1).unsqueeze(-1) + self.x2.square().sum(-1).unsqueeze(-2)
-            distances = (norms - 2 * self.x1 @ self.x2.mT).clamp_min(0)
+        distances = differentiable_squared_distances(self.x1, self.x2)
         values = self.function.value(distances * self.function.scale(self.alpha), self.alpha)
         return self.outputscale.unsqueeze(-1).unsqueeze(-1) * values
 

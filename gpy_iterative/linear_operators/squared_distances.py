@@ -7,6 +7,10 @@ One matrix product of inputs that carry their norms along gives a block,
 up to rounding errors of the norms' size. In float32 these drown the distances of neighbours where the inputs stretch
 over hundreds of lengthscales, as hours do over a year, and the kernel matrix is then no longer positive definite.
 Such coordinates are left out of the product, and the squares of their differences are added one by one.
+
+What is bounded is the error of points at the average distance from the centre. Of a few that lie together far outside of
+all others, hundreds of lengthscales away, float32 keeps fewer digits: in elevators, whose outliers are a hundred standard
+deviations out, a bound on the largest error would take all coordinates apart.
 """
 
 import torch
@@ -66,6 +70,24 @@ class SquaredDistances:
             difference = torch.sub(left, right, out=scratch)
             u.addcmul_(difference, difference)
         return u
+
+
+def differentiable_squared_distances(x1: Tensor, x2: Tensor | None) -> Tensor:
+    """|x1_i - x2_j|^2 [*b, n, m] with the graph to the inputs, as exact as `SquaredDistances`; x2 None is x1.
+
+    Memory O(n m), and once more for every coordinate that is taken apart.
+    """
+    left, right = x1, x1 if x2 is None else x2
+    together, apart = _by_spread(left.detach(), right.detach())
+    rows, columns = left[..., together], right[..., together]
+    norms = rows.square().sum(-1).unsqueeze(-1) + columns.square().sum(-1).unsqueeze(-2)
+    distances = (norms - 2 * rows @ columns.mT).clamp_min(0)
+    for coordinate in apart:
+        distances = distances + (left[..., coordinate].unsqueeze(-1) - right[..., coordinate].unsqueeze(-2)).square()
+    if x2 is not None:
+        return distances
+    # Exactly zero, with gradient zero: the rounding of a norm would be a distance.
+    return distances.masked_fill(torch.eye(x1.shape[-2], dtype=torch.bool, device=x1.device), 0.0)
 
 
 def _by_spread(x1: Tensor, x2: Tensor) -> tuple[list[int], list[int]]:

@@ -67,7 +67,7 @@ class TileCache:
         )
         if not same:
             for tile in self._tiles.values():
-                self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
+                self._keep_spare(tile)
             self._tiles.clear()
             self._owner = tuple((weakref.ref(tensor), version(tensor)) for tensor in tensors)
 
@@ -88,8 +88,15 @@ class TileCache:
                 return None
             tile = torch.empty(shape, dtype=like.dtype, device=like.device)
             self.own_bytes += size
-        self._tiles[key] = evaluate(tile)
+        try:
+            self._tiles[key] = evaluate(tile)
+        except BaseException:
+            self._keep_spare(tile)  # counted already, and no less useful than before
+            raise
         return self._tiles[key]
+
+    def _keep_spare(self, tile: Tensor) -> None:
+        self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
 
     def _makes_room(self, size: int, budget: int) -> bool:
         """Whether so many bytes fit into the budget, after what comes behind them has left."""

@@ -115,7 +115,8 @@ def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky)
     num_data = residual.shape[-1]
     value = -0.5 * ((residual * weights).sum(-1) + factor.logdet() + num_data * math.log(2 * math.pi))
     error = torch.linalg.vector_norm(residual - operator._matmul(column).squeeze(-1), dim=-1)
-    relative = error / torch.linalg.vector_norm(residual, dim=-1).clamp_min(torch.finfo(error.dtype).tiny)
+    norms = torch.linalg.vector_norm(residual, dim=-1).clamp_min(torch.finfo(error.dtype).tiny)
+    relative = float((error / norms).max())
     return DensityEstimate(
         value=value,
         value_sem=torch.zeros_like(value),
@@ -123,8 +124,8 @@ def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky)
         left=(column @ column.mT).sub_(factor.inverse()).mul_(0.5),
         right=None,
         solutions=None,
-        status=SolveStatus.CONVERGED,
-        stats=SolveStats(0, 0.0, 1.0, {"targets": float(relative.max())}, time.perf_counter() - start),
+        status=SolveStatus.CONVERGED if relative <= solver.tolerance else SolveStatus.STAGNATED,
+        stats=SolveStats(0, 0.0, 1.0, {"targets": relative}, time.perf_counter() - start),
     )
 
 

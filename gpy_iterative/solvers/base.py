@@ -75,15 +75,19 @@ class Solver(ABC):
         if groups is None:
             groups = (ColumnGroup("targets", rhs.shape[-1], self.tolerance),)
         check_system(operator, rhs, groups)
-        system = LinearSystem(operator, rhs, groups, preconditioner, initial_guess, generator, callback)
-        solution = self._solve_columns(system)
+        # Tiles of inference tensors cannot be kept.
+        is_inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.no_grad():
+            kept = operator.clone() if is_inference else operator
+            system = LinearSystem(kept, rhs, groups, preconditioner, initial_guess, generator, callback)
+            solution = self._solve_columns(system)
         if vector:
             solution = replace(solution, value=solution.value.squeeze(-1), residual=solution.residual.squeeze(-1))
         return solution
 
     @abstractmethod
     def _solve_columns(self, system: LinearSystem) -> Solution:
-        """Solves for columns [*b, n, s]; the guess, which not every solver takes, is not checked yet."""
+        """Solves for columns [*b, n, s], without autograd; the guess, which not every solver takes, is not checked yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +155,6 @@ class IterativeSolver(Solver, Generic[State]):
         """Whether no step can help any more."""
         return False
 
-    @torch.no_grad()
     def _solve_columns(self, system: LinearSystem) -> Solution:
         system.check_guess()
         if not system.operator.batch_shape:

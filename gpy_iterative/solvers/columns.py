@@ -110,7 +110,7 @@ class Columns:
         self._open = torch.arange(rhs.shape[-1])
         self._numbers = self._open if numbers is None else numbers
         self._norms_of(rhs, iteration=0)  # a norm that overflows would scale its column to zero
-        norms = torch.linalg.vector_norm(rhs, dim=-2)
+        norms = torch.linalg.vector_norm(rhs, dim=-2, dtype=torch.float64).to(rhs.dtype)  # tiny squares are no zeros
         # A zero column has the solution zero; its scale only has to be harmless.
         self.scale = torch.where(norms > 0, norms, 1.0) if scaled else torch.ones_like(norms)
         self.rhs = rhs / self.scale

@@ -43,6 +43,7 @@ class WayBack:
     def to(cls, iterate: Iterate) -> "WayBack":
         """To where the iterate stands now."""
         limit = DIVERGENCE * torch.linalg.vector_norm(iterate.residual, dim=0)
+        limit.clamp_min_(torch.finfo(limit.dtype).tiny)  # a column that is solved exactly does not grow
         return cls(iterate.value.clone(), iterate.residual.clone(), limit)
 
     def growth(self, residual: Tensor) -> float:

@@ -42,7 +42,8 @@ class StochasticGradientDescent(StochasticDescent[_State]):
     recursive: ClassVar[bool] = False
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
-        if state.position >= len(state.order):
+        # A last batch of few rows would go as far along them as a whole one along all of its.
+        if state.position + min(self.batch_size, len(state.order)) > len(state.order):
             state = replace(state, order=row_permutation(operator, state.descent.generator), position=0)
         rows = state.order[state.position : state.position + self.batch_size]
         gradient = rows_matmul(operator, rows, iterate.value) - iterate.rhs[rows]

@@ -12,6 +12,8 @@ import torch
 from gpytorch import kernels
 from torch import Tensor
 
+from gpy_iterative.linear_operators import computes_the_same
+
 Draws = dict[str, Tensor]
 
 
@@ -51,7 +53,8 @@ _REGISTRY: dict[type[kernels.Kernel], SpectralDensity] = {}
 def register_spectral_density(kernel_class: type[kernels.Kernel]) -> Callable[[type], type]:
     """Class decorator: makes a SpectralDensity that of a kernel class, whose `lengthscale` (if any) scales its inputs.
 
-    Subclasses of the kernel are covered as long as they compute the same: `forward` and `lengthscale` are not overridden.
+    Subclasses of the kernel are covered as long as they compute the same: `forward`, `covar_dist` and `lengthscale` are
+    not overridden.
     """
 
     def register(density_class: type[SpectralDensity]) -> type[SpectralDensity]:
@@ -65,15 +68,8 @@ def spectral_density(kernel: kernels.Kernel) -> SpectralDensity | None:
     """The registered density of exactly what the kernel computes, or None."""
     for kernel_class in type(kernel).__mro__:
         if kernel_class in _REGISTRY:
-            return _REGISTRY[kernel_class] if _computes_the_same(kernel, kernel_class) else None
+            return _REGISTRY[kernel_class] if computes_the_same(kernel, kernel_class) else None
     return None
-
-
-def _computes_the_same(kernel: kernels.Kernel, kernel_class: type[kernels.Kernel]) -> bool:
-    """Whether the kernel is what its base class says: RBFKernelGrad is an RBFKernel by inheritance only."""
-    own = type(kernel)
-    same = all(getattr(own, name) is getattr(kernel_class, name) for name in ("forward", "__call__", "lengthscale"))
-    return same and "forward" not in vars(kernel)
 
 
 @register_spectral_density(kernels.keops.RBFKernel)

@@ -106,11 +106,11 @@ def summands(terms: Sequence[KernelTerm]) -> list[Summand]:
 
 def has_random_features(kernel: kernels.Kernel) -> bool:
     """Whether RandomFourierFeatures can be drawn for this kernel."""
-    if isinstance(kernel, kernels.ScaleKernel):
+    if type(kernel) is kernels.ScaleKernel:
         return has_random_features(kernel.base_kernel)
-    if isinstance(kernel, kernels.AdditiveKernel):
+    if type(kernel) is kernels.AdditiveKernel:
         return all(has_random_features(child) for child in kernel.kernels)
-    if isinstance(kernel, kernels.ProductKernel):
+    if type(kernel) is kernels.ProductKernel:
         return all(has_random_features(child) and not _has_exact_part(child) for child in kernel.kernels)
     return type(kernel) in _EXACT or spectral_density(kernel) is not None
 
@@ -120,16 +120,17 @@ def _has_exact_part(kernel: kernels.Kernel) -> bool:
 
 
 def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | None) -> list[Summand]:
-    if isinstance(kernel, kernels.ScaleKernel):
+    # By exact type: a subclass may compute anything.
+    if type(kernel) is kernels.ScaleKernel:
         # Its forward calls the base's forward: the base's active dimensions are its own, applied already.
         return _expand(f"{name}.base", kernel.base_kernel, inputs, _product(scale, kernel.outputscale))
-    if isinstance(kernel, kernels.AdditiveKernel):
+    if type(kernel) is kernels.AdditiveKernel:
         return [
             part
             for index, child in enumerate(kernel.kernels)
             for part in _expand(f"{name}.{index}", child, active_inputs(child, inputs), scale)
         ]
-    if isinstance(kernel, kernels.ProductKernel):
+    if type(kernel) is kernels.ProductKernel:
         parts = [Summand(scale, [])]
         for index, child in enumerate(kernel.kernels):
             expanded = _expand(f"{name}.{index}", child, active_inputs(child, inputs), None)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from benchmarks import published
-from benchmarks.cases import budgets, pathwise, rivals
+from benchmarks.cases import budgets, pathwise, rivals, warm_starts
 from benchmarks.datasets import Split
 from benchmarks.models import MaternRegression
-from benchmarks.runner import CONTENDERS
-from benchmarks.runs import Measured
+from benchmarks.runner import CONTENDERS, Outcome
+from benchmarks.runs import Measured, Run
 from benchmarks.suite import Preset
 from tests.mlls.gaussian_models import data
 
@@ -121,3 +121,65 @@ def test_rivals_have_their_time(name: str) -> None:
     figures = one | {"peak_memory_mb": 1.0}
     run = rivals.preset_runs(Preset.SMOKE)[0]
     assert rivals.tables([Measured(run, figures)])[0].rows[0][2] == "60"
+
+
+WARM_SIZES = {
+    "dataset": "pol",
+    "split": 0,
+    "rows": None,
+    "scales": True,
+    "steps": 4,
+    "every": 2,
+    "block_size": 20,
+    "rate": 0.1,
+    "start_from": "ones",
+    "max_epochs": 1000,
+}
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("solver", warm_starts.SOLVERS)
+def test_both_are_the_solves_of_whole_trainings(solver: str) -> None:
+    one = CONTENDERS["warm-starts"][solver](**WARM_SIZES)
+    whole = {name: outcome(f"{solver}, {name}", steps=4) for name in ("standard, cold", "pathwise, warm")}
+    assert one["epochs"] == whole["pathwise, warm"]["epochs"]
+    assert one["rmse"] == whole["pathwise, warm"]["rmse"]
+    # the same probes, at hyperparameters that differ by what the first solves left
+    assert one["cold_epochs"] == pytest.approx(whole["standard, cold"]["epochs"][1::2], rel=0.2)
+    assert (one["at_limit"], one["cold_at_limit"]) == (0, 0)
+
+
+@pytest.mark.usefixtures("split")
+def test_solves_at_the_limit_are_counted() -> None:
+    one = CONTENDERS["warm-starts"]["AP"](**WARM_SIZES | {"max_epochs": 1})
+    assert (one["at_limit"], one["cold_at_limit"]) == (4, 2)
+    assert one["cold_epochs"] == [1.0, 1.0]
+
+
+def warm_run(solver: str, dataset: str, **changed: Any) -> Measured:
+    done: Outcome = {
+        "train_rows": 60,
+        "epochs": [2.0] * 4,
+        "cold_epochs": [10.0, 30.0],
+        "at_limit": 0,
+        "cold_at_limit": 0,
+    }
+    return Measured(Run("warm-starts", solver, {**WARM_SIZES, "dataset": dataset}), done | changed)
+
+
+def test_the_ratio_is_of_the_means_over_steps() -> None:
+    pol, wine = warm_starts.tables(
+        [warm_run("AP", "pol", cold_at_limit=1), warm_run("SGD", "pol"), warm_run("AP", "wine")]
+    )
+    assert pol.rows == [
+        ["AP", "20.0 (1 of 2 at the limit)", "2.0", "10.0", "126.5", "72.1"],
+        ["SGD", "20.0", "2.0", "10.0", pol.rows[1][4], "7.2"],
+    ]
+    assert wine.rows == [["AP", "20.0", "2.0", "10.0", "", "72.1"]]
+
+
+def test_quick_has_the_papers_hundred_steps() -> None:
+    for run in warm_starts.preset_runs(Preset.QUICK):
+        assert run.options["rows"] >= 5000
+        assert run.options["steps"] == 100
+        assert run.options["rows"] / run.options["block_size"] >= 10

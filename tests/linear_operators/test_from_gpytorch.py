@@ -5,12 +5,14 @@ import pytest
 import torch
 from gpytorch import kernels
 from linear_operator.operators import (
+    DenseLinearOperator,
     KroneckerProductLinearOperator,
     MaskedLinearOperator,
     SumBatchLinearOperator,
     SumLinearOperator,
 )
 
+from gpy_iterative.kernels import MatrixFreeKernel
 from gpy_iterative.linear_operators import (
     GenericKernelLinearOperator,
     KernelProducts,
@@ -121,3 +123,28 @@ def test_multitask_kernels_overlook_active_dims_as_gpytorch_does() -> None:
     kernel = kernels.MultitaskKernel(kernels.RBFKernel(active_dims=(0,)), num_tasks=2).double()
     with torch.no_grad():
         torch.testing.assert_close(kernel_operator(kernel(x), PRODUCTS).to_dense(), kernel(x).to_dense())
+
+
+def test_several_outputscales_share_a_kernel_without_its_matrix() -> None:
+    x, _ = data(20)
+    for base in (kernels.RBFKernel(), kernels.PeriodicKernel()):
+        kernel = kernels.ScaleKernel(base, batch_shape=torch.Size([2])).double()
+        kernel.outputscale = torch.tensor([0.5, 2.0])
+        operator = kernel_operator(kernel(x), PRODUCTS)
+        assert not isinstance(operator, DenseLinearOperator)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                operator @ torch.ones(20, 1).double(), kernel(x).to_dense().sum(-1, keepdim=True)
+            )
+
+
+@pytest.mark.parametrize("base", [kernels.RBFKernel, kernels.PeriodicKernel])
+def test_equal_inputs_keep_gradients_of_their_own(base: type[kernels.Kernel]) -> None:
+    x, _ = data(8)
+    kernel, weights = MatrixFreeKernel(base()).double(), torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for own in (kernel, kernel.base_kernel):
+        x2 = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad((own(x, x2).to_dense() * weights).sum(), x2)
+        found.append(gradient)
+    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-6)

@@ -1,7 +1,8 @@
 """Any kernel in tiles: conformance, closed derivative, multi-output kernels, and a user's kernel left as it was."""
 
+import itertools
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import gpytorch
 import pytest
@@ -10,7 +11,14 @@ from gpytorch import kernels
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
 from torch import Tensor
 
-from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts, rows_matmul, tiles
+from gpy_iterative.linear_operators import (
+    GenericKernelLinearOperator,
+    KernelProducts,
+    TileCache,
+    generic_kernel,
+    rows_matmul,
+    tiles,
+)
 from tests.linear_operators.test_radial import inputs
 
 
@@ -47,6 +55,11 @@ def reference(operator: GenericKernelLinearOperator) -> Tensor:
         return gpytorch.Module.__call__(operator.kernel, operator.x1, operator.columns).to_dense()
 
 
+def originals(operator: GenericKernelLinearOperator) -> list[Tensor]:
+    """What `representation()` stands for in `reference`: the operator's parameters are copies of the kernel's."""
+    return [operator.x1, *operator.kernel.parameters(), *([] if operator.x2 is None else [operator.x2])]
+
+
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("rectangular", [False, True])
 def test_products_and_derivatives_equal_the_dense_ones(name: str, rectangular: bool) -> None:
@@ -60,7 +73,7 @@ def test_products_and_derivatives_equal_the_dense_ones(name: str, rectangular: b
     torch.testing.assert_close(operator._matmul(rhs), matrix @ rhs)
     left = inputs(operator.shape[-2], 3, seed=6).double().expand(*matrix.shape[:-1], 3)
     right = rhs.expand(*matrix.shape[:-2], -1, -1)
-    expected = torch.autograd.grad((left * (matrix @ right)).sum(), operator.representation(), allow_unused=True)
+    expected = torch.autograd.grad((left * (matrix @ right)).sum(), originals(operator), allow_unused=True)
     for ours, theirs in zip(operator._bilinear_derivative(left, right), expected, strict=True):
         torch.testing.assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs, atol=1e-9, rtol=1e-7)
 
@@ -137,7 +150,7 @@ def test_members_of_a_batch_keep_products_and_gradients(index: int | slice | Ten
         torch.testing.assert_close(member.diagonal(dim1=-1, dim2=-2), matrix.diagonal(dim1=-1, dim2=-2))
         torch.testing.assert_close(member[..., 3:9, 2:].to_dense(), matrix[..., 3:9, 2:])
     left = rhs.expand(*matrix.shape[:-1], 2)
-    expected = torch.autograd.grad((left * (matrix @ left)).sum(), operator.representation())
+    expected = torch.autograd.grad((left * (matrix @ left)).sum(), originals(operator))
     for ours, theirs in zip(member._bilinear_derivative(left, left), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-7)
 
@@ -171,3 +184,69 @@ def test_picked_rows_of_several_outputs_are_evaluated_once(length: int, monkeypa
     inputs_behind = [-(-min(start + length, size) // 3) - start // 3 for start in range(0, size, length)]
     assert entries == [3 * count for count in inputs_behind]
     torch.testing.assert_close(operator.tiles().block(rows, slice(4, 4 + length)), matrix[rows][:, 4 : 4 + length])
+
+
+def test_a_parameter_that_was_set_has_tiles_of_its_own() -> None:
+    """GPyTorch's setters write through `.data`, which a tensor's version does not tell."""
+    kernel, x, cache = kernels.PeriodicKernel().double(), inputs(13, 2).double(), TileCache()
+    rhs = inputs(13, 3, seed=5).double()
+    for lengthscale in (0.7, 0.2):
+        kernel.lengthscale = lengthscale
+        operator = GenericKernelLinearOperator.of_kernel(kernel, x, products=KernelProducts(tile_size=4), cache=cache)
+        with torch.no_grad():
+            torch.testing.assert_close(operator._matmul(rhs), reference(operator) @ rhs)
+    assert cache.num_bytes > 0
+
+
+def test_a_tile_that_failed_takes_no_room() -> None:
+    operator, rhs = operator_of("product"), inputs(13, 3, seed=5).double()
+    with torch.no_grad():
+        operator._matmul(rhs)
+    whole, evaluate = operator.cache.num_bytes, operator.evaluate
+    for failing in range(1, 6):
+        operator.__dict__.pop("_tiles")
+        operator.cache.claim()
+        calls = itertools.count()
+
+        def fail(*arguments: Tensor, failing: int = failing, calls: Iterator[int] = calls) -> Tensor:
+            if next(calls) == failing:
+                raise MemoryError
+            return evaluate(*arguments)
+
+        operator.evaluate = fail  # pyright: ignore
+        with torch.no_grad(), pytest.raises(MemoryError):
+            operator._matmul(rhs)
+        assert operator.cache.num_bytes == whole
+        held = [*operator.cache._tiles.values(), *itertools.chain(*operator.cache._spare.values())]
+        assert sum(tile.numel() * tile.element_size() for tile in held) == whole
+
+
+@pytest.mark.parametrize("name", ["product", "gradients", "batch"])
+@pytest.mark.parametrize("size", [3, 7])  # three is the batch, too
+def test_diagonals_of_rectangular_matrices(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generic_kernel, "DIAGONAL_BLOCK", 4)
+    x1, x2 = (inputs(size, 2, seed=seed).double().requires_grad_() for seed in (0, 1))
+    operator = GenericKernelLinearOperator.of_kernel(KERNELS[name]().double(), x1, x2)
+    expected = reference(operator).diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(operator.diagonal(dim1=-2, dim2=-1), expected)
+
+
+@pytest.mark.parametrize("name", ["product", "gradients", "batch"])
+def test_single_entries_take_no_full_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = operator_of(name, rectangular=True)
+    matrix = reference(operator)
+    rows, columns = torch.tensor([[3, 12], [0, 5]]), torch.tensor([[5, 0], [1, 1]])
+    batch = [torch.tensor([[2, 0], [1, 1]])] * len(operator.batch_shape)
+    monkeypatch.setattr(operator, "to_dense", None)
+    torch.testing.assert_close(operator._get_indices(rows, columns, *batch), matrix[(*batch, rows, columns)])
+    if batch:
+        torch.testing.assert_close(operator[1]._get_indices(rows, columns), matrix[1][rows, columns])
+
+
+def test_inputs_without_gradient_are_not_differentiated() -> None:
+    kernel, asked = kernels.PeriodicKernel().double(), []
+    operator = GenericKernelLinearOperator.of_kernel(kernel, inputs(13, 2).double())
+    evaluate = operator.evaluate
+    operator.evaluate = lambda x1, x2, *rest: asked.append(x1.requires_grad) or evaluate(x1, x2, *rest)  # pyright: ignore
+    operator._bilinear_derivative(torch.ones(13, 1).double(), torch.ones(13, 1).double())
+    assert asked == [False]

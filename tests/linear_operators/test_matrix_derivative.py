@@ -40,6 +40,12 @@ def generic() -> LinearOperator:
     return GenericKernelLinearOperator.of_kernel(kernel, points(13, 2), products=PRODUCTS)
 
 
+def scaled_batch() -> LinearOperator:
+    return (
+        generic().expand(2, 13, 13) * torch.tensor([1.3, 0.4], dtype=torch.float64, requires_grad=True)[:, None, None]
+    )
+
+
 def noise(size: int) -> torch.Tensor:
     return torch.linspace(0.1, 0.5, size, dtype=torch.float64).requires_grad_()
 
@@ -54,6 +60,8 @@ CASES: dict[str, Callable[[], LinearOperator]] = {
     "radial, batch": lambda: radial(2),
     "radial, rectangular": lambda: radial(columns=6),
     "any kernel": generic,
+    "scaled": lambda: generic() * torch.tensor(1.3, dtype=torch.float64, requires_grad=True),
+    "scaled batch": lambda: scaled_batch(),
     "sum": lambda: radial() + generic(),
     "with noise": lambda: NoisyLinearOperator(radial() + generic(), noise(13)),
     "batch with one noise": lambda: NoisyLinearOperator(radial(2), noise(1).expand(13)),

@@ -37,3 +37,13 @@ class TestNoisy(_Conformance, LinearOperatorTestCase, unittest.TestCase):
 
 class TestNoisyBatch(_Conformance, LinearOperatorTestCase, unittest.TestCase):
     batch_shape = (3,)
+
+
+def test_constants_of_a_batch() -> None:
+    for batch, size in ((2, 5), (5, 5)):
+        kernel = RadialKernelLinearOperator(inputs(batch, size, 2), torch.ones(batch), function=MATERN32)
+        operator = NoisyLinearOperator(kernel, torch.full((batch, size), 0.3))
+        constant = torch.linspace(1, 2, batch)
+        with torch.no_grad():
+            scaled = operator.mul(constant[:, None, None]).to_dense()
+            torch.testing.assert_close(scaled, operator.to_dense() * constant[:, None, None])

@@ -285,3 +285,25 @@ def test_far_points_make_no_denormal_numbers(function: RadialFunction) -> None:
         matrix = operator.to_dense()
     assert (matrix >= 1e-30).all()
     torch.testing.assert_close(matrix.double(), dense(operator.double()), atol=1e-7, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rectangular", [False, True])
+def test_dense_matrices_with_a_graph_take_no_dimension_more(rectangular: bool) -> None:
+    x = inputs(100, 60).requires_grad_()
+    x2 = inputs(90, 60, seed=1) if rectangular else None
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()) or tensor, lambda t: t):
+        RadialKernelLinearOperator(x, torch.tensor(1.0), x2=x2, function=MATERN32).to_dense()
+    assert max(saved) <= 100 * 100
+
+
+def test_dense_matrices_with_a_graph_keep_the_digits_of_neighbours_far_away() -> None:
+    """Hours of a year, in lengthscales of a day."""
+    x1 = torch.stack([torch.linspace(-180.0, 180.0, 200), inputs(200, seed=3)], dim=-1)
+    x2 = x1 + 0.1 * inputs(200, 2, seed=1)
+    operator = RadialKernelLinearOperator(x1.requires_grad_(), torch.tensor(1.0), x2=x2, function=MATERN32)
+    exact = RadialKernelLinearOperator(x1.double(), torch.tensor(1.0).double(), x2=x2.double(), function=MATERN32)
+    torch.testing.assert_close(operator.to_dense().double(), dense(exact), atol=1e-4, rtol=0)
+    (gradient,) = torch.autograd.grad(operator.to_dense().sum(), x1)
+    (expected,) = torch.autograd.grad(dense(exact).sum(), x1)
+    torch.testing.assert_close(gradient, expected, atol=2e-3, rtol=2e-3)

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import gpytorch
@@ -233,16 +234,19 @@ def test_process_groups_that_cannot_be_used_are_refused(processes: Processes) ->
 
 
 def test_ranks_of_one_machine_share_the_automatic_cache(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 100 * 1024**3}
-    monkeypatch.setattr("os.sysconf", pages.__getitem__)
+    monkeypatch.setattr("psutil.virtual_memory", _three_hundred_gigabytes)
     alone = KernelProducts().cache_budget(torch.device("cpu"))
     for size in (2, 3):
-        assert processes.run(_automatic_budget, pages, size=size) == [alone // size] * size
+        assert processes.run(_automatic_budget, size=size) == [alone // size] * size
 
 
-def _automatic_budget(group: Any, pages: dict[str, int]) -> int:
+def _three_hundred_gigabytes() -> SimpleNamespace:
+    return SimpleNamespace(available=300 * 1024**3)
+
+
+def _automatic_budget(group: Any) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.sysconf", pages.__getitem__)
+        patch.setattr("psutil.virtual_memory", _three_hundred_gigabytes)
         patch.delenv("LOCAL_WORLD_SIZE", raising=False)
         return KernelProducts(process_group=group).cache_budget(torch.device("cpu"))
 

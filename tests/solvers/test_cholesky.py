@@ -63,3 +63,15 @@ def test_what_has_no_factor() -> None:
         Cholesky().factorize(DenseLinearOperator(torch.full((3, 3), torch.nan).double()))
     with pytest.raises(NonFiniteError):
         Cholesky().solve(DenseLinearOperator(torch.eye(3).double()), torch.tensor([1.0, torch.nan, 2.0]).double())
+
+
+def test_what_rounding_or_jitter_left_is_told() -> None:
+    points = torch.linspace(0, 1, 200).double()
+    smooth = torch.exp(-(points.unsqueeze(-1) - points).square() / 2)
+    matrix = DenseLinearOperator((smooth + 1e-5 * torch.eye(200)).float())
+    solution = Cholesky().solve(matrix, torch.sin(40 * points).float())
+    assert solution.stats.residual_norms["targets"] > Cholesky.tolerance
+    assert solution.status is SolveStatus.STAGNATED
+    with pytest.warns(NumericalWarning, match="noise"):
+        solution = Cholesky().solve(DenseLinearOperator(smooth), torch.sin(40 * points))
+    assert solution.status is SolveStatus.STAGNATED

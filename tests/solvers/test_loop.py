@@ -1,15 +1,21 @@
 """The shared loop: options, shapes, and residuals that are not what they seem."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from linear_operator import LinearOperator
+from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial_functions import MATERN32
+from gpy_iterative.linear_operators.radial_tiles import RadialTiles
 from gpy_iterative.solvers import (
+    AcceleratedSketchAndProject,
     AlternatingProjections,
+    Cholesky,
     ColumnGroup,
     ConjugateGradients,
     Given,
@@ -17,9 +23,11 @@ from gpy_iterative.solvers import (
     IterativeSolver,
     Solver,
     SolveStatus,
+    StochasticDualDescent,
     StochasticGradientDescent,
     columns,
 )
+from tests.linear_operators.test_radial import inputs
 from tests.solvers.contract import GROUPS, N, right_hand_sides, system, true_norms
 
 
@@ -158,3 +166,47 @@ def test_residuals_that_have_drifted_are_found_on_some_rows(monkeypatch: pytest.
     solution = Optimist().solve(operator, rhs)
     assert solution.status is SolveStatus.CONVERGED
     assert true_norms(operator, rhs, solution.value).max() <= 0.01
+
+
+@pytest.mark.parametrize("solver", [ConjugateGradients(), Cholesky()], ids=lambda solver: type(solver).__name__)
+def test_inference_mode_keeps_tiles_and_autograd_stays_out(solver: Solver) -> None:
+    x, evaluations = inputs(40, 2).double(), []
+    kernel = RadialKernelLinearOperator(x, torch.tensor(1.0).double(), function=MATERN32)
+    rhs = torch.linspace(-1, 1, 40).double().requires_grad_()
+    evaluate = RadialTiles.evaluate
+
+    def counted(tiles: RadialTiles, *arguments: Any) -> Tensor:
+        evaluations.append(arguments)
+        return evaluate(tiles, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RadialTiles, "evaluate", counted)
+        with torch.inference_mode():
+            solution = solver.solve(NoisyLinearOperator(kernel, torch.full((40,), 0.1).double()), rhs)
+    assert len(evaluations) == 1
+    assert not solution.value.is_inference()
+    value = solver.solve(NoisyLinearOperator(kernel, torch.full((40,), 0.1).double()), rhs).value
+    assert not value.requires_grad
+    torch.testing.assert_close(solution.value, value)
+
+
+def test_right_hand_sides_whose_squares_vanish_in_float32() -> None:
+    operator, rhs = system(), right_hand_sides().float()[:, :1]
+    operator = DenseLinearOperator(operator.to_dense().float())
+    whole = ConjugateGradients().solve(operator, rhs).value
+    found = ConjugateGradients().solve(operator, rhs * 1e-28).value * 1e28
+    assert torch.linalg.vector_norm(found - whole) < 1e-3 * torch.linalg.vector_norm(whole)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [StochasticGradientDescent(batch_size=20), StochasticDualDescent(batch_size=20), AcceleratedSketchAndProject()],
+)
+def test_a_zero_column_does_not_grow(solver: IterativeSolver) -> None:
+    operator, rhs = system(), right_hand_sides()[:, :2]
+    solver = replace(solver, stopping="mean")
+    alone = solver.solve(operator, rhs)
+    beside = solver.solve(operator, torch.cat([rhs, torch.zeros_like(rhs)], dim=-1))
+    assert alone.status is beside.status is SolveStatus.CONVERGED
+    assert (beside.value[:, 2:] == 0).all()
+    assert beside.stats.iterations <= alone.stats.iterations

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from gpy_iterative.solvers import Given, Iterate, StochasticGradientDescent
+from gpy_iterative.solvers import Given, Iterate, SolveStatus, StochasticGradientDescent
 from tests import oracles
 from tests.solvers.contract import DescentContract, N, right_hand_sides, system, true_norms
 
@@ -30,9 +30,9 @@ def test_iterates_are_the_naive_ones() -> None:
     orders = []
     for steps in range(1, 13):
         state = solver.step(operator, iterate, state)
-        if steps % 5 == 1:  # the batches of an epoch: four of 25, and one of 20
+        if steps % 4 == 1:  # four batches of 25; the 20 rows that are left wait for the next permutation
             orders.append(state.order)
-        batches = [rows for order in orders for rows in order.split(25)][:steps]
+        batches = [rows for order in orders for rows in order[:100].split(25)][:steps]
         expected = oracles.stochastic_gradient_descent(operator.to_dense(), rhs, batches, 3.0, 0.9)
         torch.testing.assert_close(iterate.value, expected)
     assert not torch.equal(orders[0], orders[1])
@@ -47,3 +47,13 @@ def test_nothing_counts_before_its_true_residual_is_known(learning_rate: float) 
     norms = true_norms(operator, rhs, solution.value)
     assert norms.max() <= 0.5 + 1e-12
     assert solution.stats.residual_norms["targets"] == pytest.approx(norms.max().item())
+
+
+@pytest.mark.parametrize(("batch_size", "divisor"), [(17, 20), (59, 60), (119, 120)])  # one row would be left, or two
+def test_rows_that_fill_no_batch_do_no_harm(batch_size: int, divisor: int) -> None:
+    operator, rhs = system(), right_hand_sides()
+    solver = dataclasses.replace(SOLVER, batch_size=batch_size, max_epochs=1000)
+    even = dataclasses.replace(solver, batch_size=divisor).solve(operator, rhs)
+    solution = solver.solve(operator, rhs)
+    assert solution.status is even.status is SolveStatus.CONVERGED
+    assert solution.stats.epochs < 1.5 * even.stats.epochs

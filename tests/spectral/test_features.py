@@ -193,10 +193,22 @@ def test_a_factor_of_a_product_of_sums_is_drawn_once() -> None:
     ]
 
 
+class _Doubled(kernels.ScaleKernel):
+    def forward(self, *args, **kwargs):
+        return 2 * super().forward(*args, **kwargs)
+
+
+class _OwnDistance(kernels.RBFKernel):
+    def covar_dist(self, *args, **kwargs):
+        return 3 * super().covar_dist(*args, **kwargs)
+
+
 @pytest.mark.parametrize(
     "kernel",
     [
         kernels.PeriodicKernel(),
+        _Doubled(kernels.RBFKernel()),
+        _OwnDistance(),
         kernels.RBFKernelGrad(),
         kernels.RBFKernel() + kernels.PolynomialKernel(power=2),
         kernels.LinearKernel() * kernels.RBFKernel(),
