@@ -15,7 +15,7 @@ class ProgressReport:
     """How far a long operation is.
 
     Attributes:
-        operation: "solve", "mode", "variances", "pass" or "subsets".
+        operation: "solve", "mode", "refinement", "variances", "pass" or "subsets".
         done: how much of it is done, in units.
         unit: "epochs" of a solve, "products" of a search for a mode, "points", "rows", "subsets".
         total: how much there is to do; None where nobody knows.

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError, VarianceWarning
 from gpy_iterative.likelihoods.curvature import Curvature, SoftmaxCurvature, curvature_of_blocks
-from gpy_iterative.likelihoods.registry import LikelihoodForm, check_support, form_of, refusal_of
+from gpy_iterative.likelihoods.registry import check_support, form_of, refusal_of
 from gpy_iterative.likelihoods.stock import softmax_blocks, softmax_logits
 
 CurvatureKind = Literal["auto", "hessian", "fisher", "abs"]
@@ -239,6 +239,7 @@ class PointwiseLikelihood:
             NonFiniteError: an entry is not finite.
         """
         with torch.inference_mode(False), torch.enable_grad():
+            self.curvature_kind(kind)
             if self.is_categorical:
                 return self._softmax_curvature(f.detach(), floor)
             blocks = self.curvature_blocks(f.detach().clone(), kind).detach()
@@ -346,7 +347,6 @@ __all__ = [
     "STEP_FLOOR",
     "CurvatureFloor",
     "CurvatureKind",
-    "LikelihoodForm",
     "PointwiseLikelihood",
     "check_curvature_kind",
     "check_laplace_likelihood",

@@ -98,14 +98,19 @@ def _poisson_softplus_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> 
     # log softplus(f) -> f, where softplus itself is rounding noise and later zero.
     low = z < -30
     log_rate = torch.where(low, z, softplus(torch.where(low, torch.zeros_like(z), z)).log())
-    return y * log_rate - torch.where(low, z.exp(), softplus(z)) - torch.lgamma(y + 1)
+    return y * log_rate - torch.where(low, _exp_where(low, z), softplus(z)) - torch.lgamma(y + 1)
+
+
+def _exp_where(low: Tensor, z: Tensor) -> Tensor:
+    """Exp(z) where z is low, and 1 elsewhere: of the branch not taken autograd wants finite numbers too."""
+    return torch.where(low, z, torch.zeros_like(z)).exp()
 
 
 def _poisson_softplus_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     z = f[:, 0]
     low = z < -30
     ratio = torch.sigmoid(z).square() / softplus(torch.where(low, torch.zeros_like(z), z))
-    return _block(torch.where(low, z.exp(), ratio))
+    return _block(torch.where(low, _exp_where(low, z), ratio))
 
 
 def _poisson_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:

@@ -28,7 +28,14 @@ from gpy_iterative.mlls.report import LaplaceReport
 from gpy_iterative.mlls.training_state import make_generator
 from gpy_iterative.mlls.validation import check_hyperparameters
 from gpy_iterative.models import IterativeLaplaceGP
-from gpy_iterative.prediction import LaplacePosterior, check_inputs, check_targets_fit, latent_terms, observed_points
+from gpy_iterative.prediction import (
+    LaplacePosterior,
+    check_inputs,
+    check_targets_fit,
+    latent_terms,
+    observed_params,
+    observed_points,
+)
 from gpy_iterative.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.solvers import (
     LaplaceCholesky,
@@ -157,11 +164,11 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         check_inputs(self.model)
         check_hyperparameters(self.model)
         observed = observed_points(target)
-        num_targets = len(target)
+        num_targets = target.numel()
         prior = latent_prior(function_dist, self.products, self._caches, observed)
         if observed is not None:
             target = target[observed]
-        likelihood = PointwiseLikelihood(self.likelihood, target, prior.num_latents, params)
+        likelihood = PointwiseLikelihood(self.likelihood, target, prior.num_latents, observed_params(params, observed))
         solver = self._solver_for(prior)
         position = self._generator.get_state()
         try:
@@ -175,16 +182,16 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
                         callback=callback,
                     )
                 estimate = self._evidence(prior, likelihood, solution, solver, function_dist, observed)
+            if estimate is None:
+                coefficients = mean_coefficients(prior, likelihood, solution, solver.curvature)
+                seed = self._generator.initial_seed() % 2**63
+                value = elbo(prior, likelihood, solution, solver.curvature, coefficients, seed)
+                value = value.to(function_dist.mean.dtype)
+            else:
+                value = estimate.with_gradient(prior, likelihood, solver.curvature)
         except Exception:
             self._generator.set_state(position)  # the next step draws what the failed one did
             raise
-        if estimate is None:
-            coefficients = mean_coefficients(prior, likelihood, solution, solver.curvature)
-            seed = self._generator.initial_seed() % 2**63
-            value = elbo(prior, likelihood, solution, solver.curvature, coefficients, seed)
-            value = value.to(function_dist.mean.dtype)
-        else:
-            value = estimate.with_gradient(prior, likelihood, solver.curvature)
         value = self._add_other_terms(value, params).div_(num_targets)
         self._weights, self._params = solution.value, params
         status = solution.status if estimate is None else estimate.status

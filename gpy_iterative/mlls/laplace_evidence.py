@@ -23,6 +23,7 @@ from gpy_iterative.likelihoods import CurvatureKind, PointwiseLikelihood
 from gpy_iterative.linear_operators import LatentPrior
 from gpy_iterative.mlls.surrogate import surrogate
 from gpy_iterative.solvers import LaplaceSolution, SolveStatus
+from gpy_iterative.solvers.laplace import dense_factor
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,7 @@ def exact_evidence(
     kernel = prior.operator.to_dense().detach().double()
     curvature, root, image_of_root = solution.curvature, solution.root, solution.image_of_root
     precision = root @ root.mT
-    inner = curvature.root_t(curvature.root_t(kernel).mT)
-    inner = (inner + inner.mT) / 2
-    inner.diagonal().add_(1)
-    logdet = 2 * torch.linalg.cholesky(inner).diagonal().log().sum()
+    logdet = 2 * dense_factor(kernel, curvature).diagonal().log().sum()
     latents, v = prior.num_latents, solution.value.flatten()
     known = image_of_root.view(-1, latents, image_of_root.shape[-1])
     covariance = diagonal_blocks(kernel, latents) - known @ known.mT

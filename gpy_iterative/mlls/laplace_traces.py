@@ -141,8 +141,7 @@ def _whitened_features(
             "use trace='preconditioned', which needs none, or fewer frequencies."
         )
     phi = features.features(terms, features.draw(terms, generator)).double()
-    if phi.dim() == 2:
-        phi = phi.expand(latents, *phi.shape)
+    phi = phi.expand(latents, *phi.shape[-2:])  # where one kernel, or a batch of one, is all of theirs
     whole = phi.new_zeros(points, latents, latents, count)
     for latent in range(latents):
         whole[:, latent, latent] = phi[0 if shared else latent]

@@ -16,9 +16,9 @@ class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """The log marginal likelihood of a batch as if there were no other data, divided by its size (BSGD).
 
     It estimates the marginal likelihood of b data and not of n: the optimum is another one at any learning rate, and comes
-    closer with b. It keeps nothing between steps, has no parameters of its own, and takes any kernel (`gap`,
-    `exact_value` and `posterior` need finite feature maps). For deep kernels with b well above the number of features it is
-    a strong method all the same: its weights are the best for every batch, and never lag behind the network.
+    closer with b. It keeps nothing between steps, has no parameters of its own, and takes any kernel (`exact_value` and
+    `posterior` need finite feature maps; there is no `gap`). For deep kernels with b well above the number of features it
+    is a strong method all the same: its weights are the best for every batch, and never lag behind the network.
 
     Args:
         likelihood: Gaussian, with independent noise.

@@ -9,6 +9,9 @@ from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 from torch.distributions import Distribution
 
+#: Variances that differ by more than this part were computed from different weights.
+MOVED = 1e-3
+
 
 class Predictor(Protocol):
     """A model in weight space, as far as its distributions need it."""
@@ -94,16 +97,28 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
         return self.root.square().sum(-1) + self.diagonal_part + self.extra
 
     def to_dense(self) -> Tensor:
-        """The matrix [t, t]; kept once it is known."""
+        """The matrix [t, t]; kept once it is known.
+
+        Raises:
+            RuntimeError: the model has moved since the prediction, whose root and variances are those of then.
+        """
         kept: Tensor | None = self.__dict__.get("_dense")
         if kept is not None:
             return kept
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.x.requires_grad):
             others = self.model.diagonal_part(self.x, self.block_size)
+            if not torch.allclose(others.diagonal(), self.diagonal_part, rtol=MOVED, atol=MOVED * float(self._scale())):
+                raise RuntimeError(
+                    "The model's weights or hyperparameters have moved since this prediction: predict again, or look at "
+                    "its covariance before the next step."
+                )
             dense = self.root @ self.root.mT + others + torch.diag(self.extra)
         if not dense.requires_grad:
             self.__dict__["_dense"] = dense
         return dense
+
+    def _scale(self) -> Tensor:
+        return self.diagonal_part.detach().abs().amax() if len(self.x) else torch.zeros(())
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.to_dense() @ rhs

@@ -154,11 +154,13 @@ class IterativeLaplaceGP(GP):
         """What answers in evaluation mode: kept, and refreshed when parameters or data have changed.
 
         Args:
-            initial_weights: v [n, C] at similar hyperparameters to start from, where there is no posterior yet.
-            solver: in the place of the model's own, where there is no posterior yet.
+            initial_weights: v [n, C] at similar hyperparameters to start from.
+            solver: in the place of the model's own.
             products: likewise.
             params: of the likelihood's `forward` at the training points, for a likelihood that takes any.
-            progress: True shows bars, a callable gets every report, where there is no posterior yet.
+            progress: True shows bars, a callable gets every report.
+
+        Without arguments it is the posterior that was asked for last, by whomever; with any, a new one.
 
         Raises:
             ValueError: `forward` returns another number of latent functions than num_latents; num_refinements has been
@@ -166,7 +168,9 @@ class IterativeLaplaceGP(GP):
 
         Otherwise raises and warns as `LaplacePosterior`.
         """
-        if self._posterior is None or self._posterior.likelihood is not self.likelihood:
+        is_asked = progress is not False or len(params) > 0
+        is_asked |= any(argument is not None for argument in (initial_weights, solver, products))
+        if self._posterior is None or self._posterior.likelihood is not self.likelihood or is_asked:
             posterior = LaplacePosterior(
                 self,
                 self.likelihood,
@@ -275,12 +279,6 @@ class IterativeLaplaceGP(GP):
     def _check_latents(self, found: int) -> None:
         if self.num_latents is not None and found != self.num_latents:
             raise ValueError(f"num_latents is {self.num_latents}, but forward returns {found} latent functions.")
-
-    def train(self, mode: bool = True) -> "IterativeLaplaceGP":
-        """Train mode forgets the mode."""
-        if mode:
-            self._posterior = None
-        return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IterativeLaplaceGP":
         if self.train_inputs is not None:

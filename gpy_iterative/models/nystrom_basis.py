@@ -4,6 +4,7 @@ import torch
 from gpytorch import kernels
 from torch import Tensor
 
+from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.models.feature_basis import FeatureBasis
 from gpy_iterative.models.fourier_groups import FourierGroups
@@ -57,11 +58,12 @@ class NystromBasis(FeatureBasis):
         self.register_buffer("points", inducing_points.detach().clone())
         self.fourier = None
         self.num_groups = 0
+        check_count("num_tail_features", num_tail_features, least=0)
         if num_tail_features:
             fourier = FourierGroups(
                 kernel, num_tail_features, num_dims=inducing_points.shape[-1], seed=seed, stored=False
             )
-            if num_tail_features < 0 or num_tail_features % fourier.group_size:
+            if num_tail_features % fourier.group_size:
                 raise ValueError(
                     f"num_tail_features must be 0 or a multiple of {fourier.group_size}, got {num_tail_features}."
                 )

@@ -141,21 +141,29 @@ class QuadruplyStochasticOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """For `torch.save`."""
         return {
+            "kinds": self._kinds(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave. Raises ValueError where it is that of other optimisers."""
-        if len(state["optimizers"]) != len(self.optimizers):
+        """Takes what `state_dict` gave. Raises ValueError, and changes nothing, where it is that of other optimisers."""
+        if state.get("kinds") != self._kinds():
             raise ValueError(
-                f"This is the state of {len(state['optimizers'])} optimisers; here there are {len(self.optimizers)}. Make "
-                "them with the model and options of the run that is to go on."
+                f"This is the state of {state.get('kinds')}; here there are {self._kinds()} (each with the sizes of its "
+                "parameters). Make the optimisers with the model and options of the run that is to go on."
             )
         for own, saved in zip(self.optimizers, state["optimizers"], strict=True):
             own.load_state_dict(saved)
         for own, saved in zip(self.schedulers, state["schedulers"], strict=True):
             own.load_state_dict(saved)
+
+    def _kinds(self) -> list[tuple[str, list[int]]]:
+        """Name and sizes of the parameters of each optimiser."""
+        return [
+            (type(optimizer).__name__, [p.numel() for group in optimizer.param_groups for p in group["params"]])
+            for optimizer in self.optimizers
+        ]
 
     def _add(self, optimizer: torch.optim.Optimizer, factor: Any) -> None:
         self.optimizers.append(optimizer)

@@ -4,7 +4,7 @@ from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperato
 from gpy_iterative.prediction.joint_prior import checked_inputs, fixed_parameters, graph_for
 from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths
 from gpy_iterative.prediction.laplace_posterior import LaplacePosterior, VarianceSplit
-from gpy_iterative.prediction.laplace_targets import check_targets_fit, observed_points
+from gpy_iterative.prediction.laplace_targets import check_targets_fit, observed_params, observed_points
 from gpy_iterative.prediction.latent_blocks import latent_terms
 from gpy_iterative.prediction.posterior import PathwisePosterior
 from gpy_iterative.prediction.sample_paths import SamplePaths
@@ -31,6 +31,7 @@ __all__ = [
     "fixed_parameters",
     "graph_for",
     "latent_terms",
+    "observed_params",
     "observed_points",
     "prior_at",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.likelihoods import PointwiseLikelihood
 from gpy_iterative.linear_operators import KernelProducts, LatentPrior, latent_prior
-from gpy_iterative.prediction.laplace_targets import check_targets_fit, observed_points
+from gpy_iterative.prediction.laplace_targets import check_targets_fit, observed_params, observed_points
 from gpy_iterative.prediction.snapshot import ModelSnapshot
 from gpy_iterative.prediction.training_system import LikelihoodParams, check_inputs, evaluating, prior_at
 from gpy_iterative.progress import Progress, reporting_solve
@@ -32,6 +32,7 @@ class LaplaceFit:
     Attributes:
         mode_weights: v [n, C] of the mode.
         stats: of the mode's solve and of each refinement.
+        observed: which of the model's data were kept, [n] bool; None for all.
     """
 
     inputs: list[Tensor]
@@ -41,6 +42,7 @@ class LaplaceFit:
     solution: LaplaceSolution
     mode_weights: Tensor
     stats: tuple[SolveStats, ...]
+    observed: Tensor | None
 
     @property
     def num_refinements(self) -> int:
@@ -93,13 +95,15 @@ class LaplaceFits:
     @torch.inference_mode(False)
     def _refined(self, fit: LaplaceFit, num_refinements: int) -> LaplaceFit:
         while fit.num_refinements < num_refinements:
-            solution = refine(
-                self._mode_solver(fit.prior),
-                fit.prior,
-                self._pointwise(fit.targets, fit.prior),
-                fit.solution,
-                generator=self._generator(),
-            )
+            with reporting_solve(self._progress, "refinement", "products") as callback:
+                solution = refine(
+                    self._mode_solver(fit.prior),
+                    fit.prior,
+                    self._pointwise(fit.targets, fit.prior, fit.observed),
+                    fit.solution,
+                    generator=self._generator(),
+                    callback=callback,
+                )
             fit = replace(fit, solution=solution, stats=(*fit.stats, solution.stats))
             if not solution.converged:
                 warnings.warn(
@@ -121,7 +125,7 @@ class LaplaceFits:
         check_targets_fit(distribution, targets)
         prior = latent_prior(distribution, self._products)
         prior = LatentPrior(prior.operator.detach().clone(), prior.mean.detach().clone())
-        likelihood = self._pointwise(targets, prior)
+        likelihood = self._pointwise(targets, prior, observed)
         with reporting_solve(self._progress, "mode", "products") as callback:
             solution = self._mode_solver(prior).solve(
                 prior, likelihood, initial_weights=initial_weights, generator=self._generator(), callback=callback
@@ -129,11 +133,11 @@ class LaplaceFits:
         logger.info("mode of %d data: %s", len(targets), solution.stats)
         if not solution.converged:
             warnings.warn(mode_advice(solution), ConvergenceWarning, stacklevel=5)
-        return LaplaceFit(inputs, targets, prior, distribution, solution, solution.value, (solution.stats,))
+        return LaplaceFit(inputs, targets, prior, distribution, solution, solution.value, (solution.stats,), observed)
 
-    def _pointwise(self, targets: Tensor, prior: LatentPrior) -> PointwiseLikelihood:
+    def _pointwise(self, targets: Tensor, prior: LatentPrior, observed: Tensor | None) -> PointwiseLikelihood:
         params = () if self._params is None else self._params.current(self._model)
-        return PointwiseLikelihood(self._likelihood, targets, prior.num_latents, params)
+        return PointwiseLikelihood(self._likelihood, targets, prior.num_latents, observed_params(params, observed))
 
     def _mode_solver(self, prior: LatentPrior) -> LaplaceSolver:
         return default_laplace_solver(prior.size) if self._solver is None else self._solver

@@ -60,12 +60,12 @@ class PriorFunctions:
         """The values at the inputs of the terms: [t, C, s]."""
         values = self.features.apply(terms, self.draws, self.weights)
         if self.weights.dim() == 2:
-            return values.reshape(values.shape[0], self.num_latents, -1)
+            return values.unflatten(-1, (self.num_latents, -1))
         return values.movedim(0, 1)
 
 
 class LaplaceSamplePaths:
-    """k functions of Laplace's approximation, the same ones at each call, at any x, differentiable there.
+    """k functions of Laplace's approximation or of a refinement: the same at each call, at any x, differentiable there.
 
     They belong to the hyperparameters and data of the time when they were drawn.
 
@@ -102,7 +102,8 @@ class LaplaceSamplePaths:
                 )
             blocks = latent_blocks(self._model, self._inputs, points, self._products)
             latents = self._functions.num_latents
-            update = product(blocks.test_train, self._update.to(points[0].dtype)).view(-1, latents, self.num_paths)
+            update = product(blocks.test_train, self._update.to(points[0].dtype))
+            update = update.view(len(points[0]), latents, self.num_paths)
             prior = self._functions(latent_terms(prior_at(self._model, points))[0])
             values = (blocks.mean.unsqueeze(-1) + prior + update).movedim(-1, 0)
             return values.squeeze(-1) if latents == 1 else values

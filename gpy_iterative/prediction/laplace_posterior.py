@@ -205,7 +205,7 @@ class LaplacePosterior:
         return VarianceSplit(total, mathematical, total - mathematical)
 
     def sample_paths(self, num_paths: int, *, num_frequencies: int = 4096) -> LaplaceSamplePaths:
-        """Draws functions of Laplace's approximation, which do not carry computational uncertainty.
+        """Draws functions of Laplace's approximation (or of its last refinement), without computational uncertainty.
 
         f + f_p(.) - k(., X) zeta with a prior function f_p from random features and zeta = P (f_p(X) + e), one solve for
         all paths. Kernels need a registered spectral density.
@@ -216,7 +216,8 @@ class LaplacePosterior:
         Warns:
             ConvergenceWarning: the solve did not reach its tolerance.
         """
-        with evaluating(self.model, self.likelihood), torch.no_grad():
+        # The functions outlive an inference mode around this call, and are differentiable outside of it.
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model, self.likelihood):
             fit = self._current()
             generator = torch.Generator().manual_seed(self._seed + 1)
             terms, shared = latent_terms(fit.distribution)
@@ -229,7 +230,7 @@ class LaplacePosterior:
             whitened = curvature.root_t(functions(terms).double().flatten(0, 1)) + noise
             weights = curvature.root(self._solve(fit, whitened, tolerance=1e-4))
             update = fit.solution.value.view(-1, 1) - weights
-        model = copy.deepcopy(self.model).eval()
+            model = copy.deepcopy(self.model).eval()
         return LaplaceSamplePaths(model, functions, fit.inputs, update, self._products)
 
     def _current(self) -> LaplaceFit:

@@ -1,5 +1,8 @@
 """Which targets Laplace's method can take, and which of them are observed."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import gpytorch
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
@@ -22,6 +25,14 @@ def observed_points(targets: Tensor) -> Tensor | None:
     missing = torch.isnan(targets)
     observed = ~(missing if targets.dim() == 1 else missing.flatten(1).any(-1))
     return None if bool(observed.all()) else observed
+
+
+def observed_params(params: Sequence[Any], observed: Tensor | None) -> tuple[Any, ...]:
+    """The likelihood's arguments at the observed points: tensors with an entry for each point lose the others."""
+    if observed is None:
+        return tuple(params)
+    has_rows = lambda value: isinstance(value, Tensor) and value.shape[:1] == observed.shape
+    return tuple(value[observed] if has_rows(value) else value for value in params)
 
 
 def check_targets_fit(distribution: MultivariateNormal, targets: Tensor) -> None:

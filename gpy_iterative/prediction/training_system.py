@@ -122,18 +122,22 @@ def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
 
 @contextmanager
 def evaluating(model: ExactGP, likelihood: Likelihood) -> Iterator[None]:
-    """Evaluation mode inside, whatever mode it was before outside."""
-    before = [(module, module.training) for module in (model, likelihood)]
-    for module, was_training in before:
-        if was_training:
-            module.eval()
+    """Evaluation mode inside; outside, every module is in the mode that it was in."""
+    whole = (model, likelihood)
+    before = [(module, module.training) for root in whole for module in root.modules()]
+    were_training = [root.training for root in whole]
+    for root in whole:
+        if root.training:
+            root.eval()
     try:
         yield
     finally:
-        # The model first: it takes its own likelihood along.
+        # By `train`, which models override. It takes everything below along: layers that were left out of training too.
+        for root, was_training in zip(whole, were_training, strict=True):
+            if root.training != was_training:
+                root.train(was_training)
         for module, was_training in before:
-            if module.training != was_training:
-                module.train(was_training)
+            module.training = was_training
 
 
 class LikelihoodParams:

@@ -1,18 +1,16 @@
 """The dense way: exact solves, log-determinant and inverse, for systems that fit."""
 
 import time
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from linear_operator import LinearOperator
-from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.solvers.base import Solver
-from gpy_iterative.solvers.jittered_cholesky import jittered_cholesky
+from gpy_iterative.solvers.jittered_cholesky import warned_cholesky
 from gpy_iterative.solvers.linear_system import LinearSystem
 from gpy_iterative.solvers.solution import Solution, SolveStats, SolveStatus
 
@@ -85,15 +83,7 @@ class Cholesky(Solver):
             NotPositiveDefiniteError: not even with a relative jitter of 1e-4; smaller jitters warn.
         """
         dense = operator.to_dense()
-        lower, jitter = jittered_cholesky(dense.double(), "The system")
-        if jitter:
-            warnings.warn(
-                f"A jitter of {jitter:g} times the largest diagonal entry was added to factor the system. A noise "
-                "constraint that keeps the noise away from zero avoids it.",
-                NumericalWarning,
-                stacklevel=2,
-            )
-        return CholeskyFactor(lower, dense.dtype)
+        return CholeskyFactor(warned_cholesky(dense.double(), "The system"), dense.dtype)
 
     def _solve_columns(self, system: LinearSystem) -> Solution:
         start = time.perf_counter()

@@ -1,6 +1,9 @@
 """Cholesky factors of matrices that rounding may have left without one."""
 
+import warnings
+
 import torch
+from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
@@ -35,3 +38,16 @@ def jittered_cholesky(matrix: Tensor, name: str) -> tuple[Tensor, float]:
         f"{name} is not positive definite even with a jitter of {JITTERS[-1]:g} of its diagonal. Keep the noise away from "
         "zero (a noise constraint), use float64, or check the kernel."
     )
+
+
+def warned_cholesky(matrix: Tensor, name: str) -> Tensor:
+    """`jittered_cholesky`, which says so where it took a jitter."""
+    factor, jitter = jittered_cholesky(matrix, name)
+    if jitter:
+        warnings.warn(
+            f"A jitter of {jitter:g} times the largest diagonal entry was added to factor {name[:1].lower()}{name[1:]}. A "
+            "noise constraint that keeps the noise away from zero avoids it, or float64.",
+            NumericalWarning,
+            stacklevel=3,
+        )
+    return factor

@@ -288,3 +288,18 @@ def test_own_likelihoods_as_gpytorch_uses_them() -> None:
             call(torch.tensor([1.0, -1.0]).double(), latent)
     with pytest.raises(ValueError, match="num_quadrature"):
         LogitBernoulliLikelihood(num_quadrature=0)
+
+
+@pytest.mark.parametrize("latent", [-1e3, -40.0, 800.0, 1e5])
+def test_poisson_counts_of_any_size_have_finite_derivatives(latent: float) -> None:
+    counts = torch.tensor([max(round(latent), 0)]).double()
+    likelihood = PointwiseLikelihood(gl.PoissonLikelihood(), counts, 1)
+    f = torch.full((1, 1), latent, dtype=torch.float64)
+    for derivative in (likelihood.gradient(f), likelihood.hessian(f), likelihood.fisher(f)):
+        assert torch.isfinite(derivative).all()
+
+
+def test_curvatures_that_a_softmax_does_not_have() -> None:
+    likelihood = PointwiseLikelihood(gl.SoftmaxLikelihood(num_classes=3, mixing_weights=False), torch.tensor([0, 2]), 3)
+    with pytest.raises(UnsupportedLikelihoodError, match="one latent function"):
+        likelihood.curvature(torch.zeros(2, 3).double(), "abs", NO_FLOOR)

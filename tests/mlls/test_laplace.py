@@ -374,3 +374,33 @@ def test_masked_points_are_dropped() -> None:
     expected = smaller.model.eval()(problem.x[:4])
     torch.testing.assert_close(prediction.mean, expected.mean)
     torch.testing.assert_close(prediction.variance, expected.variance)
+
+
+def test_a_bound_that_failed_draws_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = case("logit", n=20)
+    solver = LaplaceNewton(num_covariance_actions=5)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo", solver=solver, generator=0)
+    before = mll.training_state()["generator"].clone()
+    with monkeypatch.context() as patch:
+        patch.setattr("gpy_iterative.mlls.laplace.elbo", lambda *_: torch.tensor([])[0])
+        with pytest.raises(IndexError):
+            mll(problem.model(problem.x), problem.y)
+    assert torch.equal(mll.training_state()["generator"], before)
+    mll(problem.model(problem.x), problem.y)
+    assert not torch.equal(mll.training_state()["generator"], before)
+
+
+def test_a_batch_of_one_kernel_serves_all_functions() -> None:
+    problem = case("softmax", n=20, kind="shared")
+    values = []
+    for batch in (torch.Size([]), torch.Size([1])):
+        model = problem.model
+        model.covar_module = gpytorch.kernels.ScaleKernel(
+            gpytorch.kernels.RBFKernel(batch_shape=batch), batch_shape=batch
+        )
+        model.double()
+        mll = LaplaceMarginalLogLikelihood(
+            problem.likelihood, model, solver=LaplaceNewton(), trace="pathwise", num_frequencies=50, generator=0
+        )
+        values.append(mll(model(problem.x), problem.y).reshape(()))
+    torch.testing.assert_close(values[0], values[1], rtol=1e-3, atol=1e-3)

@@ -9,6 +9,7 @@ import gpytorch
 import pytest
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
 import gpy_iterative as gpi
@@ -404,9 +405,15 @@ def test_without_test_points_and_with_inference_mode() -> None:
     assert model.predict_proba(problem.x[:0]).shape == (0, 3)
     with torch.inference_mode():
         inside = model.predict_proba(test_points())
+        paths = model.sample_paths(4, num_frequencies=50)
     torch.testing.assert_close(inside.clone(), model.predict_proba(test_points()))
+    assert paths(problem.x[:0]).shape == (4, 0, 3)
+    x = test_points().requires_grad_()
+    (gradient,) = torch.autograd.grad(paths(x).sum(), x)
+    assert gradient.abs().min() > 0
     one = case("logit", n=1)
     assert one.model.eval().predict_proba(test_points()).shape == (9,)
+    assert one.model.sample_paths(2, num_frequencies=50)(problem.x[:0]).shape == (2, 0)
 
 
 def test_frozen_parameters_and_priors() -> None:
@@ -556,3 +563,82 @@ def test_too_many_features_are_refused() -> None:
     after = mll.training_state()
     assert after.keys() == before.keys() == {"generator"}
     assert torch.equal(after["generator"], before["generator"])
+
+
+def test_questions_in_train_mode_change_no_mode_and_keep_what_they_found() -> None:
+    problem = case("logit", n=20)
+    model = problem.model
+    model.extra = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout())
+    model.extra[0].eval()
+    modes = [module.training for module in model.modules()]
+    first = model.posterior()
+    model.predict_proba(test_points())
+    assert [module.training for module in model.modules()] == modes
+    assert model.posterior() is first
+
+
+def test_the_posterior_of_the_mll_is_its_own() -> None:
+    problem = case("poisson-log", n=15)
+    model = LaplaceModel(problem.x, problem.y, Exposed())
+    mll = LaplaceMarginalLogLikelihood(model.likelihood, model, solver=LaplaceNewton(max_rank=3))
+    mll(model(problem.x), problem.y, torch.full_like(problem.y, 50.0))
+    alone = mll.posterior()(test_points()).mean
+    model.set_train_data(problem.x, problem.y)
+    model.eval()(test_points())  # by the model's own solver, without exposures
+    found = mll.posterior()
+    assert found is model.posterior()
+    assert found.solution.actions.shape[-1] <= 3
+    torch.testing.assert_close(found(test_points()).mean, alone, rtol=1e-3, atol=1e-3)
+
+
+def test_missing_targets_take_their_arguments_along() -> None:
+    problem = case("poisson-log", n=15)
+    exposure = torch.linspace(1, 9, 15, dtype=torch.float64)
+    targets = problem.y.clone()
+    targets[4] = torch.nan
+    seen = torch.arange(15) != 4
+    values = []
+    for x, y, params in ((problem.x, targets, exposure), (problem.x[seen], problem.y[seen], exposure[seen])):
+        model = LaplaceModel(x, y, Exposed())
+        mll = LaplaceMarginalLogLikelihood(model.likelihood, model)
+        with gpytorch.settings.observation_nan_policy("mask"):
+            values.append(mll(model(x), y, params) * len(y))
+            values.append(mll.posterior()(test_points()).mean.sum())
+    torch.testing.assert_close(values[0], values[2])
+    torch.testing.assert_close(values[1], values[3])
+
+
+def test_several_tasks_count_as_so_many_targets() -> None:
+    x = inputs(12)
+    y = torch.stack([x[:, 0].sin(), x[:, 1].cos()], dim=-1)
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2, rank=0, has_task_noise=False)
+    likelihood = likelihood.double()
+    ours = LaplaceModel(x, y, likelihood, 2, "multitask")
+
+    class Exact(gpytorch.models.ExactGP):
+        def __init__(self) -> None:
+            super().__init__(x, y, likelihood)
+
+        def forward(self, x: Tensor) -> MultivariateNormal:
+            return ours.forward(x)
+
+    exact = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, Exact().double())
+    expected = exact(exact.model(x), y)
+    torch.testing.assert_close(LaplaceMarginalLogLikelihood(likelihood, ours)(ours(x), y), expected)
+
+
+def test_kernels_that_float32_leaves_indefinite() -> None:
+    """Counts of a hundred thousand: curvatures that make rounding errors of K larger than one."""
+    x = torch.linspace(-2, 2, 200).unsqueeze(-1)
+    y = torch.poisson(1e5 * torch.exp(x.squeeze(-1).sin()), generator=torch.Generator().manual_seed(0))
+    model = LaplaceModel(x, y, gpi.likelihoods.PoissonLogLikelihood())
+    with pytest.warns(NumericalWarning, match="float64"):
+        solution = model.fit_mode()
+    assert (solution.latent.flatten().exp() / y - 1).abs().median() < 0.05
+
+
+def test_progress_tells_of_refinements() -> None:
+    problem, reports = case("logit", n=20), []
+    problem.model.num_refinements = 2
+    problem.model.posterior(progress=reports.append).solution  # noqa: B018
+    assert [report.operation for report in reports].count("refinement") >= 2

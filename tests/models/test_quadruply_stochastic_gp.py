@@ -372,3 +372,30 @@ def test_what_the_model_refuses() -> None:
     ):
         with pytest.raises(ValueError, match=next(iter(options))):
             QuadruplyStochasticOptimizer(model, **({"num_data": 5, "num_steps": 10} | options))
+
+
+def test_a_prediction_does_not_mix_old_and_new_weights() -> None:
+    model, x, _ = fourier_problem(num_dense_columns=0, shared_diagonal=False)
+    set_weights(model, *weights_of(40, 0))
+    model.eval()
+    prediction, known = model.predict(x), model.predict(x)
+    covariance = known.covariance_matrix
+    with torch.no_grad():
+        model.weights.tail_log_diagonal += 0.3
+    with pytest.raises(RuntimeError, match="predict again"):
+        prediction.covariance_matrix  # noqa: B018
+    torch.testing.assert_close(known.covariance_matrix, covariance)
+
+
+def test_states_of_other_optimisers_change_nothing() -> None:
+    model, *_ = fourier_problem(num_dense_columns=0, shared_diagonal=False)
+    options = {"num_steps": 10, "num_data": 20, "num_data_samples": 5}
+    ours = QuadruplyStochasticOptimizer(model, **options)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
+    other = QuadruplyStochasticOptimizer(model, likelihood, **options)
+    other.optimizers[0].param_groups[0]["lr"] = 0.5
+    before = ours.state_dict()["optimizers"][0]["param_groups"][0]["lr"]
+    with pytest.raises(ValueError, match="that is to go on"):
+        ours.load_state_dict(other.state_dict())
+    assert ours.state_dict()["optimizers"][0]["param_groups"][0]["lr"] == before
+    ours.load_state_dict(ours.state_dict())

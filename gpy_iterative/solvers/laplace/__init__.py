@@ -9,6 +9,7 @@ from gpy_iterative.solvers.laplace.refinement import refine
 from gpy_iterative.solvers.laplace.solution import LaplaceSolution, mode_advice
 from gpy_iterative.solvers.laplace.whitened import (
     WhitenedKernelLinearOperator,
+    dense_factor,
     nystrom_preconditioner,
     whitened_system,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "Problem",
     "WhitenedKernelLinearOperator",
     "default_laplace_solver",
+    "dense_factor",
     "mode_advice",
     "nystrom_preconditioner",
     "refine",

@@ -9,6 +9,7 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.likelihoods import NO_FLOOR, Curvature, CurvatureFloor
 from gpy_iterative.solvers.laplace.base import Iterate, LaplaceSolver, Problem, StepSolver
 from gpy_iterative.solvers.laplace.solution import LaplaceSolution
+from gpy_iterative.solvers.laplace.whitened import dense_factor
 
 
 class _DenseSteps(StepSolver):
@@ -28,24 +29,16 @@ class _DenseSteps(StepSolver):
 
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
         inner = curvature.root_t((self.kernel @ iterate.error).unsqueeze(-1))
-        solved = torch.cholesky_solve(inner, self.factor(curvature))
+        solved = torch.cholesky_solve(inner, dense_factor(self.kernel, curvature))
         dv = iterate.error - curvature.root(solved).squeeze(-1)
         return dv, self.kernel @ dv
 
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
         # Q = R L^-T: all of P = Q Q^T.
-        inverse = torch.linalg.solve_triangular(
-            self.factor(curvature), torch.eye(curvature.num_points * curvature.root_size).to(self.kernel), upper=False
-        )
+        identity = torch.eye(curvature.num_points * curvature.root_size).to(self.kernel)
+        inverse = torch.linalg.solve_triangular(dense_factor(self.kernel, curvature), identity, upper=False)
         root = curvature.root(inverse.mT)
         return root, self.kernel @ root, torch.eye(root.shape[-1], dtype=torch.float64, device=root.device)
-
-    def factor(self, curvature: Curvature) -> Tensor:
-        """L L^T = I + R^T K R."""
-        inner = curvature.root_t(curvature.root_t(self.kernel).mT)
-        inner = (inner + inner.mT) / 2
-        inner.diagonal().add_(1)
-        return torch.linalg.cholesky(inner)
 
 
 @dataclass(frozen=True, kw_only=True)

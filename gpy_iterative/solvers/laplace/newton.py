@@ -87,8 +87,7 @@ class LaplaceNewton(LaplaceSolver):
         check_count("max_inner", self.max_inner)
         check_count("max_rank", self.max_rank)
         check_fraction("forcing", self.forcing)
-        if self.num_covariance_actions < 0:
-            raise ValueError(f"num_covariance_actions must not be negative, got {self.num_covariance_actions}.")
+        check_count("num_covariance_actions", self.num_covariance_actions, least=0)
         check_compression(self.compression)
         policy_of(self.policy)
         check_instance("preconditioner", self.preconditioner, PreconditionerRecipe, "RandomlyPivotedCholesky(rank=100)")
@@ -157,6 +156,7 @@ class _SubspaceSteps(StepSolver):
                 self._forget()
             else:
                 compress(system, self._rhs(iterate, curvature), options.max_rank, options.compression)
+                self._used.clear()  # what was dropped may be taken again
         return dv, df
 
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,6 +213,10 @@ class _SubspaceSteps(StepSolver):
             else:
                 actions = self._chosen(iterate, curvature, residual, weighted, system)
             change = self._act(system, actions, rhs.unsqueeze(-1))
+            # Unit vectors are taken one after the other, whatever became of the last: one that adds nothing is no end.
+            while change is None and options.policy == "unit" and actions.any():
+                actions = self._chosen(iterate, curvature, residual, weighted, system)
+                change = self._act(system, actions, rhs.unsqueeze(-1))
             if change is None:
                 break  # the subspace has everything that this policy can add
             v, image = v + change[0].squeeze(-1), image + change[1].squeeze(-1)

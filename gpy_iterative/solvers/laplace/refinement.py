@@ -6,6 +6,8 @@ as averages over the marginals of the last approximation (`gpy_iterative.likelih
 is a Gaussian at which the variational bound is stationary; one or two refinements are most of the way.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from gpy_iterative.likelihoods import PointwiseLikelihood, SmoothedLikelihood
 from gpy_iterative.linear_operators import LatentPrior
 from gpy_iterative.solvers.laplace.base import LaplaceSolver
 from gpy_iterative.solvers.laplace.solution import LaplaceSolution
+from gpy_iterative.solvers.solution import SolveProgress
 
 #: Points whose share of K Q is held at a time.
 CHUNK_POINTS = 4096
@@ -26,6 +29,7 @@ def refine(
     solution: LaplaceSolution,
     *,
     generator: torch.Generator | None = None,
+    callback: Callable[[SolveProgress], None] | None = None,
 ) -> LaplaceSolution:
     """The mode under the likelihood that is averaged over a solution's marginals, and the covariance around it.
 
@@ -34,14 +38,14 @@ def refine(
         prior: of the solution.
         likelihood: itself, not averaged.
         solution: Laplace's, or of a refinement.
-        generator: see `LaplaceSolver.solve`.
+        generator, callback: see `LaplaceSolver.solve`.
 
     Kernel products of the solution are used again; those of the answer's stats come on top. Otherwise memory O(n C^2).
 
     Raises as `LaplaceSolver.solve`.
     """
     smoothed = SmoothedLikelihood(likelihood, marginal_blocks(prior, solution))
-    return solver.solve(prior, smoothed, initial_solution=solution, generator=generator)
+    return solver.solve(prior, smoothed, initial_solution=solution, generator=generator, callback=callback)
 
 
 @torch.no_grad()

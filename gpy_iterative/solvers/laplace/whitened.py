@@ -12,6 +12,7 @@ from torch import Tensor
 from gpy_iterative.likelihoods import Curvature
 from gpy_iterative.linear_operators import NoisyLinearOperator, Rows, rows_matmul
 from gpy_iterative.preconditioners import NystromFactor
+from gpy_iterative.solvers.jittered_cholesky import warned_cholesky
 
 
 class WhitenedKernelLinearOperator(LinearOperator):
@@ -57,6 +58,18 @@ def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinear
     """I + R^T K R, in the dtype of K."""
     whitened = WhitenedKernelLinearOperator(kernel, curvature=curvature)
     return NoisyLinearOperator(whitened, torch.ones(whitened.shape[-1], dtype=kernel.dtype, device=kernel.device))
+
+
+def dense_factor(kernel: Tensor, curvature: Curvature) -> Tensor:
+    """L L^T = I + R^T K R for a dense K [n C, n C] in float64.
+
+    Raises:
+        NotPositiveDefiniteError: rounding left K so indefinite that no jitter helps.
+    """
+    inner = curvature.root_t(curvature.root_t(kernel).mT)
+    inner = (inner + inner.mT) / 2
+    inner.diagonal().add_(1)
+    return warned_cholesky(inner, "I + R^T K R at the mode")
 
 
 def nystrom_preconditioner(curvature: Curvature, actions: Tensor, images: Tensor, dtype: torch.dtype) -> NystromFactor:

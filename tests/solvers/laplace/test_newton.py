@@ -433,3 +433,17 @@ def test_logit_is_what_it_says() -> None:
     p = torch.sigmoid(f)
     torch.testing.assert_close(likelihood.gradient(f), 1 - p)
     torch.testing.assert_close(likelihood.hessian(f).detach().flatten(), (p * (1 - p)).flatten())
+
+
+def test_unit_vectors_do_not_run_out() -> None:
+    """Of a softmax's classes one follows from the others; and compression drops what may be taken again."""
+    softmax, logit = case("softmax", n=40), case("logit", n=60)
+    found = LaplaceNewton(policy="unit", max_inner=20).solve(softmax.prior(), softmax.pointwise())
+    assert found.status is SolveStatus.CONVERGED
+    solver = LaplaceNewton(policy="unit", max_inner=20, max_rank=20, max_outer=60, compression="keep_mean")
+    prior, likelihood = logit.prior(), logit.pointwise()
+    found = solver.solve(prior, likelihood)
+    assert (
+        found.stationarity
+        < 0.1 * LaplaceNewton(policy="unit", max_inner=20, max_outer=3).solve(prior, likelihood).stationarity
+    )
