@@ -171,8 +171,10 @@ def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:
     """Keeps some rows of the training data, and of a fixed noise."""
     inputs = tuple(x[rows] for x in model.train_inputs)
     targets = model.train_targets
-    data_dim = targets.dim() - len(model(*model.train_inputs).event_shape)
-    model.set_train_data(inputs, targets.index_select(data_dim, rows), strict=False)
+    model.set_train_data(inputs, strict=False)
+    with torch.no_grad():  # a model of few rows, which is all that the prior's layout takes
+        data_dim = targets.dim() - len(model(*inputs).event_shape)
+    model.set_train_data(targets=targets.index_select(data_dim, rows), strict=False)
     if isinstance(likelihood, FixedNoiseGaussianLikelihood):
         likelihood.noise = likelihood.noise_covar.noise[..., rows]
 

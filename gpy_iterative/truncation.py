@@ -113,7 +113,7 @@ class ExponentialTruncation:
 
         That is 2 n steps (conjugate gradients need more than n where rounding has cost them their conjugacy), or less:
         where the weight 1 / S_j reaches a tenth of 1 / eps, past which it multiplies rounding noise. The expected number
-        of steps is unchanged. A `min_steps` beyond 2 n is lowered to it: a full, deterministic run.
+        of steps is almost unchanged, unless 2 n cuts it. A `min_steps` beyond 2 n is lowered to it: a full run.
         """
         if self.max_steps is not None:
             return self

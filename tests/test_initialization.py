@@ -192,3 +192,16 @@ def test_nan_inputs_are_named() -> None:
     case.model.train_inputs[0][4, 1] = torch.nan
     with pytest.raises(ValueError, match=r"train_inputs\[4, 1\] is nan"):
         initialize_from_subsets(case.model, case.likelihood, subset_size=8, num_subsets=1)
+
+
+def test_the_model_meets_no_more_rows_than_a_subset_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = data(60)
+    likelihood = GaussianLikelihood().double()
+    model = Regression(x, y, likelihood, kernels.RBFKernel()).double()
+    sizes: list[int] = []
+    forward = gpytorch.means.ConstantMean.forward
+    monkeypatch.setattr(
+        gpytorch.means.ConstantMean, "forward", lambda mean, x: sizes.append(len(x)) or forward(mean, x)
+    )
+    initialize_from_subsets(model, likelihood, subset_size=10, num_subsets=2, optimizer_steps=2, generator=0)
+    assert set(sizes) == {10}

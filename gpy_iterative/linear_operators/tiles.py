@@ -354,13 +354,26 @@ class TiledLinearOperator(LinearOperator):
         with torch.no_grad():
             return self.tiles().matmul(rhs) * self.tile_scale
 
-    @torch.no_grad()
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         if left_vecs.dim() == 1:
             left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
+        if torch.is_grad_enabled():  # a backward pass that is to be differentiated itself
+            return self._differentiable_derivatives(left_vecs, right_vecs)
         return self._tile_derivatives(
             BilinearWeights(left_vecs, right_vecs, self.batch_shape, symmetric=self.symmetric)
         )
+
+    def _differentiable_derivatives(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        """The same with a graph: plain autograd, O(n m) memory."""
+        # Through tensors of its own: the vectors may be functions of the operator's, and are held fixed here.
+        own = [tensor.view_as(tensor) for tensor in self.representation()]
+        wanted = [tensor for tensor in own if tensor.requires_grad]
+        if not wanted:
+            return (None,) * len(own)
+        product = self.representation_tree()(*own)._differentiable_matmul(right_vecs)
+        vectors = left_vecs.expand(product.shape)
+        found = iter(torch.autograd.grad(product, wanted, vectors, create_graph=True, allow_unused=True))
+        return tuple(next(found) if tensor.requires_grad else None for tensor in own)
 
     @torch.no_grad()
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:

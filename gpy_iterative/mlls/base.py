@@ -35,7 +35,7 @@ from gpy_iterative.mlls.line_search import ADVICE, LineSearchWatch
 from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
 from gpy_iterative.mlls.training_state import TrainingState
 from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood, check_not_empty
-from gpy_iterative.prediction import PathwisePosterior, check_inputs
+from gpy_iterative.prediction import LikelihoodParams, PathwisePosterior, check_inputs
 from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
 from gpy_iterative.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.solvers import (
@@ -87,7 +87,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         self.report: MarginalLogLikelihoodReport | None = None
         self.progress: Progress = False
         self._state = state
-        self._params: tuple[Any, ...] = ()
+        self._params: LikelihoodParams | None = None
         # Lives as long as the run, so that every step evaluates its tiles into the same memory.
         self._caches = TileCaches()
         self._has_warned = False
@@ -135,8 +135,10 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         residual = flat_targets(function_dist, target) - function_dist.loc
         if observed is not None:
             residual = residual[..., observed]
-        if residual.shape[:-1] != operator.batch_shape:
-            operator = operator.expand(*residual.shape[:-1], *operator.matrix_shape)
+        batch = torch.broadcast_shapes(residual.shape[:-1], operator.batch_shape)
+        residual = residual.expand(*batch, residual.shape[-1])
+        if batch != operator.batch_shape:
+            operator = operator.expand(*batch, *operator.matrix_shape)
 
         # What a run keeps (draws, solutions, tiles) must not be inference tensors: later steps could not use them.
         is_inference = torch.is_inference_mode_enabled()
@@ -144,7 +146,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
             estimate = self._estimate(
                 operator.clone() if is_inference else operator, function_dist, observed, residual.detach()
             )
-        self._params = params
+        self._params = LikelihoodParams(params, self.model, kwargs=kwargs) if params or kwargs else None
         result = estimate.with_gradient(operator, residual)
         result = self._add_other_terms(result, params).div_(num_data)
         self._warn_once(estimate)
@@ -188,7 +190,8 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
             products=self.products,
             # Forked, so that looking at predictions in the middle of training does not change the training.
             generator=torch.Generator().manual_seed((self._state.generator.initial_seed() + 1) % 2**64),
-            params=self._params,
+            params=() if self._params is None else self._params.current(self.model),
+            kwargs=None if self._params is None else self._params.current_kwargs(self.model),
             initial_weights=None if solutions is None else solutions[..., 0],
             prior=self._prior_samples(),
             rank=rank,
@@ -200,7 +203,8 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
 
     def _prediction_solver(self) -> Solver | None:
         """Of the posterior's means and sample paths: those of an estimate that has no solves to tolerance of its own."""
-        if self.solver is not None or self.model.train_targets.numel() <= EXACT_BELOW:
+        inputs = (self.model.train_inputs or (torch.zeros(0, 1),))[0]
+        if self.solver is not None or inputs.shape[-2] <= EXACT_BELOW:
             return self.solver
         return ConjugateGradients(tolerance=1e-4)
 
@@ -218,9 +222,13 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         """Takes what `training_state()` gave.
 
-        Raises ValueError, and changes nothing, for anything else, the state of other probes included.
+        Raises ValueError, and changes nothing, for anything else, the state of other probes included. The state may come
+        from another device.
         """
         self._state.load_dict(state)
+        if self.model.train_inputs:
+            device = self.model.train_inputs[0].device
+            self._state.apply(lambda tensor: tensor.to(device))
 
     def _warn_once(self, estimate: Estimate) -> None:
         fell_short = estimate.status not in (SolveStatus.CONVERGED, SolveStatus.TRUNCATED)

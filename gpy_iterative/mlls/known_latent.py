@@ -90,9 +90,6 @@ class KnownLatent:
         """Another one, of the same run, at other points, and at the model's current weights and hyperparameters."""
         state = KnownLatent.start(model, x)
         state.has_warned = self.has_warned
-        state.overflowed = bool(
-            self.announced
-        )  # a step that is yet to be made moves more than the next evaluation tells
         return state
 
     def follows(self, model: QuadruplyStochasticGP) -> bool:

@@ -189,7 +189,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
                 value = value.to(function_dist.mean.dtype)
             else:
                 value = estimate.with_gradient(prior, likelihood, solver.curvature)
-        except Exception:
+        except BaseException:
             self._generator.set_state(position)  # the next step draws what the failed one did
             raise
         value = self._add_other_terms(value, params).div_(num_targets)

@@ -42,7 +42,7 @@ class MinibatchRun(ExactMarginalLogLikelihood):
         memento = self._state.memento()
         try:
             yield
-        except Exception:
+        except BaseException:
             always = True
             raise
         finally:

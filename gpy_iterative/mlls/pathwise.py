@@ -10,6 +10,7 @@ import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 
+from gpy_iterative.checks import check_flag
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.base import IterativeMarginalLogLikelihood
 from gpy_iterative.probes import ExactPrior, ProbeDistribution, RandomFeatures
@@ -74,8 +75,11 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
     ) -> None:
         if prior not in ("features", "exact"):
             raise ValueError(f"prior must be 'features' or 'exact', got {prior!r}.")
+        check_flag("corrected", corrected)
         probes: ProbeDistribution
         if prior == "exact":
+            if num_frequencies is not None or not corrected:
+                raise ValueError("num_frequencies and corrected are for prior='features': an exact prior has none.")
             probes = ExactPrior(num_probes=num_probes)
         else:
             frequencies = DEFAULT_NUM_FREQUENCIES if num_frequencies is None else num_frequencies

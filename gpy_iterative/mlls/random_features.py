@@ -15,7 +15,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_flag
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, kernel_terms
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood
@@ -42,6 +42,7 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         state: TrainingState,
     ) -> None:
         super().__init__(likelihood, model, solver=solver, products=products, state=state)
+        check_flag("resample", resample)
         self.resample = resample
 
     def _has_separate_estimates(self, estimate: Estimate) -> bool:

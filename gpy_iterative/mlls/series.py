@@ -23,7 +23,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_fraction, check_instance
+from gpy_iterative.checks import check_flag, check_fraction, check_instance
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.base import GaussianMarginalLogLikelihood
 from gpy_iterative.mlls.estimates import DensityEstimate
@@ -115,6 +115,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         self.truncation = truncation
         self.num_truncations = num_truncations
         self.shares_truncation = shares_truncation
+        check_flag("resample", resample)
         self.value, self.tolerance, self.resample = value, tolerance, resample
 
     def _estimate(

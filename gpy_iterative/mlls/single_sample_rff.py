@@ -11,7 +11,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_flag
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.feature_estimate import FeatureEstimate, FeatureStep
 from gpy_iterative.mlls.random_features import RandomFeatureMarginalLogLikelihood
@@ -102,6 +102,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         super().__init__(likelihood, model, resample=resample, solver=solver, products=products, state=state)
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
         self.max_frequencies = max_frequencies
+        check_flag("exact_last", exact_last)
         self.probabilities, self.exact_last, self._adapts = probabilities, exact_last, adapts
 
     def _grid(self, num_data: int) -> Tensor:

@@ -74,7 +74,7 @@ class TrainingState:
         before, position = dict(vars(self), frozen=dict(self.frozen)), self.generator.get_state()
         try:
             yield
-        except Exception:
+        except BaseException:
             vars(self).update(before)
             self.generator.set_state(position)
             raise
@@ -97,9 +97,15 @@ class TrainingState:
 
     def load_dict(self, state: dict[str, Tensor]) -> None:
         """The inverse of `to_dict`. Raises ValueError, and changes nothing, when the dict is not one of its own."""
+        if not all(isinstance(tensor, Tensor) for tensor in state.values()):
+            raise ValueError(
+                "This is no training state: its entries are not all tensors. Take it from training_state()."
+            )
         for name in ("generator", "distribution"):
             if name not in state or state[name].dtype != torch.uint8:
                 raise ValueError(f"This is no training state: it has no entry {name!r}. Take it from training_state().")
+        if state["generator"].shape != self.generator.get_state().shape:
+            raise ValueError("This is the training state of another kind of generator: take it from training_state().")
         distribution = bytes(state["distribution"].tolist()).decode(errors="replace")
         if distribution != self.distribution:
             raise ValueError(

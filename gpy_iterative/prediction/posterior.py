@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gpytorch
@@ -59,6 +59,7 @@ class PathwisePosterior:
         generator: a generator, or the seed of one, for all draws; None is seed 0.
         params: the likelihood's own arguments, as passed to the marginal log likelihood; training inputs among them are
             recognised and followed when they change.
+        kwargs: likewise, those with names.
         initial_weights: [*b, n] representer weights of the last training solve, where the solve for the mean starts.
         prior: training's own pathwise probes (distribution, draws, solutions [*b, n, s]): reused as sample paths when
             they have at least 4,000 frequencies.
@@ -110,6 +111,7 @@ class PathwisePosterior:
         products: KernelProducts | None = None,
         generator: torch.Generator | int | None = None,
         params: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
         initial_weights: Tensor | None = None,
         prior: tuple[RandomFeatures, Draws, Tensor] | None = None,
         rank: int = 1024,
@@ -126,7 +128,7 @@ class PathwisePosterior:
             raise ValueError(f"exact_below must not be negative, got {exact_below}.")
         self._model, self.likelihood = model, likelihood
         self._installs_when_asked = False
-        self._solver, self._params = solver, LikelihoodParams(params, model)
+        self._solver, self._params = solver, LikelihoodParams(params, model, kwargs=kwargs)
         self._products = KernelProducts() if products is None else products
         self._recipe = ProjectionRecipe(rank=rank, num_neighbours=num_neighbours)
         self._num_frequencies, self._exact_below = num_frequencies, exact_below
@@ -308,8 +310,8 @@ class PathwisePosterior:
     ) -> tuple[ModelSnapshot, TrainingSolves]:
         with evaluating(self._model, self.likelihood):
             snapshot = ModelSnapshot.of(self._model, self.likelihood)
-            params = self._params.current(self._model)
-            system = training_system(self._model, self.likelihood, params, self._products)
+            params, kwargs = self._params.current(self._model), self._params.current_kwargs(self._model)
+            system = training_system(self._model, self.likelihood, params, self._products, kwargs)
         solver = default_solver(system.operator) if self._solver is None else self._solver
         solves = TrainingSolves(
             system,

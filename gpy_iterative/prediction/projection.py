@@ -91,12 +91,13 @@ class Projection:
             prior_variance: k(x, x) [*batch, t].
             test_train: K(x, X) [*batch, t, n], or [batch * t, n] with all points in one list.
         """
-        coefficients = product(test_train, self.basis.to(test_train.dtype))
+        coefficients = self._coefficients(test_train)
         explained = coefficients.square().sum(-1)
         if self.local is not None and explained.numel():
             neighbours = _Neighbours(self.local, test_train, coefficients, coefficients.shape[:-1])
             explained = explained + neighbours.explained_variance()
-        return (prior_variance - explained.reshape(prior_variance.shape)).clamp_min(0)
+        variance = prior_variance - explained.reshape(prior_variance.shape)
+        return variance.clamp_min(0).to(prior_variance.dtype)
 
     def covariance(self, prior_covariance: Tensor, test_train: LinearOperator) -> Tensor:
         """The covariance [*batch, t, t] of the predictors' errors: positive semi-definite, its diagonal as `variance`.
@@ -106,11 +107,19 @@ class Projection:
             test_train: as in `variance`.
         """
         points = prior_covariance.shape[:-1]
-        coefficients = product(test_train, self.basis.to(test_train.dtype)).reshape(*points, self.basis.shape[-1])
-        covariance = prior_covariance - coefficients @ coefficients.mT
+        coefficients = self._coefficients(test_train).reshape(*points, self.basis.shape[-1])
+        covariance = (prior_covariance - coefficients @ coefficients.mT).to(prior_covariance.dtype)
         if self.local is None or not points.numel():
             return covariance
         return covariance - _Neighbours(self.local, test_train, coefficients, points).explained_covariance()
+
+    def _coefficients(self, test_train: LinearOperator) -> Tensor:
+        """K(x, X) A [*batch, t, r]; in the precision of A where it is complete, and small variances are differences."""
+        if not self.is_exact:
+            return product(test_train, self.basis.to(test_train.dtype))
+        if self.basis.dtype == test_train.dtype:
+            return product(test_train, self.basis)
+        return dense(test_train).to(self.basis.dtype) @ self.basis
 
     @property
     def is_exact(self) -> bool:
@@ -204,9 +213,9 @@ class ProjectionRecipe:
 
 
 def exact_projection(factor: CholeskyFactor, observed: Tensor | None = None) -> Projection:
-    """A = L^-T of a Cholesky factor: complete, n^2 numbers."""
+    """A = L^-T of a Cholesky factor: complete, n^2 numbers in its float64."""
     identity = torch.eye(factor.lower.shape[-1], dtype=factor.lower.dtype, device=factor.lower.device)
-    basis = factor.whiten(identity.expand(factor.lower.shape)).mT.to(factor.dtype)
+    basis = factor.whiten(identity.expand(factor.lower.shape)).mT
     return Projection(scatter_rows(basis, observed), None)
 
 
@@ -221,7 +230,7 @@ def extended_exact_projection(known: Projection, factor: CholeskyFactor, observe
     count = size - before.shape[-1]
     new = torch.eye(size, dtype=lower.dtype, device=lower.device)[:, size - count :]
     added = torch.linalg.solve_triangular(lower.mT, new.expand(*lower.shape[:-1], count), upper=True)
-    basis = torch.cat([pad(before, (0, 0, 0, count)), added.to(factor.dtype)], dim=-1)
+    basis = torch.cat([pad(before, (0, 0, 0, count)), added], dim=-1)
     return Projection(scatter_rows(basis, observed), None)
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 class PathwisePredictionStrategy:
     """GPyTorch's prediction strategy interface, answered by a PathwisePosterior.
 
+    Gradients flow to test inputs. To hyperparameters, which `posterior(x)` cuts off, only the part through the blocks of
+    the joint prior flows, not the one through the solves: train with the marginal log likelihood.
+
     `model(x)` then equals `posterior(x)`, through everything that is built on it (BoTorch's `model.posterior`,
     acquisition functions). GPyTorch itself evaluates the t x n block of the joint prior on the way, where
     `posterior(x)` does not. `model.train()` and `model.set_train_data` remove it, as they do with GPyTorch's own.

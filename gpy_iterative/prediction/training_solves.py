@@ -175,8 +175,7 @@ class TrainingSolves:
         if missing > 0:
             frequencies = num_frequencies if known is None else known.distribution.num_frequencies
             distribution = RandomFeatures(num_probes=missing, num_frequencies=frequencies, corrected=False)
-            generator = self._generator(1 + count - missing)
-            draws = distribution.draw(self.system.operator, self.system.terms(), generator)
+            draws = self._drawn(range(count - missing, count), frequencies)
             if known is None:
                 known = self._solved(distribution, draws, None)
             else:
@@ -185,6 +184,13 @@ class TrainingSolves:
             self._prior_draws = known
         assert known is not None
         return known
+
+    def _drawn(self, numbers: range, num_frequencies: int) -> Draws:
+        """The samples of these numbers, each from a stream of its own, with the frequencies of the first."""
+        one, terms = RandomFeatures(num_probes=1, num_frequencies=num_frequencies, corrected=False), self.system.terms()
+        parts = [one.draw(self.system.operator, terms, self._generator(1 + number)) for number in numbers]
+        shared = {name: tensor for name, tensor in parts[0].items() if name.startswith("features.")}
+        return {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]} | shared
 
     def _solve(
         self, columns: Tensor, guess: Tensor | None = None, num_known: int | None = None

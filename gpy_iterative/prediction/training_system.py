@@ -1,6 +1,6 @@
 """The linear system of the training data, H = K + D and y - mean, in evaluation mode and cut off from autograd."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +66,11 @@ def check_inputs(model: ExactGP) -> None:
 
 @torch.no_grad()
 def training_system(
-    model: ExactGP, likelihood: Likelihood, params: Sequence[Any], products: KernelProducts
+    model: ExactGP,
+    likelihood: Likelihood,
+    params: Sequence[Any],
+    products: KernelProducts,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> TrainingSystem:
     """The system at the current hyperparameters; model and likelihood are in evaluation mode.
 
@@ -92,7 +96,7 @@ def training_system(
             "dropped; otherwise they have no meaning here."
         )
     check_finite("train_targets", torch.where(torch.isnan(model.train_targets), 0, model.train_targets))
-    operator = noisy_operator(likelihood, prior, *params, products=products, observed=observed)
+    operator = noisy_operator(likelihood, prior, *params, products=products, observed=observed, **(kwargs or {}))
     if observed is not None:
         residual = residual[..., observed]
     batch = torch.broadcast_shapes(operator.batch_shape, residual.shape[:-1])
@@ -144,19 +148,30 @@ class LikelihoodParams:
     """The likelihood's extra arguments, with training inputs recognised among them.
 
     Noise that depends on the inputs (task indices, heteroskedastic models) gets the training inputs as an argument.
-    When they are replaced by `set_train_data`, the arguments have to follow.
+    When they are replaced by `set_train_data`, the arguments have to follow. BoTorch's models transform them, and have
+    them in one form in train mode and in the other in evaluation mode: both are recognised.
 
     Args:
         params: as passed to the marginal log likelihood; empty is what GPyTorch passes when it predicts, the list of
             training inputs.
         model: whose training inputs are looked for among them.
         inputs: the training inputs when they were passed; None is those of now.
+        kwargs: as passed to the marginal log likelihood.
+
+    Tensors are kept without their graph.
     """
 
-    def __init__(self, params: Sequence[Any], model: ExactGP, inputs: Sequence[Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        params: Sequence[Any],
+        model: ExactGP,
+        inputs: Sequence[Tensor] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         known = unexpanded((model.train_inputs or ()) if inputs is None else inputs)
-        self._inputs = [tensor.detach().clone() for tensor in known]
-        self._params = tuple(params) or (list(known),)
+        self._forms = [[tensor.detach().clone() for tensor in form] for form in _forms(model, known)]
+        self._params = _map_leaves(self._placed, tuple(params) or (list(known),))
+        self._kwargs = _map_leaves(self._placed, dict(kwargs or {}))
 
     def current(self, model: ExactGP) -> tuple[Any, ...]:
         """The arguments for the model's training inputs of now.
@@ -164,30 +179,67 @@ class LikelihoodParams:
         Raises:
             ValueError: the training inputs have changed, and an argument is a tensor that is none of them.
         """
-        now = unexpanded(model.train_inputs or ())
-        moved = len(now) != len(self._inputs) or not all(map(same_tensor, now, self._inputs))
+        return self._followed(self._params, model)
 
-        def follow(tensor: Tensor) -> Tensor:
-            for index, known in enumerate(self._inputs):
-                if same_tensor(*unexpanded([tensor]), known):
-                    return now[index]
-            if moved:
+    def current_kwargs(self, model: ExactGP) -> dict[str, Any]:
+        """Those with names; raises likewise."""
+        return self._followed(self._kwargs, model)
+
+    def moved_to(self, model: ExactGP) -> "LikelihoodParams":
+        """Those of another model, with its training inputs in the place of these. Raises ValueError as `current`."""
+        return LikelihoodParams(self.current(model), model, kwargs=self.current_kwargs(model))
+
+    def _placed(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        for form in self._forms:
+            for index, known in enumerate(form):
+                if same_tensor(*unexpanded([leaf]), known):
+                    return _TrainingInput(index)
+        return leaf.detach()
+
+    def _followed(self, value: Any, model: ExactGP) -> Any:
+        now = unexpanded(model.train_inputs or ())
+        is_known = any(len(now) == len(form) and all(map(same_tensor, now, form)) for form in self._forms)
+
+        def follow(leaf: Any) -> Any:
+            if isinstance(leaf, _TrainingInput):
+                return now[leaf.index]
+            if isinstance(leaf, Tensor) and not is_known:
                 raise ValueError(
                     "The training inputs have changed, and the likelihood has an argument that is none of them: its "
                     "new value is unknown. Make a new posterior, with params=... for the new data."
                 )
-            return tensor
+            return leaf
 
-        return tuple(_map_tensors(follow, param) for param in self._params)
-
-    def moved_to(self, model: ExactGP) -> "LikelihoodParams":
-        """Those of another model, with its training inputs in the place of these. Raises ValueError as `current`."""
-        return LikelihoodParams(self.current(model), model)
+        return _map_leaves(follow, value)
 
 
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
+@dataclass(frozen=True)
+class _TrainingInput:
+    """Stands for one of the model's training inputs."""
+
+    index: int
+
+
+@torch.no_grad()
+def _forms(model: ExactGP, inputs: list[Tensor]) -> list[list[Tensor]]:
+    """The training inputs as they are, and as a BoTorch model has them in its other mode."""
+    transform = getattr(model, "transform_inputs", None)
+    if transform is None or getattr(model, "input_transform", None) is None:
+        return [inputs]
+    if model.training:
+        with evaluating(model, model.likelihood):
+            return [inputs, [transform(tensor) for tensor in inputs]]
+    original = getattr(model, "_original_train_inputs", None)
+    return (
+        [inputs] if original is None else [inputs, unexpanded([original] if isinstance(original, Tensor) else original)]
+    )
+
+
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(function, item) for item in value)
-    return value
+        return type(value)(_map_leaves(function, item) for item in value)
+    if isinstance(value, dict):
+        return {name: _map_leaves(function, item) for name, item in value.items()}
+    return function(value)

@@ -36,6 +36,8 @@ class Solver(ABC):
 
     #: Relative residual norm of columns that come without groups; zero for solvers that have no tolerance.
     tolerance: float = 0.0
+    #: The same for probes; None leaves the choice to the marginal log likelihood.
+    probe_tolerance: float | None = None
 
     def solve(
         self,

@@ -69,7 +69,7 @@ class Cholesky(Solver):
     """Factors the dense matrix in float64: 8 n^2 bytes, n^3 / 6 multiply-adds. Has no budget.
 
     `solve` ignores preconditioner, initial guess, generator and callback. Its status is STAGNATED where the dtype of the
-    system, or a jitter that the factor took, left a larger residual than the columns' tolerance; without groups, .01.
+    system, or a jitter that the factor took, left a larger residual than the columns' tolerance; .01 where they have none.
     """
 
     tolerance: ClassVar[float] = 0.01
@@ -104,5 +104,7 @@ class Cholesky(Solver):
             },
             seconds=time.perf_counter() - start,
         )
-        is_within = all(stats.residual_norms[group.name] <= group.tolerance for group in system.groups)
+        is_within = all(
+            stats.residual_norms[group.name] <= (group.tolerance or self.tolerance) for group in system.groups
+        )
         return Solution(value, residual, SolveStatus.CONVERGED if is_within else SolveStatus.STAGNATED, stats)

@@ -22,7 +22,9 @@ class WarmStart:
     """
 
     def __init__(self, mode: Mode) -> None:
-        if mode not in get_args(Mode):
+        if not any(
+            mode is known or (isinstance(mode, str) and mode == known) for known in get_args(Mode)
+        ):  # 0 == False
             raise ValueError(f"warm_start must be 'extrapolated', 'previous' or False, got {mode!r}.")
         self.mode: Mode = mode
         self._latest: Tensor | None = None

@@ -96,7 +96,7 @@ def everything(group: Any, make: Make, dtype: torch.dtype, cache_memory: int | N
             found["block"] = principal_block(operator, some)
             found["dense rows"] = dense_rows(operator, picked)
     for name, derivatives in (
-        ("bilinear", operator._bilinear_derivative(left, right)),
+        ("bilinear", torch.no_grad()(operator._bilinear_derivative)(left, right)),
         ("matrix", matrix_derivative(operator, weights)),
     ):
         found |= {f"{name} {i}": value for i, value in enumerate(derivatives) if value is not None}

@@ -250,3 +250,44 @@ def test_duplicate_rows_and_tiny_noise_never_give_nan(mll_class: type) -> None:
     value.backward()
     assert torch.isfinite(value)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (gpi.mlls.HutchinsonMarginalLogLikelihood, {"warm_start": 0}, "warm_start"),
+        (gpi.mlls.PathwiseMarginalLogLikelihood, {"corrected": "no"}, "corrected"),
+        (gpi.mlls.PathwiseMarginalLogLikelihood, {"prior": "exact", "num_frequencies": 10}, "exact prior has none"),
+        (gpi.mlls.RussianRouletteMarginalLogLikelihood, {"resample": "no"}, "resample"),
+        (gpi.mlls.SingleSampleRFFMarginalLogLikelihood, {"exact_last": 1}, "exact_last"),
+    ],
+)
+def test_options_that_are_no_choices(make: type, options: dict, message: str) -> None:
+    model = regression(kernels.RBFKernel(), n=8).model
+    with pytest.raises(ValueError, match=message):
+        make(model.likelihood, model, **options)
+
+
+def test_states_that_are_none() -> None:
+    case = regression(kernels.RBFKernel(), n=8)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
+        case.likelihood, case.model, solver=gpi.solvers.ConjugateGradients(), generator=0
+    )
+    mll(case.model(case.x), case.y)
+    state = mll.training_state()
+    for changed in ({"generator": state["generator"][:-1]}, {"like": "float"}):
+        with pytest.raises(ValueError, match="training_state"):
+            mll.load_training_state(state | changed)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in mll.training_state().items())
+
+
+def test_a_batch_of_kernels_meets_one_mean_and_target() -> None:
+    case = regression(kernels.RBFKernel(), n=20)
+    batch = torch.Size([2])
+    kernel = kernels.ScaleKernel(kernels.RBFKernel(batch_shape=batch), batch_shape=batch).double()
+    kernel.outputscale = torch.tensor([0.5, 2.0])
+    model = Regression(case.x, case.y, case.likelihood, kernel).double()
+    expected = gpytorch.mlls.ExactMarginalLogLikelihood(case.likelihood, model)(model(case.x), case.y)
+    for mll_class in (gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood):
+        found = mll_class(case.likelihood, model)(model(case.x), case.y)
+        torch.testing.assert_close(found, expected)

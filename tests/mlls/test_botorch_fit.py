@@ -1,5 +1,6 @@
 """BoTorch's `fit_gpytorch_mll` on its own models, with only the marginal log likelihood swapped."""
 
+import copy
 import functools
 from typing import Any
 
@@ -99,3 +100,18 @@ def test_model_list_ends_where_gpytorch_ends() -> None:
             ends.append((sum(map(exact_value, members)), model.posterior(test[0]).mean.detach()))
     assert abs(ends[0][0] - ends[1][0]) < 1e-4
     torch.testing.assert_close(ends[0][1], ends[1][1], rtol=0, atol=5e-3)
+
+
+def test_the_posterior_of_a_model_that_transforms_its_inputs() -> None:
+    """Its training inputs are others in train mode than in evaluation mode, and BoTorch passes them to the likelihood."""
+    model, held_out = model_of("single")
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model)
+    fit.fit_gpytorch_mll(mll)
+    expected = model(model.transform_inputs(held_out)).mean
+    model.train()
+    mll(model(*model.train_inputs), model.train_targets, *model.train_inputs)
+    posterior = mll.posterior()
+    torch.testing.assert_close(posterior(model.transform_inputs(held_out)).mean, expected, rtol=1e-3, atol=1e-3)
+    grown = model.condition_on_observations(held_out, torch.zeros(len(held_out), 1, dtype=torch.float64))
+    assert grown.posterior(held_out).mean.abs().max() < model.posterior(held_out).mean.abs().max()
+    copy.deepcopy(mll)

@@ -108,3 +108,16 @@ def test_mode_solvers(device: torch.device) -> None:
     assert expected.keys() == found.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_a_run_that_was_saved_on_the_cpu_goes_on_on_a_device(device: torch.device) -> None:
+    likelihood, model, x, y = regression(torch.device("cpu"))
+    mll = METHODS["hutchinson"](likelihood, model)
+    mll(model(x), y)
+    state = mll.training_state()
+    expected = mll(model(x), y).detach()
+    likelihood, model, x, y = regression(device)
+    resumed = METHODS["hutchinson"](likelihood, model)
+    resumed.load_training_state(state)
+    torch.testing.assert_close(resumed(model(x), y).detach().cpu(), expected, rtol=1e-9, atol=1e-9)
+    assert resumed.report.epochs < 1  # a warm start from the solution itself

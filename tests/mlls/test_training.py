@@ -12,6 +12,8 @@ from gpytorch import kernels
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
+from gpy_iterative.solvers.linear_system import LinearSystem
+from gpy_iterative.solvers.solution import Solution
 from tests.mlls.gaussian_models import Case, Regression, data, regression
 
 ITERATIVE = gpi.solvers.AlternatingProjections(tolerance=1e-2, block_size=32)
@@ -229,3 +231,21 @@ def test_other_data_between_steps_redraws_the_probes() -> None:
     case.model.set_train_data(x, y, strict=False)
     adam(Case(case.model, case.likelihood, x, y), mll, 2)
     assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
+
+
+class _Dense(gpi.solvers.Solver):
+    """A user's own solver, with no options of its own."""
+
+    def _solve_columns(self, system: LinearSystem) -> Solution:
+        return gpi.solvers.Cholesky()._solve_columns(system)
+
+
+def test_a_solver_of_the_users_own() -> None:
+    case = regression(kernels.RBFKernel(), n=20)
+    values = [
+        gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=solver, generator=0)(
+            case.model(case.x), case.y
+        )
+        for solver in (_Dense(), gpi.solvers.ConjugateGradients(tolerance=1e-9, probe_tolerance=1e-9))
+    ]
+    torch.testing.assert_close(values[0], values[1], rtol=1e-6, atol=1e-6)

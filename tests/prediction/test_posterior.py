@@ -370,3 +370,58 @@ def test_training_mode_and_products_are_left_alone() -> None:
     torch.testing.assert_close(posterior(held_out_points()).mean, mean)
     assert case.model.training
     assert case.likelihood.training
+
+
+@pytest.mark.parametrize("kernel", [kernels.MaternKernel(nu=2.5), kernels.PeriodicKernel()], ids=["radial", "any"])
+def test_second_derivatives_are_those_of_gpytorch(kernel: kernels.Kernel) -> None:
+    """What Newton's method on an acquisition function takes."""
+    x, y = data(30)
+    likelihood = GaussianLikelihood().double()
+    model = Regression(x, y, likelihood, kernels.ScaleKernel(kernel)).double()
+    likelihood.noise = 0.1
+    model.eval()
+    point = torch.full((1, x.shape[-1]), 0.3, dtype=torch.float64)
+    for moment in ("mean", "variance"):
+        found = []
+        for predict in (PathwisePosterior(model, likelihood), model):
+            value = lambda x, predict=predict, moment=moment: getattr(predict(x), moment).sum()
+            found.append(torch.autograd.functional.hessian(value, point))
+        assert found[1].abs().max() > 1e-3
+        torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
+
+
+def test_small_variances_in_float32_have_the_digits_of_the_kernel() -> None:
+    x, y = data(300)
+    variances = []
+    for dtype in (torch.float64, torch.float32):
+        likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-6))
+        model = Regression(x.to(dtype), y.to(dtype), likelihood, kernels.RBFKernel()).to(dtype)
+        likelihood.noise = 1e-3
+        posterior = PathwisePosterior(model, likelihood)
+        variances.append(posterior((x[:40] + 0.01).to(dtype)).variance.detach().double())
+        error = posterior.variance_error((x[:40] + 0.01).to(dtype))
+        assert error.largest < 0.02
+    assert (variances[1] / variances[0]).log().abs().median() < 0.01
+
+
+def test_the_first_functions_of_more_are_the_same_in_any_order() -> None:
+    x, y = data(40)
+    likelihood = GaussianLikelihood().double()
+    model = Regression(x, y, likelihood, kernels.RBFKernel()).double()
+    make = lambda: PathwisePosterior(model, likelihood, generator=3, num_frequencies=100)
+    grown, at_once = make(), make()
+    grown.sample_paths(2)
+    torch.testing.assert_close(grown.sample_paths(5)(x[:7]), at_once.sample_paths(5)(x[:7]))
+
+
+def test_noise_that_the_training_was_given_by_name() -> None:
+    x, y = data(30)
+    noise = torch.linspace(0.05, 2.0, 30, dtype=torch.float64)
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.full((30,), 0.1, dtype=torch.float64))
+    model = Regression(x, y, likelihood, kernels.RBFKernel()).double()
+    mll = HutchinsonMarginalLogLikelihood(likelihood, model)
+    mll(model(x), y, noise=noise)
+    found = mll.posterior()(x[:5]).mean
+    known = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise)
+    expected = PathwisePosterior(Regression(x, y, known, kernels.RBFKernel()).double(), known)(x[:5]).mean
+    torch.testing.assert_close(found, expected)
