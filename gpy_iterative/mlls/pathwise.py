@@ -78,8 +78,8 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         check_flag("corrected", corrected)
         probes: ProbeDistribution
         if prior == "exact":
-            if num_frequencies is not None or not corrected:
-                raise ValueError("num_frequencies and corrected are for prior='features': an exact prior has none.")
+            if num_frequencies is not None:
+                raise ValueError(f"num_frequencies={num_frequencies} is for prior='features': an exact prior has none.")
             probes = ExactPrior(num_probes=num_probes)
         else:
             frequencies = DEFAULT_NUM_FREQUENCIES if num_frequencies is None else num_frequencies
