@@ -32,7 +32,7 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
         model: a `gpytorch.models.ExactGP` whose kernel has a registered spectral density.
         num_probes: probe vectors.
-        num_frequencies: random frequencies a kernel term; None takes 1,000.
+        num_frequencies: random frequencies a kernel term, for prior="features"; None takes 1,000.
         prior: "features" (random Fourier features), or "exact" (a Cholesky factor of the prior, for small n).
         corrected: True weights by S^-1 xi, which is unbiased; False takes S = H as published, whose error for a
             frozen set of frequencies does not fall with the number of probes.

@@ -171,14 +171,15 @@ def test_float32_agrees_with_float64() -> None:
     torch.testing.assert_close(results[torch.float32], results[torch.float64], rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize("options", [{"corrected": True}, {"corrected": False}, {"prior": "exact"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"corrected": True, "num_frequencies": 50}, {"corrected": False, "num_frequencies": 50}, {"prior": "exact"}],
+)
 def test_pathwise_probes_for_a_batch_of_targets_on_one_prior(options: dict) -> None:
     case = regression(kernels.ScaleKernel(kernels.RBFKernel()), n=30)
     targets = torch.stack([case.y, 2 * case.y, case.y.flip(0)])
     solver = gpi.solvers.ConjugateGradients(tolerance=1e-8)
-    mll = gpi.mlls.PathwiseMarginalLogLikelihood(
-        case.likelihood, case.model, solver=solver, num_frequencies=50, generator=0, **options
-    )
+    mll = gpi.mlls.PathwiseMarginalLogLikelihood(case.likelihood, case.model, solver=solver, generator=0, **options)
     value = mll(case.model(case.x), targets)
     value.sum().backward()
     constant = case.model.mean_module.raw_constant
