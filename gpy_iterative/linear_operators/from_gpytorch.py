@@ -187,6 +187,7 @@ def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> boo
 
 
 def _is_radial(kernel: kernels.Kernel) -> bool:
+    """Whether the radial operator computes what the kernel does."""
     for base in (kernels.RBFKernel, kernels.MaternKernel, kernels.RQKernel):
         if isinstance(kernel, base):
             return computes_the_same(kernel, base)

@@ -319,7 +319,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         values = functional_call(self._function, self._named(self.parameters), (x1, x2)).to(self.x1.dtype)
         values = values.expand(len(rows), *whole, outputs, outputs).movedim(0, -3)
         batch = tuple(index.reshape(-1) for index in batch_indices)
-        values = self._of_members(values)[(*batch, torch.arange(len(rows)), rows % outputs, columns % outputs)]
+        pairs = torch.arange(len(rows), device=rows.device)
+        values = self._of_members(values)[(*batch, pairs, rows % outputs, columns % outputs)]
         return values.reshape(shape)
 
     def _transpose_nonbatch(self) -> LinearOperator:

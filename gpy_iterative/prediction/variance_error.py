@@ -47,7 +47,7 @@ def solved_variance(
 
     The projections common to all points are taken off first: k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k' with
     k' = k_x - H A A^T k_x, so that the solver's tolerance is relative to what is left, not to the prior variance. Where
-    A is complete, nothing is left.
+    A is complete in float64, nothing is left.
 
     All products are native: these variances are what others are measured by. ConvergenceWarning where the solves end
     above the tolerance.
@@ -63,7 +63,7 @@ def solved_variance(
         columns, basis = columns[..., system.observed, :], basis[..., system.observed, :]
     like, columns = columns, as_columns(columns, system.operator)
     coefficients = basis.mT @ columns.to(basis.dtype)
-    if projection.is_exact:  # what a solve would find is rounding
+    if projection.is_exact and basis.dtype == torch.float64:  # what a solve would find is rounding
         explained = from_columns(coefficients.square().sum(-2, keepdim=True), like[..., :1, :]).squeeze(-2)
         return (prior_variance - explained).to(prior_variance.dtype)
     rest = columns - system.operator._matmul(basis @ coefficients)
