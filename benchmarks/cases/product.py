@@ -73,7 +73,8 @@ def derivative(x: Tensor, v: Tensor) -> Callable[[], object]:
         x.clone().requires_grad_(), x.new_ones((), requires_grad=True), function=MATERN32, products=products
     )
     other = v.roll(1, 0)
-    return lambda: operator._bilinear_derivative(v, other)
+    without_graph = torch.no_grad()(operator._bilinear_derivative)  # as in a backward pass
+    return lambda: without_graph(v, other)
 
 
 def bound(x: Tensor, v: Tensor) -> Callable[[], Tensor]:

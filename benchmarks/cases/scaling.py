@@ -80,7 +80,8 @@ def measured_products(group: Any, n: int, d: int, s: int, repeats: int) -> dict[
         function=MATERN32,
         products=KernelProducts(cache_memory=0, process_group=group),
     )
-    found["derivative"] = _measured(lambda: operator._bilinear_derivative(v, v), repeats, group)
+    with torch.no_grad():  # as in a backward pass
+        found["derivative"] = _measured(lambda: operator._bilinear_derivative(v, v), repeats, group)
     return found
 
 
