@@ -85,7 +85,7 @@ class Rademacher(ProbeDistribution):
     """Independent signs: S = I with the least variance of all product distributions."""
 
     def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
-        return {"base": _signs(operator, operator.shape[-1], self.num_probes, generator)}
+        return {"base": random_signs(operator, operator.shape[-1], self.num_probes, generator)}
 
     def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
         return Probes(draws["base"], draws["base"])
@@ -96,7 +96,7 @@ class Gaussian(ProbeDistribution):
     """Independent normal numbers: S = I."""
 
     def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
-        return {"base": _normal(operator, operator.shape[-1], self.num_probes, generator)}
+        return {"base": standard_normal(operator, operator.shape[-1], self.num_probes, generator)}
 
     def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
         return Probes(draws["base"], draws["base"])
@@ -123,8 +123,8 @@ class Preconditioned(ProbeDistribution):
         factor = self._recipe().build(operator, correct_diagonal=self.correct_diagonal, generator=generator)
         return {
             "pivots": factor.pivots,
-            "factor_base": _signs(operator, factor.rank, self.num_probes, generator),
-            "diagonal_base": _signs(operator, operator.shape[-1], self.num_probes, generator),
+            "factor_base": random_signs(operator, factor.rank, self.num_probes, generator),
+            "diagonal_base": random_signs(operator, operator.shape[-1], self.num_probes, generator),
         }
 
     def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
@@ -165,8 +165,8 @@ class RandomFeatures(ProbeDistribution):
         features = RandomFourierFeatures(self.num_frequencies)
         draws = {f"features.{name}": tensor for name, tensor in features.draw(terms, generator).items()}
         return draws | {
-            "weights": _normal(noisy, features.num_features(terms), self.num_probes, generator),
-            "noise_base": _normal(noisy, noisy.shape[-1], self.num_probes, generator),
+            "weights": standard_normal(noisy, features.num_features(terms), self.num_probes, generator),
+            "noise_base": standard_normal(noisy, noisy.shape[-1], self.num_probes, generator),
         }
 
     def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
@@ -192,8 +192,8 @@ class ExactPrior(ProbeDistribution):
 
     def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
         return {
-            "base": _normal(operator, operator.shape[-1], self.num_probes, generator),
-            "noise_base": _normal(operator, operator.shape[-1], self.num_probes, generator),
+            "base": standard_normal(operator, operator.shape[-1], self.num_probes, generator),
+            "noise_base": standard_normal(operator, operator.shape[-1], self.num_probes, generator),
         }
 
     def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
@@ -214,13 +214,15 @@ def _prior(operator: LinearOperator, terms: Terms | None) -> tuple[NoisyLinearOp
     return operator, terms
 
 
-def _normal(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
+def standard_normal(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """[*b, rows, columns], of the operator's batch, dtype and device."""
     shape = (*operator.batch_shape, rows, columns)
     draws = torch.randn(shape, generator=generator, device=generator.device, dtype=operator.dtype)
     return draws.to(operator.device)
 
 
-def _signs(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
+def random_signs(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """[*b, rows, columns] of 1 and -1, of the operator's batch, dtype and device."""
     shape = (*operator.batch_shape, rows, columns)
     bits = torch.randint(0, 2, shape, generator=generator, device=generator.device)
     return (2 * bits - 1).to(dtype=operator.dtype, device=operator.device)

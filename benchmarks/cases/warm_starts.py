@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import torch
 
@@ -38,31 +38,21 @@ WARM = published.LIN_VARIANTS[-1]
 
 
 def train(
-    solver: str,
-    *,
-    dataset: str,
-    split: int,
-    rows: int | None,
-    steps: int,
-    every: int,
-    block_size: int,
-    max_epochs: float,
-    scales: bool,
-    rate: float,
-    start_from: Literal["ones", "subsets"],
+    solver: str, *, steps: int, every: int, block_size: int, max_epochs: float, rate: float, **start: Any
 ) -> Outcome:
     """Epochs of every step with pathwise probes and warm starts, and of solves with standard probes from zero.
 
     Args:
         solver: of SOLVERS; both have the same options.
         every: the cold solves are those of the middle step of so many.
+        start: of `start_model`.
 
     The other arguments are those of `pathwise.train`.
     """
-    data, model = start_model(dataset, split, rows=rows, scales=scales, start_from=start_from)
+    data, model = start_model(**start)
     warm, cold = (make_mll(model, make_solver(solver, block_size, max_epochs), name) for name in (WARM, REFERENCE))
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    reports, cold_reports, start = [], [], time.perf_counter()
+    reports, cold_reports, began = [], [], time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the table tells which solves came to the limit
         for step in range(steps):
@@ -72,7 +62,7 @@ def train(
                 cold_reports.append(cold.report)
             take_step(model, warm, optimizer, data)
             reports.append(warm.report)
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - began
         rmse, log_likelihood = posterior_scores(model, warm.posterior(), data)
     return {
         "train_rows": len(data.train_y),

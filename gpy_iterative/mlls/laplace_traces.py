@@ -15,7 +15,7 @@ from gpy_iterative.likelihoods import CurvatureKind, PointwiseLikelihood
 from gpy_iterative.linear_operators import KernelTerm, LatentPrior, NoisyLinearOperator
 from gpy_iterative.mlls.laplace_evidence import EvidenceEstimate, adjoint_source, true_hessian, worst_status
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, NystromFactor
-from gpy_iterative.probes import Probes
+from gpy_iterative.probes import Probes, random_signs, standard_normal
 from gpy_iterative.solvers import ConjugateGradients, LaplaceSolution, SolveStatus, stochastic_logdet
 from gpy_iterative.solvers.laplace import nystrom_preconditioner, whitened_system
 from gpy_iterative.spectral import RandomFourierFeatures
@@ -111,17 +111,17 @@ def _probes(
     generator: torch.Generator,
 ) -> Probes:
     """Xi and S^-1 xi [n r, s]."""
-    size, like = system.shape[-1], system.noise
+    size = system.shape[-1]
     if trace == "standard":
-        signs = _signs(size, count, like, generator)
+        signs = random_signs(system, size, count, generator)
         return Probes(signs, signs)
     if trace == "preconditioned":
-        base = _signs(preconditioner.rank, count, like, generator), _signs(size, count, like, generator)
+        base = (random_signs(system, rows, count, generator) for rows in (preconditioner.rank, size))
         return Probes.of(preconditioner, *base)
     assert terms is not None
-    factor = _whitened_features(solution, *terms, num_frequencies, generator).to(like)
-    base = _normal(factor.shape[-1], count, like, generator), _normal(size, count, like, generator)
-    return Probes.of(LowRankPlusDiagonal(factor, like), *base)
+    factor = _whitened_features(solution, *terms, num_frequencies, generator).to(system.noise)
+    base = (standard_normal(system, rows, count, generator) for rows in (factor.shape[-1], size))
+    return Probes.of(LowRankPlusDiagonal(factor, system.noise), *base)
 
 
 def _whitened_features(
@@ -234,20 +234,7 @@ def _log_determinant(
         logdets = [torch.linalg.slogdet((part + part.mT) / 2)[1] for part in (whole, gram)]
         value = logdets[0] - logdets[1]
         return value, torch.zeros_like(value)
-    like = system.noise
-    vectors = preconditioner.sample(
-        _signs(preconditioner.rank, NUM_LOGDET_PROBES, like, generator),
-        _signs(system.shape[-1], NUM_LOGDET_PROBES, like, generator),
-    )
+    sizes = preconditioner.rank, system.shape[-1]
+    vectors = preconditioner.sample(*(random_signs(system, rows, NUM_LOGDET_PROBES, generator) for rows in sizes))
     estimate = stochastic_logdet(system, vectors, preconditioner)
     return estimate.mean.double(), estimate.sem.double()
-
-
-def _signs(rows: int, columns: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    bits = torch.randint(0, 2, (rows, columns), generator=generator, device=generator.device)
-    return (2 * bits - 1).to(like)
-
-
-def _normal(rows: int, columns: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    draws = torch.randn(rows, columns, generator=generator, device=generator.device, dtype=torch.float64)
-    return draws.to(like)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.solvers import WarmStart
-
-Randomness = dict[str, Tensor]
+from gpy_iterative.spectral import Draws
 
 
 def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
@@ -34,7 +33,7 @@ class TrainingState:
     generator: torch.Generator
     warm_start: WarmStart
     distribution: str
-    frozen: dict[str, Randomness] = field(default_factory=dict)
+    frozen: dict[str, Draws] = field(default_factory=dict)
     shape: torch.Size | None = None
     like: Tensor | None = None  # empty, of the problem's dtype and device; draws may have another dtype
 
@@ -49,8 +48,8 @@ class TrainingState:
         return cls(make_generator(generator), WarmStart(warm_start), distribution)
 
     def draws_for(
-        self, name: str, like: Tensor, shape: torch.Size, draw: Callable[[], Randomness], *, keep: bool = True
-    ) -> Randomness:
+        self, name: str, like: Tensor, shape: torch.Size, draw: Callable[[], Draws], *, keep: bool = True
+    ) -> Draws:
         """The frozen draws called `name`, or new ones where there are none for this problem (or `keep` is off)."""
         if shape != self.shape or self.like is None or (self.like.dtype, self.like.device) != (like.dtype, like.device):
             self.frozen.clear()
@@ -64,7 +63,7 @@ class TrainingState:
         """What else the next step of the same problem goes on from."""
         self.frozen[name] = tensors
 
-    def kept_draws(self, name: str) -> Randomness | None:
+    def kept_draws(self, name: str) -> Draws | None:
         """The draws of the last step."""
         return self.frozen.get(name)
 
@@ -112,7 +111,7 @@ class TrainingState:
                 f"This is the training state of probes {distribution}; here they are {self.distribution}. Make the "
                 "marginal log likelihood with the options of the run that is to go on."
             )
-        frozen: dict[str, Randomness] = {}
+        frozen: dict[str, Draws] = {}
         solutions: dict[str, Tensor] = {}
         for key, tensor in state.items():
             if key in ("generator", "distribution", "shape", "like"):
