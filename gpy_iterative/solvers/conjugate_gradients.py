@@ -30,7 +30,8 @@ class ConjugateGradients(IterativeSolver[_State]):
 
     Args:
         preconditioner: the recipe that `solve` builds when it is given none; None for no preconditioner. Random recipes
-            draw from the generator of `solve`. Random pivots, the default, took about half the epochs of greedy ones.
+            draw from the generator of `solve`. Random pivots, the default, take half to all of the epochs of greedy
+            ones.
 
     Further options are those of `IterativeSolver`. Memory: eight blocks [n, s], and [n, rank].
 
