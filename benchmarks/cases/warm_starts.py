@@ -85,10 +85,16 @@ def preset_runs(preset: Preset) -> list[Run]:
     """SMOKE and QUICK; PAPER takes every step of every variant, in `pathwise`."""
     if preset is Preset.PAPER:
         return []
-    smoke = {"dataset": "wine", "rows": 300, "steps": 4, "every": 2, "block_size": 30}
-    quick = {"dataset": "pol", "rows": 5000, "steps": 100, "every": 10, "block_size": 500}
+    smoke = {"rows": 300, "steps": 4, "every": 2, "block_size": 30}
+    quick = {"rows": 5000, "steps": 100, "every": 10, "block_size": 500}
     sizes = {"split": 0, "scales": True, "max_epochs": MAX_EPOCHS, **(smoke if preset is Preset.SMOKE else quick)}
-    return [Run(CASE, solver, sizes | FROM_ONES) for solver in SOLVERS]
+    # Cold descent on pol comes to the limit at every step, which takes an hour to tell that it does.
+    problems = {"wine": SOLVERS} if preset is Preset.SMOKE else {"elevators": SOLVERS, "pol": ("CG", "AP")}
+    return [
+        Run(CASE, solver, {"dataset": dataset, **sizes, **FROM_ONES})
+        for dataset, solvers in problems.items()
+        for solver in solvers
+    ]
 
 
 def mean_epochs(epochs: Sequence[float], at_limit: int) -> str:
@@ -97,42 +103,44 @@ def mean_epochs(epochs: Sequence[float], at_limit: int) -> str:
 
 
 def tables(found: Sequence[Measured]) -> list[Table]:
-    """A table a data set, with a row a solver."""
-    groups: dict[str, list[Measured]] = {}
-    for measured in found:
-        groups.setdefault(measured.run.options["dataset"], []).append(measured)
-    return [_of_dataset(members) for members in groups.values()]
-
-
-def _of_dataset(found: Sequence[Measured]) -> Table:
-    options, rows = found[0].run.options, []
-    for measured in found:
-        solver, done = measured.run.contender, measured.outcome
+    """A row for each data set and solver, and one for each solver's average over data sets."""
+    rows, ratios = [], {solver: [] for solver in SOLVERS}
+    for measured in sorted(found, key=lambda measured: SOLVERS.index(measured.run.contender)):
+        solver, dataset, done = measured.run.contender, measured.run.options["dataset"], measured.outcome
         cold, warm = done["cold_epochs"], done["epochs"]
+        ratio = statistics.fmean(cold) / statistics.fmean(warm)
+        ratios[solver].append((ratio, bool(done["cold_at_limit"])))
         rows.append(
             [
                 solver,
+                dataset,
                 mean_epochs(cold, done["cold_at_limit"]),
                 mean_epochs(warm, done["at_limit"]),
-                f"{statistics.fmean(cold) / statistics.fmean(warm):.1f}",
-                shown(published_speed_up(options["dataset"], solver, WARM)),
-                shown(published.LIN_SPEED_UPS[solver][published.LIN_VARIANTS.index(WARM)]),
+                fewer_by(ratio, is_bound=bool(done["cold_at_limit"])),
+                shown(published_speed_up(dataset, solver, WARM)),
             ]
         )
-    return Table(
-        f"{options['dataset']}, {found[0].outcome['train_rows']:,} rows, {options['steps']} steps at {options['rate']} "
-        f"from {options['start_from']}, blocks of {options['block_size']}, at most {options['max_epochs']} epochs a solve; "
-        f"{REFERENCE}: every {options['every']}th step",
-        [
-            "solver",
-            f"epochs a step, {REFERENCE}",
-            f"epochs a step, {WARM}",
-            "fewer by",
-            "published, less time",
-            "published average",
-        ],
-        rows,
-    )
+    for solver, known in ratios.items():
+        if known:
+            average = statistics.fmean(ratio for ratio, _ in known)
+            theirs = published.LIN_SPEED_UPS[solver][published.LIN_VARIANTS.index(WARM)]
+            is_bound = any(is_bound for _, is_bound in known)
+            rows.append([solver, "average", "", "", fewer_by(average, is_bound=is_bound), shown(theirs)])
+    options, size = found[0].run.options, found[0].outcome["train_rows"]
+    return [
+        Table(
+            f"{size:,} rows, {options['steps']} steps at {options['rate']} from {options['start_from']}, "
+            f"blocks of {options['block_size']}, at most {options['max_epochs']} epochs a solve; "
+            f"{REFERENCE}: every {options['every']}th step (published: all rows, time, five data sets)",
+            ["solver", "data set", f"epochs a step, {REFERENCE}", f"epochs a step, {WARM}", "fewer by", "published"],
+            rows,
+        )
+    ]
+
+
+def fewer_by(ratio: float, *, is_bound: bool) -> str:
+    """A ratio; a lower bound on it where cold solves came to the limit."""
+    return f"at least {ratio:.1f}" if is_bound else f"{ratio:.1f}"
 
 
 register(
