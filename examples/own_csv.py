@@ -1,13 +1,16 @@
 """A Gaussian process on a CSV file of your own: trained, tested on rows that it has not seen, saved with its predictions.
 
     python examples/own_csv.py my.csv --target price
+    python examples/own_csv.py my.csv --predict new.csv
 
 Every other column is an input. All columns have to be numbers without gaps: the script says which are not, and what
 can be done. A tenth of the rows is held out; their predictions, with error bars, go to `my_predictions.csv`, the
-trained model with its units to `my_model.pt`.
+trained model with its units to `my_model.pt`. The second line reads that model again, and writes what it predicts for the
+rows of another file to `new_predictions.csv`.
 """
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,27 +60,48 @@ class Units:
         return ((values - self.mean) / self.scale).float()
 
 
+def written_beside(path: Path) -> tuple[Path, Path]:
+    """The files of predictions and of the model that belong to a CSV file."""
+    return path.with_name(f"{path.stem}_predictions.csv"), path.with_name(f"{path.stem}_model.pt")
+
+
+def read_table(path: Path, needed: Sequence[str]) -> pd.DataFrame:
+    """The file, with the columns that are needed and at least one row; SystemExit says what is wrong with it."""
+    if not path.is_file():
+        raise SystemExit(f"There is no file {path}.")
+    try:
+        table = pd.read_csv(path)
+    except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError) as error:
+        raise SystemExit(f"{path} is no CSV file with a line of column names, in UTF-8: {error}") from error
+    unknown = [name for name in needed if name not in table.columns]
+    if unknown:
+        raise SystemExit(f"No column {', '.join(unknown)} in {path}; its columns are {', '.join(table.columns)}.")
+    if table.empty:
+        raise SystemExit(f"{path} has no rows below its column names.")
+    return table
+
+
+def numbers(table: pd.DataFrame) -> pd.DataFrame:
+    """The table in float64, with NaN for what is not finite; SystemExit names the columns that are text."""
+    text = [name for name in table.columns if not pd.api.types.is_numeric_dtype(table[name])]
+    if text:
+        raise SystemExit(
+            f"No numbers: {', '.join(f'{name} ({table[name].iloc[0]!r}, ...)' for name in text)}. Leave these columns out "
+            f"(--drop {shlex.join(text)}), or write numbers in their place: pandas.get_dummies for categories, "
+            "pandas.to_datetime for dates."
+        )
+    return table.astype(float).replace([np.inf, -np.inf], np.nan)
+
+
 def read(path: Path, target: str, dropped: Sequence[str], drop_incomplete: bool) -> tuple[pd.DataFrame, pd.Series]:
     """Inputs [n, d] and targets [n], as numbers.
 
     Raises:
         SystemExit: with what is wrong with the file, and what can be done about it.
     """
-    if not path.exists():
-        raise SystemExit(f"There is no file {path}.")
-    table = pd.read_csv(path)
-    unknown = [name for name in (target, *dropped) if name not in table.columns]
-    if unknown:
-        raise SystemExit(f"No column {', '.join(unknown)} in {path}; its columns are {', '.join(table.columns)}.")
-    table = table.drop(columns=list(dropped))
-    text = [name for name in table.columns if not pd.api.types.is_numeric_dtype(table[name])]
-    if text:
-        raise SystemExit(
-            f"No numbers: {', '.join(f'{name} ({table[name].iloc[0]!r}, ...)' for name in text)}. Leave these columns out "
-            f"(--drop {' '.join(text)}), or write numbers in their place: pandas.get_dummies for categories, "
-            "pandas.to_datetime for dates."
-        )
-    table = table.astype(float).replace([np.inf, -np.inf], np.nan)
+    if target in dropped:
+        raise SystemExit(f"{target} is the target: it cannot be left out.")
+    table = numbers(read_table(path, (target, *dropped)).drop(columns=list(dropped)))
     gaps = table.isna().sum()
     if gaps.any():
         counts = ", ".join(f"{name} ({count})" for name, count in gaps[gaps > 0].items())
@@ -121,6 +145,40 @@ def train(
     return mll.posterior()
 
 
+def predicted(
+    posterior: gpi.prediction.PathwisePosterior, x: Tensor, x_units: Units, y_units: Units
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of observations [t] at inputs [t, d], all in the file's units."""
+    with torch.no_grad():
+        prediction = posterior.likelihood(posterior(x_units.standardise(x)))
+    return prediction.mean * y_units.scale + y_units.mean, prediction.stddev * y_units.scale
+
+
+def predict(path: Path, new_path: Path) -> None:
+    """Reads the model that `main` wrote beside the first file, and writes its predictions for the rows of the second."""
+    _, model_path = written_beside(path)
+    if not model_path.exists():
+        raise SystemExit(f"There is no {model_path}: train first, with {path} and --target.")
+    saved = torch.load(model_path, weights_only=True)
+    inputs = numbers(read_table(new_path, saved["inputs"])[saved["inputs"]])
+    if inputs.isna().to_numpy().any():
+        raise SystemExit(
+            f"Missing or infinite values in {', '.join(inputs.columns[inputs.isna().any()])}: fill them in."
+        )
+
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(*saved["train_inputs"], saved["train_targets"], likelihood)
+    model.load_state_dict(saved["model"])
+    posterior = gpi.prediction.PathwisePosterior(model, likelihood, generator=0)
+    x_units, y_units = Units(**saved["x_units"]), Units(**saved["y_units"])
+    mean, deviation = predicted(posterior, torch.tensor(inputs.to_numpy()), x_units, y_units)
+
+    target, (predictions_path, _) = saved["target"], written_beside(new_path)
+    columns = {f"{target}_predicted": mean.numpy(), f"{target}_deviation": deviation.numpy()}
+    inputs.assign(**columns).to_csv(predictions_path)
+    print(f"wrote {predictions_path}")
+
+
 def main(path: Path, target: str, dropped: Sequence[str], drop_incomplete: bool, steps: int | None) -> None:
     """Reads, trains, tests, writes."""
     inputs, targets = read(path, target, dropped, drop_incomplete)
@@ -133,10 +191,7 @@ def main(path: Path, target: str, dropped: Sequence[str], drop_incomplete: bool,
     likelihood = gpytorch.likelihoods.GaussianLikelihood()
     model = Regression(x_units.standardise(x[kept]), y_units.standardise(y[kept]), likelihood)
     posterior = train(model, likelihood, steps)
-    with torch.no_grad():
-        prediction = likelihood(posterior(x_units.standardise(x[held_out])))
-    mean = prediction.mean * y_units.scale + y_units.mean
-    deviation = prediction.stddev * y_units.scale
+    mean, deviation = predicted(posterior, x[held_out], x_units, y_units)
 
     error = (y[held_out] - mean).abs()
     print(f"root mean square error on held-out rows: {error.square().mean().sqrt():.4g}, in units of {target}")
@@ -151,10 +206,10 @@ def main(path: Path, target: str, dropped: Sequence[str], drop_incomplete: bool,
     predictions = inputs.iloc[held_out].assign(
         **{target: targets, f"{target}_predicted": mean.numpy(), f"{target}_deviation": deviation.numpy()}
     )
-    predictions_path, model_path = (path.with_name(f"{path.stem}_{what}") for what in ("predictions.csv", "model.pt"))
+    predictions_path, model_path = written_beside(path)
     predictions.to_csv(predictions_path)
     state = {"model": model.state_dict(), "train_inputs": model.train_inputs, "train_targets": model.train_targets}
-    units = {"inputs": list(inputs.columns), "x_units": asdict(x_units), "y_units": asdict(y_units)}
+    units = {"x_units": asdict(x_units), "y_units": asdict(y_units), "inputs": list(inputs.columns), "target": target}
     torch.save(state | units, model_path)  # an exact Gaussian process predicts from its data: they belong to it
     print(f"wrote {predictions_path} and {model_path}")
 
@@ -162,9 +217,16 @@ def main(path: Path, target: str, dropped: Sequence[str], drop_incomplete: bool,
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="the CSV file, with a line of column names")
-    parser.add_argument("--target", required=True, help="the column to predict")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--target", help="the column to predict")
+    task.add_argument("--predict", type=Path, metavar="NEW", help="a file whose rows the trained model is to predict")
     parser.add_argument("--drop", nargs="+", default=[], metavar="COLUMN", help="columns to leave out")
     parser.add_argument("--drop-incomplete", action="store_true", help="leave rows with missing values out")
-    parser.add_argument("--steps", type=int, help="of Adam; 100 where they are cheap, else 20")
+    parser.add_argument("--steps", type=int, help="of Adam, at least 1; 100 where they are cheap, else 20")
     arguments = parser.parse_args()
-    main(arguments.path, arguments.target, arguments.drop, arguments.drop_incomplete, arguments.steps)
+    if arguments.steps is not None and arguments.steps < 1:
+        parser.error(f"--steps has to be at least 1, got {arguments.steps}.")
+    if arguments.predict is not None:
+        predict(arguments.path, arguments.predict)
+    else:
+        main(arguments.path, arguments.target, arguments.drop, arguments.drop_incomplete, arguments.steps)

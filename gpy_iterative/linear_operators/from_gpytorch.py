@@ -129,7 +129,11 @@ def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
 
 
 def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
-    """Raises ValueError with the first parameter of another dtype than the inputs."""
+    """Raises ValueError with the first parameter of another dtype than the inputs, and for distances of integers."""
+    if kernel.has_lengthscale and not inputs.is_floating_point():
+        raise ValueError(
+            f"{type(kernel).__name__} needs inputs in floating point, got {inputs.dtype}: call .float() or .double()."
+        )
     for name, parameter in kernel.named_parameters():
         if inputs.is_floating_point() and parameter.dtype != inputs.dtype:
             raise ValueError(

@@ -10,11 +10,15 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
-from gpy_iterative.prediction import PosteriorCovarianceLinearOperator, check_inputs
+from gpy_iterative.prediction import PosteriorCovarianceLinearOperator, check_inputs, prior_at
 
 
 def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.nn.Module, mll: str) -> None:
-    """Raises UnsupportedLikelihoodError for a non-Gaussian likelihood and TypeError for a model that is no ExactGP."""
+    """Raises UnsupportedLikelihoodError for a non-Gaussian likelihood and TypeError for a model that is no ExactGP, also
+    where the two are swapped.
+    """
+    if isinstance(likelihood, gpytorch.models.GP) and isinstance(model, gpytorch.likelihoods.Likelihood):
+        raise TypeError(f"The likelihood comes first: {mll}(likelihood, model).")
     if not isinstance(likelihood, _GaussianLikelihoodBase):
         raise UnsupportedLikelihoodError(
             f"{mll} needs a Gaussian likelihood, got {type(likelihood).__name__}. Its marginal likelihood has no "
@@ -36,11 +40,16 @@ def check_hyperparameters(model: torch.nn.Module) -> None:
 
 def check_prior(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
     """Raises RuntimeError for the posterior at the training data, which evaluation mode gives in place of the prior."""
+    if model.train_targets is None or not torch.equal(target, model.train_targets):
+        return
     is_posterior = isinstance(function_dist.lazy_covariance_matrix, PosteriorCovarianceLinearOperator)
-    if is_posterior and model.train_targets is not None and torch.equal(target, model.train_targets):
+    if not is_posterior and not model.training:
+        # GPyTorch's own has no mark; a prior, of `model.forward` or under `settings.prior_mode`, has the prior's mean.
+        is_posterior = not torch.equal(function_dist.mean, prior_at(model, list(model.train_inputs)).mean)
+    if is_posterior:
         raise RuntimeError(
             "This is the model's posterior at its training data, not its prior: the model is in evaluation mode, into "
-            "which mll.posterior() has put it. Call model.train() and likelihood.train() before training goes on."
+            "which mll.posterior() puts it, too. Call model.train() and likelihood.train() before training goes on."
         )
 
 

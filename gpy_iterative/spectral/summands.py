@@ -160,7 +160,7 @@ def _product(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 def _missing(kernel: kernels.Kernel, where: str = "here") -> SpectralDensityMissingError:
     return SpectralDensityMissingError(
         f"{type(kernel).__name__} has no registered spectral density {where}, so no random features. Register one with "
-        "gpy_iterative.spectral.register_spectral_density, or take HutchinsonMarginalLogLikelihood, which needs none; "
-        "PathwiseMarginalLogLikelihood(prior='exact') serves small data; posterior(x).rsample() draws from a posterior "
-        "without them."
+        "gpy_iterative.spectral.register_spectral_density. Without them HutchinsonMarginalLogLikelihood trains, "
+        "posterior(x).rsample() draws from its posterior, and PathwiseMarginalLogLikelihood(prior='exact') serves small "
+        "data."
     )

@@ -167,15 +167,17 @@ def warm_run(solver: str, dataset: str, **changed: Any) -> Measured:
     return Measured(Run("warm-starts", solver, {**WARM_SIZES, "dataset": dataset}), done | changed)
 
 
-def test_the_ratio_is_of_the_means_over_steps() -> None:
-    pol, wine = warm_starts.tables(
-        [warm_run("AP", "pol", cold_at_limit=1), warm_run("SGD", "pol"), warm_run("AP", "wine")]
+def test_ratios_are_of_the_means_over_steps_and_averages_of_data_sets() -> None:
+    (table,) = warm_starts.tables(
+        [warm_run("AP", "pol", cold_at_limit=1), warm_run("SGD", "wine"), warm_run("AP", "wine", epochs=[1.0] * 4)]
     )
-    assert pol.rows == [
-        ["AP", "20.0 (1 of 2 at the limit)", "2.0", "10.0", "126.5", "72.1"],
-        ["SGD", "20.0", "2.0", "10.0", pol.rows[1][4], "7.2"],
+    assert table.rows == [
+        ["AP", "pol", "20.0 (1 of 2 at the limit)", "2.0", "at least 10.0", "126.5"],
+        ["AP", "wine", "20.0", "1.0", "20.0", ""],
+        ["SGD", "wine", "20.0", "2.0", "10.0", ""],
+        ["AP", "average", "", "", "at least 15.0", "72.1"],
+        ["SGD", "average", "", "", "10.0", "7.2"],
     ]
-    assert wine.rows == [["AP", "20.0", "2.0", "10.0", "", "72.1"]]
 
 
 def test_quick_has_the_papers_hundred_steps() -> None:

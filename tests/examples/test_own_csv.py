@@ -7,9 +7,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-
-import gpy_iterative as gpi
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "own_csv.py"))
 
@@ -54,16 +51,22 @@ def test_learns_predicts_in_the_targets_units_and_writes_both(
     assert (np.abs(error) < 1.96 * predictions["price_deviation"]).mean() >= 0.8
     assert predictions["price_deviation"].between(1, 10).all()
 
-    saved = torch.load(tmp_path / "homes_model.pt", weights_only=True)
-    assert saved["inputs"] == ["area", "age"]
-    likelihood = SCRIPT["gpytorch"].likelihoods.GaussianLikelihood()
-    model = SCRIPT["Regression"](*saved["train_inputs"], saved["train_targets"], likelihood)
-    model.load_state_dict(saved["model"])
-    x_units, y_units = SCRIPT["Units"](**saved["x_units"]), SCRIPT["Units"](**saved["y_units"])
-    x = x_units.standardise(torch.tensor(predictions[saved["inputs"]].to_numpy(dtype=float)))
-    with torch.no_grad():
-        mean = gpi.prediction.PathwisePosterior(model, likelihood)(x).mean * y_units.scale + y_units.mean
-    np.testing.assert_allclose(mean, predictions["price_predicted"], atol=0.1)
+    new = tmp_path / "new.csv"  # columns in another order, and others among them
+    table.loc[predictions.index, ["floors", "age", "area"]].assign(street="Elm").to_csv(new, index=False)
+    SCRIPT["predict"](path, new)
+    again = pd.read_csv(tmp_path / "new_predictions.csv", index_col=0)
+    assert list(again.columns) == ["area", "age", "price_predicted", "price_deviation"]
+    np.testing.assert_allclose(again["price_predicted"], predictions["price_predicted"], atol=0.1)
+    np.testing.assert_allclose(again["price_deviation"], predictions["price_deviation"], rtol=0.05)
+
+    table.drop(columns="age").to_csv(new, index=False)
+    with pytest.raises(SystemExit, match=r"No column age in .*new\.csv"):
+        SCRIPT["predict"](path, new)
+    table.assign(age=np.nan).to_csv(new, index=False)
+    with pytest.raises(SystemExit, match="Missing or infinite values in age"):
+        SCRIPT["predict"](path, new)
+    with pytest.raises(SystemExit, match="train first"):
+        SCRIPT["predict"](new, path)
 
 
 def test_columns_and_rows_that_do_not_fit_can_be_left_out(
@@ -97,9 +100,9 @@ def test_many_rows_start_from_fits_to_few(
     ("change", "options", "message"),
     [
         (
-            {"street": "Elm", "built": "1999-01-01"},
+            {"street": "Elm", "year built": "1999-01-01"},
             {},
-            r"No numbers: street \('Elm', ...\), built .*--drop street built",
+            r"No numbers: street \('Elm', ...\), year built .*--drop street 'year built'",
         ),
         ({"age": np.nan}, {}, r"Missing or infinite values: age \(400\), of 400 rows"),
         ({"price": np.inf}, {}, r"Missing or infinite values: price \(400\)"),
@@ -108,6 +111,7 @@ def test_many_rows_start_from_fits_to_few(
         ({"price": 3.5}, {}, r"price is 3\.5 in every row"),
         ({}, {"target": "prise"}, "No column prise in .*its columns are area, age, floors, price"),
         ({}, {"dropped": ["rooms"]}, "No column rooms"),
+        ({}, {"dropped": ["price"]}, "price is the target"),
     ],
 )
 def test_says_what_is_wrong_with_the_file(
@@ -121,5 +125,22 @@ def test_says_what_is_wrong_with_the_file(
 
 
 def test_says_that_there_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"There is no file .*homes\.csv"):
-        run(tmp_path / "homes.csv")
+    for path in (tmp_path / "homes.csv", tmp_path):
+        with pytest.raises(SystemExit, match=f"There is no file {path}"):
+            run(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no CSV file with a line of column names, in UTF-8"),
+        (b"price,stra\xdfe\n1,2\n", "in UTF-8: .*can't decode"),
+        (b"price,area\n1,2\n1,2,3\n", "Expected 2 fields"),
+        (b"price,area\n", "no rows below its column names"),
+    ],
+)
+def test_says_what_is_no_table(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "homes.csv"
+    path.write_bytes(content)
+    with pytest.raises(SystemExit, match=message):
+        run(path)

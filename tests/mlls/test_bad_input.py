@@ -111,6 +111,44 @@ def test_training_on_after_a_posterior_asks_for_train_mode(mll_class: type, solv
     torch.testing.assert_close(mll(case.model(case.x), case.y), value, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize("solver", [None, ITERATIVE])
+def test_the_models_own_posterior_is_no_prior(mll_class: type, solver: gpi.solvers.Solver | None) -> None:
+    case, mll = case_and_mll(mll_class, solver=solver)
+    value = mll(case.model(case.x), case.y).item()
+    case.model.eval()
+    with (
+        pytest.warns(gpytorch.utils.warnings.GPInputWarning),
+        pytest.raises(RuntimeError, match=r"model\.train\(\)"),
+    ):
+        mll(case.model(case.x), case.y)
+    with gpytorch.settings.prior_mode():
+        prior = case.model(case.x)
+    for other in (prior, case.model.forward(case.x)):
+        assert mll(other, case.y).item() == pytest.approx(value, abs=1e-2)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+def test_the_likelihood_comes_first(mll_class: type) -> None:
+    case, _ = case_and_mll(mll_class)
+    with pytest.raises(TypeError, match=r"comes first: \w+\(likelihood, model\)"):
+        mll_class(case.model, case.model.likelihood)
+
+
+def test_integer_inputs() -> None:
+    x, y = torch.arange(20).unsqueeze(-1), torch.zeros(20)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x, y, likelihood, kernels.RBFKernel())
+    with pytest.raises(ValueError, match=r"RBFKernel needs .* got torch\.int64"):
+        gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)(model(x), y)
+
+
+def test_arrays_for_test_inputs() -> None:
+    case, mll = case_and_mll()
+    with pytest.raises(ValueError, match="tensors, got ndarray"):
+        mll.posterior()(case.x.numpy())
+
+
 @pytest.mark.parametrize("solver", [None, ITERATIVE])
 def test_a_negative_seed_is_a_seed(solver: gpi.solvers.Solver | None) -> None:
     case, mll = case_and_mll(generator=-1, solver=solver)
