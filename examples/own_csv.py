@@ -111,7 +111,7 @@ def read(path: Path, target: str, dropped: Sequence[str], drop_incomplete: bool)
                 "(--drop), or leave the rows out (--drop-incomplete)."
             )
         table = table.dropna()
-    constant = [name for name in table.columns if table[name].nunique() == 1]
+    constant = list(table.columns[table.nunique() == 1])
     if target in constant:
         raise SystemExit(f"{target} is {table[target].iloc[0]:g} in every row: there is nothing to predict.")
     if constant:
