@@ -13,16 +13,17 @@ from benchmarks.datasets import MissingDataError
 from benchmarks.devices import Device
 from benchmarks.runner import Outcome, environment, failure, run_apart, save
 from benchmarks.runs import Measured, Run, SavedRuns
+from benchmarks.suite import NothingToShowError
 from benchmarks.tables import Table
 
 
 class Commands(TyperGroup):
-    """Ends a command that lacks data with the reason alone: there is nothing to trace."""
+    """Ends a command that lacks data, or results to show, with the reason alone: there is nothing to trace."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except MissingDataError as error:
+        except (MissingDataError, NothingToShowError) as error:
             typer.echo(error, err=True)
             raise typer.Exit(1) from error
 
