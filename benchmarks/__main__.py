@@ -1,6 +1,7 @@
 """Command line of the benchmarks: the suite. The cases' modules add commands of their own."""
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,8 @@ from benchmarks import cases, page
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
 from benchmarks.comparison import compare_contenders, compare_folders
 from benchmarks.runner import CONTENDERS, RESULTS, run_here
-from benchmarks.suite import CASES, Case, Preset, measured, saved_runs
+from benchmarks.runs import Measured
+from benchmarks.suite import CASES, Case, NothingToShowError, Preset, measured, nothing_saved, saved_runs
 from benchmarks.tables import Table
 
 ChosenPreset = Annotated[Preset, typer.Option(help="smoke (seconds, no claims), quick (an hour), paper (days).")]
@@ -47,21 +49,33 @@ def run(
         planned = case.runs(preset)
         runs += planned
         outcomes += saved_runs(case, preset, results).execute(planned, threads, console, again=again)
-        _show(case, preset, results)
+        _show(case, measured(case, preset, results))
     exit_if_missing(outcomes, runs)
 
 
 @app.command()
 def table(names: ChosenCases = None, preset: ChosenPreset = Preset.QUICK, results: ResultsFolder = RESULTS) -> None:
     """The tables of what is saved, beside the published figures."""
-    for case in _chosen(names):
-        _show(case, preset, results)
+    for case, found in _saved(_chosen(names), preset, results):
+        _show(case, found)
 
 
-def _show(case: Case, preset: Preset, results: Path) -> None:
-    if found := measured(case, preset, results):
-        for shown in case.tables(found):
-            console.print(shown.for_terminal())
+def _saved(chosen: Iterable[Case], preset: Preset, results: Path) -> Iterator[tuple[Case, list[Measured]]]:
+    """Cases with what is saved of them; says what is not, and ends the command with status 1 where nothing is."""
+    empty = True
+    for case in chosen:
+        if found := measured(case, preset, results):
+            empty = False
+            yield case, found
+        else:
+            typer.echo(nothing_saved(case, preset, results), err=True)
+    if empty:
+        raise typer.Exit(1)
+
+
+def _show(case: Case, found: list[Measured]) -> None:
+    for shown in case.tables(found) if found else ():
+        console.print(shown.for_terminal())
 
 
 @app.command()
@@ -72,11 +86,13 @@ def plot(
     out: Annotated[Path, typer.Option(help="Folder of the pictures.")] = Path("out/benchmarks"),
 ) -> None:
     """The pictures of what is saved."""
-    for case in _chosen(names):
-        found = measured(case, preset, results)
-        if case.pictures is not None and found:
-            for path in case.pictures(found, out):
-                console.print(f"drew {path}")
+    drawn = {case: case.pictures for case in _chosen(names) if case.pictures is not None}
+    for name in names or ():
+        if CASES[name].pictures is None:
+            typer.echo(f"{name} has no pictures.", err=True)
+    for case, found in _saved(drawn, preset, results):
+        for path in drawn[case](found, out):
+            console.print(f"drew {path}")
 
 
 @app.command()
@@ -94,7 +110,10 @@ def compare(
         tables = compare_folders(Path(first), Path(second))
     else:
         (chosen,) = _chosen([case])
-        tables = compare_contenders(first, second, measured(chosen, preset, results))
+        found = measured(chosen, preset, results)
+        if not found:
+            raise NothingToShowError(nothing_saved(chosen, preset, results))
+        tables = compare_contenders(first, second, found)
     try:
         for shown in tables:
             console.print(shown.for_terminal())

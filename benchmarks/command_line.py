@@ -7,14 +7,30 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
+from benchmarks.datasets import MissingDataError
 from benchmarks.devices import Device
-from benchmarks.runner import Outcome, environment, run_apart, save
+from benchmarks.runner import Outcome, environment, failure, run_apart, save
 from benchmarks.runs import Measured, Run, SavedRuns
+from benchmarks.suite import NothingToShowError
 from benchmarks.tables import Table
+
+
+class Commands(TyperGroup):
+    """Ends a command that lacks data, or results to show, with the reason alone: there is nothing to trace."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (MissingDataError, NothingToShowError) as error:
+            typer.echo(error, err=True)
+            raise typer.Exit(1) from error
+
 
 # Plain tracebacks: their last line, which a contender's process hands on, has the message whole.
 app = typer.Typer(
+    cls=Commands,
     help="Command line of the benchmarks.",
     no_args_is_help=True,
     add_completion=False,
@@ -45,13 +61,21 @@ def run_contenders(case: str, names: list[str], **options: Any) -> dict[str, Out
         with console.status(f"{case}: {name}"):
             outcomes[name] = run_apart(case, name, **options)
         if "error" in outcomes[name]:
-            console.print(f"[red]{name} failed:[/red] {outcomes[name]['error']}")
+            console.print(failure(name, outcomes[name]), soft_wrap=True)
     return outcomes
 
 
 def succeeded(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
     """Without those that failed."""
     return {name: outcome for name, outcome in outcomes.items() if "error" not in outcome}
+
+
+def succeeded_or_exit(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+    """Without those that failed; ends the command with status 1 where all did, as `run_contenders` has told."""
+    found = succeeded(outcomes)
+    if not found:
+        raise typer.Exit(1)
+    return found
 
 
 def exit_if_missing(found: Sequence[object], planned: Sequence[object]) -> None:

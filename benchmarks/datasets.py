@@ -19,6 +19,10 @@ FOLDER_VARIABLE = "GPY_ITERATIVE_DATA"
 SOURCE = "https://raw.githubusercontent.com/treforevans/uci_datasets/master/uci_datasets"
 
 
+class MissingDataError(FileNotFoundError):
+    """A data set is neither on this machine nor to be downloaded; the message says where it was looked for."""
+
+
 @dataclass(frozen=True)
 class Split:
     """One train/test split, standardised; x [n, d], y [n]. A unit of y is `target_scale` of the data's own."""
@@ -109,7 +113,7 @@ def load(name: str, split: int = 0, *, rows: int | None = None, dtype: torch.dty
 
     Raises:
         ValueError: a name or a split that does not exist.
-        FileNotFoundError: the data are neither in the folder that GPY_ITERATIVE_DATA names nor to be downloaded.
+        MissingDataError: the data are neither in the folder that GPY_ITERATIVE_DATA names nor to be downloaded.
     """
     data = rows_of(name)
     masks = np.loadtxt(io.BytesIO(_content(name, "test_mask.csv.gz", CHECKSUMS[name][1])), delimiter=",")
@@ -183,7 +187,7 @@ def _content(name: str, file: str, checksum: str) -> bytes:
     if folder:
         path = Path(folder) / name / file
         if not path.exists():
-            raise FileNotFoundError(f"{FOLDER_VARIABLE} is {folder}, but there is no {name}/{file} in it.")
+            raise MissingDataError(f"There is no {name}/{file} in {folder}, the folder that {FOLDER_VARIABLE} names.")
     else:
         path = _cache_folder() / name / file
         if not path.exists():
@@ -205,7 +209,7 @@ def _download(address: str, path: Path) -> None:
         with urllib.request.urlopen(address, timeout=60) as response:
             content = response.read()
     except OSError as error:
-        raise FileNotFoundError(
+        raise MissingDataError(
             f"{path.parent.name} is not in the cache and {address} cannot be reached ({error}). Set {FOLDER_VARIABLE} to a "
             "folder that has NAME/data.csv.gz and NAME/test_mask.csv.gz."
         ) from error
@@ -323,14 +327,14 @@ def mnist_digits(rows: int = MNIST_TRAINING_ROWS) -> Labelled:
     """The 10,000 test digits of MNIST, split at random into 8,000 for training and 2,000 held out; pixels in [0, 1].
 
     Raises:
-        FileNotFoundError: the folder that GPY_ITERATIVE_DATA names has no mnist/t10k-*.gz.
+        MissingDataError: the folder that GPY_ITERATIVE_DATA names has no mnist/t10k-*.gz.
     """
     folder = Path(os.environ.get(FOLDER_VARIABLE, ".")) / "mnist"
     arrays = []
     for file, header in (("t10k-images-idx3-ubyte.gz", 16), ("t10k-labels-idx1-ubyte.gz", 8)):
         path = folder / file
         if not path.exists():
-            raise FileNotFoundError(f"{path} is missing: set {FOLDER_VARIABLE} to a folder with mnist/{file}.")
+            raise MissingDataError(f"{path} is missing: set {FOLDER_VARIABLE} to a folder with mnist/{file}.")
         arrays.append(np.frombuffer(gzip.decompress(path.read_bytes()), dtype=np.uint8, offset=header))
     order = np.random.default_rng(0).permutation(len(arrays[1]))
     x = torch.as_tensor(arrays[0].reshape(len(order), -1)[order] / 255.0, dtype=torch.float32)

@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.comparison import described
 from benchmarks.runner import RESULTS
 from benchmarks.runs import Measured
-from benchmarks.suite import CASES, Case, Preset, measured
+from benchmarks.suite import CASES, Case, NothingToShowError, Preset, measured, measuring
 
 DOCS = RESULTS.parent.parent / "docs"
 INTRODUCTION = """# Benchmarks
@@ -29,13 +29,13 @@ def render(preset: Preset, folder: Path = RESULTS, docs: Path = DOCS) -> Path:
     """Writes the page and its pictures.
 
     Raises:
-        ValueError: the smoke preset, whose numbers are not to be shown; or nothing was run.
+        NothingToShowError: the smoke preset, whose numbers are not to be shown; or nothing was run.
     """
     if preset is Preset.SMOKE:
-        raise ValueError("The smoke preset shows that everything runs; its numbers are not to be rendered.")
+        raise NothingToShowError("The smoke preset shows that everything runs; its numbers are not to be rendered.")
     found = {case.name: measured(case, preset, folder) for case in CASES.values()}
     if not any(found.values()):
-        raise ValueError(f"Nothing is saved in {folder / preset}: run the suite first.")
+        raise NothingToShowError(f"Nothing is saved in {folder / preset}; {measuring(preset, folder)} measures it.")
     parts = [INTRODUCTION.format(preset=preset.value, meaning=MEANINGS[preset])]
     parts += [_section(CASES[name], runs, preset, docs) for name, runs in found.items() if runs]
     path = docs / "benchmarks.md"

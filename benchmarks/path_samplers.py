@@ -112,6 +112,11 @@ for _name, _method in METHODS.items():
     contender("paths", _name)(_method)
 
 
+# Plain tracebacks, as in `benchmarks.command_line`: their last line is what is handed on.
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(command: str, case: str, name: str, options: str, output: Path) -> None:
     """What `run_apart` starts."""
     assert command == "contender"
@@ -119,4 +124,4 @@ def main(command: str, case: str, name: str, options: str, output: Path) -> None
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

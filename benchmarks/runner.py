@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 
 from benchmarks.devices import Device, described, peak_memory
 
@@ -51,6 +52,11 @@ def run_apart(case: str, name: str, *, program: str = "benchmarks", **options: A
         if process.returncode or not output.exists():
             return {"error": process.stderr.strip().splitlines()[-1:] or [f"exit {process.returncode}"]}
         return json.loads(output.read_text())
+
+
+def failure(name: str, outcome: Outcome) -> str:
+    """For a console: the contender that failed, and why."""
+    return f"[red]{name} failed:[/red] {escape(' '.join(outcome['error']))}"
 
 
 def environment(threads: int, device: Device = Device.CPU) -> dict[str, Any]:

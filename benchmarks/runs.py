@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.runner import Outcome, environment, run_apart
+from benchmarks.runner import Outcome, environment, failure, run_apart
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class SavedRuns:
                 elif known is None or not known.is_finished or again:
                     outcome = run_apart(run.case, run.contender, threads=threads, **run.options, **run.piece)
                     if "error" in outcome:
-                        console.print(f"[red]{run.contender} failed:[/red] {outcome['error']}")
+                        console.print(failure(run.contender, outcome), soft_wrap=True)
                         known = None  # not what was saved before either: callers tell by what is missing
                     else:
                         known = self.record(run, outcome, environment(threads))

@@ -43,6 +43,10 @@ class Case:
     note: str = ""
 
 
+class NothingToShowError(ValueError):
+    """Nothing is saved of what a command is to show, or it is not to be shown."""
+
+
 #: name -> case, in the order of registration; filled by the cases' modules.
 CASES: dict[str, Case] = {}
 
@@ -66,3 +70,18 @@ def measured(case: Case, preset: Preset, folder: Path = RESULTS) -> list[Measure
         known = [saved.find(run, threads) for threads in counts]
         found += [measured for measured in known if measured is not None][-1:]
     return found
+
+
+def nothing_saved(case: Case, preset: Preset, folder: Path = RESULTS) -> str:
+    """Says that, what other presets of the case are saved, and what measures this one."""
+    others = " and ".join(other for other in Preset if other is not preset and measured(case, other, folder))
+    elsewhere = f" (there is {others})" if others else ""
+    if not case.runs(preset):
+        return f"The preset {preset} leaves {case.name} out{elsewhere}."
+    command = measuring(preset, folder, case.name)
+    return f"Nothing saved for {case.name} under the preset {preset} in {folder}{elsewhere}; {command} measures it."
+
+
+def measuring(preset: Preset, folder: Path = RESULTS, *names: str) -> str:
+    """The command that fills the folder with the cases of these names, or with all."""
+    return f"`{' '.join(['run', *names])} --preset {preset}" + ("`" if folder == RESULTS else f" --results {folder}`")

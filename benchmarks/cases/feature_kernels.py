@@ -278,8 +278,9 @@ def feature_kernels(
         for split in range(splits)
     ]
     found = SavedRuns(RESULTS / "feature_kernels.json").execute(runs, threads, console)
-    console.print(table(found).for_terminal())
-    if picture is not None:
+    if found:
+        console.print(table(found).for_terminal())
+    if found and picture is not None:
         console.print(f"drew {draw_curves(found, picture)}")
     exit_if_missing(found, runs)
 

@@ -12,7 +12,16 @@ from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
 import gpy_iterative as gpi
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    Threads,
+    app,
+    finish,
+    run_contenders,
+    show,
+    succeeded,
+    succeeded_or_exit,
+)
 from benchmarks.runner import CONTENDERS, Outcome, contender
 
 DIMS = 8
@@ -115,6 +124,7 @@ def feature_step(
     sizes = n or [10_000, 1_000_000]
     names = list(CONTENDERS["feature-step"])
     outcomes = {size: run_contenders("feature-step", names, threads=threads, n=size, **options) for size in sizes}
+    reference = succeeded_or_exit(outcomes[sizes[0]])
     show(
         f"m = {m}, b = {batch_size}, {threads} threads, float32 data",
         ["method", "n", "ms / step, median", "least", "over the first n", "first call, s", "MB beyond the data"],
@@ -124,13 +134,12 @@ def feature_step(
                 str(size),
                 f"{1e3 * o['seconds']:.1f}",
                 f"{1e3 * o['least']:.1f}",
-                f"{o['seconds'] / outcomes[sizes[0]][name]['seconds']:.2f}",
+                f"{o['seconds'] / reference[name]['seconds']:.2f}" if name in reference else "",
                 f"{o['seconds_first']:.2f}",
                 f"{o['megabytes_beyond']:.0f}",
             ]
             for size, by_name in outcomes.items()
-            for name, o in by_name.items()
-            if "error" not in o
+            for name, o in succeeded(by_name).items()
         ],
     )
     finish("feature_step", options, threads, outcomes=outcomes)

@@ -5,7 +5,7 @@ import time
 import torch
 
 import gpy_iterative as gpi
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, finish, run_contenders
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, finish, run_contenders, succeeded_or_exit
 from benchmarks.runner import Outcome, contender
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
@@ -33,6 +33,6 @@ def product_and_step(*, n: int, d: int, columns: int) -> Outcome:
 def memory(n: int = 200_000, d: int = 8, columns: int = 17, threads: Threads = DEFAULT_THREADS) -> None:
     """Peak memory of one product and one solver step with the tile cache off."""
     options = {"n": n, "d": d, "columns": columns}
-    outcome = run_contenders("memory", ["ours"], threads=threads, **options)["ours"]
+    outcome = succeeded_or_exit(run_contenders("memory", ["ours"], threads=threads, **options))["ours"]
     console.print(outcome)
     finish("memory", options, threads, outcome=outcome)

@@ -11,8 +11,18 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, show
-from benchmarks.runner import environment, run_apart, save
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    Threads,
+    app,
+    console,
+    exit_if_missing,
+    run_contenders,
+    show,
+    succeeded,
+    succeeded_or_exit,
+)
+from benchmarks.runner import environment, save
 
 #: The contenders of `benchmarks.path_samplers`, in a program of their own.
 PROGRAM = "benchmarks.path_samplers"
@@ -42,36 +52,35 @@ def paths(
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """Posterior functions beside BoTorch's: seconds, memory, and whether they are spread as the exact posterior."""
-    names = only or METHODS
-    values = run_apart("paths", "hyperparameters", program=PROGRAM, threads=threads, dataset=dataset)["values"]
-    options: dict[str, Any] = {"dataset": dataset, "rows": rows, "hyperparameters": values}
-    truth = run_apart("paths", "exact", program=PROGRAM, threads=threads, **options)
-    rows_shown = []
-    outcomes = {}
-    for name in names:
-        with console.status(f"paths: {name}"):
-            outcome = run_apart("paths", name, program=PROGRAM, threads=threads, num_paths=num_paths, **options)
-        outcomes[name] = outcome
-        if "error" in outcome:
-            console.print(f"[red]{name} failed:[/red] {outcome['error']}")
-            continue
-        found = accuracy(outcome.pop("values"), truth["mean"], truth["variance"])
-        outcome |= found
-        rows_shown.append(
-            [
-                name,
-                f"{outcome['seconds_drawing']:.1f}",
-                f"{outcome['seconds_evaluating']:.2f}",
-                f"{outcome['peak_memory_mb']:.0f}",
-                f"{found['mean_z']:.3f} +- {found['mean_z_sem']:.3f}",
-                f"{found['mean_z2']:.3f} +- {found['mean_z2_sem']:.3f}",
-            ]
-        )
+    names = only or list(METHODS)
+    process = {"program": PROGRAM, "threads": threads}
+    fitted = succeeded_or_exit(run_contenders("paths", ["hyperparameters"], **process, dataset=dataset))
+    options: dict[str, Any] = {
+        "dataset": dataset,
+        "rows": rows,
+        "hyperparameters": fitted["hyperparameters"]["values"],
+    }
+    truth = succeeded_or_exit(run_contenders("paths", ["exact"], **process, **options))["exact"]
+    outcomes = run_contenders("paths", names, **process, num_paths=num_paths, **options)
+    good = succeeded(outcomes)
+    for outcome in good.values():
+        outcome |= accuracy(outcome.pop("values"), truth["mean"], truth["variance"])
     show(
         f"{num_paths} functions, {dataset}, {rows} rows, {threads} threads",
         ["contender", "s drawing", "s at 500 points", "MB", "mean of z", "mean of z^2"],
-        rows_shown,
+        [
+            [
+                name,
+                f"{o['seconds_drawing']:.1f}",
+                f"{o['seconds_evaluating']:.2f}",
+                f"{o['peak_memory_mb']:.0f}",
+                f"{o['mean_z']:.3f} +- {o['mean_z_sem']:.3f}",
+                f"{o['mean_z2']:.3f} +- {o['mean_z2_sem']:.3f}",
+            ]
+            for name, o in good.items()
+        ],
     )
     versions = environment(threads) | {"botorch": version("botorch")}
     content = {"environment": versions, "options": options | {"num_paths": num_paths}, "outcomes": outcomes}
     console.print(f"saved {save(f'paths_{dataset}_{rows}', content)}")
+    exit_if_missing(list(good), names)

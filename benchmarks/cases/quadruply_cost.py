@@ -11,7 +11,16 @@ import torch
 import typer
 
 import gpy_iterative as gpi
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, finish, run_contenders, show
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    Threads,
+    app,
+    console,
+    finish,
+    run_contenders,
+    show,
+    succeeded_or_exit,
+)
 from benchmarks.datasets import load
 from benchmarks.plots import plt, save_figure
 from benchmarks.runner import Outcome, contender
@@ -154,11 +163,9 @@ def quadruply_cost(
     options = {"steps": steps, "feature_samples": feature_samples, "rows": rows, "points": points}
     outcomes = {}
     for n, m in ((10_000, 100_000), (1_000_000, 100_000), (10_000, 1_000_000), (1_000_000, 1_000_000)):
-        outcome = run_contenders("quadruply-cost", ["step"], threads=threads, num_data=n, num_features=m, **options)[
-            "step"
-        ]
-        if "error" not in outcome:
-            outcomes[f"n={n} m={m}"] = outcome
+        size = {"num_data": n, "num_features": m}
+        found = run_contenders("quadruply-cost", ["step"], threads=threads, **size, **options)
+        outcomes[f"n={n} m={m}"] = found["step"]
     show(
         f"{feature_samples} sampled features, {rows} rows, {'rows kept' if points is None else f'{points} control points'}",
         ["problem", "s / step", "of it draws", "first", "MB beyond the second step"],
@@ -168,7 +175,7 @@ def quadruply_cost(
                 *(f"{o[field]:.4f}" for field in ("seconds", "seconds_of_draws", "seconds_first")),
                 f"{o['memory_growth_mb']:.0f}",
             ]
-            for name, o in outcomes.items()
+            for name, o in succeeded_or_exit(outcomes).items()
         ],
     )
     finish("quadruply_cost", options, threads, outcomes=outcomes)

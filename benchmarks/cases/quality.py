@@ -10,7 +10,7 @@ import typer
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
 from benchmarks.datasets import load
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
@@ -57,17 +57,18 @@ def quality(
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """RMSE and log-likelihood after training, split by split, beside the published means of exact gradients."""
-    outcomes, name = {}, "pathwise" if pathwise else "ours"
+    outcomes: dict[str, Outcome] = {}
+    name = "pathwise" if pathwise else "ours"
     for split in range(splits):
         options = {"dataset": dataset, "split": split, "rows": rows, "steps": steps, "rate": rate}
-        outcomes[split] = run_contenders("quality", [name], threads=threads, **options)[name]
+        outcomes[str(split)] = run_contenders("quality", [name], threads=threads, **options)[name]
     theirs = published.LIN.get(dataset, {}).get("CG", {}).get("standard, cold")
     show(
         f"{dataset}, {steps} steps",
         ["split", "RMSE", "published", "log-likelihood", "published", "s training", "s prediction", "variance error"],
         [
             [
-                str(split),
+                split,
                 f"{o['rmse']:.4f}",
                 f"{theirs.rmse:.4f}" if theirs else "",
                 f"{o['log_likelihood']:.4f}",
@@ -76,7 +77,7 @@ def quality(
                 f"{o['seconds_prediction']:.0f}",
                 f"{o['variance_error']:.3f}",
             ]
-            for split, o in outcomes.items()
+            for split, o in succeeded_or_exit(outcomes).items()
         ],
     )
     file = f"quality_pathwise_{dataset}" if pathwise else f"quality_{dataset}"

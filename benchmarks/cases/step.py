@@ -21,6 +21,7 @@ from benchmarks.command_line import (
     run_contenders,
     show,
     succeeded,
+    succeeded_or_exit,
 )
 from benchmarks.datasets import load
 from benchmarks.devices import Device, clock
@@ -185,15 +186,13 @@ def step(
     names = only or [name for name in METHODS if "Cholesky" not in name]
     options = {"dataset": dataset, "split": split, "rows": rows, "device": device}
     outcomes = run_contenders("step", names, threads=threads, steps=steps, rate=0.1, **options)
+    good = succeeded_or_exit(outcomes)
     errors: dict[str, list[float]] = {}
     if gradient_error:
-        checkpoints = next(o["checkpoints"] for o in outcomes.values() if "error" not in o)
-        exact = run_contenders("gradients", ["exact"], threads=threads, checkpoints=checkpoints, **options)["exact"]
-        found = run_contenders("gradients", names, threads=threads, checkpoints=checkpoints, seeds=seeds, **options)
-        errors = {
-            name: relative_errors(outcome["gradients"], exact["gradients"])
-            for name, outcome in succeeded(found).items()
-        }
+        given = {"threads": threads, "checkpoints": next(iter(good.values()))["checkpoints"], **options}
+        exact = succeeded_or_exit(run_contenders("gradients", ["exact"], **given))["exact"]["gradients"]
+        found = run_contenders("gradients", names, seeds=seeds, **given)
+        errors = {name: relative_errors(outcome["gradients"], exact) for name, outcome in succeeded(found).items()}
     show(
         f"{dataset}, steps 1 to {steps}, {device}, {threads} threads",
         ["contender", "s / step", "median", "first", "MB", "epochs / step", "gradient errors at steps 0, 5, 10"],
@@ -207,7 +206,7 @@ def step(
                 f"{sum(o['epochs'][1:]) / steps:.1f}" if o["epochs"] else "",
                 " ".join(f"{error:.3f}" for error in errors.get(name, [])),
             ]
-            for name, o in succeeded(outcomes).items()
+            for name, o in good.items()
         ],
     )
     content = {"outcomes": outcomes, "gradient_errors": errors}

@@ -3,11 +3,10 @@
 import statistics
 import time
 
-import typer
 from gpytorch.mlls import MarginalLogLikelihood
 
 import gpy_iterative as gpi
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
 from benchmarks.datasets import load_random_split
 from benchmarks.models import SquaredExponentialRegression
 from benchmarks.runner import Outcome, contender
@@ -84,9 +83,7 @@ def truncation_cost(
 ) -> None:
     """Seconds of a step: Russian roulette beside truncated CG, with the expected length of its run."""
     options = {"dataset": dataset, "rows": rows, "repeats": repeats}
-    outcome = run_contenders("truncation-cost", ["all"], threads=threads, **options)["all"]
-    if "error" in outcome:
-        raise typer.Exit(1)
+    outcome = succeeded_or_exit(run_contenders("truncation-cost", ["all"], threads=threads, **options))["all"]
     reference = outcome["CG, 100 steps"]
     show(
         f"{dataset}, {rows or 'all'} rows, {repeats} steps each, rate 0.05, 80 steps at the least",

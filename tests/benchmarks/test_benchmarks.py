@@ -12,7 +12,7 @@ from gpytorch.distributions import MultivariateNormal
 
 from benchmarks import datasets, metrics
 from benchmarks.cases.step import relative_errors
-from benchmarks.datasets import Split, airport_weather, load, standardise
+from benchmarks.datasets import MissingDataError, Split, airport_weather, load, standardise
 from benchmarks.metrics import prediction_scores, regression_scores
 from benchmarks.models import MaternRegression
 from benchmarks.variational import cluster_centres, random_rows
@@ -54,7 +54,7 @@ def test_missing_and_altered_data_are_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match="SHA-256"):
         load("tiny")
     (tmp_path / "tiny" / "data.csv.gz").unlink()
-    with pytest.raises(FileNotFoundError, match="GPY_ITERATIVE_DATA"):
+    with pytest.raises(MissingDataError, match="GPY_ITERATIVE_DATA"):
         load("tiny")
 
 

@@ -9,6 +9,7 @@ from benchmarks.cases import quadruply as benchmark
 from benchmarks.cases import quadruply_cost
 from benchmarks.datasets import Split
 from benchmarks.runner import CONTENDERS
+from benchmarks.suite import Preset
 from tests.mlls.gaussian_models import data
 
 
@@ -59,6 +60,26 @@ def test_an_interrupted_run_ends_where_another_does(small: Path, method: str, mo
     assert len(calls) == 12
     assert found["rmse"] == pytest.approx(whole["rmse"], rel=1e-4)
     assert found["nll"] == pytest.approx(whole["nll"], rel=1e-4)
+
+
+def test_a_rival_whose_time_is_spent_takes_some_steps(small: Path) -> None:
+    found = CONTENDERS["quadruply"]["svgp"](**options("svgp", steps=10**6) | {"seconds": 1e-9})
+    assert found["finished"]
+    assert found["steps"] == benchmark.LEAST_STEPS
+
+
+def test_the_start_is_as_small_as_asked_in_smoke_alone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    start = benchmark._start
+    monkeypatch.setattr(benchmark, "_start", lambda data, *sizes: asked.append(sizes) or start(data, *sizes))
+    smoke = benchmark.preset_runs(Preset.SMOKE)
+    for run in smoke:
+        CONTENDERS["quadruply"][run.contender](**run.options | {"steps": 1, "minutes": 60.0})
+    CONTENDERS["quadruply"]["nystrom"](**options("nystrom"))
+    assert len(smoke) == 2
+    assert asked == [(200, 10), (200, 10), (40, 5)]
+    # Saved runs of the other presets are found by their options.
+    assert not any("start_rows" in run.options for run in benchmark.preset_runs(Preset.QUICK))
 
 
 def test_control_variances_know_their_order(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks import __main__ as program
 from benchmarks import page, runs, suite
 from benchmarks.__main__ import app
 from benchmarks.comparison import compare_contenders, compare_folders
@@ -131,6 +132,38 @@ def test_comparisons_are_ratios_with_both_environments(made_up: Case, processes:
         list(compare_contenders("ours", "nobody", suite.measured(made_up, Preset.QUICK, tmp_path / "a")))
     with pytest.raises(ValueError, match="no run in common"):
         list(compare_folders(tmp_path / "a", tmp_path / "nowhere"))
+
+
+def test_what_is_not_saved_is_said(
+    made_up: Case, processes: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = Case("bare", "No pictures.", lambda preset: [] if preset is Preset.PAPER else [OURS], _tables)
+    monkeypatch.setattr(program, "CASES", {"made up": made_up, "bare": bare})
+    suite.saved_runs(made_up, Preset.SMOKE, tmp_path).execute([OURS], 1, CONSOLE)
+    results = ["--results", str(tmp_path)]
+    nothing = f"Nothing saved for made up under the preset quick in {tmp_path} (there is smoke); "
+    nothing += f"`run made up --preset quick --results {tmp_path}` measures it."
+    said = {
+        ("table",): nothing,
+        ("table", "made up"): nothing,
+        ("table", "bare", "--preset", "paper"): "The preset paper leaves bare out.",
+        ("plot",): nothing,
+        ("plot", "bare"): "bare has no pictures.",
+        ("compare", "ours", "rival", "--case", "made up"): nothing,
+        (
+            "render",
+        ): f"Nothing is saved in {tmp_path / 'quick'}; `run --preset quick --results {tmp_path}` measures it.",
+        ("render", "--preset", "smoke"): "not to be rendered",
+    }
+    for arguments, words in said.items():
+        result = CliRunner().invoke(app, [*arguments, *results])
+        assert result.exit_code == 1, arguments
+        assert words in result.output, arguments
+    shown = CliRunner().invoke(app, ["table", *results, "--preset", "smoke"])
+    assert shown.exit_code == 0
+    assert "ours" in shown.output
+    assert "Nothing saved for bare" in shown.output
+    assert suite.nothing_saved(bare, Preset.QUICK).endswith("; `run bare --preset quick` measures it.")
 
 
 def test_markdown_escapes_bars() -> None:

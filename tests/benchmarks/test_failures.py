@@ -1,0 +1,82 @@
+"""Commands whose data are missing, or whose contenders failed, end with the reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import command_line, runner, runs
+from benchmarks.__main__ import app
+from benchmarks.cases import feature_kernels
+
+BROKEN = {"error": ["RuntimeError: no [memory]"]}
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """Outcomes in place of processes, by contender; who is not in it fails. Results go into a folder of their own."""
+    outcomes: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(command_line, "run_apart", lambda case, name, **options: dict(outcomes.get(name, BROKEN)))
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    return outcomes
+
+
+@pytest.mark.parametrize("command", ["variance", "gradient-quality", "solvers", "feature-order", "bias"])
+def test_missing_data_end_a_command_with_the_reason(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GPY_ITERATIVE_DATA", str(tmp_path))
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    result = CliRunner().invoke(app, [command, *(["--rows", "50"] if command == "variance" else [])])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert f"/data.csv.gz in {tmp_path}, the folder that GPY_ITERATIVE_DATA names." in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_hands_on_what_data_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GPY_ITERATIVE_DATA", str(tmp_path))
+    outcome = runner.run_apart("quality", "ours", threads=1, dataset="pol", split=0, rows=9, steps=1, rate=0.1)
+    assert outcome["error"] == [f"There is no pol/data.csv.gz in {tmp_path}, the folder that GPY_ITERATIVE_DATA names."]
+
+
+@pytest.mark.parametrize(
+    "command", ["quality", "epochs", "step", "memory", "paths", "truncation-cost", "feature-step", "quadruply-cost"]
+)
+def test_a_command_with_no_outcome_ends_with_the_reason(command: str, failing: dict, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [command])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "failed: RuntimeError: no [memory]\n" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_beside_the_reference_is_left_out(failing: dict, tmp_path: Path) -> None:
+    failing["AP, standard, cold"] = {"total": 12.0}
+    failing["AP, pathwise, warm"] = {"total": 4.0}
+    result = CliRunner().invoke(app, ["epochs"])
+    assert result.exit_code == 1
+    assert "AP, standard, warm failed" in result.output
+    assert "3.0" in result.output
+    outcomes = json.loads((tmp_path / "epochs_pol.json").read_text())["outcomes"]
+    assert outcomes["standard, warm"] == BROKEN
+    assert outcomes["pathwise, warm"] == {"total": 4.0}
+
+
+def test_a_step_without_the_exact_gradient_ends_with_the_reason(failing: dict) -> None:
+    failing["ours"] = {"checkpoints": [[1.0]]}
+    result = CliRunner().invoke(app, ["step", "--only", "ours"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "exact failed" in result.output
+
+
+def test_a_table_of_no_runs_is_not_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(runs, "run_apart", lambda *args, **options: dict(BROKEN))
+    monkeypatch.setattr(feature_kernels, "RESULTS", tmp_path)
+    result = CliRunner().invoke(app, ["feature-kernels", "--dataset", "pol", "--splits", "1"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "failed: RuntimeError: no [memory]" in result.output
