@@ -91,7 +91,9 @@ def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Te
         raise ValueError(f"The model has {len(train)} training inputs; got {len(inputs)} test inputs.")
     for x in inputs:
         if not torch.is_tensor(x):
-            raise ValueError(f"Test inputs must be tensors, got {type(x).__name__}: torch.as_tensor makes one of an array.")
+            raise ValueError(
+                f"Test inputs must be tensors, got {type(x).__name__}: torch.as_tensor makes one of an array."
+            )
     inputs = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
     for x, known in zip(inputs, train, strict=True):
         if x.shape[-1:] != known.shape[-1:]:
@@ -122,7 +124,9 @@ def fixed_parameters(model: ExactGP) -> Iterator[None]:
 
 def graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:
     """A graph where test inputs ask for one, none otherwise."""
-    return torch.set_grad_enabled(torch.is_grad_enabled() and any(torch.is_tensor(x) and x.requires_grad for x in inputs))
+    return torch.set_grad_enabled(
+        torch.is_grad_enabled() and any(torch.is_tensor(x) and x.requires_grad for x in inputs)
+    )
 
 
 def stacked(train: Tensor, test: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def test_a_table_of_unknown_data_or_methods_is_refused() -> None:
 
 def test_a_failed_contender_is_told_and_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(truncation_table, "RESULTS", tmp_path)
-    monkeypatch.setattr(runs, "run_apart", lambda *_, **__: {"error": "out of memory"})
+    monkeypatch.setattr(runs, "run_apart", lambda *_, **__: {"error": ["out of memory"]})
     options = ["--dataset", "pol", "--method", "cg", "--splits", "1", "--rows", "100"]
     result = CliRunner().invoke(app, ["truncation-table", *options])
     assert result.exit_code == 1
