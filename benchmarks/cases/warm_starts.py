@@ -98,7 +98,7 @@ def mean_epochs(epochs: Sequence[float], at_limit: int) -> str:
 
 
 def tables(found: Sequence[Measured]) -> list[Table]:
-    """A row for each data set and solver, and one for each solver's average over data sets."""
+    """A row for each data set and solver, and one for each solver's average over several data sets."""
     rows, ratios = [], {solver: [] for solver in SOLVERS}
     for measured in sorted(found, key=lambda measured: SOLVERS.index(measured.run.contender)):
         solver, dataset, done = measured.run.contender, measured.run.options["dataset"], measured.outcome
@@ -116,7 +116,7 @@ def tables(found: Sequence[Measured]) -> list[Table]:
             ]
         )
     for solver, known in ratios.items():
-        if known:
+        if len(known) > 1:
             average = statistics.fmean(ratio for ratio, _ in known)
             theirs = published.LIN_SPEED_UPS[solver][published.LIN_VARIANTS.index(WARM)]
             is_bound = any(is_bound for _, is_bound in known)

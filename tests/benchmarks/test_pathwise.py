@@ -176,7 +176,6 @@ def test_ratios_are_of_the_means_over_steps_and_averages_of_data_sets() -> None:
         ["AP", "wine", "20.0", "1.0", "20.0", ""],
         ["SGD", "wine", "20.0", "2.0", "10.0", ""],
         ["AP", "average", "", "", "at least 15.0", "72.1"],
-        ["SGD", "average", "", "", "10.0", "7.2"],
     ]
 
 

@@ -244,7 +244,7 @@ def test_a_posterior_in_place_of_the_prior() -> None:
     case.model.eval()
     with (
         pytest.warns(gpytorch.utils.warnings.GPInputWarning),
-        pytest.raises(ValueError, match=r"model\.train\(\)"),
+        pytest.raises(RuntimeError, match=r"model\.train\(\)"),
     ):
         mll(case.model(case.x), case.y)
 
