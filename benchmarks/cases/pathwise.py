@@ -18,16 +18,7 @@ import typer
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.command_line import (
-    DEFAULT_THREADS,
-    Threads,
-    app,
-    finish,
-    run_contenders,
-    show,
-    succeeded,
-    succeeded_or_exit,
-)
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
 from benchmarks.datasets import Split, load
 from benchmarks.models import MaternRegression
 from benchmarks.plots import plt, save_figure
@@ -167,11 +158,12 @@ def epochs(
     first = succeeded_or_exit(run_contenders(CASE, [f"AP, {REFERENCE}"], **fixed))
     whole = first | run_contenders(CASE, [f"AP, {name}" for name in names], **fixed)
     outcomes = {name: whole[f"AP, {name}"] for name in (REFERENCE, *names)}
-    reference = outcomes[REFERENCE]["total"]
+    good = succeeded_or_exit(outcomes)
+    reference = good[REFERENCE]["total"]
     show(
         f"{dataset}, {rows} rows, {steps} steps, blocks of {block_size}",
         ["probes, start", "epochs", "fewer by"],
-        [[name, f"{o['total']:.0f}", f"{reference / o['total']:.1f}"] for name, o in succeeded(outcomes).items()],
+        [[name, f"{o['total']:.0f}", f"{reference / o['total']:.1f}"] for name, o in good.items()],
     )
     finish(f"epochs_{dataset}", options, threads, outcomes=outcomes)
 

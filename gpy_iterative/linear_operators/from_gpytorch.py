@@ -130,16 +130,21 @@ def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
 
 def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
     """Raises ValueError with the first parameter of another dtype than the inputs, and for distances of integers."""
-    if kernel.has_lengthscale and not inputs.is_floating_point():
-        raise ValueError(
-            f"{type(kernel).__name__} needs inputs in floating point, got {inputs.dtype}: call .float() or .double()."
-        )
+    if kernel.has_lengthscale:
+        _check_floating_point(kernel, inputs)
     for name, parameter in kernel.named_parameters():
         if inputs.is_floating_point() and parameter.dtype != inputs.dtype:
             raise ValueError(
                 f"The inputs have dtype {inputs.dtype} but the kernel's parameter {name} has {parameter.dtype}: "
                 "call model.double() or model.float(), or convert the inputs."
             )
+
+
+def _check_floating_point(kernel: kernels.Kernel, inputs: Tensor) -> None:
+    if not inputs.is_floating_point():
+        raise ValueError(
+            f"{type(kernel).__name__} needs inputs in floating point, got {inputs.dtype}: call .float() or .double()."
+        )
 
 
 def operator_of_kernel(
@@ -200,6 +205,7 @@ def _is_radial(kernel: kernels.Kernel) -> bool:
 
 
 def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) -> LinearOperator:
+    _check_floating_point(kernel, x1)  # also where it is inside of another kernel
     function, alpha = RBF, None
     if isinstance(kernel, (kernels.MaternKernel, kernels.keops.MaternKernel)):
         function = MATERN[kernel.nu]

@@ -40,13 +40,13 @@ def check_hyperparameters(model: torch.nn.Module) -> None:
 
 def check_prior(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
     """Raises RuntimeError for the posterior at the training data, which evaluation mode gives in place of the prior."""
+    is_ours = isinstance(function_dist.lazy_covariance_matrix, PosteriorCovarianceLinearOperator)
+    if model.training and not is_ours:
+        return
     if model.train_targets is None or not torch.equal(target, model.train_targets):
         return
-    is_posterior = isinstance(function_dist.lazy_covariance_matrix, PosteriorCovarianceLinearOperator)
-    if not is_posterior and not model.training:
-        # GPyTorch's own has no mark; a prior, of `model.forward` or under `settings.prior_mode`, has the prior's mean.
-        is_posterior = not torch.equal(function_dist.mean, prior_at(model, list(model.train_inputs)).mean)
-    if is_posterior:
+    # GPyTorch's own has no mark; a prior, of `model.forward` or under `settings.prior_mode`, has the prior's mean.
+    if is_ours or not torch.equal(function_dist.mean, prior_at(model, list(model.train_inputs)).mean):
         raise RuntimeError(
             "This is the model's posterior at its training data, not its prior: the model is in evaluation mode, into "
             "which mll.posterior() puts it, too. Call model.train() and likelihood.train() before training goes on."

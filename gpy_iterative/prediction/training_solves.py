@@ -188,9 +188,13 @@ class TrainingSolves:
     def _drawn(self, numbers: range, num_frequencies: int) -> Draws:
         """The samples of these numbers, each from a stream of its own, with the frequencies of the first."""
         one, terms = RandomFeatures(num_probes=1, num_frequencies=num_frequencies, corrected=False), self.system.terms()
-        parts = [one.draw(self.system.operator, terms, self._generator(1 + number)) for number in numbers]
-        shared = {name: tensor for name, tensor in parts[0].items() if name.startswith("features.")}
-        return {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]} | shared
+        shared: Draws = {}
+        own: list[Draws] = []
+        for number in numbers:
+            drawn = one.draw(self.system.operator, terms, self._generator(1 + number))
+            shared = shared or {name: tensor for name, tensor in drawn.items() if name.startswith("features.")}
+            own.append({name: tensor for name, tensor in drawn.items() if name not in shared})
+        return shared | {name: torch.cat([part[name] for part in own], dim=-1) for name in own[0]}
 
     def _solve(
         self, columns: Tensor, guess: Tensor | None = None, num_known: int | None = None

@@ -232,9 +232,9 @@ def _forms(model: ExactGP, inputs: list[Tensor]) -> list[list[Tensor]]:
         with evaluating(model, model.likelihood):
             return [inputs, [transform(tensor) for tensor in inputs]]
     original = getattr(model, "_original_train_inputs", None)
-    return (
-        [inputs] if original is None else [inputs, unexpanded([original] if isinstance(original, Tensor) else original)]
-    )
+    if original is None:
+        return [inputs]
+    return [inputs, unexpanded([original] if isinstance(original, Tensor) else original)]
 
 
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

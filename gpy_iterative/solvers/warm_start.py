@@ -22,9 +22,7 @@ class WarmStart:
     """
 
     def __init__(self, mode: Mode) -> None:
-        if not any(
-            mode is known or (isinstance(mode, str) and mode == known) for known in get_args(Mode)
-        ):  # 0 == False
+        if not (mode is False or (isinstance(mode, str) and mode in get_args(Mode))):  # 0 == False
             raise ValueError(f"warm_start must be 'extrapolated', 'previous' or False, got {mode!r}.")
         self.mode: Mode = mode
         self._latest: Tensor | None = None
