@@ -19,10 +19,19 @@ from benchmarks.training import posterior_scores, take_step
 MakeMll = Callable[..., gpi.mlls.IterativeMarginalLogLikelihood]
 
 
-def train_and_predict(make: MakeMll, *, dataset: str, split: int, rows: int | None, steps: int, rate: float) -> Outcome:
-    """Adam from the papers' start, then the posterior on the test rows of the split."""
+def train_and_predict(
+    make: MakeMll, *, dataset: str, split: int, rows: int | None, steps: int, rate: float, scales: bool
+) -> Outcome:
+    """Adam from the papers' start, then the posterior on the test rows of the split.
+
+    Args:
+        make: the marginal log likelihood.
+        dataset, split, rows: training data.
+        steps, rate: of Adam.
+        scales: whether Adam moves the scales of signal and noise, as in the paper, or their variances, as in GPyTorch.
+    """
     data = load(dataset, split, rows=rows)
-    model = MaternRegression(data)
+    model = MaternRegression(data, scales=scales)
     mll = make(model.likelihood, model, generator=0)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     start = time.perf_counter()
@@ -54,13 +63,16 @@ def quality(
     pathwise: Annotated[
         bool, typer.Option("--pathwise", help="Pathwise probes, saved under a name of their own.")
     ] = False,
+    scales: Annotated[
+        bool, typer.Option("--scales", help="Adam moves the scales of signal and noise, as in the paper.")
+    ] = False,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """RMSE and log-likelihood after training, split by split, beside the published means of exact gradients."""
     outcomes: dict[str, Outcome] = {}
     name = "pathwise" if pathwise else "ours"
     for split in range(splits):
-        options = {"dataset": dataset, "split": split, "rows": rows, "steps": steps, "rate": rate}
+        options = {"dataset": dataset, "split": split, "rows": rows, "steps": steps, "rate": rate, "scales": scales}
         outcomes[str(split)] = run_contenders("quality", [name], threads=threads, **options)[name]
     theirs = published.LIN.get(dataset, {}).get("CG", {}).get("standard, cold")
     show(
@@ -81,4 +93,4 @@ def quality(
         ],
     )
     file = f"quality_pathwise_{dataset}" if pathwise else f"quality_{dataset}"
-    finish(file, {"steps": steps, "rate": rate, "rows": rows}, threads, outcomes=outcomes)
+    finish(file, {"steps": steps, "rate": rate, "rows": rows, "scales": scales}, threads, outcomes=outcomes)

@@ -44,8 +44,9 @@ class KernelProducts:
             for); "auto" chooses by measurement, which today is tiles.
         tile_size: rows and columns of a tile; None is 512 on a CPU and up to 4,096 on CUDA, by the device's total memory.
             Ranks on devices of different sizes have to be given one.
-        cache_memory: bytes for evaluated tiles that are kept for the next product; None is half of what is free
-            (on a CPU at most 4 GB), 0 keeps none.
+        cache_memory: bytes for evaluated tiles that are kept for the next product, and where there is room for the
+            derivatives of radial ones, which a training step's gradient takes; None is half of what is free (on a CPU at
+            most 4 GB), 0 keeps none.
         precision: of the products inside an iterative solve. "native" computes in the inputs' dtype. A lower one serves
             the iterations alone, on tiles in that format; iterative refinement in the inputs' dtype gives them the
             tolerance's accuracy, at one native product a round. "float32" is for float64 inputs; "bfloat16" and "float16"

@@ -17,6 +17,11 @@ class RadialKeOps(RadialTiles):
     Distances come from differences, so they are exact where a GEMM's would be rounding noise.
     """
 
+    @property
+    def keeps_derivatives(self) -> bool:
+        """No: gradients are reductions too."""
+        return False
+
     def matmul(self, rhs: Tensor) -> Tensor:
         x1, x2 = self._scaled_inputs()
         return kernel_sum(self.function, x1, x2, self.alpha, rhs)

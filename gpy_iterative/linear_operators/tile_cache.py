@@ -6,6 +6,7 @@ rebuilds share. It serves only the very tensors it was filled from: the same obj
 
 import weakref
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -17,6 +18,18 @@ Key = tuple[int, int]
 def version(tensor: Tensor) -> object:
     """What changes whenever the tensor is written to. Inference tensors do not keep count: they differ every time."""
     return object() if tensor.is_inference() else tensor._version
+
+
+class Precedence(IntEnum):
+    """What goes before what where memory is short.
+
+    Tiles in lower precision, which a solve iterates on; native ones; their derivatives, which a training step asks for
+    once.
+    """
+
+    LOWERED = 0
+    NATIVE = 1
+    DERIVATIVE = 2
 
 
 class _Pool:
@@ -42,14 +55,14 @@ class TileCache:
     When its owner's tensors change, the tiles are forgotten but their memory is kept for the next ones: a training
     run fills the same buffers at every step.
 
-    Tiles in lower precision, which a solve iterates on, come first: where the budget has no room for one, it displaces
-    native tiles. Without a twin all of the budget is native.
+    Twins keep what else there is of the same kernel, under the same budget. Where that has no room for a tile, it displaces
+    tiles of a later precedence, the last first.
     """
 
-    def __init__(self, pool: _Pool | None = None, *, is_lowered: bool = False) -> None:
-        self._pool, self.is_lowered = _Pool() if pool is None else pool, is_lowered
+    def __init__(self, pool: _Pool | None = None, *, precedence: Precedence = Precedence.NATIVE) -> None:
+        self._pool, self._precedence = _Pool() if pool is None else pool, precedence
         self._pool.add(self)
-        self._lowered: TileCache | None = None
+        self._twins: dict[Precedence, TileCache] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -102,19 +115,28 @@ class TileCache:
         """Whether so many bytes fit into the budget, after what comes behind them has left."""
         if self._pool.num_bytes() + size > budget:
             self._drop_spares()
-        if self.is_lowered:
-            members = self._pool.members()
-            staying = sum(cache.own_bytes for cache in members if cache.is_lowered)
-            for cache in members if staying + size <= budget else []:
-                while not cache.is_lowered and cache.own_bytes and self._pool.num_bytes() + size > budget:
-                    cache._drop_one()
+        members = self._pool.members()
+        behind = sorted(
+            (cache for cache in members if cache._precedence > self._precedence), key=lambda cache: -cache._precedence
+        )
+        staying = sum(cache.own_bytes for cache in members if cache._precedence <= self._precedence)
+        for cache in behind if staying + size <= budget else []:
+            while cache.own_bytes and self._pool.num_bytes() + size > budget:
+                cache._drop_one()
         return self._pool.num_bytes() + size <= budget
 
     def lowered(self) -> "TileCache":
         """A cache under the same budget for the same kernel's tiles in lower precision."""
-        if self._lowered is None:
-            self._lowered = TileCache(self._pool, is_lowered=True)
-        return self._lowered
+        return self._twin(Precedence.LOWERED)
+
+    def derivatives(self) -> "TileCache":
+        """A cache under the same budget for the derivatives of the same kernel's tiles."""
+        return self._twin(Precedence.DERIVATIVE)
+
+    def _twin(self, precedence: Precedence) -> "TileCache":
+        if precedence not in self._twins:
+            self._twins[precedence] = TileCache(self._pool, precedence=precedence)
+        return self._twins[precedence]
 
     def single(self, tensor: Tensor) -> Tensor:
         """The tensor in float32, without gradient: the very same one for all operators that share the cache.
@@ -134,13 +156,13 @@ class TileCache:
     def clear(self) -> None:
         """Forgets everything and gives the memory back; operators that hold the cache go on to share the budget."""
         self._forget()
-        if self._lowered is not None:
-            self._lowered.clear()
+        for twin in self._twins.values():
+            twin.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Memory held, tiles in use and spare ones, in lower precision too."""
-        return self.own_bytes if self._lowered is None else self.own_bytes + self._lowered.num_bytes
+        """Memory held, tiles in use and spare ones, those of twins too."""
+        return self.own_bytes + sum(twin.own_bytes for twin in self._twins.values())
 
     def _drop_spares(self) -> None:
         for tiles in self._spare.values():

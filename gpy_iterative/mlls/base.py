@@ -44,6 +44,7 @@ from gpy_iterative.solvers import (
     ConjugateGradients,
     IterativeSolver,
     LogDeterminant,
+    QuadratureShares,
     Solver,
     SolveStatus,
     default_solver,
@@ -55,9 +56,8 @@ logger = logging.getLogger(__name__)
 
 #: Probes of the log-determinant's quadrature. They serve the reported value alone, never the gradient.
 NUM_LOGDET_PROBES = 4
-#: Products of the quadrature at the most, and at the least where the solver's budget is smaller: the second shows how far
-#: the first was off.
-LOGDET_PRODUCTS = (20, 2)
+#: Products of the quadrature at the most.
+MAX_LOGDET_PRODUCTS = 20
 
 
 class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
@@ -325,19 +325,19 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
     def _log_determinant(self, operator: LinearOperator, residual: Tensor, solver: Solver) -> LogDeterminant:
         """Within the solver's budget: the value must not cost more passes over the matrix than the gradient may."""
-        most, least = LOGDET_PRODUCTS
-        budget = solver.max_epochs if isinstance(solver, IterativeSolver) else most
+        budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
         randomness = self._state.draws_for(
             "logdet", residual, operator.shape, lambda: self.logdet_probes.draw(operator, None, self._state.generator)
         )
         probes = self.logdet_probes.probes(operator, None, randomness)
         learned = self._state.kept_draws("quadrature")
+        shares = None if learned is None else QuadratureShares(**learned)
         estimate = stochastic_logdet(
             operator,
             probes.vectors,
             preconditioner=probes.covariance,
-            max_iterations=max(min(most, int(budget)), least),
-            shares=learned and learned["shares"],
+            max_iterations=min(MAX_LOGDET_PRODUCTS, int(budget)),
+            shares=shares,
         )
-        self._state.keep("quadrature", {"shares": estimate.shares})
+        self._state.keep("quadrature", dict(vars(estimate.shares)))
         return estimate

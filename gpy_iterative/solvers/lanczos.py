@@ -4,7 +4,7 @@ Ubaru, Chen and Saad 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos q
 "Preconditioning for scalable Gaussian process hyperparameter optimization", for the preconditioner's share.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from linear_operator import LinearOperator
@@ -21,6 +21,26 @@ BRACKET_SHARE = 8
 CORRECTION_SHARE = 4
 #: The quadrature stops where its error is so many standard errors of the probes. The reported error counts both.
 WORTH_OF_ERROR = 1.0
+#: Products of an estimate at the least: the second shows how far the first was off.
+LEAST_PRODUCTS = 2
+
+
+@dataclass(frozen=True)
+class QuadratureShares:
+    """Where between its upper and its lower rule the truth of a quadrature was, for estimates of similar systems.
+
+    Attributes:
+        values: Gauss' share of the two rules, [*b, k] by iteration.
+        surplus: [], products beyond the least that estimates with these shares have taken, all together.
+    """
+
+    values: Tensor
+    surplus: Tensor
+
+    @property
+    def are_worn(self) -> bool:
+        """Whether the surplus has come to what learning anew costs: of one that grows evenly, the cheapest moment."""
+        return int(self.surplus) >= self.values.shape[-1] - LEAST_PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -30,12 +50,12 @@ class LogDeterminant:
     The error is that of the probes, and of the quadrature where it stopped.
 
     Attributes:
-        shares: Gauss' share of the two rules, [*b, k] by iteration: what an estimate for a similar system can start from.
+        shares: what an estimate for a similar system can start from.
     """
 
     mean: Tensor
     sem: Tensor
-    shares: Tensor
+    shares: QuadratureShares
 
 
 @torch.no_grad()
@@ -46,7 +66,7 @@ def stochastic_logdet(
     *,
     max_iterations: int = 20,
     tolerance: float | None = None,
-    shares: Tensor | None = None,
+    shares: QuadratureShares | None = None,
 ) -> LogDeterminant:
     """An estimate of log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
 
@@ -54,7 +74,7 @@ def stochastic_logdet(
         operator: H [*b, n, n].
         probes: xi [*b, n, s] with covariance P. The standard error is that of their mean.
         preconditioner: P.
-        max_iterations: products with H at the most.
+        max_iterations: products with H at the most; there are always two.
         tolerance: the quadrature stops when its own error is below `tolerance` a datum; None: when it is comparable
             with the probes' standard error.
         shares: of an earlier estimate for a similar system.
@@ -65,11 +85,13 @@ def stochastic_logdet(
 
     Where between the two the truth lies depends on the spectrum's shape, hardly on the probes, and changes slowly as
     hyperparameters do. With the shares of an earlier step the first few iterations are as good as all of that step's
-    (elevators: 2 to 5 products a training step in place of 7). Whether they still hold shows in the estimates of two
-    successive iterations, which agree if they do; where they do not, the quadrature goes on, and they are learned anew.
+    (elevators: 2 to 5 products a training step in place of 8). Whether they still hold shows in the estimates of two
+    successive iterations, which agree if they do; where they do not, the quadrature goes on. Shares that are worn are not
+    used: they are learned anew.
 
     Cost: one product with s columns an iteration.
     """
+    known = None if shares is None or shares.are_worn else shares.values
     limit = None if tolerance is None else tolerance * operator.shape[-1]
     floor = _smallest_eigenvalue(operator, preconditioner)
     base = preconditioner.logdet()
@@ -82,7 +104,7 @@ def stochastic_logdet(
     rules: list[tuple[Tensor, Tensor]] = []
     samples = torch.zeros_like(squared_norm)
     error = torch.zeros_like(base)
-    for iteration in range(min(max_iterations, operator.shape[-1])):
+    for iteration in range(min(max(max_iterations, LEAST_PRODUCTS), operator.shape[-1])):
         # A beta of 0 means that the Krylov space is exhausted: its column adds zeros of weight zero.
         inverse = torch.where(beta > 0, 1 / torch.where(beta > 0, beta, torch.ones_like(beta)), torch.zeros_like(beta))
         vector, dual = residual * inverse.unsqueeze(-2), solved * inverse.unsqueeze(-2)
@@ -104,20 +126,22 @@ def stochastic_logdet(
         samples = (upper + lower) / 2 * squared_norm
         error = ((rules[-1][0] - rules[-1][1]).abs() / BRACKET_SHARE).maximum(change)
         if _is_enough(error, samples, limit):
-            shares = None  # nothing better is known than what this run has found
+            known = None  # nothing better is known than what this run has found
             break
-        if shares is not None and 0 < iteration < shares.shape[-1]:
-            correction, doubt = _drift(rules, shares)
-            share = shares[..., iteration].unsqueeze(-1)
+        if known is not None and 0 < iteration < known.shape[-1]:
+            correction, doubt = _drift(rules, known)
+            share = known[..., iteration].unsqueeze(-1)
             expected = (lower + share * (upper - lower)) * squared_norm + correction.unsqueeze(-1)
             if _is_enough(doubt, expected, limit):
                 samples, error = expected, doubt
                 break
         offdiagonals.append(beta)
     mean = samples.mean(-1)
-    return LogDeterminant(
-        base + mean, torch.hypot(_sem(samples), error), _shares(rules, mean) if shares is None else shares
-    )
+    if shares is None or known is None:
+        shares = QuadratureShares(_shares(rules, mean), torch.tensor(0))
+    else:
+        shares = replace(shares, surplus=shares.surplus + max(len(rules) - LEAST_PRODUCTS, 0))
+    return LogDeterminant(base + mean, torch.hypot(_sem(samples), error), shares)
 
 
 def _is_enough(error: Tensor, samples: Tensor, limit: float | None) -> bool:

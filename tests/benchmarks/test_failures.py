@@ -38,7 +38,8 @@ def test_missing_data_end_a_command_with_the_reason(
 
 def test_a_process_hands_on_what_data_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GPY_ITERATIVE_DATA", str(tmp_path))
-    outcome = runner.run_apart("quality", "ours", threads=1, dataset="pol", split=0, rows=9, steps=1, rate=0.1)
+    options = {"dataset": "pol", "split": 0, "rows": 9, "steps": 1, "rate": 0.1, "scales": False}
+    outcome = runner.run_apart("quality", "ours", threads=1, **options)
     assert outcome["error"] == [f"There is no pol/data.csv.gz in {tmp_path}, the folder that GPY_ITERATIVE_DATA names."]
 
 

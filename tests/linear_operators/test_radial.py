@@ -17,6 +17,7 @@ from gpy_iterative.linear_operators.radial_functions import (
     RBF,
     RadialFunction,
 )
+from gpy_iterative.linear_operators.radial_tiles import RadialTiles
 
 FUNCTIONS = [RBF, MATERN12, MATERN32, MATERN52, RATIONAL_QUADRATIC]
 SMALL_TILES = KernelProducts(tile_size=2)
@@ -201,6 +202,41 @@ def test_cache_serves_only_its_own_tensors() -> None:
         assert operator.cache.num_bytes == held  # the same memory was used again
 
 
+@pytest.mark.parametrize("function", [MATERN12, MATERN32, MATERN52, RBF], ids=lambda function: function.name)
+def test_derivatives_are_kept_beside_the_tiles(function: RadialFunction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradient, and nothing is evaluated for it once a product was made."""
+    left, right = inputs(23, 3, seed=5).double(), inputs(23, 3, seed=6).double()
+    operator = operator_of(function, KernelProducts(tile_size=8))
+    with torch.no_grad():
+        keeps_none = operator_of(function, KernelProducts(tile_size=8, cache_memory=0))
+        expected = keeps_none._bilinear_derivative(left, right)
+        product = operator._matmul(right)
+        assert torch.equal(product, operator.detach()._matmul(right))
+        operator.x1.mul_(1.0)  # another version: other tiles
+        operator._matmul(right)
+    monkeypatch.setattr(RadialTiles, "_squared_distances", lambda *arguments: pytest.fail("evaluated again"))
+    with torch.no_grad():
+        found = operator._bilinear_derivative(left, right)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert torch.equal(one, other)
+
+
+def test_derivatives_are_kept_only_where_there_is_a_gradient_and_room() -> None:
+    one = sum(rows * columns for rows, columns in ((8, 8), (8, 8), (8, 7), (8, 8), (8, 7), (7, 7))) * 8
+    rhs = inputs(23, 2).double()
+    for memory, kept in ((None, one), (2 * one, one), (2 * one - 1, one - 7 * 7 * 8), (one, 0)):
+        operator = operator_of(MATERN32, KernelProducts(tile_size=8, cache_memory=memory))
+        with torch.no_grad():
+            operator._matmul(rhs)
+            assert operator.cache.own_bytes == one  # tiles displace derivatives, and not the other way round
+            assert operator.cache.derivatives().own_bytes == kept
+        constant = operator_of(MATERN32, KernelProducts(tile_size=8, cache_memory=memory)).detach()
+        constant._matmul(rhs)
+        assert constant.cache.num_bytes == one
+
+
 def test_cache_respects_its_budget() -> None:
     products = KernelProducts(tile_size=8, cache_memory=3 * 8 * 8 * 8)
     operator = operator_of(MATERN32, products)
@@ -232,7 +268,10 @@ def test_compiled_tiles_are_the_same_tiles() -> None:
     compiled = operator_of(MATERN32, KernelProducts(tile_size=8, compile=True))
     rhs = inputs(23, 2).double()
     with torch.no_grad():
-        torch.testing.assert_close(compiled._matmul(rhs), eager._matmul(rhs))
+        expected = eager._matmul(rhs)
+        torch.testing.assert_close(compiled.detach()._matmul(rhs), expected)
+        # With a gradient to come, tiles and their derivatives are evaluated together.
+        torch.testing.assert_close(compiled._matmul(rhs), expected)
 
 
 def test_float32_far_from_the_origin_needs_only_centring() -> None:

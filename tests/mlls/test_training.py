@@ -104,7 +104,7 @@ def test_the_value_keeps_to_the_solvers_budget(max_epochs: int, products: int | 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         mll(case.model(case.x), case.y)
-    taken = mll.training_state()["quadrature.shares"].shape[-1]
+    taken = mll.training_state()["quadrature.values"].shape[-1]
     assert taken == products if products else taken > 3
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import RBF
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
-from gpy_iterative.solvers import stochastic_logdet
+from gpy_iterative.solvers import QuadratureShares, stochastic_logdet
 from tests import oracles
 from tests.monte_carlo import assert_mean_within
 from tests.solvers.contract import N, system
@@ -83,8 +83,29 @@ def test_shares_of_an_earlier_step_save_products() -> None:
         estimate = stochastic_logdet(operator, probes, preconditioner, shares=shares)
         counts[name] = operator.products
         assert (estimate.mean - truth.mean).abs() < 2 * estimate.sem
-    assert learned.shares.shape == (len(learned.shares),)
+    assert learned.shares.values.dim() == 1
     assert counts["with"] <= counts["without"] - 2
+
+
+def test_worn_shares_are_learned_anew() -> None:
+    before, after, preconditioner = similar_systems()
+    old, generator = PivotedCholesky(rank=20).build(before), torch.Generator().manual_seed(0)
+    options = {"tolerance": 3e-4, "max_iterations": 30}
+    learned = stochastic_logdet(before, draw(old, 32, generator), old, **options).shares
+    probes = draw(preconditioner, 32, generator)
+    shares, surplus = learned, 0
+    while not shares.are_worn:
+        assert torch.equal(shares.values, learned.values)
+        operator = Counting(after.kernel, after.noise)
+        shares = stochastic_logdet(operator, probes, preconditioner, shares=shares, **options).shares
+        assert 2 < operator.products < 10
+        surplus += operator.products - 2
+        assert int(shares.surplus) == surplus
+    assert surplus >= len(learned.values) - 2
+    anew = stochastic_logdet(after, probes, preconditioner, shares=shares, **options).shares
+    fresh = stochastic_logdet(after, probes, preconditioner, **options).shares
+    assert torch.equal(anew.values, fresh.values)
+    assert not anew.are_worn
 
 
 @pytest.mark.parametrize("moved", [-0.2, 0.2])
@@ -93,14 +114,15 @@ def test_shares_that_no_longer_hold_are_found_out(moved: float) -> None:
     _, operator, preconditioner = similar_systems()
     probes = draw(preconditioner, 32, torch.Generator().manual_seed(0))
     truth = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-12)
-    shares = truth.shares + moved
+    shares = QuadratureShares(truth.shares.values + moved, torch.tensor(0))
     misled = stochastic_logdet(operator, probes, preconditioner, shares=shares)
     assert (misled.mean - truth.mean).abs() < 2 * misled.sem
     tight = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-9, shares=shares)
     torch.testing.assert_close(tight.mean, truth.mean, rtol=1e-6, atol=1e-5)
-    anew = stochastic_logdet(operator, probes, preconditioner, shares=shares[:1])
-    assert len(anew.shares) > 2
-    assert (anew.shares - truth.shares[: len(anew.shares)])[:2].abs().max() < 0.05
+    one = QuadratureShares(shares.values[:1], torch.tensor(0))
+    anew = stochastic_logdet(operator, probes, preconditioner, shares=one).shares.values
+    assert len(anew) > 2
+    assert (anew - truth.shares.values[: len(anew)])[:2].abs().max() < 0.05
 
 
 @pytest.mark.parametrize("noise", [0.01, 1.0])
