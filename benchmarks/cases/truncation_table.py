@@ -243,12 +243,8 @@ def preset_runs(preset: Preset) -> list[Run]:
             for seed in range(3)
             for planned in planned_runs(name, seed, list(METHODS), None, STEPS[name], 0.01, CHOLESKY_ROWS)
         ]
-    datasets, rows, steps = (["pol"], 700, 3) if preset is Preset.SMOKE else (["pol", "elevators"], 2000, 100)
-    return [
-        planned
-        for name in datasets
-        for planned in planned_runs(name, 0, list(METHODS), rows, steps, 0.05, CHOLESKY_ROWS)
-    ]
+    rows, steps = (700, 3) if preset is Preset.SMOKE else (2000, 100)
+    return planned_runs("pol", 0, list(METHODS), rows, steps, 0.05, CHOLESKY_ROWS)
 
 
 register(
