@@ -14,7 +14,8 @@ class Preset(StrEnum):
     """How much is run.
 
     SMOKE shows that everything runs: seconds a case, no claims, rendered nowhere. QUICK is what `make bench` takes: sizes
-    at which the methods differ as they do in the papers, in less than an hour on two cores. PAPER has the papers' sizes: days.
+    at which the methods differ as they do in the papers, in less than an hour on two cores. PAPER has the papers' sizes:
+    days.
     """
 
     SMOKE = "smoke"
