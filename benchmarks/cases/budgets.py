@@ -7,6 +7,7 @@ from benchmarks import published
 from benchmarks.cases.pathwise import (
     FROM_ONES,
     QUICK_SIZES,
+    QUICK_SOLVERS,
     REFERENCE,
     SOLVERS,
     VARIANTS,
@@ -34,7 +35,7 @@ def preset_runs(preset: Preset) -> list[Run]:
     if preset is Preset.QUICK:
         return [
             planned_run(solver, variant, dataset="pol", max_epochs=BUDGETS[0], **QUICK_SIZES)
-            for solver in SOLVERS[:2]
+            for solver in QUICK_SOLVERS
             for variant in (COLD, WARM)
         ]
     return [

@@ -177,6 +177,7 @@ def planned_run(solver: str, variant: str, *, dataset: str, split: int = 0, **si
 #: hyperparameters have settled: from ones that takes half of a hundred steps, from subsets none.
 FROM_ONES = {"rate": 0.1, "start_from": "ones"}
 FROM_SUBSETS = {"rate": 0.03, "start_from": "subsets"}
+QUICK_SOLVERS = SOLVERS[:2]
 QUICK_SIZES = {"rows": 5000, "steps": 30, "block_size": 500, **FROM_SUBSETS}
 #: Of a step's solve.
 MAX_EPOCHS = 1000
@@ -208,7 +209,7 @@ def preset_runs(preset: Preset) -> list[Run]:
             **sizes,
         )
         for name, split, sizes in problems
-        for solver in (SOLVERS[:2] if preset is Preset.QUICK else SOLVERS)
+        for solver in (QUICK_SOLVERS if preset is Preset.QUICK else SOLVERS)
         for variant in (published.LIN_VARIANTS if preset is Preset.QUICK else VARIANTS)
         if preset is not Preset.SMOKE or solver == "AP" or variant == OURS
     ]

@@ -66,9 +66,6 @@ class RadialTiles(Tiles):
         self.alpha = None if alpha is None else alpha.detach()
         self._strip_alpha = None if alpha is None else alpha.detach().unsqueeze(-1)
         columns = self.x1 if self.x2 is None else self.x2
-        # The very tensors, not detached copies: they are what the cache recognises its owner by.
-        owner = tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None)
-        self._has_gradient = any(tensor.requires_grad for tensor in owner)
         self._distances = SquaredDistances(self.x1, columns, function.scale(self.alpha))
         shape = torch.Size((*self._distances.batch_shape, x1.shape[-2], columns.shape[-2]))
         self._is_fused, length = products.is_fused(x1.device), products.tile_rows(x1.device)
@@ -77,7 +74,8 @@ class RadialTiles(Tiles):
             symmetric=x2 is None,
             rows=blocks(shape[-2], length),
             columns=blocks(shape[-1], length),
-            owner=owner,
+            # The very tensors, not detached copies: they are what the cache recognises its owner by.
+            owner=tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None),
             products=products,
             cache=cache,
         )
@@ -92,14 +90,13 @@ class RadialTiles(Tiles):
     @property
     def keeps_derivatives(self) -> bool:
         """Whether df/dq is kept beside f, whose evaluation has it at hand: a gradient that follows needs both."""
-        return self._has_gradient
+        return any(tensor.requires_grad for tensor in self._owner)
 
     def _evaluated_to_keep(self, i: int, columns: range, out: Tensor) -> Tensor:
         if self.keeps_derivatives and out.dtype == self._like.dtype:
-            cache, key = self.cache.derivatives(), (i, columns[0])
-            cache.claim(*self._owner)
             evaluate = lambda derivative: self._evaluate_both(i, columns, out, derivative)[1]
-            if cache.evaluate(key, out.shape, out, self._budget, evaluate) is not None:
+            kept = self.cache.derivatives().evaluate((i, columns[0]), out.shape, out, self._budget, evaluate)
+            if kept is not None:
                 return out
         return super()._evaluated_to_keep(i, columns, out)
 
@@ -114,11 +111,9 @@ class RadialTiles(Tiles):
     def _kept_value_and_derivative(self, i: int, columns: range) -> tuple[Tensor, Tensor] | None:
         if not self.keeps_derivatives:
             return None
-        found = []
-        for cache in (self.cache, self.cache.derivatives()):
-            cache.claim(*self._owner)
-            found.append(cache.get((i, columns[0])))
-        value, derivative = found
+        self.cache.claim(*self._owner)
+        key = (i, columns[0])
+        value, derivative = self.cache.get(key), self.cache.derivatives().get(key)
         return None if value is None or derivative is None else (value, derivative)
 
     def _evaluate_both(self, i: int, columns: range, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:

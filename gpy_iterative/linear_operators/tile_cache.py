@@ -73,16 +73,20 @@ class TileCache:
         self.own_bytes = 0
 
     def claim(self, *tensors: Tensor) -> None:
-        """Makes the cache serve these tensors; tiles of any others are dropped."""
+        """Makes the cache serve these tensors; tiles of any others, and the derivatives of those, are dropped."""
         same = len(self._owner) == len(tensors) and all(
             reference() is tensor and known == version(tensor)
             for (reference, known), tensor in zip(self._owner, tensors, strict=True)
         )
         if not same:
-            for tile in self._tiles.values():
-                self._keep_spare(tile)
-            self._tiles.clear()
+            for cache in (self, self.derivatives()):
+                cache._spare_all()
             self._owner = tuple((weakref.ref(tensor), version(tensor)) for tensor in tensors)
+
+    def _spare_all(self) -> None:
+        for tile in self._tiles.values():
+            self._keep_spare(tile)
+        self._tiles.clear()
 
     def get(self, key: Key) -> Tensor | None:
         """The strip of this key, or None where it is not kept."""
@@ -130,7 +134,7 @@ class TileCache:
         return self._twin(Precedence.LOWERED)
 
     def derivatives(self) -> "TileCache":
-        """A cache under the same budget for the derivatives of the same kernel's tiles."""
+        """A cache under the same budget for the derivatives of these tiles, which is claimed with them."""
         return self._twin(Precedence.DERIVATIVE)
 
     def _twin(self, precedence: Precedence) -> "TileCache":

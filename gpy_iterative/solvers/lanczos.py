@@ -140,7 +140,7 @@ def stochastic_logdet(
     if shares is None or known is None:
         shares = QuadratureShares(_shares(rules, mean), torch.tensor(0))
     else:
-        shares = replace(shares, surplus=shares.surplus + max(len(rules) - LEAST_PRODUCTS, 0))
+        shares = replace(shares, surplus=shares.surplus + len(rules) - LEAST_PRODUCTS)
     return LogDeterminant(base + mean, torch.hypot(_sem(samples), error), shares)
 
 
