@@ -12,7 +12,7 @@ others' (`complete`).
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -97,11 +97,8 @@ class Tiles(ABC):
 
     def tile(self, i: int, j: int) -> Tensor:
         """The tile (i, j), i <= j when symmetric; valid until the next call, and not to be overwritten."""
-        columns = self._own_strip(i, j)
-        kept = None if columns is None else self._kept(i, columns)
-        if columns is None or kept is None:
-            return self._evaluated_alone(i, j)
-        return self._widened(kept[..., columns.index(j), :, :])
+        kept = self._kept_tile(i, j)
+        return self._evaluated_alone(i, j) if kept is None else kept
 
     def _evaluated(self, i: int, columns: range) -> Tensor:
         return self.evaluate(i, columns, self.scratch(self.strip_shape(i, columns), 0))
@@ -143,6 +140,12 @@ class Tiles(ABC):
         """[*b, g, rows, columns] of neighbouring tiles of equal shape."""
         rows, first = self.rows[i], self.columns[columns[0]]
         return torch.Size((*self.shape[:-2], len(columns), rows.stop - rows.start, first.stop - first.start))
+
+    def _kept_tile(self, i: int, j: int) -> Tensor | None:
+        """As `_kept`, one tile of a strip, as it is multiplied; None too where it is another process's."""
+        columns = self._own_strip(i, j)
+        kept = None if columns is None else self._kept(i, columns)
+        return None if columns is None or kept is None else self._widened(kept[..., columns.index(j), :, :])
 
     def _make_strips(self, i: int) -> list[range]:
         """A tile on the diagonal, which serves once, is alone; so is the last one, which may be narrower."""
@@ -214,10 +217,11 @@ class Tiles(ABC):
         rhs = rhs.mT.contiguous()  # as in `matmul`
         result = rhs.new_zeros(rhs.shape[-2], size)
         for i, part, outer in _overlaps(self.rows, rows):
-            for columns in self.strips[i]:
-                result[:, outer] += self.times(self.parts(rhs, columns), self.strip(i, columns)[:, part].mT).sum(0)
-            for j in self._own_rows(i, i if self.symmetric else 0):
-                self._arithmetic.add_times_(result[:, outer], rhs[:, self.rows[j]], self.tile(j, i)[:, part])
+            for columns, tiles in self._row(i):
+                if len(tiles) == 1:
+                    self._arithmetic.add_times_(result[:, outer], rhs[:, self.span(columns)], tiles[0, part].mT)
+                else:
+                    result[:, outer] += self.times(self.parts(rhs, columns), tiles[:, part].mT).sum(0)
         self.complete([result], [rhs])
         return result.mT
 
@@ -232,6 +236,28 @@ class Tiles(ABC):
         self.complete([result], [rows, rhs])
         return result
 
+    def _row(self, i: int) -> Iterator[tuple[range, Tensor]]:
+        """The columns of tiles and the tiles [g, rows, columns] of one row of them, strip by strip.
+
+        Tiles are valid until the next ones, and not to be overwritten.
+        """
+        if self.symmetric:
+            yield from self._left_of_diagonal(i)
+        for columns in self.strips[i]:
+            yield columns, self.strip(i, columns)
+
+    def _left_of_diagonal(self, i: int) -> Iterator[tuple[range, Tensor]]:
+        """Kept tiles are transposed one by one; the others are evaluated where they stand, in strips."""
+        missing = []
+        for j in self._own_rows(i, i):
+            kept = self._kept_tile(j, i)
+            if kept is None:
+                missing.append(j)
+            else:
+                yield range(j, j + 1), kept.mT.unsqueeze(0)
+        for columns in _runs(missing, STRIP):
+            yield columns, self._evaluated(i, columns)
+
     def _own_rows(self, j: int, stop: int) -> list[int]:
         """The i < stop whose tile (i, j) this process visits."""
         return [i for i in range(stop) if self._own_strip(i, j) is not None]
@@ -241,12 +267,16 @@ class Tiles(ABC):
         rhs = rhs.mT.contiguous()
         result = rhs.new_zeros(rhs.shape[-2], self.shape[-2])
         for j, part, outer in _overlaps(self.columns, columns):
-            for i in self._own_rows(j, j if self.symmetric else len(self.rows)):
-                self._arithmetic.add_times_(result[:, self.rows[i]], rhs[:, outer], self.tile(i, j)[:, part].mT)
-            if self.symmetric:
-                for strip in self.strips[j]:
+            if not self.symmetric:
+                for i in self._own_rows(j, len(self.rows)):
+                    self._arithmetic.add_times_(result[:, self.rows[i]], rhs[:, outer], self.tile(i, j)[:, part].mT)
+                continue
+            for strip, tiles in self._row(j):
+                if len(tiles) == 1:
+                    self._arithmetic.add_times_(result[:, self.span(strip)], rhs[:, outer], tiles[0, part])
+                else:
                     parts = self.parts(result, strip)
-                    parts += self.times(rhs[:, outer], self.strip(j, strip)[:, part])
+                    parts += self.times(rhs[:, outer], tiles[:, part])
         self.complete([result], [rhs])
         return result.mT
 
@@ -269,6 +299,15 @@ class Tiles(ABC):
                 if i != j:
                     result[columns, rows] = tile.mT
         return result
+
+
+def _runs(numbers: list[int], longest: int) -> Iterator[range]:
+    """Ascending numbers in ranges of neighbours."""
+    start = 0
+    for stop in range(1, len(numbers) + 1):
+        if stop == len(numbers) or stop - start == longest or numbers[stop] != numbers[stop - 1] + 1:
+            yield range(numbers[start], numbers[stop - 1] + 1)
+            start = stop
 
 
 def _overlaps(tiles: list[slice], wanted: slice) -> list[tuple[int, slice, slice]]:

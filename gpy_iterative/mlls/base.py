@@ -36,10 +36,11 @@ from gpy_iterative.mlls.report import MarginalLogLikelihoodReport
 from gpy_iterative.mlls.training_state import TrainingState
 from gpy_iterative.mlls.validation import check_data, check_hyperparameters, check_likelihood, check_not_empty
 from gpy_iterative.prediction import LikelihoodParams, PathwisePosterior, check_inputs
-from gpy_iterative.probes import Preconditioned, ProbeDistribution, RandomFeatures
+from gpy_iterative.probes import Preconditioned, ProbeDistribution, Probes, RandomFeatures
 from gpy_iterative.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.solvers import (
     EXACT_BELOW,
+    MAX_LOGDET_PRODUCTS,
     Cholesky,
     ConjugateGradients,
     IterativeSolver,
@@ -56,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 #: Probes of the log-determinant's quadrature. They serve the reported value alone, never the gradient.
 NUM_LOGDET_PROBES = 4
-#: Products of the quadrature at the most.
-MAX_LOGDET_PRODUCTS = 20
 
 
 class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
@@ -308,36 +307,60 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             lambda: distribution.draw(operator, terms, state.generator),
             keep=state.warm_start.mode is not False,
         )
+        logdet_probes = self._logdet_probes(operator, residual)
+        guess = state.warm_start.initial_guess(residual, distribution.num_probes + 1)
+        guess_image, dual_image = _images(operator, guess, logdet_probes)
+        log_determinant = self._log_determinant(operator, logdet_probes, dual_image, solver)
         with reporting_solve(self.progress) as callback:
             estimate = stochastic_estimate(
                 operator,
                 residual,
                 distribution.probes(operator, terms, randomness),
-                self._log_determinant(operator, residual, solver),
+                log_determinant,
                 solver,
                 tolerances=(solver.tolerance, solver.probe_tolerance or self._probe_tolerance(solver)),
-                initial_guess=state.warm_start.initial_guess(residual, distribution.num_probes + 1),
+                initial_guess=guess,
+                guess_image=guess_image,
                 generator=state.generator,
                 callback=callback,
             )
+        # Only now: a step that fails leaves the state as it was.
+        state.keep("quadrature", dict(vars(log_determinant.shares)))
         state.warm_start.update(estimate.solutions)
         return estimate
 
-    def _log_determinant(self, operator: LinearOperator, residual: Tensor, solver: Solver) -> LogDeterminant:
-        """Within the solver's budget: the value must not cost more passes over the matrix than the gradient may."""
-        budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
+    def _logdet_probes(self, operator: LinearOperator, residual: Tensor) -> Probes:
         randomness = self._state.draws_for(
             "logdet", residual, operator.shape, lambda: self.logdet_probes.draw(operator, None, self._state.generator)
         )
-        probes = self.logdet_probes.probes(operator, None, randomness)
+        return self.logdet_probes.probes(operator, None, randomness)
+
+    def _log_determinant(
+        self, operator: LinearOperator, probes: Probes, dual_image: Tensor | None, solver: Solver
+    ) -> LogDeterminant:
+        """Within the solver's budget: the value must not cost more passes over the matrix than the gradient may."""
+        budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
         learned = self._state.kept_draws("quadrature")
         shares = None if learned is None else QuadratureShares(**learned)
-        estimate = stochastic_logdet(
+        return stochastic_logdet(
             operator,
             probes.vectors,
             preconditioner=probes.covariance,
             max_iterations=min(MAX_LOGDET_PRODUCTS, int(budget)),
             shares=shares,
+            first_image=dual_image,
         )
-        self._state.keep("quadrature", dict(vars(estimate.shares)))
-        return estimate
+
+
+def _images(operator: LinearOperator, guess: Tensor | None, probes: Probes) -> tuple[Tensor | None, Tensor | None]:
+    """H times a guess and H times the probes' duals, which two products would begin with, in one; None without a guess.
+
+    Tiles are read, and where they are not kept evaluated, once for both.
+    """
+    if guess is None:
+        return None, None
+    duals = probes.covariance.solve(probes.vectors)
+    guess_image, dual_image = operator._matmul(torch.cat([guess, duals], dim=-1)).tensor_split(
+        [guess.shape[-1]], dim=-1
+    )
+    return guess_image, dual_image

@@ -138,6 +138,7 @@ def stochastic_estimate(
     *,
     tolerances: tuple[float, float],
     initial_guess: Tensor | None,
+    guess_image: Tensor | None,
     generator: torch.Generator,
     callback: Callable[[SolveProgress], None] | None,
 ) -> DensityEstimate:
@@ -151,6 +152,7 @@ def stochastic_estimate(
         solver: an iterative solver.
         tolerances: relative residuals for the target and for the probes.
         initial_guess: [*b, n, 1 + s] or None.
+        guess_image: H times it, or None where it is not known.
         generator: for solvers that draw.
         callback: told of the solve's progress.
 
@@ -163,6 +165,7 @@ def stochastic_estimate(
         torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1),
         groups=groups,
         initial_guess=initial_guess,
+        guess_image=guess_image,
         generator=generator,
         callback=callback,
     )

@@ -40,7 +40,7 @@ NEGATIVE_VARIANCE = 1e-6
 
 @dataclass(frozen=True)
 class VarianceSplit:
-    """A posterior variance and its two parts.
+    """A posterior variance and its two parts, in float64 as `LaplacePosterior.moments` are.
 
     Attributes:
         total: the posterior variance, [*b, t] or [*b, t, C].

@@ -7,7 +7,7 @@ from gpy_iterative.solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.solvers.default import EXACT_BELOW, default_solver
 from gpy_iterative.solvers.krylov_logarithm import krylov_logarithm_terms
-from gpy_iterative.solvers.lanczos import LogDeterminant, QuadratureShares, stochastic_logdet
+from gpy_iterative.solvers.lanczos import MAX_LOGDET_PRODUCTS, LogDeterminant, QuadratureShares, stochastic_logdet
 from gpy_iterative.solvers.laplace import LaplaceCholesky, LaplaceNewton, LaplaceSolution, LaplaceSolver
 from gpy_iterative.solvers.linear_system import Given
 from gpy_iterative.solvers.series import (
@@ -22,6 +22,7 @@ from gpy_iterative.solvers.warm_start import WarmStart
 
 __all__ = [
     "EXACT_BELOW",
+    "MAX_LOGDET_PRODUCTS",
     "AcceleratedSketchAndProject",
     "AlternatingProjections",
     "Cholesky",

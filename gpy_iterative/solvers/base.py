@@ -47,6 +47,7 @@ class Solver(ABC):
         groups: Sequence[ColumnGroup] | None = None,
         preconditioner: LowRankPlusDiagonal | None = None,
         initial_guess: Tensor | None = None,
+        guess_image: Tensor | None = None,
         generator: torch.Generator | None = None,
         callback: Callable[[SolveProgress], None] | None = None,
     ) -> Solution:
@@ -60,6 +61,7 @@ class Solver(ABC):
                 options say.
             initial_guess: V to start from, shaped as rhs. Each column is scaled first, at no cost, to be nearest to
                 the solution in the norm of H. A bad guess makes the solve slow, never wrong.
+            guess_image: H times it, where that is at hand: saves the product that its residual takes.
             generator: for solvers that draw.
             callback: told of the progress; on an accelerator every few iterations.
 
@@ -74,6 +76,7 @@ class Solver(ABC):
         if vector:
             rhs = rhs.unsqueeze(-1)
             initial_guess = None if initial_guess is None else initial_guess.unsqueeze(-1)
+            guess_image = None if guess_image is None else guess_image.unsqueeze(-1)
         if groups is None:
             groups = (ColumnGroup("targets", rhs.shape[-1], self.tolerance),)
         check_system(operator, rhs, groups)
@@ -81,7 +84,7 @@ class Solver(ABC):
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():
             kept = operator.clone() if is_inference else operator
-            system = LinearSystem(kept, rhs, groups, preconditioner, initial_guess, generator, callback)
+            system = LinearSystem(kept, rhs, groups, preconditioner, initial_guess, generator, callback, guess_image)
             solution = self._solve_columns(system)
         if vector:
             solution = replace(solution, value=solution.value.squeeze(-1), residual=solution.residual.squeeze(-1))
@@ -172,7 +175,12 @@ class IterativeSolver(Solver, Generic[State]):
     def _solve_one(self, system: LinearSystem) -> Solution:
         start = time.perf_counter()
         operator, preconditioner, callback = system.operator, system.preconditioner, system.callback
-        options = {"stopping": self.stopping, "recursive": self.recursive, "initial_guess": system.initial_guess}
+        options = {
+            "stopping": self.stopping,
+            "recursive": self.recursive,
+            "initial_guess": system.initial_guess,
+            "guess_image": system.guess_image,
+        }
         lowered = lower_precision(operator)
         if lowered is None:
             columns = Columns(operator, system.rhs, system.groups, **options)

@@ -69,6 +69,7 @@ class Columns:
         recursive: the iteration's residual is `rhs - H value` up to rounding; else it is an estimate, and no iterate
             counts before its true residual is known.
         initial_guess: [n, s] or None.
+        guess_image: H times it, where that is known.
         numbers: what the columns are called in errors; None counts them.
         scaled: whether columns are scaled to norm one; else their norms count as relative already.
         advice: what errors say.
@@ -96,6 +97,7 @@ class Columns:
         stopping: Literal["columns", "mean"],
         recursive: bool,
         initial_guess: Tensor | None,
+        guess_image: Tensor | None = None,
         numbers: Tensor | None = None,
         scaled: bool = True,
         advice: str = ADVICE,
@@ -117,20 +119,20 @@ class Columns:
         if initial_guess is None:
             self.value, self.residual = torch.zeros_like(self.rhs), self.rhs.clone()
         else:
-            self.value, self.residual = self._scaled_start(initial_guess / self.scale)
+            product = operator._matmul(initial_guess) if guess_image is None else guess_image
+            self.overhead += 1  # whoever made it
+            self.value, self.residual = self._scaled_start(initial_guess / self.scale, product / self.scale)
         self.norms = self._norms_of(self.residual, iteration=0)
         self._running = self.norms.clone()
         self._round = self._open
         self._candidate: Tensor | None = None
 
-    def _scaled_start(self, guess: Tensor) -> tuple[Tensor, Tensor]:
+    def _scaled_start(self, guess: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
         """Value and residual of the guess, each column scaled to be nearest to the solution in the norm of H.
 
         The product is needed anyway, and a guess so scaled is never farther away than zero. A column whose residual
         is nevertheless the larger one starts at zero: a warm start is never reported worse than a cold one.
         """
-        product = self.operator._matmul(guess)
-        self.overhead += 1
         energy = (guess * product).sum(-2)
         is_safe = energy > 0
         factor = (guess * self.rhs).sum(-2) / torch.where(is_safe, energy, torch.ones_like(energy))

@@ -23,6 +23,8 @@ CORRECTION_SHARE = 4
 WORTH_OF_ERROR = 1.0
 #: Products of an estimate at the least: the second shows how far the first was off.
 LEAST_PRODUCTS = 2
+#: Products of an estimate at the most, where nothing else is said.
+MAX_LOGDET_PRODUCTS = 20
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,10 @@ def stochastic_logdet(
     probes: Tensor,
     preconditioner: LowRankPlusDiagonal,
     *,
-    max_iterations: int = 20,
+    max_iterations: int = MAX_LOGDET_PRODUCTS,
     tolerance: float | None = None,
     shares: QuadratureShares | None = None,
+    first_image: Tensor | None = None,
 ) -> LogDeterminant:
     """An estimate of log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
 
@@ -78,6 +81,7 @@ def stochastic_logdet(
         tolerance: the quadrature stops when its own error is below `tolerance` a datum; None: when it is comparable
             with the probes' standard error.
         shares: of an earlier estimate for a similar system.
+        first_image: H P^-1 xi [*b, n, s], where it is at hand: the first of the products.
 
     The spectrum of M is bounded from below where P is a pivoted Cholesky factor (by 1 where its diagonal is the
     noise). Then Gauss' rule is an upper and Gauss and Radau's a lower bound; their mean, which is returned, converges
@@ -108,7 +112,10 @@ def stochastic_logdet(
         # A beta of 0 means that the Krylov space is exhausted: its column adds zeros of weight zero.
         inverse = torch.where(beta > 0, 1 / torch.where(beta > 0, beta, torch.ones_like(beta)), torch.zeros_like(beta))
         vector, dual = residual * inverse.unsqueeze(-2), solved * inverse.unsqueeze(-2)
-        image = operator._matmul(dual)
+        if iteration or first_image is None:
+            image = operator._matmul(dual)
+        else:
+            image = first_image * inverse.unsqueeze(-2)
         alpha = (dual * image).sum(-2)
         diagonals.append(alpha)
         residual = image - alpha.unsqueeze(-2) * vector

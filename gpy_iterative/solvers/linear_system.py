@@ -36,6 +36,7 @@ class LinearSystem:
         groups: of all s columns.
         preconditioner, generator, callback: as in `Solver.solve`.
         initial_guess: [*b, n, s] or None.
+        guess_image: H times it, or None where it is not known.
     """
 
     operator: LinearOperator
@@ -45,6 +46,7 @@ class LinearSystem:
     initial_guess: Tensor | None
     generator: torch.Generator | None
     callback: Callable[[SolveProgress], None] | None
+    guess_image: Tensor | None = None
 
     def members(self) -> Iterator["LinearSystem"]:
         """The systems [n, n] of a batch."""
@@ -55,16 +57,20 @@ class LinearSystem:
                 rhs=self.rhs[index],
                 preconditioner=None if self.preconditioner is None else self.preconditioner[index],
                 initial_guess=None if self.initial_guess is None else self.initial_guess[index],
+                guess_image=None if self.guess_image is None else self.guess_image[index],
             )
 
     def check_guess(self) -> None:
-        """ValueError unless the initial guess fits B."""
-        guess, rhs = self.initial_guess, self.rhs
-        if guess is not None and (guess.shape, guess.dtype) != (rhs.shape, rhs.dtype):
-            raise ValueError(
-                f"The initial guess {tuple(guess.shape)}, {guess.dtype}, does not fit the right-hand side "
-                f"{tuple(rhs.shape)}, {rhs.dtype}."
-            )
+        """ValueError unless the initial guess, and its image where that is given, fit B."""
+        rhs = self.rhs
+        for name, given in (("initial guess", self.initial_guess), ("initial guess' image", self.guess_image)):
+            if given is not None and (given.shape, given.dtype) != (rhs.shape, rhs.dtype):
+                raise ValueError(
+                    f"The {name} {tuple(given.shape)}, {given.dtype}, does not fit the right-hand side "
+                    f"{tuple(rhs.shape)}, {rhs.dtype}."
+                )
+        if self.initial_guess is None and self.guess_image is not None:
+            raise ValueError("An image was given without the initial guess that it is of.")
 
 
 def check_system(operator: LinearOperator, rhs: Tensor, groups: Sequence[ColumnGroup]) -> None:

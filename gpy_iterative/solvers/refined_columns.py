@@ -49,8 +49,17 @@ class RefinedColumns(Columns):
         stopping: Literal["columns", "mean"],
         recursive: bool,
         initial_guess: Tensor | None,
+        guess_image: Tensor | None = None,
     ) -> None:
-        super().__init__(operator, rhs, groups, stopping=stopping, recursive=recursive, initial_guess=initial_guess)
+        super().__init__(
+            operator,
+            rhs,
+            groups,
+            stopping=stopping,
+            recursive=recursive,
+            initial_guess=initial_guess,
+            guess_image=guess_image,
+        )
         self._twin, self._precision, self._reduction = twin, precision, EPS[precision] ** 0.5
         self._watched_at = 0.0
         self._aims *= LOWER_AIM  # room for what the twin leaves

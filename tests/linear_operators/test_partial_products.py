@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gpytorch.kernels import RBFKernelGrad
 from linear_operator import LinearOperator
 from linear_operator.operators import ConstantMulLinearOperator, DenseLinearOperator, SumLinearOperator
 
 from gpy_iterative.linear_operators import (
+    GenericKernelLinearOperator,
     KernelProducts,
     NoisyLinearOperator,
     RadialKernelLinearOperator,
@@ -18,6 +20,7 @@ from gpy_iterative.linear_operators import (
 )
 from gpy_iterative.linear_operators import tiles as tiles_module
 from gpy_iterative.linear_operators.radial_functions import MATERN32, RBF
+from gpy_iterative.linear_operators.radial_tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles import Tiles
 from tests.linear_operators.test_radial import inputs
 
@@ -33,6 +36,14 @@ def radial(cache_memory: int | None = None) -> RadialKernelLinearOperator:
     )
 
 
+def several_outputs() -> GenericKernelLinearOperator:
+    """A function and its derivatives: three neighbouring rows an input, and tiles that are not symmetric themselves."""
+    products = KernelProducts(tile_size=6, cache_memory=0)
+    return GenericKernelLinearOperator.of_kernel(
+        RBFKernelGrad().double(), inputs(N // 3, 2).double(), None, products=products
+    )
+
+
 def dense_operator() -> LinearOperator:
     x = inputs(N, 3, seed=3).double()
     return DenseLinearOperator(torch.exp(-torch.cdist(x, x)))
@@ -42,6 +53,7 @@ OPERATORS: dict[str, Callable[[], LinearOperator]] = {
     "radial": radial,
     "radial, cache off": lambda: radial(0),
     "radial, cache of one tile": lambda: radial(8 * 8 * 8),
+    "several outputs": several_outputs,
     "dense": dense_operator,
     "sum": lambda: SumLinearOperator(radial(), dense_operator()),
     "constant": lambda: ConstantMulLinearOperator(dense_operator(), torch.tensor(0.3).double()),
@@ -86,6 +98,36 @@ def test_picked_rows_are_evaluated_in_parts(entries: int, monkeypatch: pytest.Mo
     with torch.no_grad():
         torch.testing.assert_close(rows_matmul(operator, rows, rhs), expected)
     assert max(widths) <= max(entries // 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("cache_memory", "evaluated"),
+    [
+        pytest.param(0, [range(0, 2), range(2, 4), range(4, 5), range(5, 6)], id="nothing is kept"),
+        pytest.param(10**6, [], id="all is kept"),
+    ],
+)
+def test_tiles_left_of_the_diagonal_are_evaluated_in_strips(
+    cache_memory: int, evaluated: list[range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator = RadialKernelLinearOperator(
+        inputs(48, 3).double(),
+        torch.tensor(1.7).double(),
+        function=MATERN32,
+        products=KernelProducts(tile_size=8, cache_memory=cache_memory),
+    )
+    rhs, visited, evaluate = inputs(8, 4, seed=9).double(), [], RadialTiles.evaluate
+
+    def counting(tiles: RadialTiles, i: int, columns: range, out: torch.Tensor) -> torch.Tensor:
+        visited.append((i, columns))
+        return evaluate(tiles, i, columns, out)
+
+    with torch.no_grad():
+        operator._matmul(inputs(48, 1).double())
+        monkeypatch.setattr(RadialTiles, "evaluate", counting)
+        found = columns_matmul(operator, slice(40, 48), rhs)
+        torch.testing.assert_close(found, operator.to_dense()[:, 40:48] @ rhs)
+    assert visited == [(5, columns) for columns in evaluated]
 
 
 def test_principal_block_is_the_callers_to_overwrite() -> None:

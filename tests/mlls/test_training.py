@@ -9,9 +9,11 @@ import gpytorch
 import pytest
 import torch
 from gpytorch import kernels
+from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
+from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.solvers.linear_system import LinearSystem
 from gpy_iterative.solvers.solution import Solution
 from tests.mlls.gaussian_models import Case, Regression, data, regression
@@ -108,6 +110,25 @@ def test_the_value_keeps_to_the_solvers_budget(max_epochs: int, products: int | 
     assert taken == products if products else taken > 3
 
 
+def test_a_warm_step_begins_with_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guess' residual and the quadrature's first product read the tiles together."""
+    case = matern_case()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=ITERATIVE, generator=0)
+    widths, matmul = [], NoisyLinearOperator._matmul
+
+    def counting(operator: NoisyLinearOperator, rhs: Tensor) -> Tensor:
+        widths.append(rhs.shape[-1])
+        return matmul(operator, rhs)
+
+    cold = mll(case.model(case.x), case.y)
+    monkeypatch.setattr(NoisyLinearOperator, "_matmul", counting)
+    warm = mll(case.model(case.x), case.y)
+    assert mll.report.epochs == 0  # nothing has moved
+    assert widths[0] == 1 + 16 + 4
+    assert set(widths[1:]) == {4}
+    assert abs(warm.item() - cold.item()) < mll.report.value_sem.item()  # the same probes
+
+
 def test_a_foreign_training_state_is_refused() -> None:
     case = matern_case(20)
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model)
@@ -150,7 +171,7 @@ def test_draws_stay_frozen_in_every_dtype(mll_class: type, dtype: torch.dtype, r
     mll(case.model(case.x), case.y)
     after = mll.training_state()
     for key in before:
-        if not key.startswith("warm_start"):
+        if not key.startswith(("warm_start", "quadrature")):  # these follow the solves
             assert torch.equal(before[key], after[key]), key
 
 

@@ -108,6 +108,18 @@ def test_worn_shares_are_learned_anew() -> None:
     assert not anew.are_worn
 
 
+def test_the_first_product_may_be_given() -> None:
+    _, after, preconditioner = similar_systems()
+    probes = draw(preconditioner, 8, torch.Generator().manual_seed(0))
+    plain, given = Counting(after.kernel, after.noise), Counting(after.kernel, after.noise)
+    expected = stochastic_logdet(plain, probes, preconditioner)
+    image = after.to_dense() @ preconditioner.solve(probes)
+    found = stochastic_logdet(given, probes, preconditioner, first_image=image)
+    assert given.products == plain.products - 1
+    torch.testing.assert_close(found.mean, expected.mean)
+    torch.testing.assert_close(found.sem, expected.sem)
+
+
 @pytest.mark.parametrize("moved", [-0.2, 0.2])
 def test_shares_that_no_longer_hold_are_found_out(moved: float) -> None:
     """Trusted to the end, they would make an error of about nine standard errors at the second iteration."""
