@@ -20,7 +20,7 @@ more explanation are on [Measured](measured.md).
 """
 MEANINGS = {
     Preset.SMOKE: "the `smoke` preset, which proves nothing.",
-    Preset.QUICK: "the `quick` preset: sizes at which the methods differ as in the papers, less than an hour on two cores.",
+    Preset.QUICK: "the `quick` preset, sizes at which the methods differ as in the papers, less than an hour on two cores.",
     Preset.PAPER: "the `paper` preset, at the papers' sizes.",
 }
 

@@ -156,8 +156,7 @@ class Tiles(ABC):
             return [range(i, i + 1)]
         else:
             alone, first = [range(i, i + 1)], i + 1
-        neighbours = [range(start, min(start + STRIP, stop)) for start in range(first, stop, STRIP)]
-        return [*alone, *neighbours, range(stop, stop + 1)] if self.columns else []
+        return [*alone, *_neighbours(range(first, stop)), range(stop, stop + 1)] if self.columns else []
 
     def scratch(self, shape: torch.Size, which: int) -> Tensor:
         """Working memory that lives as long as this object; one tensor for every shape and number."""
@@ -255,7 +254,7 @@ class Tiles(ABC):
                 missing.append(j)
             else:
                 yield range(j, j + 1), kept.mT.unsqueeze(0)
-        for columns in _runs(missing, STRIP):
+        for columns in _neighbours(missing):
             yield columns, self._evaluated(i, columns)
 
     def _own_rows(self, j: int, stop: int) -> list[int]:
@@ -301,11 +300,11 @@ class Tiles(ABC):
         return result
 
 
-def _runs(numbers: list[int], longest: int) -> Iterator[range]:
-    """Ascending numbers in ranges of neighbours."""
+def _neighbours(numbers: Sequence[int]) -> Iterator[range]:
+    """Ascending numbers of tiles in strips of neighbours."""
     start = 0
     for stop in range(1, len(numbers) + 1):
-        if stop == len(numbers) or stop - start == longest or numbers[stop] != numbers[stop - 1] + 1:
+        if stop == len(numbers) or stop - start == STRIP or numbers[stop] != numbers[stop - 1] + 1:
             yield range(numbers[start], numbers[stop - 1] + 1)
             start = stop
 
