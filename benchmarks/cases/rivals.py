@@ -61,16 +61,28 @@ NAMES = (*EXACT, "SVGP")
 
 
 def train_exact(
-    name: str, *, dataset: str, split: int, rows: int | None, steps: int, seconds: float | None = None
+    name: str,
+    *,
+    dataset: str,
+    split: int,
+    rows: int | None,
+    steps: int,
+    seconds: float | None = None,
+    prepare: Callable[[MaternRegression], None] | None = None,
 ) -> Outcome:
-    """Adam at 0.1 from all hyperparameters at 1, for so many steps or seconds, whichever ends first."""
+    """Adam at 0.1 from all hyperparameters at 1, for so many steps or seconds, whichever ends first.
+
+    What prepares the model for it counts as training.
+    """
     make, settings, kernel = EXACT[name]
     torch.manual_seed(0)  # GPyTorch's probes
     data = load(dataset, split, rows=rows)
     model = MaternRegression(data, kernel=kernel)
+    taken, start, spent = 0, time.perf_counter(), 0.0
+    if prepare is not None:
+        prepare(model)
     mll = make(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    taken, start, spent = 0, time.perf_counter(), 0.0
     with settings():
         while taken < steps and (seconds is None or spent < seconds):
             take_step(model, mll, optimizer, data)

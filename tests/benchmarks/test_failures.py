@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks import command_line, runner, runs
 from benchmarks.__main__ import app
-from benchmarks.cases import feature_kernels
+from benchmarks.cases import feature_kernels, total
 
 BROKEN = {"error": ["RuntimeError: no [memory]"]}
 
@@ -44,7 +44,8 @@ def test_a_process_hands_on_what_data_are_missing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "command", ["quality", "epochs", "step", "memory", "paths", "truncation-cost", "feature-step", "quadruply-cost"]
+    "command",
+    ["quality", "total", "epochs", "step", "memory", "paths", "truncation-cost", "feature-step", "quadruply-cost"],
 )
 def test_a_command_with_no_outcome_ends_with_the_reason(command: str, failing: dict, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [command])
@@ -64,6 +65,23 @@ def test_what_fails_beside_the_reference_is_left_out(failing: dict, tmp_path: Pa
     outcomes = json.loads((tmp_path / "epochs_pol.json").read_text())["outcomes"]
     assert outcomes["standard, warm"] == BROKEN
     assert outcomes["pathwise, warm"] == {"total": 4.0}
+
+
+def test_total_compares_training_and_prediction_together(failing: dict, tmp_path: Path) -> None:
+    scores = {"steps_taken": 100, "peak_memory_mb": 1.0, "rmse": 0.3, "log_likelihood": -0.2}
+    failing["GPyTorch, CG"] = {"seconds": 70.0, "seconds_prediction": 5.0, **scores}
+    failing["ours"] = {"seconds": 20.0, "seconds_prediction": 10.0, **scores}
+    failing[total.PREPARED] = {"seconds": 5.0, "seconds_prediction": 10.0, **scores}
+    result = CliRunner().invoke(app, ["total", "--dataset", "pol"])
+    assert result.exit_code == 0
+    assert "2.5" in result.output  # 75 seconds over 30
+    assert "5.0" in result.output  # and over 15
+    assert "0.0750" in result.output  # the published RMSE
+    assert set(json.loads((tmp_path / "total_pol.json").read_text())["outcomes"]) == {
+        "ours",
+        "GPyTorch, CG",
+        total.PREPARED,
+    }
 
 
 def test_a_step_without_the_exact_gradient_ends_with_the_reason(failing: dict) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import published
-from benchmarks.cases import budgets, pathwise, rivals, warm_starts
+from benchmarks.cases import budgets, pathwise, rivals, total, warm_starts
 from benchmarks.datasets import Split
 from benchmarks.models import MaternRegression
 from benchmarks.runner import CONTENDERS, Outcome
@@ -121,6 +121,14 @@ def test_rivals_have_their_time(name: str) -> None:
     figures = one | {"peak_memory_mb": 1.0}
     run = rivals.preset_runs(Preset.SMOKE)[0]
     assert rivals.tables([Measured(run, figures)])[0].rows[0][2] == "60"
+
+
+@pytest.mark.usefixtures("split")
+def test_neighbourhoods_prepare_a_training() -> None:
+    options = {"dataset": "data", "split": 0, "rows": None, "steps": 3}
+    prepared, plain = CONTENDERS["total"][total.PREPARED](**options), CONTENDERS["rivals"]["ours"](**options)
+    assert prepared["steps_taken"] == plain["steps_taken"] == 3
+    assert prepared["log_likelihood"] > plain["log_likelihood"]  # three steps from 1 go nowhere
 
 
 WARM_SIZES = {
