@@ -12,16 +12,7 @@ import typer
 import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.cases.rivals import CASE, EXACT, train_exact
-from benchmarks.command_line import (
-    DEFAULT_THREADS,
-    Threads,
-    app,
-    finish,
-    memory_cell,
-    run_contenders,
-    show,
-    succeeded_or_exit,
-)
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
 from benchmarks.models import MaternRegression
 from benchmarks.runner import contender
 
@@ -70,7 +61,7 @@ def total(
             f"{o['seconds_prediction']:.1f}",
             f"{seconds[name]:.0f}",
             f"{slowest / seconds[name]:.1f}",
-            memory_cell(o),
+            f"{o['peak_memory_mb']:,.0f}",
             f"{o['rmse']:.4f}",
             f"{o['log_likelihood']:.4f}",
         ]

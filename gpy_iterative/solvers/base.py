@@ -175,17 +175,19 @@ class IterativeSolver(Solver, Generic[State]):
     def _solve_one(self, system: LinearSystem) -> Solution:
         start = time.perf_counter()
         operator, preconditioner, callback = system.operator, system.preconditioner, system.callback
-        options = {
-            "stopping": self.stopping,
-            "recursive": self.recursive,
-            "initial_guess": system.initial_guess,
-            "guess_image": system.guess_image,
-        }
         lowered = lower_precision(operator)
         if lowered is None:
-            columns = Columns(operator, system.rhs, system.groups, **options)
+            columns = Columns(
+                operator,
+                system.rhs,
+                system.groups,
+                stopping=self.stopping,
+                recursive=self.recursive,
+                initial_guess=system.initial_guess,
+                guess_image=system.guess_image,
+            )
         else:
-            columns = RefinedColumns(operator, *lowered, system.rhs, system.groups, **options)
+            columns = RefinedColumns(system, *lowered, stopping=self.stopping, recursive=self.recursive)
             operator, _ = lowered  # from here on, what the iterations compute with
             preconditioner = None if preconditioner is None else preconditioner.to(operator.dtype)
         # A budget of whole steps is not missed by the rounding of their fractions of an epoch.

@@ -7,7 +7,6 @@ stagnated. Carson & Higham 2018, "Accelerating the solution of linear systems by
 precisions", with an iterative solver in the place of the LU factors.
 """
 
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.precision import EPS, Precision
 from gpy_iterative.solvers.columns import LOWER_AIM, Columns, Iterate
+from gpy_iterative.solvers.linear_system import LinearSystem
 from gpy_iterative.solvers.solution import ColumnGroup
 
 #: Iterations at the least between two looks at how far the twin's residuals are from true ones. A look costs a few rows of
@@ -29,36 +29,33 @@ class RefinedColumns(Columns):
     """Columns whose rounds are corrections on a twin of the operator.
 
     Args:
-        twin: H' [n, n], in the dtype that the iterations compute in.
+        system: without batch dimensions.
+        twin: of its operator, H' [n, n], in the dtype that the iterations compute in.
         precision: of its entries. A round lowers a residual by the root of their relative rounding error at the most: far
             enough to be worth its true residual, and hardly ever so far that the twin's error has taken over.
 
-    The other arguments are those of `Columns`. True residuals, one product with the operator a round, are overhead.
+    Stopping and recursive are as in `Columns`. True residuals, one product with the operator a round, are overhead.
     """
 
     max_rounds: ClassVar[int] = 50
 
     def __init__(
         self,
-        operator: LinearOperator,
+        system: LinearSystem,
         twin: LinearOperator,
         precision: Precision,
-        rhs: Tensor,
-        groups: Sequence[ColumnGroup],
         *,
         stopping: Literal["columns", "mean"],
         recursive: bool,
-        initial_guess: Tensor | None,
-        guess_image: Tensor | None = None,
     ) -> None:
         super().__init__(
-            operator,
-            rhs,
-            groups,
+            system.operator,
+            system.rhs,
+            system.groups,
             stopping=stopping,
             recursive=recursive,
-            initial_guess=initial_guess,
-            guess_image=guess_image,
+            initial_guess=system.initial_guess,
+            guess_image=system.guess_image,
         )
         self._twin, self._precision, self._reduction = twin, precision, EPS[precision] ** 0.5
         self._watched_at = 0.0
