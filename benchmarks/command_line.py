@@ -40,6 +40,7 @@ console = Console()
 
 Threads = Annotated[int, typer.Option(help="Threads of every contender.")]
 DEFAULT_THREADS = torch.get_num_threads()
+FirstRows = Annotated[int | None, typer.Option(help="First training rows only.")]
 #: For runs that leave a checkpoint.
 Minutes = Annotated[float, typer.Option(help="Of each run in this call; another call goes on.")]
 DEFAULT_MINUTES = 120.0

@@ -8,6 +8,7 @@ from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
+import gpy_iterative as gpi
 from benchmarks.datasets import Split
 from benchmarks.metrics import regression_scores
 
@@ -19,6 +20,11 @@ def take_step(model: ExactGP, mll: MarginalLogLikelihood, optimizer: torch.optim
     loss.backward()
     optimizer.step()
     return loss.item()
+
+
+def start_from_neighbourhoods(model: ExactGP) -> None:
+    """Sets the hyperparameters to the average of fits to two neighbourhoods of 1,500 rows: a matter of seconds."""
+    gpi.initialize_from_subsets(model, model.likelihood, subset_size=1500, num_subsets=2, optimizer_steps=30)
 
 
 @torch.no_grad()

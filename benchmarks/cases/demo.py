@@ -23,7 +23,7 @@ from benchmarks.datasets import Split, airport_weather, standardise
 from benchmarks.metrics import regression_scores
 from benchmarks.plots import plt, save_figure
 from benchmarks.runs import progress_bar
-from benchmarks.training import posterior_scores, take_step
+from benchmarks.training import posterior_scores, start_from_neighbourhoods, take_step
 from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
 
 #: Longitude and latitude in degrees.
@@ -83,7 +83,7 @@ def run(*, steps: int, out: Path, with_svgp: bool, console: Console) -> dict[str
 
     start = time.perf_counter()
     with console.status("start: fits to two neighbourhoods of 1,500 rows"):
-        gpi.initialize_from_subsets(model, likelihood, subset_size=1500, num_subsets=2, optimizer_steps=30)
+        start_from_neighbourhoods(model)
     started = time.perf_counter()
     with progress_bar(console) as bar:
         task = bar.add_task("ours", total=steps, figures="")

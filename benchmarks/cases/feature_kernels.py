@@ -19,7 +19,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
+from benchmarks.command_line import DEFAULT_THREADS, FirstRows, Threads, app, console, exit_if_missing
 from benchmarks.datasets import Split, load
 from benchmarks.plots import plt, save_figure
 from benchmarks.runner import CONTENDERS, RESULTS, Outcome, contender
@@ -265,7 +265,7 @@ def feature_kernels(
     epochs: int = 100,
     rate: Annotated[float, typer.Option(help="Adam's, falling to 0.")] = 0.01,
     splits: Annotated[int, typer.Option(help="Of the ten 90/10 splits; the publication has five.")] = 5,
-    rows: Annotated[int | None, typer.Option(help="First training rows only.")] = None,
+    rows: FirstRows = None,
     full_steps: Annotated[int, typer.Option(help="Adam steps of the full batch.")] = 300,
     picture: Annotated[Path | None, typer.Option(help="File for the picture of NLML against epochs.")] = None,
     threads: Threads = DEFAULT_THREADS,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks.cases.product import problem
-from benchmarks.command_line import DEFAULT_THREADS, app, finish, run_contenders, show
+from benchmarks.command_line import DEFAULT_THREADS, FirstRows, app, finish, run_contenders, show
 from benchmarks.datasets import load
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
@@ -153,7 +153,7 @@ def scaling(
     s: int = 65,
     repeats: int = 5,
     dataset: str = "elevators",
-    rows: Annotated[int | None, typer.Option(help="First training rows only.")] = None,
+    rows: FirstRows = None,
     steps: int = 5,
     threads: Annotated[int, typer.Option(help="Threads of all processes together.")] = DEFAULT_THREADS,
 ) -> None:

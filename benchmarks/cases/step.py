@@ -14,6 +14,7 @@ import gpy_iterative as gpi
 from benchmarks.command_line import (
     DEFAULT_THREADS,
     ChosenDevice,
+    FirstRows,
     Threads,
     app,
     finish,
@@ -174,7 +175,7 @@ contender("gradients", "exact")(exact_gradients)
 def step(
     dataset: str = "elevators",
     split: int = 0,
-    rows: Annotated[int | None, typer.Option(help="First training rows only.")] = None,
+    rows: FirstRows = None,
     steps: int = 10,
     only: Annotated[list[str] | None, typer.Option(help="Contenders, by name; all but Cholesky by default.")] = None,
     gradient_error: Annotated[bool, typer.Option(help="Measure gradients against the exact one.")] = True,

@@ -9,12 +9,20 @@ from typing import Annotated
 
 import typer
 
-import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.cases.rivals import CASE, EXACT, train_exact
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
-from benchmarks.models import MaternRegression
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    FirstRows,
+    Threads,
+    app,
+    finish,
+    run_contenders,
+    show,
+    succeeded_or_exit,
+)
 from benchmarks.runner import contender
+from benchmarks.training import start_from_neighbourhoods
 
 PREPARED = "ours, from neighbourhoods"
 #: The part of the others' steps that it takes.
@@ -22,20 +30,14 @@ REMAINING = 0.3
 SAME_STEPS = ["ours", "GPyTorch, CG"]
 
 
-def _fit_neighbourhoods(model: MaternRegression) -> None:
-    gpi.initialize_from_subsets(
-        model, model.likelihood, subset_size=1500, num_subsets=2, optimizer_steps=30, generator=0
-    )
-
-
-contender("total", PREPARED)(partial(train_exact, "ours", prepare=_fit_neighbourhoods))
+contender("total", PREPARED)(partial(train_exact, "ours", prepare=start_from_neighbourhoods))
 
 
 @app.command()
 def total(
     dataset: str = "elevators",
     split: int = 0,
-    rows: Annotated[int | None, typer.Option(help="First training rows only.")] = None,
+    rows: FirstRows = None,
     steps: int = 100,
     only: Annotated[
         list[str] | None,

@@ -14,7 +14,7 @@ from gpytorch.mlls import MarginalLogLikelihood
 import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.checkpoints import OUT, Checkpoint
-from benchmarks.command_line import DEFAULT_MINUTES, DEFAULT_THREADS, Minutes, Threads, app, run_and_show
+from benchmarks.command_line import DEFAULT_MINUTES, DEFAULT_THREADS, FirstRows, Minutes, Threads, app, run_and_show
 from benchmarks.datasets import load_random_split, num_rows
 from benchmarks.metrics import prediction_scores
 from benchmarks.models import SquaredExponentialRegression
@@ -163,7 +163,7 @@ def training_rows(dataset: str, rows: int | None) -> int:
 def truncation_table(
     dataset: Annotated[list[str] | None, typer.Option(help="Data sets; all six by default.")] = None,
     method: Annotated[list[str] | None, typer.Option(help="rr-cg, cg, cholesky by default; rff, ss-rff, svgp.")] = None,
-    rows: Annotated[int | None, typer.Option(help="First training rows only.")] = None,
+    rows: FirstRows = None,
     steps: Annotated[int | None, typer.Option(help="Adam steps; the paper's 1500 or 800 by default.")] = None,
     rate: Annotated[float, typer.Option(help="Learning rate, a tenth of it from 50, 70 and 90 % on.")] = 0.01,
     splits: Annotated[int, typer.Option(help="Random splits, by seed; the paper has three.")] = 3,
