@@ -22,7 +22,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators import KernelTerm, NoisyLinearOperator
-from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
+from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, PivotedCholeskyFactor
 from gpy_iterative.solvers import Cholesky
 from gpy_iterative.spectral import Draws, RandomFourierFeatures, draws_under
 
@@ -127,8 +127,17 @@ class Preconditioned(ProbeDistribution):
             "diagonal_base": random_signs(operator, operator.shape[-1], self.num_probes, generator),
         }
 
-    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
-        factor = self._recipe().build(operator, pivots=draws["pivots"], correct_diagonal=self.correct_diagonal)
+    def probes(
+        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
+    ) -> Probes:
+        """See `ProbeDistribution.probes`; of others for the same operator, the factor is shared where it is the same."""
+        known = others.covariance if others is not None else None
+        factor = self._recipe().build(
+            operator,
+            pivots=draws["pivots"],
+            correct_diagonal=self.correct_diagonal,
+            known=known if isinstance(known, PivotedCholeskyFactor) else None,
+        )
         return Probes.of(factor, draws["factor_base"], draws["diagonal_base"])
 
     def _recipe(self) -> PivotedCholesky:

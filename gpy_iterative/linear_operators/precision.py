@@ -90,11 +90,13 @@ class TileArithmetic:
         return vectors @ tiles
 
     def add_times_(self, out: Tensor, vectors: Tensor, tiles: Tensor) -> None:
-        """Adds vectors [s, m] @ tiles [m, k] to out [s, k]."""
-        if self.is_native:
-            out.addmm_(vectors, tiles)
-        else:
+        """Adds vectors [*b, g or 1, s, m] @ tiles [*b, g, m, k] to out [*b, g, s, k], in whichever layout out has."""
+        if not self.is_native or out.dim() > 3:
             out += self.times(vectors, tiles)
+        elif out.mT.is_contiguous():
+            out.mT.baddbmm_(tiles.mT, vectors.mT.expand(len(out), -1, -1))
+        else:
+            out.baddbmm_(vectors.expand(len(out), -1, -1), tiles)
 
 
 #: Everything in the inputs' own dtype.

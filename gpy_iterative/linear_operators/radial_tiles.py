@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial_functions import RadialFunction
+from gpy_iterative.linear_operators.row_blocks import RowBlocks, whole_run
 from gpy_iterative.linear_operators.squared_distances import SquaredDistances
 from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.tile_weights import TileWeights
@@ -131,30 +132,31 @@ class RadialTiles(Tiles):
 
         `value` and `alpha` say whether these parts are wanted; they are 0 where not.
         """
-        # Coordinates contiguous, as in Tiles.matmul.
-        x1 = _with_ones(self.x1)
-        x2 = x1 if self.x2 is None else _with_ones(self.x2)
         batch, dimension = weights.batch_shape, self.x1.shape[-1]
-        dx1 = x1.new_zeros(*batch, dimension, self.shape[-2])
-        dx2 = dx1 if self.symmetric else x2.new_zeros(*batch, dimension, self.shape[-1])
-        # Sums of many products: kept in float64, on the scale of one number a batch member.
-        dvalue = x1.new_zeros(batch, dtype=torch.float64)
-        dalpha = x1.new_zeros(batch, dtype=torch.float64)
+        x1 = _with_ones(self.x1, batch, self.rows)
+        x2 = x1 if self.x2 is None else _with_ones(self.x2, batch, self.columns)
+        # Sums of many products, in float64: parts of them cancel.
+        wide = self.x1.new_zeros((), dtype=torch.float64)
+        sums1 = RowBlocks.zeros(wide, (*batch, dimension + 1), x1.run)
+        sums2 = sums1 if self.symmetric else RowBlocks.zeros(wide, (*batch, dimension + 1), x2.run)
+        dvalue, dalpha = wide.new_zeros(batch), wide.new_zeros(batch)
         for i, rows in enumerate(self.rows):
+            row = range(i, i + 1)
             for columns in self.strips[i]:
-                strip = weights.strip(rows, self.span(columns), len(columns))
+                shape = torch.Size((*batch, *self.strip_shape(i, columns)[-3:]))
+                strip = weights.strip(rows, self.span(columns), len(columns), out=self.scratch(shape, 2))
                 if alpha:
                     dalpha += (self.alpha_derivative(i, columns) * strip).sum((-3, -2, -1), dtype=torch.float64)
                 function_value, function_derivative = self.value_and_derivative(i, columns)
                 if value:
                     dvalue += torch.linalg.vecdot(function_value.flatten(-3), strip.flatten(-3))
                 strip.mul_(function_derivative)
-                left, right = x1[..., rows].unsqueeze(-3), self.parts(x2, columns)
-                dx1[..., rows] += _input_derivative(strip, left, right).sum(-3)
-                parts = self.parts(dx2, columns)
-                parts += _input_derivative(strip.mT, right, left)
-        self.complete([dx1, dvalue, dalpha] if self.symmetric else [dx1, dx2, dvalue, dalpha], weights.tensors)
-        return RadialDerivative(2 * dx1.mT, None if self.symmetric else 2 * dx2.mT, dvalue, dalpha)
+                direct, mirrored = sums1.part(row), sums2.part(columns)
+                direct += (x2.part(columns) @ strip.mT).sum(-3, keepdim=True)
+                mirrored += x1.part(row) @ strip
+        dx1, dx2 = _input_derivative(sums1, x1), None if self.symmetric else _input_derivative(sums2, x2)
+        self.complete([dx1, dvalue, dalpha] if dx2 is None else [dx1, dx2, dvalue, dalpha], weights.tensors)
+        return RadialDerivative(dx1, dx2, dvalue, dalpha)
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         u = self._distances.block(rows, columns).clamp_(0, self.function.largest)
@@ -172,12 +174,14 @@ class RadialTiles(Tiles):
         return u
 
 
-def _with_ones(x: Tensor) -> Tensor:
-    """The coordinates [*b, d + 1, n] of inputs [*b, n, d], and ones."""
-    return torch.cat([x, torch.ones_like(x[..., :1])], dim=-1).mT.contiguous()
+def _with_ones(x: Tensor, batch: torch.Size, tiles: list[slice]) -> RowBlocks:
+    """The coordinates of inputs [*b, n, d], and ones."""
+    vectors = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
+    return RowBlocks.of(vectors.expand(*batch, *vectors.shape[-2:]), whole_run(tiles))
 
 
-def _input_derivative(weights: Tensor, x: Tensor, other: Tensor) -> Tensor:
-    """diag(G 1) x - G x' for G = weights, coordinate by coordinate; x and x' carry a row of ones."""
-    product = other @ weights.mT
-    return product[..., -1:, :] * x[..., :-1, :] - product[..., :-1, :]
+def _input_derivative(sums: RowBlocks, x: RowBlocks) -> Tensor:
+    """2 (diag(G 1) x - G x') [*b, n, d] for G = weights, from G times x' and ones."""
+    found, inputs = sums.data, x.data
+    derivative = 2 * (found[..., -1:, :] * inputs[..., :-1, :] - found[..., :-1, :])
+    return RowBlocks(derivative.to(inputs.dtype), x.run).vectors()

@@ -21,7 +21,7 @@ class TileWeights(ABC):
         """What W is made of."""
 
     @abstractmethod
-    def strip(self, rows: slice, columns: slice, parts: int) -> Tensor:
+    def strip(self, rows: slice, columns: slice, parts: int, out: Tensor | None = None) -> Tensor:
         """W of these rows and columns, the columns in equal parts: [*b, parts, rows, columns / parts], to be overwritten.
 
         Of a symmetric matrix, what stands for (i, j) and (j, i) together.
@@ -54,8 +54,10 @@ class BilinearWeights(TileWeights):
         """The factors of W + W^T, the weights of the pairs (i, j) and (j, i) together."""
         return torch.cat([self.left, self.right], dim=-1), torch.cat([self.right, self.left], dim=-1)
 
-    def strip(self, rows: slice, columns: slice, parts: int) -> Tensor:
-        product = self._rows[..., rows, :].unsqueeze(-3) @ self._columns[..., columns, :].unflatten(-2, (parts, -1)).mT
+    def strip(self, rows: slice, columns: slice, parts: int, out: Tensor | None = None) -> Tensor:
+        left = self._rows[..., rows, :].unsqueeze(-3)
+        right = self._columns[..., columns, :].unflatten(-2, (parts, -1)).mT
+        product = torch.matmul(left, right, out=out)
         return product.mul_(0.5) if self._symmetric and rows == columns else product
 
 
@@ -70,7 +72,7 @@ class MatrixWeights(TileWeights):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self._matrix,)
 
-    def strip(self, rows: slice, columns: slice, parts: int) -> Tensor:
+    def strip(self, rows: slice, columns: slice, parts: int, out: Tensor | None = None) -> Tensor:
         block = self._matrix[..., rows, columns]
         if self._symmetric and rows != columns:
             block = block + self._matrix[..., columns, rows].mT

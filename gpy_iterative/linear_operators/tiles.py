@@ -12,7 +12,7 @@ others' (`complete`).
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +21,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts, LoweredProducts
+from gpy_iterative.linear_operators.row_blocks import RowBlocks, RowSum, TileRun, overlaps, tile_runs, whole_run
 from gpy_iterative.linear_operators.tile_cache import TileCache, version
 from gpy_iterative.linear_operators.tile_weights import BilinearWeights, MatrixWeights, TileWeights
 
@@ -29,6 +30,8 @@ Rows = slice | Tensor
 #: Tiles of one strip at the most. On two cores, strips of 2 are the fastest at every number of columns: both a batched
 #: product and an element-wise pass give each thread one tile, which stays in its cache.
 STRIP = 2
+#: No tiles.
+NONE = range(0)
 #: Entries of picked rows that are evaluated at a time: 256 rows of a matrix with a third of a million columns would take
 #: more memory than all else that a solver holds.
 PICKED_ENTRIES = 2**24
@@ -90,21 +93,23 @@ class Tiles(ABC):
         """Whether the tensors are still as they were; in-place changes make the tiles stale."""
         return self._versions == [version(tensor) for tensor in self._owner]
 
-    def strip(self, i: int, columns: range) -> Tensor:
-        """The tiles of one of `strips[i]`, [*b, g, rows, columns]; valid until the next call, and not to be overwritten."""
-        kept = self._kept(i, columns)
-        return self._evaluated(i, columns) if kept is None else self._widened(kept)
+    def strip_part(self, i: int, strip: range, columns: range) -> Tensor:
+        """The tiles of row block i and some neighbouring columns out of one of `strips[i]`: [*b, g, rows, columns].
+
+        In the format that they are multiplied in; valid until the next call, and not to be overwritten.
+        """
+        kept = self._kept(i, strip)
+        if kept is None:
+            return self._evaluated(i, columns)
+        return self._widened(_picked(kept, strip, columns))
 
     def tile(self, i: int, j: int) -> Tensor:
-        """The tile (i, j), i <= j when symmetric; valid until the next call, and not to be overwritten."""
-        kept = self._kept_tile(i, j)
-        return self._evaluated_alone(i, j) if kept is None else kept
+        """The tile (i, j), i <= j when symmetric, of this process or of another; likewise."""
+        strip, alone = self._own_strip(i, j), range(j, j + 1)
+        return (self._evaluated(i, alone) if strip is None else self.strip_part(i, strip, alone)).squeeze(-3)
 
     def _evaluated(self, i: int, columns: range) -> Tensor:
         return self.evaluate(i, columns, self.scratch(self.strip_shape(i, columns), 0))
-
-    def _evaluated_alone(self, i: int, j: int) -> Tensor:
-        return self._evaluated(i, range(j, j + 1)).squeeze(-3)
 
     def _widened(self, kept: Tensor) -> Tensor:
         """Kept tiles in the format that they are multiplied in."""
@@ -141,22 +146,13 @@ class Tiles(ABC):
         rows, first = self.rows[i], self.columns[columns[0]]
         return torch.Size((*self.shape[:-2], len(columns), rows.stop - rows.start, first.stop - first.start))
 
-    def _kept_tile(self, i: int, j: int) -> Tensor | None:
-        """As `_kept`, one tile of a strip, as it is multiplied; None too where it is another process's."""
-        columns = self._own_strip(i, j)
-        kept = None if columns is None else self._kept(i, columns)
-        return None if columns is None or kept is None else self._widened(kept[..., columns.index(j), :, :])
-
     def _make_strips(self, i: int) -> list[range]:
-        """A tile on the diagonal, which serves once, is alone; so is the last one, which may be narrower."""
-        stop = len(self.columns) - 1
-        if not self.symmetric:
-            alone, first = [], 0
-        elif i == stop:
-            return [range(i, i + 1)]
-        else:
-            alone, first = [range(i, i + 1)], i + 1
-        return [*alone, *_neighbours(range(first, stop)), range(stop, stop + 1)] if self.columns else []
+        """A tile on the diagonal, which serves once, is alone; so is a last one that is narrower than the others."""
+        run = whole_run(self.columns)
+        is_narrower = bool(self.columns) and self.columns[-1].stop - self.columns[-1].start < run.length
+        numbers = range(i if self.symmetric else 0, len(self.columns))
+        alone = {i} if self.symmetric else set()
+        return _neighbours(numbers, alone | ({numbers.stop - 1} if is_narrower else set()))
 
     def scratch(self, shape: torch.Size, which: int) -> Tensor:
         """Working memory that lives as long as this object; one tensor for every shape and number."""
@@ -175,36 +171,17 @@ class Tiles(ABC):
         `given` is what they were made from beside the tiles; see `Ranks.sum_` for what is checked and raised.
         """
         if not self._agreed:
-            self.ranks.agree(f"shape {tuple(self.shape)}, rows in tiles of {self._length()}", self._owner)
+            length = whole_run(self.rows).length
+            self.ranks.agree(f"shape {tuple(self.shape)}, rows in tiles of {length}", self._owner)
             self._agreed = True
         self.ranks.sum_(partial, given)
 
-    def _length(self) -> int:
-        return self.rows[0].stop if self.rows else 0
-
     def matmul(self, rhs: Tensor) -> Tensor:
         """The matrix times rhs [*b, m, s]."""
-        # Columns contiguous: with a handful of them, BLAS is up to eight times slower on the other layout.
         batch = torch.broadcast_shapes(self.shape[:-2], rhs.shape[:-2])
-        rhs = rhs.expand(*batch, *rhs.shape[-2:]).mT.contiguous()
-        result = rhs.new_zeros(*rhs.shape[:-1], self.shape[-2])
-        for i, rows in enumerate(self.rows):
-            for columns in self.strips[i]:
-                tiles = self.strip(i, columns)
-                result[..., rows] += self.times(self.parts(rhs, columns), tiles.mT).sum(-3)
-                if self.symmetric and columns[0] != i:
-                    parts = self.parts(result, columns)
-                    parts += self.times(rhs[..., rows].unsqueeze(-3), tiles)
+        result = self._product([whole_run(self.rows)], [whole_run(self.columns)], rhs.expand(*batch, *rhs.shape[-2:]))
         self.complete([result], [rhs])
-        return result.mT
-
-    def times(self, vectors: Tensor, tiles: Tensor) -> Tensor:
-        """The product vectors [..., s, m] @ tiles [..., m, k], in the precision of these products."""
-        return self._arithmetic.times(vectors, tiles)
-
-    def parts(self, vectors: Tensor, columns: range) -> Tensor:
-        """The parts of vectors [*b, s, m] that face the tiles of a strip, [*b, g, s, columns]: a view."""
-        return vectors[..., self.span(columns)].unflatten(-1, (len(columns), -1)).transpose(-3, -2)
+        return result
 
     # Parts of the matrix, without batch dimensions
 
@@ -212,17 +189,46 @@ class Tiles(ABC):
         """Those rows of the matrix times rhs [m, s]."""
         if not isinstance(rows, slice):
             return self._picked_rows_matmul(rows, rhs)
-        size = len(range(*rows.indices(self.shape[-2])))
-        rhs = rhs.mT.contiguous()  # as in `matmul`
-        result = rhs.new_zeros(rhs.shape[-2], size)
-        for i, part, outer in _overlaps(self.rows, rows):
-            for columns, tiles in self._row(i):
-                if len(tiles) == 1:
-                    self._arithmetic.add_times_(result[:, outer], rhs[:, self.span(columns)], tiles[0, part].mT)
-                else:
-                    result[:, outer] += self.times(self.parts(rhs, columns), tiles[:, part].mT).sum(0)
+        result = self._product(tile_runs(self.rows, rows), [whole_run(self.columns)], rhs)
         self.complete([result], [rhs])
-        return result.mT
+        return result
+
+    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        """Those columns of the matrix times rhs [len(columns), s]."""
+        result = self._product([whole_run(self.rows)], tile_runs(self.columns, columns), rhs)
+        self.complete([result], [rhs])
+        return result
+
+    def _product(self, rows: Sequence[TileRun], columns: Sequence[TileRun], rhs: Tensor) -> Tensor:
+        """What this process's strips contribute to some rows and columns of the matrix times rhs [*b, len(columns), s]."""
+        given = [RowBlocks.of(rhs[..., run.outer, :], run) for run in columns]
+        parts = []
+        for run in rows:
+            result = RowBlocks.zeros(rhs, (*rhs.shape[:-2], rhs.shape[-1]), run)
+            for vectors in given:
+                self._add_product(result, vectors)
+            parts.append(result.vectors())
+        return parts[0] if len(parts) == 1 else torch.cat([rhs[..., :0, :], *parts], dim=-2)
+
+    def _add_product(self, result: RowBlocks, given: RowBlocks) -> None:
+        """Every tile that has a part in it is visited once, and may serve twice: for itself, and for its transpose."""
+        for i in range(len(self.rows)):
+            is_given = self.symmetric and i in given.run.numbers
+            row = RowSum(result, i, STRIP, self._arithmetic) if i in result.run.numbers else None
+            for strip in self.strips[i] if is_given or row is not None else ():
+                direct = NONE if row is None else _common(strip, given.run.numbers)
+                mirrored = _common(strip, result.run.numbers) if is_given and strip[0] != i else NONE
+                visited = _hull(direct, mirrored)
+                if not visited:
+                    continue
+                tiles = self.strip_part(i, strip, visited)
+                if row is not None and direct:
+                    row.add(given.part(direct), _picked(tiles, visited, direct)[..., result.run.inner, given.run.inner])
+                if mirrored:
+                    picked = _picked(tiles, visited, mirrored)[..., given.run.inner, result.run.inner]
+                    self._arithmetic.add_times_(result.part(mirrored), given.part(range(i, i + 1)), picked)
+            if row is not None:
+                row.finish()
 
     def _picked_rows_matmul(self, rows: Tensor, rhs: Tensor) -> Tensor:
         """Rows from everywhere, which no tiles are kept for: every process takes a share of the columns."""
@@ -235,50 +241,6 @@ class Tiles(ABC):
         self.complete([result], [rows, rhs])
         return result
 
-    def _row(self, i: int) -> Iterator[tuple[range, Tensor]]:
-        """The columns of tiles and the tiles [g, rows, columns] of one row of them, strip by strip.
-
-        Tiles are valid until the next ones, and not to be overwritten.
-        """
-        if self.symmetric:
-            yield from self._left_of_diagonal(i)
-        for columns in self.strips[i]:
-            yield columns, self.strip(i, columns)
-
-    def _left_of_diagonal(self, i: int) -> Iterator[tuple[range, Tensor]]:
-        """Kept tiles are transposed one by one; the others are evaluated where they stand, in strips."""
-        missing = []
-        for j in self._own_rows(i, i):
-            kept = self._kept_tile(j, i)
-            if kept is None:
-                missing.append(j)
-            else:
-                yield range(j, j + 1), kept.mT.unsqueeze(0)
-        for columns in _neighbours(missing):
-            yield columns, self._evaluated(i, columns)
-
-    def _own_rows(self, j: int, stop: int) -> list[int]:
-        """The i < stop whose tile (i, j) this process visits."""
-        return [i for i in range(stop) if self._own_strip(i, j) is not None]
-
-    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
-        """Those columns of the matrix times rhs [len(columns), s]."""
-        rhs = rhs.mT.contiguous()
-        result = rhs.new_zeros(rhs.shape[-2], self.shape[-2])
-        for j, part, outer in _overlaps(self.columns, columns):
-            if not self.symmetric:
-                for i in self._own_rows(j, len(self.rows)):
-                    self._arithmetic.add_times_(result[:, self.rows[i]], rhs[:, outer], self.tile(i, j)[:, part].mT)
-                continue
-            for strip, tiles in self._row(j):
-                if len(tiles) == 1:
-                    self._arithmetic.add_times_(result[:, self.span(strip)], rhs[:, outer], tiles[0, part])
-                else:
-                    parts = self.parts(result, strip)
-                    parts += self.times(rhs[:, outer], tiles[:, part])
-        self.complete([result], [rhs])
-        return result.mT
-
     def principal_block(self, block: slice) -> Tensor:
         """The block on the diagonal, as a dense tensor: the caller's to overwrite.
 
@@ -289,37 +251,43 @@ class Tiles(ABC):
             raise ValueError("A rectangular kernel matrix has no principal blocks.")
         size = len(range(*block.indices(self.shape[-1])))
         result = self._like.new_empty(size, size)
-        overlaps = _overlaps(self.rows, block)
+        runs = overlaps(self.rows, block)
         is_exact = self.ranks.size == 1 and self._arithmetic.kept is None
-        tile_of = self.tile if is_exact else self._evaluated_alone
-        for number, (i, part, rows) in enumerate(overlaps):
-            for j, other, columns in overlaps[number:]:
-                result[rows, columns] = tile = tile_of(i, j)[part, other]
+        for number, rows in enumerate(runs):
+            for columns in runs[number:]:
+                i, j = rows.numbers.start, columns.numbers.start
+                tile = self.tile(i, j) if is_exact else self._evaluated(i, columns.numbers).squeeze(-3)
+                result[rows.outer, columns.outer] = tile = tile[rows.inner, columns.inner]
                 if i != j:
-                    result[columns, rows] = tile.mT
+                    result[columns.outer, rows.outer] = tile.mT
         return result
 
 
-def _neighbours(numbers: Sequence[int]) -> Iterator[range]:
-    """Ascending numbers of tiles in strips of neighbours."""
-    start = 0
-    for stop in range(1, len(numbers) + 1):
-        if stop == len(numbers) or stop - start == STRIP or numbers[stop] != numbers[stop - 1] + 1:
-            yield range(numbers[start], numbers[stop - 1] + 1)
-            start = stop
+def _neighbours(numbers: range, alone: Collection[int]) -> list[range]:
+    """Numbers of tiles in strips of neighbours, which end at multiples of their length: the same ones in every row."""
+    strips: list[range] = []
+    for number in numbers:
+        if strips and number % STRIP and number not in alone and strips[-1].start not in alone:
+            strips[-1] = range(strips[-1].start, number + 1)
+        else:
+            strips.append(range(number, number + 1))
+    return strips
 
 
-def _overlaps(tiles: list[slice], wanted: slice) -> list[tuple[int, slice, slice]]:
-    """(tile, slice inside the tile, slice inside `wanted`) for every tile that `wanted` touches."""
-    size = tiles[-1].stop if tiles else 0
-    start, stop, _ = wanted.indices(size)
-    length = tiles[0].stop if tiles else 1
-    overlaps = []
-    for index in range(start // length, -(-stop // length)):
-        first, last = max(start, tiles[index].start), min(stop, tiles[index].stop)
-        inner = slice(first - tiles[index].start, last - tiles[index].start)
-        overlaps.append((index, inner, slice(first - start, last - start)))
-    return overlaps
+def _common(left: range, right: range) -> range:
+    return range(max(left.start, right.start), min(left.stop, right.stop))
+
+
+def _picked(tiles: Tensor, numbers: range, wanted: range) -> Tensor:
+    """Some of the tiles [*b, g, rows, columns] that have these numbers."""
+    return tiles[..., wanted.start - numbers.start : wanted.stop - numbers.start, :, :]
+
+
+def _hull(left: range, right: range) -> range:
+    """Of two ranges in one strip."""
+    if not left or not right:
+        return left or right
+    return range(min(left.start, right.start), max(left.stop, right.stop))
 
 
 class TiledLinearOperator(LinearOperator):

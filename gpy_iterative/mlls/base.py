@@ -307,7 +307,8 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             lambda: distribution.draw(operator, terms, state.generator),
             keep=state.warm_start.mode is not False,
         )
-        logdet_probes = self._logdet_probes(operator, residual)
+        probes = distribution.probes(operator, terms, randomness)
+        logdet_probes = self._logdet_probes(operator, residual, probes)
         guess = state.warm_start.initial_guess(residual, distribution.num_probes + 1)
         guess_image, dual_image = _images(operator, guess, logdet_probes)
         log_determinant = self._log_determinant(operator, logdet_probes, dual_image, solver)
@@ -315,7 +316,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             estimate = stochastic_estimate(
                 operator,
                 residual,
-                distribution.probes(operator, terms, randomness),
+                probes,
                 log_determinant,
                 solver,
                 tolerances=(solver.tolerance, solver.probe_tolerance or self._probe_tolerance(solver)),
@@ -329,11 +330,11 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         state.warm_start.update(estimate.solutions)
         return estimate
 
-    def _logdet_probes(self, operator: LinearOperator, residual: Tensor) -> Probes:
+    def _logdet_probes(self, operator: LinearOperator, residual: Tensor, others: Probes) -> Probes:
         randomness = self._state.draws_for(
             "logdet", residual, operator.shape, lambda: self.logdet_probes.draw(operator, None, self._state.generator)
         )
-        return self.logdet_probes.probes(operator, None, randomness)
+        return self.logdet_probes.probes(operator, None, randomness, others=others)
 
     def _log_determinant(
         self, operator: LinearOperator, probes: Probes, dual_image: Tensor | None, solver: Solver

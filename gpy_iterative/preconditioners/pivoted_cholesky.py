@@ -52,6 +52,7 @@ class PivotedCholesky(LowRankRecipe):
         *,
         correct_diagonal: bool = False,
         generator: torch.Generator | None = None,
+        known: PivotedCholeskyFactor | None = None,
     ) -> PivotedCholeskyFactor:
         """The factor of a system H [*b, n, n].
 
@@ -62,6 +63,7 @@ class PivotedCholesky(LowRankRecipe):
                 function of the hyperparameters.
             correct_diagonal: add diag(K - L L^T) to the diagonal, so that S has the diagonal of H.
             generator: for random pivots; None is seed 0.
+            known: of the same operator, with whichever diagonal: where it has the same pivots, its L is taken.
 
         Cost: k rows of the kernel matrix and n k^2 multiply-adds, for one member of a batch after the other. The
         search stops early when the rest of the diagonal is rounding noise (duplicate rows); a batch stops together.
@@ -72,7 +74,10 @@ class PivotedCholesky(LowRankRecipe):
         """
         kernel, diagonal, noise = kernel_and_noise(operator)
         generator = torch.Generator().manual_seed(0) if generator is None else generator
-        factor, pivots = self._factor(kernel, diagonal, noise, pivots, generator)
+        if known is not None and pivots is not None and torch.equal(known.pivots, pivots):
+            factor = known.factor
+        else:
+            factor, pivots = self._factor(kernel, diagonal, noise, pivots, generator)
         # Norms, and not sums of squares, which would all be in memory at once.
         rest = (diagonal - torch.linalg.vector_norm(factor, dim=-1).square()).clamp_min(0)
         mean = diagonal.mean(-1, keepdim=True)

@@ -101,14 +101,18 @@ def test_picked_rows_are_evaluated_in_parts(entries: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("cache_memory", "evaluated"),
+    ("block", "tiles"),
     [
-        pytest.param(0, [range(0, 2), range(2, 4), range(4, 5), range(5, 6)], id="nothing is kept"),
-        pytest.param(10**6, [], id="all is kept"),
+        pytest.param(slice(40, 48), {5}, id="a tile"),
+        pytest.param(slice(19, 22), {2}, id="a part of a tile"),
+        pytest.param(slice(16, 32), {2, 3}, id="a pair of tiles"),
+        pytest.param(slice(8, 24), {1, 2}, id="tiles of two pairs"),
     ],
 )
-def test_tiles_left_of_the_diagonal_are_evaluated_in_strips(
-    cache_memory: int, evaluated: list[range], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", ["rows", "columns"])
+@pytest.mark.parametrize("cache_memory", [0, 10**6])
+def test_tiles_above_the_diagonal_serve_both_sides_of_it(
+    block: slice, tiles: set[int], part: str, cache_memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operator = RadialKernelLinearOperator(
         inputs(48, 3).double(),
@@ -116,18 +120,22 @@ def test_tiles_left_of_the_diagonal_are_evaluated_in_strips(
         function=MATERN32,
         products=KernelProducts(tile_size=8, cache_memory=cache_memory),
     )
-    rhs, visited, evaluate = inputs(8, 4, seed=9).double(), [], RadialTiles.evaluate
+    rhs, visited, evaluate = inputs(48, 4, seed=9).double(), [], RadialTiles.evaluate
 
-    def counting(tiles: RadialTiles, i: int, columns: range, out: torch.Tensor) -> torch.Tensor:
-        visited.append((i, columns))
-        return evaluate(tiles, i, columns, out)
+    def counting(self: RadialTiles, i: int, columns: range, out: torch.Tensor) -> torch.Tensor:
+        visited.extend((i, j) for j in columns)
+        return evaluate(self, i, columns, out)
 
     with torch.no_grad():
         operator._matmul(inputs(48, 1).double())
         monkeypatch.setattr(RadialTiles, "evaluate", counting)
-        found = columns_matmul(operator, slice(40, 48), rhs)
-        torch.testing.assert_close(found, operator.to_dense()[:, 40:48] @ rhs)
-    assert visited == [(5, columns) for columns in evaluated]
+        if part == "rows":
+            found, expected = rows_matmul(operator, block, rhs), operator.to_dense()[block] @ rhs
+        else:
+            found, expected = columns_matmul(operator, block, rhs[block]), operator.to_dense()[:, block] @ rhs[block]
+    torch.testing.assert_close(found, expected)
+    touched = [(i, j) for i in range(6) for j in range(i, 6) if {i, j} & tiles]
+    assert sorted(visited) == ([] if cache_memory else touched)
 
 
 def test_principal_block_is_the_callers_to_overwrite() -> None:

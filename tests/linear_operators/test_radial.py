@@ -2,6 +2,7 @@
 
 import pickle
 import unittest
+from typing import ClassVar
 
 import pytest
 import torch
@@ -50,6 +51,8 @@ class _Conformance:
     """What the suite needs; subclasses name the shapes."""
 
     seed = 3
+    # Gradients are float32 sums that cancel. Measured over 300 seeds, the worst entry is off by 1.3e-5 here.
+    tolerances: ClassVar = LinearOperatorTestCase.tolerances | {"matmul": {"rtol": 1e-3, "atol": 3e-5}}
     should_test_sample = True
     x1_shape: tuple[int, ...] = (5, 2)
     x2_shape: tuple[int, ...] | None = None
