@@ -172,7 +172,7 @@ def test_picked_rows_of_several_outputs_are_evaluated_once(length: int, monkeypa
     """Their columns come in parts, whose inputs alone are evaluated for them."""
     operator = operator_of("gradients")
     rows, matrix = torch.tensor([38, 0, 7, 8, 7]), reference(operator).detach()
-    monkeypatch.setattr(tiles, "PICKED_ENTRIES", length * len(rows))
+    monkeypatch.setitem(tiles.PICKED_ENTRIES, "cpu", length * len(rows))
     entries: list[int] = []
     evaluate = operator.evaluate
     operator.evaluate = lambda x1, x2, *rest: (  # pyright: ignore

@@ -93,7 +93,7 @@ def test_picked_rows_are_evaluated_in_parts(entries: int, monkeypatch: pytest.Mo
         widths.append(columns.stop - columns.start)
         return block(tiles, picked, columns)
 
-    monkeypatch.setattr(tiles_module, "PICKED_ENTRIES", entries)
+    monkeypatch.setitem(tiles_module.PICKED_ENTRIES, "cpu", entries)
     monkeypatch.setattr(type(operator.tiles()), "block", counting)
     with torch.no_grad():
         torch.testing.assert_close(rows_matmul(operator, rows, rhs), expected)
