@@ -65,6 +65,9 @@ class RadialFunction(ABC):
     #: that the tiles, and what they are multiplied by, stay clear of denormal numbers, which are many times slower.
     largest: ClassVar[float] = math.inf
 
+    #: What of df/dq is the same everywhere, and would take a pass over each tile.
+    derivative_factor: ClassVar[float] = 1.0
+
     #: None for a function that only tiles can evaluate.
     keops: ClassVar[KeOpsFormulas | None] = None
 
@@ -82,7 +85,7 @@ class RadialFunction(ABC):
 
     @abstractmethod
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-        """F and df/dq (not df/du), overwriting u and scratch."""
+        """F, and df/dq (not df/du) over `derivative_factor`, overwriting u and scratch."""
 
     def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         """df/dalpha at fixed q; only the rational quadratic has one."""
@@ -98,6 +101,7 @@ class _Gaussian(RadialFunction):
     """exp(-q/2)."""
 
     largest = FARTHEST
+    derivative_factor = -0.5
     keops = KeOpsFormulas("Exp(-{u})", "RatCst(-1,2) * Exp(-{u})")
 
     def scale(self, alpha: Tensor | None) -> float:
@@ -111,7 +115,7 @@ class _Gaussian(RadialFunction):
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
         self.value_(u, scratch, alpha)
-        return u, torch.mul(u, -0.5, out=scratch)
+        return u, scratch.copy_(u)
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class _Matern12(RadialFunction):
     """exp(-r); not differentiable at 0, where its derivative counts as 0."""
 
     largest = FARTHEST**2
+    derivative_factor = -0.5
     keops = KeOpsFormulas("Exp(-Sqrt({u}))", "RatCst(-1,2) * Exp(-Sqrt({u})) * Rsqrt({u})")  # Rsqrt(0) is 0
 
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
@@ -132,7 +137,7 @@ class _Matern12(RadialFunction):
         noise = u <= 64 * torch.finfo(u.dtype).eps
         torch.sqrt(u, out=scratch)
         _decay(scratch, out=u)
-        scratch.reciprocal_().mul_(u).mul_(-0.5).masked_fill_(noise, 0.0)
+        scratch.reciprocal_().mul_(u).masked_fill_(noise, 0.0)
         return u, scratch
 
 
@@ -141,6 +146,7 @@ class _Matern32(RadialFunction):
     """(1 + r) exp(-r), r = sqrt(3 q)."""
 
     largest = FARTHEST**2
+    derivative_factor = -1.5
     keops = KeOpsFormulas("(IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))", "RatCst(-3,2) * Exp(-Sqrt({u}))")
 
     def scale(self, alpha: Tensor | None) -> float:
@@ -156,7 +162,7 @@ class _Matern32(RadialFunction):
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
         self.value_(u, scratch, alpha)
-        return u, scratch.mul_(-1.5)
+        return u, scratch
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,7 @@ class _Matern52(RadialFunction):
     """(1 + r + r^2/3) exp(-r), r = sqrt(5 q)."""
 
     largest = FARTHEST**2
+    derivative_factor = -5 / 6
     keops = KeOpsFormulas(
         "(IntCst(3) + IntCst(3) * Sqrt({u}) + {u}) * Exp(-Sqrt({u}))",
         "RatCst(-5,2) * (IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))",
@@ -186,13 +193,14 @@ class _Matern52(RadialFunction):
         torch.sqrt(u, out=scratch)
         exponential = _decay(scratch)
         u.div_(3).add_(scratch).add_(1).mul_(exponential)
-        return u, scratch.add_(1).mul_(exponential).mul_(-5 / 6)
+        return u, scratch.add_(1).mul_(exponential)
 
 
 @dataclass(frozen=True)
 class _RationalQuadratic(RadialFunction):
     """(1 + q / (2 alpha))^-alpha."""
 
+    derivative_factor = -0.5
     keops = KeOpsFormulas(
         "Exp(-alpha * Log(IntCst(1) + {u}))",
         "RatCst(-1,2) * Exp(-alpha * Log(IntCst(1) + {u})) * Inv(IntCst(1) + {u})",
@@ -211,7 +219,7 @@ class _RationalQuadratic(RadialFunction):
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
         torch.add(u, 1, out=scratch)
         self.value_(u, scratch, alpha)
-        return u, scratch.reciprocal_().mul_(u).mul_(-0.5)
+        return u, scratch.reciprocal_().mul_(u)
 
     def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         return self.value(u, alpha) * (u / (1 + u) - torch.log1p(u))

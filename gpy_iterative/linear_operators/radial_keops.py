@@ -34,13 +34,15 @@ class RadialKeOps(RadialTiles):
         x1, x2 = self._scaled_inputs()
         return kernel_sum(self.function, x1, x2[columns], self.alpha, rhs)
 
-    def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
+    def derivative(
+        self, weights: TileWeights, *, value: bool, alpha: bool, scales_only: bool = False
+    ) -> RadialDerivative:
         """The derivative for W = weights, in one pass; in two of them for a matrix that is not symmetric.
 
         Weights that are no product of a few vectors fill as much memory as tiles, which are used for them.
         """
         if not isinstance(weights, BilinearWeights):
-            return super().derivative(weights, value=value, alpha=alpha)
+            return super().derivative(weights, value=value, alpha=alpha, scales_only=scales_only)
         x1, x2 = self._scaled_inputs()
         dimension, factor = x1.shape[-1], 2 / self.function.scale(self.alpha) ** 0.5
         if self.symmetric:

@@ -29,6 +29,11 @@ class TileRun:
     outer: slice
     length: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are whole tiles."""
+        return self.inner == slice(None)
+
 
 def whole_run(tiles: Sequence[slice]) -> TileRun:
     """All rows of tiles, each of which has as many as the first, but for the last."""
@@ -40,8 +45,7 @@ def tile_runs(tiles: Sequence[slice], wanted: slice) -> list[TileRun]:
     """Some rows as runs of tiles: whole ones together, a part of one by itself. `wanted` has no step."""
     runs: list[TileRun] = []
     for part in overlaps(tiles, wanted):
-        is_whole = part.inner == slice(None)
-        if is_whole and runs and runs[-1].inner == slice(None):
+        if part.is_whole and runs and runs[-1].is_whole:
             first = runs.pop()
             numbers = range(first.numbers.start, part.numbers.stop)
             part = TileRun(numbers, slice(None), slice(first.outer.start, part.outer.stop), first.length)
@@ -102,8 +106,8 @@ class RowBlocks:
     def part(self, numbers: range) -> Tensor:
         """The blocks that face neighbouring tiles of equal shape, [*b, g, s, rows of one]: a view."""
         start = numbers.start - self.run.numbers.start
-        width = min(self.run.length, self.size - start * self.run.length)
-        return self.data[..., start : start + len(numbers), :, :width]
+        blocks, width = self.data.narrow(-3, start, len(numbers)), self.size - start * self.run.length
+        return blocks if width >= self.run.length else blocks[..., :width]
 
 
 class RowSum:

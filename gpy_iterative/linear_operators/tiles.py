@@ -224,9 +224,10 @@ class Tiles(ABC):
                     continue
                 tiles = self.strip_part(i, strip, visited)
                 if row is not None and direct:
-                    row.add(given.part(direct), _picked(tiles, visited, direct)[..., result.run.inner, given.run.inner])
+                    picked = _picked(tiles, visited, direct)
+                    row.add(given.part(direct), _inner(picked, result.run, given.run))
                 if mirrored:
-                    picked = _picked(tiles, visited, mirrored)[..., given.run.inner, result.run.inner]
+                    picked = _inner(_picked(tiles, visited, mirrored), given.run, result.run)
                     self._arithmetic.add_times_(result.part(mirrored), given.part(range(i, i + 1)), picked)
             if row is not None:
                 row.finish()
@@ -291,7 +292,12 @@ def _common(left: range, right: range) -> range:
 
 def _picked(tiles: Tensor, numbers: range, wanted: range) -> Tensor:
     """Some of the tiles [*b, g, rows, columns] that have these numbers."""
-    return tiles[..., wanted.start - numbers.start : wanted.stop - numbers.start, :, :]
+    return tiles if wanted == numbers else tiles.narrow(-3, wanted.start - numbers.start, len(wanted))
+
+
+def _inner(tiles: Tensor, rows: TileRun, columns: TileRun) -> Tensor:
+    """The part of the tiles that both runs have."""
+    return tiles if rows.is_whole and columns.is_whole else tiles[..., rows.inner, columns.inner]
 
 
 def _hull(left: range, right: range) -> range:

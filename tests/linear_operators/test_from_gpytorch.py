@@ -148,3 +148,18 @@ def test_equal_inputs_keep_gradients_of_their_own(base: type[kernels.Kernel]) ->
         (gradient,) = torch.autograd.grad((own(x, x2).to_dense() * weights).sum(), x2)
         found.append(gradient)
     torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("inputs_learned", [False, True])
+def test_gradients_of_inputs_are_whole_where_inputs_are_learned(inputs_learned: bool) -> None:
+    x = torch.randn(9, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x.requires_grad_(inputs_learned)
+    kernel = kernels.ScaleKernel(kernels.MaternKernel(nu=1.5, ard_num_dims=2)).double()
+    kernel.base_kernel.lengthscale = torch.tensor([[0.8, 1.7]])
+    operator = kernel_operator(kernel(x), PRODUCTS)
+    left, right = torch.randn(2, 9, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    leaves = [kernel.base_kernel.raw_lengthscale, *([x] if inputs_learned else [])]
+    found = torch.autograd.grad((left * (operator @ right)).sum(), leaves)
+    expected = torch.autograd.grad((left * (kernel(x).to_dense() @ right)).sum(), leaves)
+    assert operator.scales_only is not inputs_learned
+    torch.testing.assert_close(found, expected)

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
-from tests.linear_operators.test_radial import dense, inputs
+from tests.linear_operators.test_radial import RADIAL_TOLERANCES, dense, inputs
 
 
 class _Conformance:
     seed = 5
+    tolerances = RADIAL_TOLERANCES
     should_test_sample = True
     batch_shape: tuple[int, ...] = ()
 
