@@ -16,7 +16,7 @@ from gpy_iterative.checks import check_count, check_instance
 from gpy_iterative.linear_operators import columns_matmul, principal_block
 from gpy_iterative.preconditioners import RandomlyPivotedCholesky
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
-from gpy_iterative.solvers.block_cholesky import block_cholesky, block_solve
+from gpy_iterative.solvers.block_cholesky import BlockFactor
 from gpy_iterative.solvers.columns import reads_every
 from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.solvers.linear_system import Given
@@ -38,21 +38,22 @@ class _State:
     given: Given
     shortfall: float
     steps: int = 0
-    factors: dict[int, Tensor] = field(default_factory=dict)
+    factors: dict[int, BlockFactor] = field(default_factory=dict)
     chosen: tuple[int, ...] = ()
     finishing: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlternatingProjections(IterativeSolver[_State]):
-    """One block of rows solved exactly an iteration, n / block_size iterations an epoch.
+    """One block of rows solved an iteration, n / block_size iterations an epoch.
 
     The first digits come fast, and a warm start often needs a fraction of an epoch; but along the smooth directions of
     a large kernel matrix with little noise the iteration crawls. Preconditioned conjugate gradients do not: when the
     pace of an epoch promises more than three further ones, they finish the columns that are left.
 
     Args:
-        block_size: rows of a block; clamped at n. Blocks of the tile size are served from kept tiles.
+        block_size: rows of a block; clamped at n. Blocks of the tile size are served from kept tiles. On a CPU a block of
+            more than 512 rows is solved by its parts, forth and back, and their products with the other rows come together.
         finish: what takes over, with its preconditioner (its tolerances and budget do not count); None never does, as
             in the papers.
 
@@ -94,7 +95,7 @@ class AlternatingProjections(IterativeSolver[_State]):
             return replace(state, finishing=self.finish.step(operator, iterate, state.finishing))
         chosen, *later = state.chosen or self._worst_blocks(iterate.residual)
         block = slice(chosen * self.block_size, min((chosen + 1) * self.block_size, state.size))
-        update = block_solve(self._factor(operator, chosen, block, state.factors), iterate.residual[block])
+        update = self._factor(operator, chosen, block, state.factors).solve(iterate.residual[block])
         iterate.value[block] += update
         iterate.residual -= columns_matmul(operator, block, update)
         return replace(state, steps=state.steps + 1, chosen=tuple(later))
@@ -124,11 +125,13 @@ class AlternatingProjections(IterativeSolver[_State]):
             work += self.finish.work_of_setup(state.finishing)
         return work
 
-    def _factor(self, operator: LinearOperator, number: int, block: slice, factors: dict[int, Tensor]) -> Tensor:
-        """The Cholesky factor of a block: the kept one, or a new one that is kept where there is room for it."""
+    def _factor(
+        self, operator: LinearOperator, number: int, block: slice, factors: dict[int, BlockFactor]
+    ) -> BlockFactor:
+        """The factor of a block: the kept one, or a new one that is kept where there is room for it."""
         if number in factors:
             return factors[number]
-        factor = block_cholesky(principal_block(operator, block))
+        factor = BlockFactor.of(principal_block(operator, block))
         if sum(kept.nbytes for kept in factors.values()) + factor.nbytes <= MAX_FACTOR_BYTES:
             factors[number] = factor
         return factor

@@ -17,6 +17,7 @@ from gpy_iterative.solvers import (
     Iterate,
     SolveStatus,
     alternating_projections,
+    block_cholesky,
 )
 from tests import oracles
 from tests.solvers.contract import GROUPS, N, SolverContract, right_hand_sides, system, true_norms
@@ -38,6 +39,15 @@ class TestLastBlockIsShorter(SolverContract):
 class TestWithFinish(SolverContract):
     solver = AlternatingProjections(block_size=20, finish=ConjugateGradients(preconditioner=PivotedCholesky(rank=10)))
     share = None
+
+
+class TestBlocksInParts(SolverContract):
+    solver = PURE
+    share = 20 / N
+
+    @pytest.fixture(autouse=True)
+    def in_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(block_cholesky, "CPU_PART", 8)
 
 
 def test_iterates_are_the_naive_ones() -> None:
