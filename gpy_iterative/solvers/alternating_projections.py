@@ -53,7 +53,7 @@ class AlternatingProjections(IterativeSolver[_State]):
 
     Args:
         block_size: rows of a block; clamped at n. Blocks of the tile size are served from kept tiles. On a CPU a block of
-            more than 512 rows is solved by its parts, forth and back, and their products with the other rows come together.
+            more than 512 rows is solved by its halves, forth and back.
         finish: what takes over, with its preconditioner (its tolerances and budget do not count); None never does, as
             in the papers.
 

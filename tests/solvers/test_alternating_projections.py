@@ -41,13 +41,13 @@ class TestWithFinish(SolverContract):
     share = None
 
 
-class TestBlocksInParts(SolverContract):
+class TestBlocksInHalves(SolverContract):
     solver = PURE
     share = 20 / N
 
     @pytest.fixture(autouse=True)
-    def in_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(block_cholesky, "CPU_PART", 8)
+    def in_halves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(block_cholesky, "CPU_WHOLE", 8)
 
 
 def test_iterates_are_the_naive_ones() -> None:
