@@ -90,10 +90,13 @@ class TileArithmetic:
         return vectors @ tiles
 
     def add_times_(self, out: Tensor, vectors: Tensor, tiles: Tensor) -> None:
-        """Adds vectors [*b, g or 1, s, m] @ tiles [*b, g, m, k] to out [*b, g, s, k], in whichever layout out has."""
+        """Adds vectors [*b, g or 1, s, m] @ tiles [*b, g, m, k] to out [*b, g, s, k].
+
+        Transposed tiles are multiplied as they lie in memory, where the layout of out allows it.
+        """
         if not self.is_native or out.dim() > 3:
             out += self.times(vectors, tiles)
-        elif out.mT.is_contiguous():
+        elif out.mT.is_contiguous() and tiles.stride(-1) != 1:
             out.mT.baddbmm_(tiles.mT, vectors.mT.expand(len(out), -1, -1))
         else:
             out.baddbmm_(vectors.expand(len(out), -1, -1), tiles)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -86,7 +87,9 @@ class RowBlocks:
         """Vectors [*b, n, s] in blocks."""
         count = len(run.numbers)
         padded = pad(vectors, (0, 0, 0, count * run.length - vectors.shape[-2]))
-        return cls(padded.unflatten(-2, (count, run.length)).mT.contiguous(), run)
+        # A copy even where one vector is contiguous already: it has other strides then, for which BLAS is slow.
+        blocks = padded.unflatten(-2, (count, run.length)).mT
+        return cls(blocks.clone(memory_format=torch.contiguous_format), run)
 
     @classmethod
     def zeros(cls, like: Tensor, shape: tuple[int, ...], run: TileRun) -> Self:
