@@ -45,7 +45,7 @@ def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
 
 @dense_rows.register
 def _(operator: TiledLinearOperator, rows: Tensor) -> Tensor:
-    return operator.tiles().dense_rows(rows).mul_(operator.tile_scale)
+    return operator.tiles().dense_rows(rows) * operator.tile_scale  # not in place: several scales may share the tiles
 
 
 @rows_matmul.register

@@ -24,7 +24,7 @@ class TileWeights(ABC):
     def strip(self, rows: slice, columns: slice, parts: int, out: Tensor | None = None) -> Tensor:
         """W of these rows and columns, the columns in equal parts: [*b, parts, rows, columns / parts], to be overwritten.
 
-        Of a symmetric matrix, what stands for (i, j) and (j, i) together.
+        Of a symmetric matrix, what stands for (i, j) and (j, i) together. `out`, of that shape, is memory that may be used.
         """
 
 

@@ -83,6 +83,13 @@ def test_parts_equal_the_dense_ones(name: str, block: slice) -> None:
         torch.testing.assert_close(dense_rows(operator, rows), matrix[rows])
 
 
+def test_several_outputscales_share_the_rows_of_one_matrix() -> None:
+    operator, rows = radial(), torch.tensor([7, 0, 20])
+    several = RadialKernelLinearOperator(operator.x1, torch.tensor([1.7, 0.4, 2.0]).double(), function=MATERN32)
+    with torch.no_grad():
+        torch.testing.assert_close(dense_rows(several, rows), several.to_dense()[:, rows])
+
+
 @pytest.mark.parametrize("entries", [1, 4, 12, 10**6])
 def test_picked_rows_are_evaluated_in_parts(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     operator, rhs, rows = radial(), inputs(N, 4, seed=9).double(), torch.tensor([7, 0, 20, 13])
