@@ -28,6 +28,7 @@ from benchmarks.cases import (
     total,
     truncation_cost,
     truncation_table,
+    value,
     variance,
     warm_starts,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "total",
     "truncation_cost",
     "truncation_table",
+    "value",
     "variance",
     "warm_starts",
 ]

@@ -7,9 +7,10 @@ from gpy_iterative.solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.solvers.default import EXACT_BELOW, default_solver
 from gpy_iterative.solvers.krylov_logarithm import krylov_logarithm_terms
-from gpy_iterative.solvers.lanczos import MAX_LOGDET_PRODUCTS, LogDeterminant, QuadratureShares, stochastic_logdet
+from gpy_iterative.solvers.lanczos import MAX_LOGDET_PRODUCTS, LogDeterminant, stochastic_logdet
 from gpy_iterative.solvers.laplace import LaplaceCholesky, LaplaceNewton, LaplaceSolution, LaplaceSolver
 from gpy_iterative.solvers.linear_system import Given
+from gpy_iterative.solvers.quadrature_shares import QuadratureShares
 from gpy_iterative.solvers.series import (
     Series,
     conjugate_gradient_series,

@@ -4,7 +4,7 @@ Ubaru, Chen and Saad 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos q
 "Preconditioning for scalable Gaussian process hyperparameter optimization", for the preconditioner's share.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from linear_operator import LinearOperator
@@ -12,37 +12,17 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, NystromFactor, PivotedCholeskyFactor
+from gpy_iterative.solvers.quadrature_shares import LEAST_PRODUCTS, QuadratureShares, Rules
 
 #: The share of the bracket between upper and lower quadrature that counts as the error of their mean. Measured on
 #: kernel systems of noise .02 to 1, the error is between a fourth and a thirteenth of the bracket.
 BRACKET_SHARE = 8
-#: The least share of a correction that counts as its error. Measured as above, one to five training steps after the
-#: shares: an eighth at the most.
-CORRECTION_SHARE = 4
 #: The quadrature stops where its error is so many standard errors of the probes. The reported error counts both.
 WORTH_OF_ERROR = 1.0
-#: Products of an estimate at the least: the second shows how far the first was off.
-LEAST_PRODUCTS = 2
+#: An error of the value, in nats a datum, below which no product is worth taking: four probes may agree by chance.
+RESOLUTION = 0.003
 #: Products of an estimate at the most, where nothing else is said.
 MAX_LOGDET_PRODUCTS = 20
-
-
-@dataclass(frozen=True)
-class QuadratureShares:
-    """Where between its upper and its lower rule the truth of a quadrature was, for estimates of similar systems.
-
-    Attributes:
-        values: Gauss' share of the two rules, [*b, k] by iteration.
-        surplus: [], products beyond the least that estimates with these shares have taken, all together.
-    """
-
-    values: Tensor
-    surplus: Tensor
-
-    @property
-    def are_worn(self) -> bool:
-        """Whether the surplus has come to what learning anew costs: of one that grows evenly, the cheapest moment."""
-        return int(self.surplus) >= self.values.shape[-1] - LEAST_PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -79,7 +59,7 @@ def stochastic_logdet(
         preconditioner: P.
         max_iterations: products with H at the most; there are always two.
         tolerance: the quadrature stops when its own error is below `tolerance` a datum; None: when it is comparable
-            with the probes' standard error.
+            with the probes' standard error, or below .003 a datum.
         shares: of an earlier estimate for a similar system.
         first_image: H P^-1 xi [*b, n, s], where it is at hand: the first of the products.
 
@@ -87,16 +67,15 @@ def stochastic_logdet(
     noise). Then Gauss' rule is an upper and Gauss and Radau's a lower bound; their mean, which is returned, converges
     several times faster than either.
 
-    Where between the two the truth lies depends on the spectrum's shape, hardly on the probes, and changes slowly as
-    hyperparameters do. With the shares of an earlier step the first few iterations are as good as all of that step's
-    (elevators: 2 to 5 products a training step in place of 8). Whether they still hold shows in the estimates of two
-    successive iterations, which agree if they do; where they do not, the quadrature goes on. Shares that are worn are not
-    used: they are learned anew.
+    With the shares of an earlier step the first few iterations are as good as all of that step's (see
+    `gpy_iterative.solvers.quadrature_shares`; elevators: 2 or 3 products a training step in place of 8). Where they do not
+    hold any more the quadrature goes on, and they are learned anew; where the iterations end before either is enough, the
+    better of the two is taken.
 
     Cost: one product with s columns an iteration.
     """
-    known = None if shares is None or shares.are_worn else shares.values
-    limit = None if tolerance is None else tolerance * operator.shape[-1]
+    size = operator.shape[-1]
+    most = min(max(max_iterations, LEAST_PRODUCTS), size)
     floor = _smallest_eigenvalue(operator, preconditioner)
     base = preconditioner.logdet()
     solved = preconditioner.solve(probes)
@@ -105,10 +84,10 @@ def stochastic_logdet(
     residual, previous = probes, torch.zeros_like(probes)
     diagonals: list[Tensor] = []
     offdiagonals: list[Tensor] = []
-    rules: list[tuple[Tensor, Tensor]] = []
+    rules: list[Rules] = []
     samples = torch.zeros_like(squared_norm)
     error = torch.zeros_like(base)
-    for iteration in range(min(max(max_iterations, LEAST_PRODUCTS), operator.shape[-1])):
+    for iteration in range(most):
         # A beta of 0 means that the Krylov space is exhausted: its column adds zeros of weight zero.
         inverse = torch.where(beta > 0, 1 / torch.where(beta > 0, beta, torch.ones_like(beta)), torch.zeros_like(beta))
         vector, dual = residual * inverse.unsqueeze(-2), solved * inverse.unsqueeze(-2)
@@ -126,58 +105,35 @@ def stochastic_logdet(
         # What is left by rounding is no new direction.
         beta = torch.where(beta > 10 * torch.finfo(beta.dtype).eps * alpha.abs(), beta, torch.zeros_like(beta))
         upper, lower = _quadratures(diagonals, offdiagonals, beta, floor)
-        rules.append(((upper * squared_norm).mean(-1), (lower * squared_norm).mean(-1)))
+        rules.append((upper * squared_norm, lower * squared_norm))
 
         # In hard systems the bracket's share is too hopeful, and without a floor there is no bracket.
-        change = (sum(rules[-1]) - sum(rules[-2])).abs() / 2 if iteration else torch.full_like(base, torch.inf)
-        samples = (upper + lower) / 2 * squared_norm
-        error = ((rules[-1][0] - rules[-1][1]).abs() / BRACKET_SHARE).maximum(change)
-        if _is_enough(error, samples, limit):
-            known = None  # nothing better is known than what this run has found
+        last, samples = samples, (upper + lower) / 2 * squared_norm
+        change = (samples - last).mean(-1).abs() if iteration else torch.full_like(base, torch.inf)
+        error = ((upper - lower) * squared_norm).mean(-1).abs().div(BRACKET_SHARE).maximum(change)
+        if _is_enough(error, samples, size, tolerance):
             break
-        if known is not None and 0 < iteration < known.shape[-1]:
-            correction, doubt = _drift(rules, known)
-            share = known[..., iteration].unsqueeze(-1)
-            expected = (lower + share * (upper - lower)) * squared_norm + correction.unsqueeze(-1)
-            if _is_enough(doubt, expected, limit):
-                samples, error = expected, doubt
-                break
+        if shares is not None and shares.serve(rules):
+            expected, doubt = shares.estimate(rules)
+            inherited = torch.hypot(doubt, shares.error)
+            counted = doubt if tolerance is None else inherited
+            is_enough = not shares.are_worn and _is_enough(counted, expected, size, tolerance)
+            is_last = iteration + 1 == most
+            if is_enough or (is_last and bool((inherited < error).all())):
+                return _estimate(base, expected, inherited, shares.used(len(rules)))
         offdiagonals.append(beta)
-    mean = samples.mean(-1)
-    if shares is None or known is None:
-        shares = QuadratureShares(_shares(rules, mean), torch.tensor(0))
-    else:
-        shares = replace(shares, surplus=shares.surplus + len(rules) - LEAST_PRODUCTS)
-    return LogDeterminant(base + mean, torch.hypot(_sem(samples), error), shares)
+    return _estimate(base, samples, error, QuadratureShares.learned(rules, samples, error, shares))
 
 
-def _is_enough(error: Tensor, samples: Tensor, limit: float | None) -> bool:
+def _estimate(base: Tensor, samples: Tensor, error: Tensor, shares: QuadratureShares) -> LogDeterminant:
+    return LogDeterminant(base + samples.mean(-1), torch.hypot(_sem(samples), error), shares)
+
+
+def _is_enough(error: Tensor, samples: Tensor, size: int, tolerance: float | None) -> bool:
     """Whether an error [*b] is below the limit; None: below what the samples leave uncertain anyway."""
-    return bool((error <= (WORTH_OF_ERROR * _sem(samples).nan_to_num(0.0) if limit is None else limit)).all())
-
-
-def _shares(rules: list[tuple[Tensor, Tensor]], mean: Tensor) -> Tensor:
-    """Gauss' share of the two rules in hindsight, [*b, k]."""
-    shares = []
-    for upper, lower in rules:
-        gap = upper - lower
-        share = torch.where(gap > 0, (mean - lower) / torch.where(gap > 0, gap, 1.0), 0.5)
-        shares.append(share.clamp(0, 1))
-    return torch.stack(shares, dim=-1)
-
-
-def _drift(rules: list[tuple[Tensor, Tensor]], shares: Tensor) -> tuple[Tensor, Tensor]:
-    """What to add to the last estimate where the shares no longer quite hold, and the error that is left, both [*b].
-
-    Later shares move less than earlier ones, and the error is about the difference between the last two estimates. If all
-    had moved alike, it would be as the gap between the rules, which is what is left in doubt.
-    """
-    (upper, lower), (last_upper, last_lower) = rules[-1], rules[-2]
-    gap, last_gap = upper - lower, last_upper - last_lower
-    correction = lower + shares[..., len(rules) - 1] * gap - (last_lower + shares[..., len(rules) - 2] * last_gap)
-    closing = last_gap - gap
-    alike = torch.where(closing > 0, correction * gap / torch.where(closing > 0, closing, 1.0), torch.inf)
-    return correction, (alike - correction).abs().maximum(correction.abs() / CORRECTION_SHARE)
+    if tolerance is not None:
+        return bool((error <= tolerance * size).all())
+    return bool((error <= (WORTH_OF_ERROR * _sem(samples).nan_to_num(0.0)).clamp_min(RESOLUTION * size)).all())
 
 
 def _smallest_eigenvalue(operator: LinearOperator, preconditioner: LowRankPlusDiagonal) -> Tensor | None:

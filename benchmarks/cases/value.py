@@ -1,0 +1,75 @@
+"""The value along a training run against the exact one, in standard errors that the report gives."""
+
+import math
+
+import torch
+
+import gpy_iterative as gpi
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
+from benchmarks.datasets import load
+from benchmarks.models import MaternRegression
+from benchmarks.runner import Outcome, contender
+from benchmarks.training import take_step
+
+
+@contender("value", "ours")
+def train(*, dataset: str, split: int, rows: int, steps: int, rate: float, seeds: int) -> Outcome:
+    """Values and reported standard errors, a datum, [seed][step]; and the exact values at the same hyperparameters."""
+    data, exact_data = (load(dataset, split, rows=rows, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    reference = MaternRegression(exact_data)
+    exact_mll = gpi.mlls.HutchinsonMarginalLogLikelihood(reference.likelihood, reference, solver=gpi.solvers.Cholesky())
+    outcome: Outcome = {"values": [], "standard_errors": [], "exact": []}
+    for seed in range(seeds):
+        model = MaternRegression(data)
+        mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, generator=seed)
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+        values, errors, exact = [], [], []
+        for _ in range(steps):
+            reference.set_flat_parameters(model.flat_parameters().double())
+            with torch.no_grad():
+                exact.append(exact_mll(reference(exact_data.train_x), exact_data.train_y).item())
+            values.append(-take_step(model, mll, optimizer, data))
+            errors.append(mll.report.value_sem.item())
+        for name, found in (("values", values), ("standard_errors", errors), ("exact", exact)):
+            outcome[name].append(found)
+    return outcome
+
+
+@app.command()
+def value(
+    dataset: str = "pol",
+    split: int = 0,
+    rows: int = 6000,
+    steps: int = 60,
+    rate: float = 0.1,
+    seeds: int = 1,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """How far the log marginal likelihood of training steps is from the exact one, beside what its report says."""
+    options = {"dataset": dataset, "split": split, "rows": rows, "steps": steps, "rate": rate, "seeds": seeds}
+    outcome = succeeded_or_exit(run_contenders("value", ["ours"], threads=threads, **options))["ours"]
+    cells = []
+    for seed in range(seeds):
+        runs = zip(outcome["values"][seed], outcome["exact"][seed], outcome["standard_errors"][seed], strict=True)
+        differences, errors = zip(*((found - true, sem) for found, true, sem in runs), strict=True)
+        ratios = [difference / sem for difference, sem in zip(differences, errors, strict=True)]
+        cells.append(
+            [
+                str(seed),
+                f"{_root_mean_square(differences):.4f}",
+                f"{max(map(abs, differences)):.4f}",
+                f"{_root_mean_square(errors):.4f}",
+                f"{_root_mean_square(ratios):.2f}",
+                f"{max(map(abs, ratios)):.2f}",
+            ]
+        )
+    show(
+        f"{dataset}, {rows} rows, {steps} steps: nats a datum",
+        ["seed", "error, rms", "largest", "reported, rms", "error / reported, rms", "largest"],
+        cells,
+    )
+    finish(f"value_{dataset}", options, threads, outcome=outcome)
+
+
+def _root_mean_square(numbers: list[float] | tuple[float, ...]) -> float:
+    return math.sqrt(sum(number**2 for number in numbers) / len(numbers))
