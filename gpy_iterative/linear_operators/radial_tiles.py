@@ -17,11 +17,21 @@ from gpy_iterative.linear_operators.tiles import Tiles, blocks
 
 
 @keep
-def _fused(function: RadialFunction) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """Clamp and radial function in one compiled loop."""
+def _fused_value(function: RadialFunction) -> Callable[[Tensor, Tensor | None], None]:
+    """Clamp and radial function, in place, in one compiled loop."""
 
-    def evaluate(u: Tensor, alpha: Tensor | None) -> Tensor:
-        return function.value(u.clamp(0, function.largest), alpha)
+    def evaluate(u: Tensor, alpha: Tensor | None) -> None:
+        u.copy_(function.value(u.clamp(0, function.largest), alpha))
+
+    return torch.compile(evaluate, dynamic=True)
+
+
+@keep
+def _fused_value_and_derivative(function: RadialFunction) -> Callable[[Tensor, Tensor, Tensor | None], None]:
+    """Clamp, radial function and its derivative, in place, in one compiled loop."""
+
+    def evaluate(u: Tensor, derivative: Tensor, alpha: Tensor | None) -> None:
+        function.value_and_derivative_(u.clamp_(0, function.largest), derivative, alpha)
 
     return torch.compile(evaluate, dynamic=True)
 
@@ -85,9 +95,9 @@ class RadialTiles(Tiles):
     def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
         u = self._squared_distances(i, columns, out)
         if self._is_fused:
-            return out.copy_(_fused(self.function)(u, self._strip_alpha))
-        u = u.clamp_(0, self.function.largest)
-        return self.function.value_(u, self.scratch(out.shape, 1), self._strip_alpha)
+            _fused_value(self.function)(u, self._strip_alpha)
+            return u
+        return self.function.value_(u.clamp_(0, self.function.largest), self.scratch(out.shape, 1), self._strip_alpha)
 
     @property
     def keeps_derivatives(self) -> bool:
@@ -113,14 +123,16 @@ class RadialTiles(Tiles):
     def _kept_value_and_derivative(self, i: int, columns: range) -> tuple[Tensor, Tensor] | None:
         if not self.keeps_derivatives:
             return None
-        self.cache.claim(*self._owner)
         key = (i, columns[0])
         value, derivative = self.cache.get(key), self.cache.derivatives().get(key)
         return None if value is None or derivative is None else (value, derivative)
 
     def _evaluate_both(self, i: int, columns: range, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
-        u = self._squared_distances(i, columns, value).clamp_(0, self.function.largest)
-        return self.function.value_and_derivative_(u, derivative, self._strip_alpha)
+        u = self._squared_distances(i, columns, value)
+        if self._is_fused:
+            _fused_value_and_derivative(self.function)(u, derivative, self._strip_alpha)
+            return u, derivative
+        return self.function.value_and_derivative_(u.clamp_(0, self.function.largest), derivative, self._strip_alpha)
 
     def alpha_derivative(self, i: int, columns: range) -> Tensor:
         """df/dalpha of a strip."""
@@ -140,14 +152,16 @@ class RadialTiles(Tiles):
         x2 = x1 if self.x2 is None else _with_ones(self.x2, batch, self.columns)
         # x^T G x' is x^T G^T x', so that one of the two products, twice, does for the scales of a symmetric matrix.
         is_one_sided = scales_only and self.symmetric
-        # Sums of many products, in float64: parts of them cancel. (In float32 gradients on elevators are off by 5e-5, in
+        # Sums of many products, in float64: parts of them cancel. (With float32 gradients on elevators are off by 5e-5, in
         # place of 3e-5, at lengthscales of .3, and a fiftieth of a training step is saved.)
         wide = self.x1.new_zeros((), dtype=torch.float64)
         sums1 = RowBlocks.zeros(wide, (*batch, dimension + 1), x1.run)
         sums2 = sums1 if self.symmetric else RowBlocks.zeros(wide, (*batch, dimension + 1), x2.run)
         dvalue, dalpha = wide.new_zeros(batch), wide.new_zeros(batch)
+        self._claim()
         for i, rows in enumerate(self.rows):
             row = range(i, i + 1)
+            own, direct = x1.part(row), sums1.part(row)
             for columns in self.strips[i]:
                 shape = torch.Size((*batch, *self.strip_shape(i, columns)[-3:]))
                 strip = weights.strip(rows, self.span(columns), len(columns), out=self.scratch(shape, 2))
@@ -157,12 +171,12 @@ class RadialTiles(Tiles):
                 if value:
                     dvalue += torch.linalg.vecdot(function_value.flatten(-3), strip.flatten(-3))
                 strip.mul_(function_derivative)
-                direct, mirrored = sums1.part(row), sums2.part(columns)
                 direct += (x2.part(columns) @ strip.mT).sum(-3, keepdim=True)
+                mirrored = sums2.part(columns)
                 if is_one_sided:
-                    mirrored[..., -1, :] += strip.sum(-2)
+                    mirrored[..., -1:, :].add_(strip.sum(-2, keepdim=True))
                 else:
-                    mirrored += x1.part(row) @ strip
+                    mirrored += own @ strip
         if is_one_sided:
             sums1.data[..., :-1, :] *= 2
         factor = 2 * self.function.derivative_factor
@@ -175,7 +189,7 @@ class RadialTiles(Tiles):
         u = self._distances.block(rows, columns).clamp_(0, self.function.largest)
         if self.symmetric:
             positions = torch.arange(self.shape[-1], device=u.device)
-            u.masked_fill_(positions[rows].unsqueeze(-1) == positions[columns], 0.0)
+            _zero_own_distances(u, positions[rows], columns.indices(len(positions))[0])
         return self.function.value_(u, torch.empty_like(u), self.alpha)
 
     def _squared_distances(self, i: int, columns: range, out: Tensor) -> Tensor:
@@ -185,6 +199,14 @@ class RadialTiles(Tiles):
         if self.symmetric and i == columns[0]:
             u.diagonal(dim1=-2, dim2=-1).zero_()
         return u
+
+
+def _zero_own_distances(u: Tensor, rows: Tensor, first: int) -> None:
+    """Zero where a row meets its own column, of distances [*b, rows, columns] from the column `first` on."""
+    place = rows - first
+    inside = ((place >= 0) & (place < u.shape[-1])).expand(u.shape[:-1]).unsqueeze(-1)
+    index = place.clamp(0, max(u.shape[-1] - 1, 0)).expand(u.shape[:-1]).unsqueeze(-1)
+    u.scatter_(-1, index, u.gather(-1, index).masked_fill(inside, 0.0))
 
 
 def _with_ones(x: Tensor, batch: torch.Size, tiles: list[slice]) -> RowBlocks:

@@ -97,7 +97,8 @@ class Tiles(ABC):
     def strip_part(self, i: int, strip: range, columns: range) -> Tensor:
         """The tiles of row block i and some neighbouring columns out of one of `strips[i]`: [*b, g, rows, columns].
 
-        In the format that they are multiplied in; valid until the next call, and not to be overwritten.
+        In the format that they are multiplied in; valid until the next call, and not to be overwritten. The cache has been
+        claimed.
         """
         kept = self._kept(i, strip)
         if kept is None:
@@ -106,6 +107,7 @@ class Tiles(ABC):
 
     def tile(self, i: int, j: int) -> Tensor:
         """The tile (i, j), i <= j when symmetric, of this process or of another; likewise."""
+        self._claim()
         strip, alone = self._own_strip(i, j), range(j, j + 1)
         return (self._evaluated(i, alone) if strip is None else self.strip_part(i, strip, alone)).squeeze(-3)
 
@@ -123,11 +125,14 @@ class Tiles(ABC):
         place = bisect_right(self.strips[i], j, key=attrgetter("start")) - 1
         return self.strips[i][place] if place >= 0 and j in self.strips[i][place] else None
 
+    def _claim(self) -> None:
+        """Makes the cache serve these tiles: once before any of them is asked for."""
+        self.cache.claim(*self._owner)
+
     def _kept(self, i: int, columns: range) -> Tensor | None:
         """The strip from the cache, evaluated if it was not yet; None where there is no room for it."""
         if self._budget <= 0:
             return None
-        self.cache.claim(*self._owner)
         key = (i, columns[0])
         kept = self.cache.get(key)
         if kept is None:
@@ -202,6 +207,7 @@ class Tiles(ABC):
 
     def _product(self, rows: Sequence[TileRun], columns: Sequence[TileRun], rhs: Tensor) -> Tensor:
         """What this process's strips contribute to some rows and columns of the matrix times rhs [*b, len(columns), s]."""
+        self._claim()
         given = [RowBlocks.of(rhs[..., run.outer, :], run) for run in columns]
         parts = []
         for run in rows:
