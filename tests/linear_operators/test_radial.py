@@ -309,6 +309,9 @@ def test_compiled_tiles_are_the_same_tiles() -> None:
         torch.testing.assert_close(compiled.detach()._matmul(rhs), expected)
         # With a gradient to come, tiles and their derivatives are evaluated together.
         torch.testing.assert_close(compiled._matmul(rhs), expected)
+        found, wanted = (operator._bilinear_derivative(rhs, rhs.flip(0)) for operator in (compiled, eager))
+    for derivative, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(derivative, reference)
 
 
 def test_float32_far_from_the_origin_needs_only_centring() -> None:
