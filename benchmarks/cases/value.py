@@ -1,8 +1,7 @@
 """The value along a training run against the exact one, in standard errors that the report gives."""
 
-import math
-
 import torch
+from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
@@ -48,28 +47,27 @@ def value(
     """How far the log marginal likelihood of training steps is from the exact one, beside what its report says."""
     options = {"dataset": dataset, "split": split, "rows": rows, "steps": steps, "rate": rate, "seeds": seeds}
     outcome = succeeded_or_exit(run_contenders("value", ["ours"], threads=threads, **options))["ours"]
-    cells = []
-    for seed in range(seeds):
-        runs = zip(outcome["values"][seed], outcome["exact"][seed], outcome["standard_errors"][seed], strict=True)
-        differences, errors = zip(*((found - true, sem) for found, true, sem in runs), strict=True)
-        ratios = [difference / sem for difference, sem in zip(differences, errors, strict=True)]
-        cells.append(
-            [
-                str(seed),
-                f"{_root_mean_square(differences):.4f}",
-                f"{max(map(abs, differences)):.4f}",
-                f"{_root_mean_square(errors):.4f}",
-                f"{_root_mean_square(ratios):.2f}",
-                f"{max(map(abs, ratios)):.2f}",
-            ]
-        )
+    names = ("values", "exact", "standard_errors")
+    values, exact, errors = (torch.tensor(outcome[name], dtype=torch.float64) for name in names)
+    differences = values - exact
+    ratios = differences / errors
     show(
         f"{dataset}, {rows} rows, {steps} steps: nats a datum",
         ["seed", "error, rms", "largest", "reported, rms", "error / reported, rms", "largest"],
-        cells,
+        [
+            [
+                str(seed),
+                f"{_root_mean_square(differences[seed]):.4f}",
+                f"{differences[seed].abs().max():.4f}",
+                f"{_root_mean_square(errors[seed]):.4f}",
+                f"{_root_mean_square(ratios[seed]):.2f}",
+                f"{ratios[seed].abs().max():.2f}",
+            ]
+            for seed in range(seeds)
+        ],
     )
     finish(f"value_{dataset}", options, threads, outcome=outcome)
 
 
-def _root_mean_square(numbers: list[float] | tuple[float, ...]) -> float:
-    return math.sqrt(sum(number**2 for number in numbers) / len(numbers))
+def _root_mean_square(numbers: Tensor) -> float:
+    return float(numbers.square().mean().sqrt())

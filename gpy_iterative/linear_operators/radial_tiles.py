@@ -113,7 +113,7 @@ class RadialTiles(Tiles):
         return super()._evaluated_to_keep(i, columns, out)
 
     def value_and_derivative(self, i: int, columns: range) -> tuple[Tensor, Tensor]:
-        """F, and df/dq over its factor, of a strip, valid until the next call, and not to be overwritten."""
+        """F, and df/dq over its factor, of a strip: valid as what `strip_part` returns is, and of a claimed cache."""
         kept = self._kept_value_and_derivative(i, columns)
         if kept is not None:
             return kept
@@ -203,10 +203,9 @@ class RadialTiles(Tiles):
 
 def _zero_own_distances(u: Tensor, rows: Tensor, first: int) -> None:
     """Zero where a row meets its own column, of distances [*b, rows, columns] from the column `first` on."""
-    place = rows - first
-    inside = ((place >= 0) & (place < u.shape[-1])).expand(u.shape[:-1]).unsqueeze(-1)
-    index = place.clamp(0, max(u.shape[-1] - 1, 0)).expand(u.shape[:-1]).unsqueeze(-1)
-    u.scatter_(-1, index, u.gather(-1, index).masked_fill(inside, 0.0))
+    place = (rows - first).expand(u.shape[:-1]).unsqueeze(-1)
+    index = place.clamp(0, u.shape[-1] - 1)
+    u.scatter_(-1, index, u.gather(-1, index).masked_fill(index == place, 0.0))
 
 
 def _with_ones(x: Tensor, batch: torch.Size, tiles: list[slice]) -> RowBlocks:

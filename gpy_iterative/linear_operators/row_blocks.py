@@ -82,7 +82,6 @@ class RowBlocks:
     def __init__(self, data: Tensor, run: TileRun) -> None:
         self.data, self.run = data, run
         self._size = run.outer.stop - run.outer.start
-        self._first, self._length = run.numbers.start, run.length
 
     @classmethod
     def of(cls, vectors: Tensor, run: TileRun) -> Self:
@@ -105,9 +104,9 @@ class RowBlocks:
 
     def part(self, numbers: range) -> Tensor:
         """The blocks that face neighbouring tiles of equal shape, [*b, g, s, rows of one]: a view."""
-        start = numbers.start - self._first
-        blocks, width = self.data.narrow(-3, start, len(numbers)), self._size - start * self._length
-        return blocks if width >= self._length else blocks[..., :width]
+        start = numbers.start - self.run.numbers.start
+        blocks, width = self.data.narrow(-3, start, len(numbers)), self._size - start * self.run.length
+        return blocks if width >= self.run.length else blocks[..., :width]
 
 
 class RowSum:

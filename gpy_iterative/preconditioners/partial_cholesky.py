@@ -141,5 +141,6 @@ def factor_on(rows: Tensor, block: Tensor) -> Tensor:
             f"The kernel matrix of {len(rows)} pivots has no Cholesky factor: choose new pivots, or a lower rank."
         )
     # By its inverse: a product takes a third of the time of a solve with so many columns, and float64 has digits left.
-    inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False)
+    identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+    inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
     return (inverse @ rows.double()).mT.to(rows.dtype)

@@ -130,7 +130,7 @@ def _estimate(base: Tensor, samples: Tensor, error: Tensor, shares: QuadratureSh
 
 
 def _is_enough(error: Tensor, samples: Tensor, size: int, tolerance: float | None) -> bool:
-    """Whether an error [*b] is below the limit; None: below what the samples leave uncertain anyway."""
+    """Whether an error [*b] is below the limit; None: below what the samples leave uncertain anyway, or the resolution."""
     if tolerance is not None:
         return bool((error <= tolerance * size).all())
     return bool((error <= (WORTH_OF_ERROR * _sem(samples).nan_to_num(0.0)).clamp_min(RESOLUTION * size)).all())

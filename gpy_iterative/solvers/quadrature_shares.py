@@ -62,7 +62,7 @@ class QuadratureShares:
         """
         values = torch.stack([_share(rule, truth) for rule in rules], dim=-1)
         zero = torch.zeros((), dtype=torch.int64, device=values.device)
-        if before is None or len(found := before._errors(rules, truth)) == 0:
+        if before is None or not (found := before._errors(rules, truth)):
             return cls(values, error, values[..., 0, :0], zero, zero + FIRST_AGE, zero)
         age = before.age + 1
         # An earlier estimate is not taken for better than a later one: its error happens to be about to change its sign.

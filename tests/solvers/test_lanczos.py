@@ -92,7 +92,7 @@ def test_shares_of_an_earlier_step_save_products() -> None:
 def test_worn_shares_are_learned_anew() -> None:
     before, after, preconditioner = similar_systems()
     old, generator = PivotedCholesky(rank=20).build(before), torch.Generator().manual_seed(0)
-    options = {"tolerance": 1e-3, "max_iterations": 30}
+    options = {"tolerance": 3e-4, "max_iterations": 30}
     learned = stochastic_logdet(before, draw(old, 32, generator), old, **options).shares
     probes = draw(preconditioner, 32, generator)
     shares, surplus, age = learned, 0, 0
