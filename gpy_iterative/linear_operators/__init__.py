@@ -1,5 +1,6 @@
 """Kernel matrices that are never stored."""
 
+from gpy_iterative.linear_operators.bilinear_derivative import bilinear_derivative
 from gpy_iterative.linear_operators.from_gpytorch import (
     active_inputs,
     are_same_inputs,
@@ -52,6 +53,7 @@ __all__ = [
     "TileCaches",
     "active_inputs",
     "are_same_inputs",
+    "bilinear_derivative",
     "check_kernel_dtype",
     "check_noise",
     "columns_matmul",

@@ -6,6 +6,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators.bilinear_derivative import bilinear_derivative
 from gpy_iterative.linear_operators.partial_products import (
     Rows,
     columns_matmul,
@@ -39,12 +40,7 @@ class NoisyLinearOperator(LinearOperator):
         return self
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        kernel = self.kernel._bilinear_derivative(left_vecs, right_vecs)
-        if not self.noise.requires_grad:
-            return (*kernel, None)
-        product = left_vecs * right_vecs
-        noise = product if left_vecs.dim() == 1 else product.sum(-1)
-        return (*kernel, noise.sum_to_size(self.noise.shape))
+        return bilinear_derivative(self, left_vecs, right_vecs)
 
     def _diagonal(self) -> Tensor:
         return self.kernel._diagonal() + self.noise
@@ -81,6 +77,21 @@ class NoisyLinearOperator(LinearOperator):
     def to_dense(self) -> Tensor:
         """The matrix [*b, n, n]; O(n^2) memory, differentiable."""
         return self.kernel.to_dense() + torch.diag_embed(self.noise)
+
+
+@bilinear_derivative.register
+def _(
+    operator: NoisyLinearOperator, left: Tensor, right: Tensor, left_image: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    if left_image is not None:
+        # In float64: where the noise is nearly all of H, little of its image is the kernel's.
+        left_image = left_image.double() - operator.noise.detach().double().unsqueeze(-1) * left
+    kernel = bilinear_derivative(operator.kernel, left, right, left_image)
+    if not operator.noise.requires_grad:
+        return (*kernel, None)
+    product = left * right
+    noise = product if left.dim() == 1 else product.sum(-1)
+    return (*kernel, noise.sum_to_size(operator.noise.shape))
 
 
 @rows_matmul.register

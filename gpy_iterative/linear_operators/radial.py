@@ -10,13 +10,14 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators.bilinear_derivative import bilinear_derivative
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial_functions import RadialFunction
 from gpy_iterative.linear_operators.radial_keops import RadialKeOps
 from gpy_iterative.linear_operators.radial_tiles import RadialTiles
 from gpy_iterative.linear_operators.squared_distances import differentiable_squared_distances
 from gpy_iterative.linear_operators.tile_cache import TileCache
-from gpy_iterative.linear_operators.tile_weights import TileWeights
+from gpy_iterative.linear_operators.tile_weights import BilinearWeights, TileWeights
 from gpy_iterative.linear_operators.tiles import TiledLinearOperator, blocks
 
 
@@ -102,18 +103,23 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
     # Derivative
 
-    def _tile_derivatives(self, weights: TileWeights) -> tuple[Tensor | None, ...]:
+    def _tile_derivatives(self, weights: TileWeights, total: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """See the base class. `total` [*b] is the weighted sum of all entries itself, where it is known."""
         tensors = {"x1": self.x1, "outputscale": self.outputscale, "alpha": self.alpha, "x2": self.x2}
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         wanted = {name for name, tensor in tensors.items() if tensor.requires_grad}
         if not wanted:
             return (None,) * len(tensors)
         found = self.tiles().derivative(
-            weights, value="outputscale" in wanted, alpha="alpha" in wanted, scales_only=self.scales_only
+            weights,
+            value=total is None and "outputscale" in wanted,
+            alpha="alpha" in wanted,
+            scales_only=self.scales_only,
         )
         scale = self.outputscale
         factor = scale.unsqueeze(-1).unsqueeze(-1)
-        gradients = {"x1": found.x1 * factor, "outputscale": found.value, "alpha": (found.alpha * scale).unsqueeze(-1)}
+        value = found.value if total is None else total / scale
+        gradients = {"x1": found.x1 * factor, "outputscale": value, "alpha": (found.alpha * scale).unsqueeze(-1)}
         if found.x2 is not None:
             gradients["x2"] = found.x2 * factor
         return tuple(_sum_to(gradients[name], tensor) if name in wanted else None for name, tensor in tensors.items())
@@ -199,6 +205,18 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         for rows in blocks(self.shape[-2], self.products.tile_rows(self.x1.device)):
             result[..., rows, :] = self.tiles().block(rows, slice(None))
         return result.mul_(self.tile_scale)
+
+
+@bilinear_derivative.register
+def _(
+    operator: RadialKernelLinearOperator, left: Tensor, right: Tensor, left_image: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    # Of an outputscale of zero the sum of all entries tells nothing.
+    if left_image is None or not operator.outputscale.all():
+        return operator._bilinear_derivative(left, right)
+    weights = BilinearWeights(left, right, operator.batch_shape, symmetric=operator.symmetric)
+    total = (left_image.double() * right).sum((-2, -1)).expand(weights.batch_shape)
+    return operator._tile_derivatives(weights, total)
 
 
 def _sum_to(gradient: Tensor, tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ def _fused_value(function: RadialFunction) -> Callable[[Tensor, Tensor | None], 
     """Clamp and radial function, in place, in one compiled loop."""
 
     def evaluate(u: Tensor, alpha: Tensor | None) -> None:
-        u.copy_(function.value(u.clamp(0, function.largest), alpha))
+        u.copy_(function.value(function.clamp_(u), alpha))
 
     return torch.compile(evaluate, dynamic=True)
 
@@ -31,7 +31,7 @@ def _fused_value_and_derivative(function: RadialFunction) -> Callable[[Tensor, T
     """Clamp, radial function and its derivative, in place, in one compiled loop."""
 
     def evaluate(u: Tensor, derivative: Tensor, alpha: Tensor | None) -> None:
-        function.value_and_derivative_(u.clamp_(0, function.largest), derivative, alpha)
+        function.value_and_derivative_(function.clamp_(u), derivative, alpha)
 
     return torch.compile(evaluate, dynamic=True)
 
@@ -97,7 +97,7 @@ class RadialTiles(Tiles):
         if self._is_fused:
             _fused_value(self.function)(u, self._strip_alpha)
             return u
-        return self.function.value_(u.clamp_(0, self.function.largest), self.scratch(out.shape, 1), self._strip_alpha)
+        return self.function.value_(self.function.clamp_(u), self.scratch(out.shape, 1), self._strip_alpha)
 
     @property
     def keeps_derivatives(self) -> bool:
@@ -132,12 +132,12 @@ class RadialTiles(Tiles):
         if self._is_fused:
             _fused_value_and_derivative(self.function)(u, derivative, self._strip_alpha)
             return u, derivative
-        return self.function.value_and_derivative_(u.clamp_(0, self.function.largest), derivative, self._strip_alpha)
+        return self.function.value_and_derivative_(self.function.clamp_(u), derivative, self._strip_alpha)
 
     def alpha_derivative(self, i: int, columns: range) -> Tensor:
         """df/dalpha of a strip."""
         out = self.scratch(self.strip_shape(i, columns), 0)
-        u = self._squared_distances(i, columns, out).clamp_(0, self.function.largest)
+        u = self.function.clamp_(self._squared_distances(i, columns, out))
         return self.function.alpha_derivative(u, self._strip_alpha)
 
     def derivative(
@@ -186,10 +186,11 @@ class RadialTiles(Tiles):
         return RadialDerivative(dx1, dx2, dvalue, dalpha)
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        u = self._distances.block(rows, columns).clamp_(0, self.function.largest)
+        u = self._distances.block(rows, columns)
         if self.symmetric:
             positions = torch.arange(self.shape[-1], device=u.device)
             _zero_own_distances(u, positions[rows], columns.indices(len(positions))[0])
+        self.function.clamp_(u)
         return self.function.value_(u, torch.empty_like(u), self.alpha)
 
     def _squared_distances(self, i: int, columns: range, out: Tensor) -> Tensor:

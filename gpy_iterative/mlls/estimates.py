@@ -66,6 +66,7 @@ class DensityEstimate:
         value_sem: [*b], its standard error.
         weights: a = H^-1 residual, [*b, n].
         left, right: [*b, n, k]; the exact estimate has the weights of all entries of dH, [*b, n, n], and None.
+        left_image: H left, [*b, n, k], where it is known.
         solutions: [*b, n, 1 + s], the solves as a warm start wants them; None for the exact estimate.
         status, stats: of the solve.
         truncation: what was drawn, of a randomly truncated series.
@@ -83,10 +84,13 @@ class DensityEstimate:
     status: SolveStatus
     stats: SolveStats
     truncation: TruncationReport | FrequencyReport | None = None
+    left_image: Tensor | None = None
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         """The value [*b], connected with the parameters behind H and the residual."""
-        return surrogate(operator, self.value, self.left, self.right, self.weights, residual)
+        return surrogate(
+            operator, self.value, self.left, self.right, self.weights, residual, left_image=self.left_image
+        )
 
     def __post_init__(self) -> None:
         check_estimated("value", self.value)
@@ -160,9 +164,10 @@ def stochastic_estimate(
     """
     num_probes = probes.vectors.shape[-1]
     groups = (ColumnGroup("targets", 1, tolerances[0]), ColumnGroup("probes", num_probes, tolerances[1]))
+    rhs = torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1)
     solution = solver.solve(
         operator,
-        torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1),
+        rhs,
         groups=groups,
         initial_guess=initial_guess,
         guess_image=guess_image,
@@ -173,13 +178,15 @@ def stochastic_estimate(
     quadratic = (weights * (residual + solution.residual[..., 0])).sum(-1)
     num_data = residual.shape[-1]
     value = -0.5 * (quadratic + log_determinant.mean + num_data * math.log(2 * math.pi))
-    column = weights.unsqueeze(-1)
+    coefficients = rhs.new_full((1 + num_probes,), -0.5 / num_probes)
+    coefficients[0] = 0.5
     return DensityEstimate(
         value=value,
         value_sem=0.5 * log_determinant.sem,
         weights=weights,
-        left=torch.cat([0.5 * column, solved / (-2 * num_probes)], dim=-1),
-        right=torch.cat([column, solved if probes.dual is None else probes.dual], dim=-1),
+        left=coefficients * solution.value,
+        right=torch.cat([weights.unsqueeze(-1), solved if probes.dual is None else probes.dual], dim=-1),
+        left_image=coefficients * (rhs - solution.residual),
         solutions=solution.value,
         status=solution.status,
         stats=solution.stats,

@@ -17,7 +17,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators import matrix_derivative
+from gpy_iterative.linear_operators import bilinear_derivative, matrix_derivative
 
 
 class _BilinearSurrogate(torch.autograd.Function):
@@ -25,23 +25,33 @@ class _BilinearSurrogate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tree: Any, value: Tensor, left: Tensor, right: Tensor | None, *representation: Tensor
+        ctx: Any,
+        tree: Any,
+        value: Tensor,
+        left: Tensor,
+        right: Tensor | None,
+        left_image: Tensor | None,
+        *representation: Tensor,
     ) -> Tensor:
         ctx.tree = tree
         # Saved through autograd, so that parameters changed in place between forward and backward
         # raise an error instead of giving a gradient of two different models.
-        ctx.save_for_backward(left, right, *representation)
+        ctx.save_for_backward(left, right, left_image, *representation)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
         (gradient,) = gradients
-        left, right, *representation = ctx.saved_tensors
+        left, right, left_image, *representation = ctx.saved_tensors
         operator = ctx.tree(*representation)
-        left = gradient[..., None, None] * left
-        derivatives = matrix_derivative(operator, left) if right is None else operator._bilinear_derivative(left, right)
-        return (None, None, None, None, *derivatives)
+        scale = gradient[..., None, None]
+        if right is None:
+            derivatives = matrix_derivative(operator, scale * left)
+        else:
+            image = None if left_image is None else scale * left_image
+            derivatives = bilinear_derivative(operator, scale * left, right, image)
+        return (None, None, None, None, None, *derivatives)
 
 
 class _GivenDerivatives(torch.autograd.Function):
@@ -90,7 +100,14 @@ def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> T
 
 
 def surrogate(
-    operator: LinearOperator, value: Tensor, left: Tensor, right: Tensor | None, weights: Tensor, residual: Tensor
+    operator: LinearOperator,
+    value: Tensor,
+    left: Tensor,
+    right: Tensor | None,
+    weights: Tensor,
+    residual: Tensor,
+    *,
+    left_image: Tensor | None = None,
 ) -> Tensor:
     """The log marginal likelihood's value, with its gradient estimator attached.
 
@@ -102,12 +119,15 @@ def surrogate(
             the whole weight matrix [*b, n, n] and d/dtheta of the result sum_ij left_ij dH_ij/dtheta.
         weights: a = H^-1 (y - mean) [*b, n], detached.
         residual: y - mean [*b, n], with the graph to the mean's parameters (and the targets, if they have one).
+        left_image: H left [*b, n, k], detached, where it is known: saves the pass that an outputscale would take.
 
     Returns:
         [*b] tensor. Its backward costs one derivative pass of the operator, n^2 (d + k) multiply-adds for a
         kernel matrix, and raises RuntimeError under `create_graph=True`.
     """
-    result = _BilinearSurrogate.apply(operator.representation_tree(), value, left, right, *operator.representation())
+    result = _BilinearSurrogate.apply(
+        operator.representation_tree(), value, left, right, left_image, *operator.representation()
+    )
     if residual.requires_grad:
         result = result + with_derivatives(torch.zeros_like(value), [(residual, -weights)])
     return result
