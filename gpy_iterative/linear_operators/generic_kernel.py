@@ -17,7 +17,8 @@ from torch.func import functional_call
 from gpy_iterative.linear_operators.products import KernelProducts, LoweredProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.tile_weights import TileWeights
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator, Tiles, blocks
+from gpy_iterative.linear_operators.tiled import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles import Tiles, blocks
 
 #: Points of a block of which only the diagonal is wanted: kernels with several outputs have no cheaper way.
 DIAGONAL_BLOCK = 256
@@ -247,9 +248,9 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         gradients = [torch.zeros_like(tensor) for tensor in tensors]
         tiles = self.tiles()
         assert isinstance(tiles, KernelTiles)
-        for i, rows in enumerate(tiles.rows):
+        for i in range(len(tiles.rows)):
             for columns in tiles.strips[i]:
-                weight = weights.strip(rows, tiles.span(columns), 1).squeeze(-3)
+                weight = weights.strip(i, columns).transpose(-3, -2).flatten(-2)
                 self._add_derivative(gradients, wanted, tiles.input_rows[i], tiles.input_span(columns), weight)
         tiles.complete(
             [gradient for gradient, is_wanted in zip(gradients, wanted, strict=True) if is_wanted], weights.tensors

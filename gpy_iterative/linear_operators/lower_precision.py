@@ -11,7 +11,7 @@ import torch
 from linear_operator import LinearOperator
 
 from gpy_iterative.linear_operators.precision import EPS, Precision
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator
+from gpy_iterative.linear_operators.tiled import TiledLinearOperator
 
 
 def lower_precision(operator: LinearOperator) -> tuple[LinearOperator, Precision] | None:

@@ -16,7 +16,8 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from gpy_iterative.linear_operators.tiles import Rows, TiledLinearOperator
+from gpy_iterative.linear_operators.tiled import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles import Rows
 
 
 @singledispatch

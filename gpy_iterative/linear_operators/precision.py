@@ -96,10 +96,13 @@ class TileArithmetic:
         """
         if not self.is_native or out.dim() > 3:
             out += self.times(vectors, tiles)
-        elif out.mT.is_contiguous() and tiles.stride(-1) != 1:
-            out.mT.baddbmm_(tiles.mT, vectors.mT.expand(len(out), -1, -1))
+            return
+        if vectors.shape[0] != out.shape[0]:
+            vectors = vectors.expand(out.shape[0], -1, -1)
+        if tiles.stride(-1) != 1 and out.mT.is_contiguous():
+            out.mT.baddbmm_(tiles.mT, vectors.mT)
         else:
-            out.baddbmm_(vectors.expand(len(out), -1, -1), tiles)
+            out.baddbmm_(vectors, tiles)
 
 
 #: Everything in the inputs' own dtype.

@@ -17,8 +17,9 @@ from gpy_iterative.linear_operators.radial_keops import RadialKeOps
 from gpy_iterative.linear_operators.radial_tiles import RadialTiles
 from gpy_iterative.linear_operators.squared_distances import differentiable_squared_distances
 from gpy_iterative.linear_operators.tile_cache import TileCache
-from gpy_iterative.linear_operators.tile_weights import BilinearWeights, TileWeights
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator, blocks
+from gpy_iterative.linear_operators.tile_weights import TileWeights
+from gpy_iterative.linear_operators.tiled import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles import blocks
 
 
 class RadialKernelLinearOperator(TiledLinearOperator):
@@ -214,7 +215,7 @@ def _(
     # Of an outputscale of zero the sum of all entries tells nothing.
     if left_image is None or not operator.outputscale.all():
         return operator._bilinear_derivative(left, right)
-    weights = BilinearWeights(left, right, operator.batch_shape, symmetric=operator.symmetric)
+    weights = operator.bilinear_weights(left, right)
     total = (left_image.double() * right).sum((-2, -1)).expand(weights.batch_shape)
     return operator._tile_derivatives(weights, total)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial_functions import RadialFunction
-from gpy_iterative.linear_operators.row_blocks import RowBlocks, whole_run
+from gpy_iterative.linear_operators.row_blocks import RowBlocks, block_product, whole_run
 from gpy_iterative.linear_operators.squared_distances import SquaredDistances
 from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.tile_weights import TileWeights
@@ -91,6 +91,7 @@ class RadialTiles(Tiles):
             products=products,
             cache=cache,
         )
+        self._strips = self._distances.strips(self.rows, self.columns)
 
     def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
         u = self._squared_distances(i, columns, out)
@@ -159,24 +160,24 @@ class RadialTiles(Tiles):
         sums2 = sums1 if self.symmetric else RowBlocks.zeros(wide, (*batch, dimension + 1), x2.run)
         dvalue, dalpha = wide.new_zeros(batch), wide.new_zeros(batch)
         self._claim()
-        for i, rows in enumerate(self.rows):
+        for i in range(len(self.rows)):
             row = range(i, i + 1)
             own, direct = x1.part(row), sums1.part(row)
             for columns in self.strips[i]:
                 shape = torch.Size((*batch, *self.strip_shape(i, columns)[-3:]))
-                strip = weights.strip(rows, self.span(columns), len(columns), out=self.scratch(shape, 2))
+                strip = weights.strip(i, columns, out=self.scratch(shape, 2))
                 if alpha:
                     dalpha += (self.alpha_derivative(i, columns) * strip).sum((-3, -2, -1), dtype=torch.float64)
                 function_value, function_derivative = self.value_and_derivative(i, columns)
                 if value:
                     dvalue += torch.linalg.vecdot(function_value.flatten(-3), strip.flatten(-3))
                 strip.mul_(function_derivative)
-                direct += (x2.part(columns) @ strip.mT).sum(-3, keepdim=True)
+                direct += block_product(x2.part(columns), strip.mT).sum(-3, keepdim=True)
                 mirrored = sums2.part(columns)
                 if is_one_sided:
                     mirrored[..., -1:, :].add_(strip.sum(-2, keepdim=True))
                 else:
-                    mirrored += own @ strip
+                    mirrored += block_product(own, strip)
         if is_one_sided:
             sums1.data[..., :-1, :] *= 2
         factor = 2 * self.function.derivative_factor
@@ -196,7 +197,7 @@ class RadialTiles(Tiles):
     def _squared_distances(self, i: int, columns: range, out: Tensor) -> Tensor:
         """May be slightly negative; zero on the diagonal, whatever the rounding."""
         scratch = self.scratch(out.shape, 1)
-        u = self._distances.strip(self.rows[i], self.span(columns), len(columns), out=out, scratch=scratch)
+        u = self._strips.strip(i, columns, out=out, scratch=scratch)
         if self.symmetric and i == columns[0]:
             u.diagonal(dim1=-2, dim2=-1).zero_()
         return u

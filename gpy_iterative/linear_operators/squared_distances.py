@@ -13,8 +13,13 @@ all others, hundreds of lengthscales away, float32 keeps fewer digits: in elevat
 deviations out, a bound on the largest error would take all coordinates apart.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from gpy_iterative.linear_operators.row_blocks import RowBlocks, block_product, whole_run
 
 #: The rounding error that a squared distance may have, in squared lengthscales. With it the error of a kernel's value
 #: stays below the smallest noise that GPyTorch's default constraint allows, 1e-4.
@@ -37,8 +42,7 @@ class SquaredDistances:
         together, apart = _by_spread(x1, x2)
         self._left = _with_norms(x1[..., together], is_left=True)
         self._right = _with_norms(x2[..., together], is_left=False)
-        self._rows_apart = x1[..., apart].mT.contiguous()
-        self._columns_apart = x2[..., apart].mT.contiguous()
+        self._left_apart, self._right_apart = x1[..., apart], x2[..., apart]
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -46,30 +50,47 @@ class SquaredDistances:
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         """[*b, rows, columns], negative by a rounding error at most."""
-        return self.strip(rows, columns, 1).squeeze(-3)
+        u = self._left[..., rows, :] @ self._right[..., columns, :].mT
+        return _add_squares_(u, self._left_apart[..., rows, :].mT, self._right_apart[..., columns, :].mT)
 
-    def strip(
-        self,
-        rows: slice | Tensor,
-        columns: slice,
-        parts: int,
-        *,
-        out: Tensor | None = None,
-        scratch: Tensor | None = None,
-    ) -> Tensor:
-        """The same for columns in so many equal parts, [*b, parts, rows, columns / parts].
+    def strips(self, rows: Sequence[slice], columns: Sequence[slice]) -> "DistanceStrips":
+        """The same in tiles."""
+        return DistanceStrips(
+            RowBlocks.of(self._left, whole_run(rows)),
+            RowBlocks.of(self._right, whole_run(columns)),
+            RowBlocks.of(self._left_apart, whole_run(rows)),
+            RowBlocks.of(self._right_apart, whole_run(columns)),
+        )
 
-        `out` and `scratch` of that shape are overwritten.
-        """
-        left = self._left[..., rows, :].unsqueeze(-3)
-        right = self._right[..., columns, :].unflatten(-2, (parts, -1))
-        u = torch.matmul(left, right.mT, out=out)
-        for coordinate in range(self._rows_apart.shape[-2]):
-            left = self._rows_apart[..., coordinate, rows].unsqueeze(-1).unsqueeze(-3)
-            right = self._columns_apart[..., coordinate, columns].unflatten(-1, (parts, -1)).unsqueeze(-2)
-            difference = torch.sub(left, right, out=scratch)
-            u.addcmul_(difference, difference)
-        return u
+
+@dataclass(frozen=True)
+class DistanceStrips:
+    """Squared distances in neighbouring tiles.
+
+    Attributes:
+        left, right: the factors of the matrix product.
+        left_apart, right_apart: the coordinates that are left out of it.
+    """
+
+    left: RowBlocks
+    right: RowBlocks
+    left_apart: RowBlocks
+    right_apart: RowBlocks
+
+    def strip(self, i: int, columns: range, *, out: Tensor, scratch: Tensor) -> Tensor:
+        """The tiles of row block i and some column blocks, [*b, g, rows, columns]; out and scratch are overwritten."""
+        row = range(i, i + 1)
+        u = block_product(self.left.part(row).mT, self.right.part(columns), out=out)
+        return _add_squares_(u, self.left_apart.part(row), self.right_apart.part(columns), scratch)
+
+
+def _add_squares_(u: Tensor, rows: Tensor, columns: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """Adds to u [*b, n, m] the squared differences of coordinates [*b, c, n] and [*b, c, m], one by one."""
+    for coordinate in range(rows.shape[-2]):
+        left, right = rows[..., coordinate, :].unsqueeze(-1), columns[..., coordinate, :].unsqueeze(-2)
+        difference = torch.sub(left, right, out=scratch)
+        u.addcmul_(difference, difference)
+    return u
 
 
 def differentiable_squared_distances(x1: Tensor, x2: Tensor | None) -> Tensor:

@@ -1,9 +1,12 @@
 """The weights of a matrix's entries in a derivative, tile by tile."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from gpy_iterative.linear_operators.row_blocks import RowBlocks, block_product, whole_run
 
 
 class TileWeights(ABC):
@@ -21,8 +24,8 @@ class TileWeights(ABC):
         """What W is made of."""
 
     @abstractmethod
-    def strip(self, rows: slice, columns: slice, parts: int, out: Tensor | None = None) -> Tensor:
-        """W of these rows and columns, the columns in equal parts: [*b, parts, rows, columns / parts], to be overwritten.
+    def strip(self, i: int, columns: range, out: Tensor | None = None) -> Tensor:
+        """W of the tiles of row block i and some column blocks, [*b, g, rows, columns], to be overwritten.
 
         Of a symmetric matrix, what stands for (i, j) and (j, i) together. `out`, of that shape, is memory that may be used.
         """
@@ -34,17 +37,26 @@ class BilinearWeights(TileWeights):
     Args:
         left, right: [*b, n, s] and [*b, m, s].
         batch_shape: of the matrix.
-        symmetric: whether the matrix is symmetric, and is visited in its upper triangle.
+        rows, columns: its tiles.
+        symmetric: whether it is symmetric, and is visited in its upper triangle.
     """
 
-    def __init__(self, left: Tensor, right: Tensor, batch_shape: torch.Size, *, symmetric: bool) -> None:
+    def __init__(
+        self,
+        left: Tensor,
+        right: Tensor,
+        batch_shape: torch.Size,
+        *,
+        rows: Sequence[slice],
+        columns: Sequence[slice],
+        symmetric: bool,
+    ) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, left.shape[:-2], right.shape[:-2])
         self.left, self.right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
         self._symmetric = symmetric
-        if symmetric:
-            self._rows, self._columns = self.both_sides()
-        else:
-            self._rows, self._columns = self.left, self.right
+        factors = self.both_sides() if symmetric else (self.left, self.right)
+        self._rows = RowBlocks.of(factors[0], whole_run(rows))
+        self._columns = RowBlocks.of(factors[1], whole_run(columns))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -54,26 +66,34 @@ class BilinearWeights(TileWeights):
         """The factors of W + W^T, the weights of the pairs (i, j) and (j, i) together."""
         return torch.cat([self.left, self.right], dim=-1), torch.cat([self.right, self.left], dim=-1)
 
-    def strip(self, rows: slice, columns: slice, parts: int, out: Tensor | None = None) -> Tensor:
-        left = self._rows[..., rows, :].unsqueeze(-3)
-        right = self._columns[..., columns, :].unflatten(-2, (parts, -1)).mT
-        product = torch.matmul(left, right, out=out)
-        return product.mul_(0.5) if self._symmetric and rows == columns else product
+    def strip(self, i: int, columns: range, out: Tensor | None = None) -> Tensor:
+        product = block_product(self._rows.part(range(i, i + 1)).mT, self._columns.part(columns), out=out)
+        return product.mul_(0.5) if self._symmetric and i == columns.start else product
 
 
 class MatrixWeights(TileWeights):
     """W as a dense matrix [*b, n, m]; the other arguments are those of `BilinearWeights`."""
 
-    def __init__(self, matrix: Tensor, batch_shape: torch.Size, *, symmetric: bool) -> None:
+    def __init__(
+        self,
+        matrix: Tensor,
+        batch_shape: torch.Size,
+        *,
+        rows: Sequence[slice],
+        columns: Sequence[slice],
+        symmetric: bool,
+    ) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, matrix.shape[:-2])
         self._matrix, self._symmetric = matrix.expand(*self.batch_shape, *matrix.shape[-2:]), symmetric
+        self._rows, self._columns = rows, columns
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self._matrix,)
 
-    def strip(self, rows: slice, columns: slice, parts: int, out: Tensor | None = None) -> Tensor:
-        block = self._matrix[..., rows, columns]
-        if self._symmetric and rows != columns:
-            block = block + self._matrix[..., columns, rows].mT
-        return block.unflatten(-1, (parts, -1)).transpose(-3, -2).clone(memory_format=torch.contiguous_format)
+    def strip(self, i: int, columns: range, out: Tensor | None = None) -> Tensor:
+        rows, span = self._rows[i], slice(self._columns[columns[0]].start, self._columns[columns[-1]].stop)
+        block = self._matrix[..., rows, span]
+        if self._symmetric and i != columns.start:
+            block = block + self._matrix[..., span, rows].mT
+        return block.unflatten(-1, (len(columns), -1)).transpose(-3, -2).clone(memory_format=torch.contiguous_format)

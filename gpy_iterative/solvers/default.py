@@ -4,7 +4,7 @@ from linear_operator import LinearOperator
 from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
 
 from gpy_iterative.linear_operators import NoisyLinearOperator
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator
+from gpy_iterative.linear_operators.tiled import TiledLinearOperator
 from gpy_iterative.solvers.alternating_projections import AlternatingProjections
 from gpy_iterative.solvers.base import Solver
 from gpy_iterative.solvers.cholesky import Cholesky

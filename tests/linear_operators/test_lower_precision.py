@@ -35,7 +35,7 @@ from gpy_iterative.linear_operators import (
 from gpy_iterative.linear_operators.precision import KEPT, TileArithmetic, _tensor_float32, tile_arithmetic
 from gpy_iterative.linear_operators.radial_functions import MATERN32
 from gpy_iterative.linear_operators.radial_tiles import RadialTiles
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator
+from gpy_iterative.linear_operators.tiled import TiledLinearOperator
 
 N = 45
 PRECISIONS = ["float32", "bfloat16", "float16"]

@@ -23,8 +23,7 @@ from gpy_iterative.linear_operators import (
     rows_matmul,
 )
 from gpy_iterative.linear_operators.radial_functions import MATERN32, RATIONAL_QUADRATIC
-from gpy_iterative.linear_operators.tile_weights import BilinearWeights
-from gpy_iterative.linear_operators.tiles import TiledLinearOperator
+from gpy_iterative.linear_operators.tiled import TiledLinearOperator
 from tests.processes import Processes, Raised
 
 N, M = 45, 21
@@ -142,7 +141,7 @@ def evaluated_tiles(group: Any) -> tuple[list[tuple[int, int]], list[tuple[int, 
     of_product, seen = seen, []
     tiles.matmul(vectors)
     assert not seen  # kept
-    tiles.derivative(BilinearWeights(vectors, vectors, torch.Size(), symmetric=True), value=True, alpha=False)
+    tiles.derivative(operator.bilinear_weights(vectors, vectors), value=True, alpha=False)
     return of_product, seen
 
 
