@@ -1,7 +1,7 @@
-"""The derivative of a sum of left_k^T K right_k where the products K left_k are known already.
+"""The derivative of a sum of left_k^T K right_k, where its terms may be known already.
 
-They are those of a solve's solutions: K times one is the right-hand side less the residual. What scales the matrix as a
-whole then needs no pass over it.
+After a solve they are: for a solution v of K v = b, K v is b less the solve's residual. The derivative with respect to what
+scales the whole matrix follows from them, without a pass over it.
 """
 
 from functools import singledispatch
@@ -12,16 +12,18 @@ from torch import Tensor
 
 @singledispatch
 def bilinear_derivative(
-    operator: LinearOperator, left: Tensor, right: Tensor, left_image: Tensor | None = None
+    operator: LinearOperator, left: Tensor, right: Tensor, forms: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """The derivatives of `(left * (operator @ right)).sum()` with respect to `operator.representation()`.
 
     Args:
         operator: [*b, n, m].
         left, right: [*b, n, s] and [*b, m, s], constant.
-        left_image: operator^T left [*b, m, s], where it is at hand; operators that have no use for it ignore it.
+        forms: left_k^T operator right_k [*b, s] in float64, where they are known.
 
     Returns:
         One tensor, or None, for each of the representation.
+
+    Operators that have a use for the forms register themselves; for all others this is `_bilinear_derivative`.
     """
     return operator._bilinear_derivative(left, right)

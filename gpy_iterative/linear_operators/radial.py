@@ -104,23 +104,18 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
     # Derivative
 
-    def _tile_derivatives(self, weights: TileWeights, total: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """See the base class. `total` [*b] is the weighted sum of all entries itself, where it is known."""
+    def _tile_derivatives(self, weights: TileWeights) -> tuple[Tensor | None, ...]:
         tensors = {"x1": self.x1, "outputscale": self.outputscale, "alpha": self.alpha, "x2": self.x2}
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         wanted = {name for name, tensor in tensors.items() if tensor.requires_grad}
         if not wanted:
             return (None,) * len(tensors)
         found = self.tiles().derivative(
-            weights,
-            value=total is None and "outputscale" in wanted,
-            alpha="alpha" in wanted,
-            scales_only=self.scales_only,
+            weights, value="outputscale" in wanted, alpha="alpha" in wanted, scales_only=self.scales_only
         )
         scale = self.outputscale
         factor = scale.unsqueeze(-1).unsqueeze(-1)
-        value = found.value if total is None else total / scale
-        gradients = {"x1": found.x1 * factor, "outputscale": value, "alpha": (found.alpha * scale).unsqueeze(-1)}
+        gradients = {"x1": found.x1 * factor, "outputscale": found.value, "alpha": (found.alpha * scale).unsqueeze(-1)}
         if found.x2 is not None:
             gradients["x2"] = found.x2 * factor
         return tuple(_sum_to(gradients[name], tensor) if name in wanted else None for name, tensor in tensors.items())
@@ -187,14 +182,18 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return self._on_batches(lambda tensor, extra: tensor.permute(*dims, *range(len(dims), len(dims) + extra)))
 
     def _mul_constant(self, other: float | Tensor) -> LinearOperator:
+        return self.with_outputscale(self.outputscale * other)
+
+    def with_outputscale(self, outputscale: Tensor) -> "RadialKernelLinearOperator":
+        """The same with another outputscale, and the same tiles, which know nothing of it."""
         return type(self)(
             self.x1,
-            self.outputscale * other,
+            outputscale,
             x2=self.x2,
             alpha=self.alpha,
             function=self.function,
             products=self.products,
-            cache=self.cache,  # tiles know nothing of the outputscale
+            cache=self.cache,
             scales_only=self.scales_only,
         )
 
@@ -210,14 +209,14 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
 @bilinear_derivative.register
 def _(
-    operator: RadialKernelLinearOperator, left: Tensor, right: Tensor, left_image: Tensor | None = None
+    operator: RadialKernelLinearOperator, left: Tensor, right: Tensor, forms: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    # Of an outputscale of zero the sum of all entries tells nothing.
-    if left_image is None or not operator.outputscale.all():
+    scale = operator.outputscale
+    # A graph of the derivative is not in the forms, and where the scale is zero they say nothing.
+    if forms is None or torch.is_grad_enabled() or not scale.requires_grad or not bool(scale.all()):
         return operator._bilinear_derivative(left, right)
-    weights = operator.bilinear_weights(left, right)
-    total = (left_image.double() * right).sum((-2, -1)).expand(weights.batch_shape)
-    return operator._tile_derivatives(weights, total)
+    x1, _, *others = operator.with_outputscale(scale.detach())._bilinear_derivative(left, right)
+    return (x1, _sum_to(forms.sum(-1) / scale, scale), *others)
 
 
 def _sum_to(gradient: Tensor, tensor: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def _exponents(u: Tensor, inverse_root: Tensor, out: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RadialFunction(ABC):
-    """One radial function; `u = scale * q` is its argument everywhere, with u >= 0."""
+    """One radial function; `u = scale * q` is its argument everywhere, in the range that `clamp_` gives."""
 
     name: str
 
@@ -88,7 +88,7 @@ class RadialFunction(ABC):
 
     def clamp_(self, u: Tensor) -> Tensor:
         """Distances, as rounding left them, into the range that `value_` and its like take, in place."""
-        return u.clamp_(torch.finfo(u.dtype).tiny if self.takes_inverse_root else 0.0, self.largest)
+        return u.clamp_(_positive(u.dtype) if self.takes_inverse_root else 0.0, self.largest)
 
     @abstractmethod
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
@@ -107,8 +107,14 @@ class RadialFunction(ABC):
         raise ValueError(f"The {self.name} function has no alpha.")
 
 
+def _positive(dtype: torch.dtype) -> float:
+    """A positive number whose root is no more than rounding beside 1."""
+    limits = torch.finfo(dtype)
+    return min(limits.tiny, limits.eps**2)
+
+
 def _safe_sqrt(u: Tensor) -> Tensor:
-    return u.clamp_min(torch.finfo(u.dtype).tiny).sqrt()
+    return u.clamp_min(_positive(u.dtype)).sqrt()
 
 
 @dataclass(frozen=True)

@@ -78,20 +78,18 @@ class RadialTiles(Tiles):
         self.alpha = None if alpha is None else alpha.detach()
         self._strip_alpha = None if alpha is None else alpha.detach().unsqueeze(-1)
         columns = self.x1 if self.x2 is None else self.x2
-        self._distances = SquaredDistances(self.x1, columns, function.scale(self.alpha))
-        shape = torch.Size((*self._distances.batch_shape, x1.shape[-2], columns.shape[-2]))
         self._is_fused, length = products.is_fused(x1.device), products.tile_rows(x1.device)
+        tiles = {"rows": blocks(x1.shape[-2], length), "columns": blocks(columns.shape[-2], length)}
+        self._distances = SquaredDistances(self.x1, columns, function.scale(self.alpha), **tiles)
         super().__init__(
-            shape,
+            torch.Size((*self._distances.batch_shape, x1.shape[-2], columns.shape[-2])),
             symmetric=x2 is None,
-            rows=blocks(shape[-2], length),
-            columns=blocks(shape[-1], length),
+            **tiles,
             # The very tensors, not detached copies: they are what the cache recognises its owner by.
             owner=tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None),
             products=products,
             cache=cache,
         )
-        self._strips = self._distances.strips(self.rows, self.columns)
 
     def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
         u = self._squared_distances(i, columns, out)
@@ -187,17 +185,18 @@ class RadialTiles(Tiles):
         return RadialDerivative(dx1, dx2, dvalue, dalpha)
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        u = self._distances.block(rows, columns)
+        row_numbers, column_numbers = (torch.arange(size, device=self.x1.device) for size in self.shape[-2:])
+        row_numbers, column_numbers = row_numbers[rows], column_numbers[columns]
+        u = self._distances.block(row_numbers, column_numbers)
         if self.symmetric:
-            positions = torch.arange(self.shape[-1], device=u.device)
-            _zero_own_distances(u, positions[rows], columns.indices(len(positions))[0])
+            _zero_own_distances(u, row_numbers, columns.indices(self.shape[-1])[0])
         self.function.clamp_(u)
         return self.function.value_(u, torch.empty_like(u), self.alpha)
 
     def _squared_distances(self, i: int, columns: range, out: Tensor) -> Tensor:
         """May be slightly negative; zero on the diagonal, whatever the rounding."""
         scratch = self.scratch(out.shape, 1)
-        u = self._strips.strip(i, columns, out=out, scratch=scratch)
+        u = self._distances.strip(i, columns, out=out, scratch=scratch)
         if self.symmetric and i == columns[0]:
             u.diagonal(dim1=-2, dim2=-1).zero_()
         return u
@@ -212,7 +211,7 @@ def _zero_own_distances(u: Tensor, rows: Tensor, first: int) -> None:
 
 def _with_ones(x: Tensor, batch: torch.Size, tiles: list[slice]) -> RowBlocks:
     """The coordinates of inputs [*b, n, d], and ones."""
-    vectors = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
+    vectors = torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1)
     return RowBlocks.of(vectors.expand(*batch, *vectors.shape[-2:]), whole_run(tiles))
 
 

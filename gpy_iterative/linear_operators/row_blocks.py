@@ -6,7 +6,6 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gpy_iterative.linear_operators.precision import TileArithmetic
 
@@ -88,11 +87,15 @@ class RowBlocks:
     @classmethod
     def of(cls, vectors: Tensor, run: TileRun) -> Self:
         """Vectors [*b, n, s] in blocks."""
-        count = len(run.numbers)
-        padded = pad(vectors, (0, 0, 0, count * run.length - vectors.shape[-2]))
+        *batch, size, columns = vectors.shape
         # A copy even where one vector is contiguous already: it has other strides then, for which BLAS is slow.
-        blocks = padded.unflatten(-2, (count, run.length)).mT
-        return cls(blocks.clone(memory_format=torch.contiguous_format), run)
+        data = vectors.new_empty(*batch, len(run.numbers), columns, run.length)
+        full, rest = divmod(size, run.length)
+        data[..., :full, :, :] = vectors[..., : size - rest, :].unflatten(-2, (full, run.length)).mT
+        if rest:
+            data[..., full, :, :rest] = vectors[..., size - rest :, :].mT
+            data[..., full, :, rest:] = 0
+        return cls(data, run)
 
     @classmethod
     def zeros(cls, like: Tensor, shape: tuple[int, ...], run: TileRun) -> Self:
@@ -103,6 +106,10 @@ class RowBlocks:
     def vectors(self) -> Tensor:
         """[*b, n, s] again."""
         return self.data.mT.flatten(-3, -2)[..., : self._size, :]
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Some rows of the vectors, [*b, rows, s]."""
+        return self.data.mT[..., index // self.run.length, index % self.run.length, :]
 
     def part(self, numbers: range) -> Tensor:
         """The blocks that face neighbouring tiles of equal shape, [*b, g, s, rows of one]: a view."""
@@ -118,7 +125,7 @@ class RowBlocks:
 
 
 def block_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """[*b, 1 or g, m, k] times [*b, g, k, l], as torch.matmul does it, in half of the time that it takes to begin."""
+    """[*b, 1 or g, m, k] times [*b, g, k, l], without the microseconds that `torch.matmul` takes to choose a product."""
     if left.dim() == right.dim() == 3:
         if left.shape[0] != right.shape[0]:
             left = left.expand(right.shape[0], -1, -1)

@@ -14,7 +14,6 @@ deviations out, a bound on the largest error would take all coordinates apart.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,60 +31,43 @@ class SquaredDistances:
     Args:
         x1, x2: inputs [*b, n, d] and [*b, m, d], around a common centre near zero.
         scale: a constant that is folded in, [] or [*b, 1, 1].
+        rows, columns: the tiles that are asked for.
 
-    A block costs d + 2 multiply-adds an entry, and two element-wise passes for every coordinate that is taken apart.
+    An entry costs d + 2 multiply-adds, and two element-wise passes for every coordinate that is taken apart.
     """
 
-    def __init__(self, x1: Tensor, x2: Tensor, scale: float | Tensor) -> None:
+    def __init__(
+        self, x1: Tensor, x2: Tensor, scale: float | Tensor, *, rows: Sequence[slice], columns: Sequence[slice]
+    ) -> None:
         root = scale**0.5
         x1, x2 = x1.detach() * root, x2.detach() * root
         together, apart = _by_spread(x1, x2)
-        self._left = _with_norms(x1[..., together], is_left=True)
-        self._right = _with_norms(x2[..., together], is_left=False)
-        self._left_apart, self._right_apart = x1[..., apart], x2[..., apart]
+        self._left = RowBlocks.of(_with_norms(x1[..., together], is_left=True), whole_run(rows))
+        self._right = RowBlocks.of(_with_norms(x2[..., together], is_left=False), whole_run(columns))
+        self._left_apart = RowBlocks.of(x1[..., apart], whole_run(rows))
+        self._right_apart = RowBlocks.of(x2[..., apart], whole_run(columns))
 
     @property
     def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(self._left.shape[:-2], self._right.shape[:-2])
-
-    def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        """[*b, rows, columns], negative by a rounding error at most."""
-        u = self._left[..., rows, :] @ self._right[..., columns, :].mT
-        return _add_squares_(u, self._left_apart[..., rows, :].mT, self._right_apart[..., columns, :].mT)
-
-    def strips(self, rows: Sequence[slice], columns: Sequence[slice]) -> "DistanceStrips":
-        """The same in tiles."""
-        return DistanceStrips(
-            RowBlocks.of(self._left, whole_run(rows)),
-            RowBlocks.of(self._right, whole_run(columns)),
-            RowBlocks.of(self._left_apart, whole_run(rows)),
-            RowBlocks.of(self._right_apart, whole_run(columns)),
-        )
-
-
-@dataclass(frozen=True)
-class DistanceStrips:
-    """Squared distances in neighbouring tiles.
-
-    Attributes:
-        left, right: the factors of the matrix product.
-        left_apart, right_apart: the coordinates that are left out of it.
-    """
-
-    left: RowBlocks
-    right: RowBlocks
-    left_apart: RowBlocks
-    right_apart: RowBlocks
+        return torch.broadcast_shapes(self._left.data.shape[:-3], self._right.data.shape[:-3])
 
     def strip(self, i: int, columns: range, *, out: Tensor, scratch: Tensor) -> Tensor:
-        """The tiles of row block i and some column blocks, [*b, g, rows, columns]; out and scratch are overwritten."""
+        """The tiles of row block i and some column blocks, [*b, g, rows, columns], negative by a rounding error at most.
+
+        `out` and `scratch` of that shape are overwritten.
+        """
         row = range(i, i + 1)
-        u = block_product(self.left.part(row).mT, self.right.part(columns), out=out)
-        return _add_squares_(u, self.left_apart.part(row), self.right_apart.part(columns), scratch)
+        u = block_product(self._left.part(row).mT, self._right.part(columns), out=out)
+        return _add_squares_(u, self._left_apart.part(row), self._right_apart.part(columns), scratch)
+
+    def block(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The same of any rows and columns, by their numbers: [*b, rows, columns]."""
+        u = self._left.rows(rows) @ self._right.rows(columns).mT
+        return _add_squares_(u, self._left_apart.rows(rows).mT, self._right_apart.rows(columns).mT)
 
 
 def _add_squares_(u: Tensor, rows: Tensor, columns: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """Adds to u [*b, n, m] the squared differences of coordinates [*b, c, n] and [*b, c, m], one by one."""
+    """Adds to u [..., n, m] the squared differences of coordinates [..., c, n] and [..., c, m], one by one."""
     for coordinate in range(rows.shape[-2]):
         left, right = rows[..., coordinate, :].unsqueeze(-1), columns[..., coordinate, :].unsqueeze(-2)
         difference = torch.sub(left, right, out=scratch)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -53,21 +54,24 @@ class BilinearWeights(TileWeights):
     ) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, left.shape[:-2], right.shape[:-2])
         self.left, self.right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
-        self._symmetric = symmetric
-        factors = self.both_sides() if symmetric else (self.left, self.right)
-        self._rows = RowBlocks.of(factors[0], whole_run(rows))
-        self._columns = RowBlocks.of(factors[1], whole_run(columns))
+        self._symmetric, self._runs = symmetric, (whole_run(rows), whole_run(columns))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.left, self.right
+
+    @cached_property
+    def _blocks(self) -> tuple[RowBlocks, RowBlocks]:
+        factors = self.both_sides() if self._symmetric else (self.left, self.right)
+        return RowBlocks.of(factors[0], self._runs[0]), RowBlocks.of(factors[1], self._runs[1])
 
     def both_sides(self) -> tuple[Tensor, Tensor]:
         """The factors of W + W^T, the weights of the pairs (i, j) and (j, i) together."""
         return torch.cat([self.left, self.right], dim=-1), torch.cat([self.right, self.left], dim=-1)
 
     def strip(self, i: int, columns: range, out: Tensor | None = None) -> Tensor:
-        product = block_product(self._rows.part(range(i, i + 1)).mT, self._columns.part(columns), out=out)
+        left, right = self._blocks
+        product = block_product(left.part(range(i, i + 1)).mT, right.part(columns), out=out)
         return product.mul_(0.5) if self._symmetric and i == columns.start else product
 
 

@@ -66,7 +66,7 @@ class DensityEstimate:
         value_sem: [*b], its standard error.
         weights: a = H^-1 residual, [*b, n].
         left, right: [*b, n, k]; the exact estimate has the weights of all entries of dH, [*b, n, n], and None.
-        left_image: H left, [*b, n, k], where it is known.
+        forms: left_k^T H right_k, [*b, k] in float64, where they are known.
         solutions: [*b, n, 1 + s], the solves as a warm start wants them; None for the exact estimate.
         status, stats: of the solve.
         truncation: what was drawn, of a randomly truncated series.
@@ -84,13 +84,11 @@ class DensityEstimate:
     status: SolveStatus
     stats: SolveStats
     truncation: TruncationReport | FrequencyReport | None = None
-    left_image: Tensor | None = None
+    forms: Tensor | None = None
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         """The value [*b], connected with the parameters behind H and the residual."""
-        return surrogate(
-            operator, self.value, self.left, self.right, self.weights, residual, left_image=self.left_image
-        )
+        return surrogate(operator, self.value, self.left, self.right, self.weights, residual, forms=self.forms)
 
     def __post_init__(self) -> None:
         check_estimated("value", self.value)
@@ -180,13 +178,14 @@ def stochastic_estimate(
     value = -0.5 * (quadratic + log_determinant.mean + num_data * math.log(2 * math.pi))
     coefficients = rhs.new_full((1 + num_probes,), -0.5 / num_probes)
     coefficients[0] = 0.5
+    right = torch.cat([weights.unsqueeze(-1), solved if probes.dual is None else probes.dual], dim=-1)
     return DensityEstimate(
         value=value,
         value_sem=0.5 * log_determinant.sem,
         weights=weights,
         left=coefficients * solution.value,
-        right=torch.cat([weights.unsqueeze(-1), solved if probes.dual is None else probes.dual], dim=-1),
-        left_image=coefficients * (rhs - solution.residual),
+        right=right,
+        forms=coefficients.double() * ((rhs - solution.residual) * right).sum(-2, dtype=torch.float64),
         solutions=solution.value,
         status=solution.status,
         stats=solution.stats,

@@ -30,27 +30,27 @@ class _BilinearSurrogate(torch.autograd.Function):
         value: Tensor,
         left: Tensor,
         right: Tensor | None,
-        left_image: Tensor | None,
+        forms: Tensor | None,
         *representation: Tensor,
     ) -> Tensor:
         ctx.tree = tree
         # Saved through autograd, so that parameters changed in place between forward and backward
         # raise an error instead of giving a gradient of two different models.
-        ctx.save_for_backward(left, right, left_image, *representation)
+        ctx.save_for_backward(left, right, forms, *representation)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
         (gradient,) = gradients
-        left, right, left_image, *representation = ctx.saved_tensors
+        left, right, forms, *representation = ctx.saved_tensors
         operator = ctx.tree(*representation)
         scale = gradient[..., None, None]
         if right is None:
             derivatives = matrix_derivative(operator, scale * left)
         else:
-            image = None if left_image is None else scale * left_image
-            derivatives = bilinear_derivative(operator, scale * left, right, image)
+            scaled = None if forms is None else scale.squeeze(-1) * forms
+            derivatives = bilinear_derivative(operator, scale * left, right, scaled)
         return (None, None, None, None, None, *derivatives)
 
 
@@ -107,7 +107,7 @@ def surrogate(
     weights: Tensor,
     residual: Tensor,
     *,
-    left_image: Tensor | None = None,
+    forms: Tensor | None = None,
 ) -> Tensor:
     """The log marginal likelihood's value, with its gradient estimator attached.
 
@@ -119,14 +119,14 @@ def surrogate(
             the whole weight matrix [*b, n, n] and d/dtheta of the result sum_ij left_ij dH_ij/dtheta.
         weights: a = H^-1 (y - mean) [*b, n], detached.
         residual: y - mean [*b, n], with the graph to the mean's parameters (and the targets, if they have one).
-        left_image: H left [*b, n, k], detached, where it is known: saves the pass that an outputscale would take.
+        forms: left_k^T H right_k [*b, k] in float64, detached, where they are known: saves an outputscale's pass.
 
     Returns:
         [*b] tensor. Its backward costs one derivative pass of the operator, n^2 (d + k) multiply-adds for a
         kernel matrix, and raises RuntimeError under `create_graph=True`.
     """
     result = _BilinearSurrogate.apply(
-        operator.representation_tree(), value, left, right, left_image, *operator.representation()
+        operator.representation_tree(), value, left, right, forms, *operator.representation()
     )
     if residual.requires_grad:
         result = result + with_derivatives(torch.zeros_like(value), [(residual, -weights)])

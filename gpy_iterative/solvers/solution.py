@@ -99,7 +99,7 @@ class Solution:
 
     Attributes:
         value: [*b, n, s], the best iterate of every column.
-        residual: [*b, n, s], the true `rhs - H value`.
+        residual: [*b, n, s], the true `rhs - H value`. Gradients are made of it: one that is not true makes them wrong.
         status: how the solve ended; of several batch members, the worst.
         stats: what it took.
 

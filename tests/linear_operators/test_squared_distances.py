@@ -7,6 +7,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial_functions import MATERN32
 from gpy_iterative.linear_operators.squared_distances import SquaredDistances
+from gpy_iterative.linear_operators.tiles import blocks
 
 #: Four times what is allowed on average: a few roundings of norms above the average may come together.
 ERROR = 1.2e-4
@@ -25,21 +26,26 @@ def exact(x1: Tensor, x2: Tensor) -> Tensor:
 def test_neighbours_keep_their_distance(spreads: list[float]) -> None:
     x1 = points(0, 300, spreads)
     x2 = x1 + 0.1 * points(1, 300, [1.0] * len(spreads))
-    found = SquaredDistances(x1, x2, 3.0).block(slice(None), slice(None)).double() / 3
+    tiles, everything = blocks(300, 128), torch.arange(300)
+    distances = SquaredDistances(x1, x2, 3.0, rows=tiles, columns=tiles)
+    found = distances.block(everything, everything).double() / 3
     truth = exact(x1, x2)
     near = truth < 1
     assert near.any()
     assert (found - truth)[near].abs().max() <= ERROR
     torch.testing.assert_close(found, truth, rtol=1e-4, atol=ERROR)
+    strip = distances.strip(2, range(2), out=torch.empty(2, 44, 128), scratch=torch.empty(2, 44, 128))
+    torch.testing.assert_close(torch.cat([*strip.double() / 3], dim=-1), truth[256:, :256], rtol=1e-4, atol=ERROR)
 
 
 def test_blocks_of_a_batch_and_of_single_rows() -> None:
     x = torch.stack([points(0, 20, [900.0, 1.0]), points(1, 20, [1.0, 1.0])])
-    distances = SquaredDistances(x, x, torch.tensor([[[1.0]], [[2.0]]]))
+    tiles = blocks(20, 8)
+    distances = SquaredDistances(x, x, torch.tensor([[[1.0]], [[2.0]]]), rows=tiles, columns=tiles)
     assert distances.batch_shape == (2,)
     rows = torch.tensor([3, 17, 5])
     truth = exact(x, x) * torch.tensor([[[1.0]], [[2.0]]])
-    found = distances.block(rows, slice(4, 11)).double()
+    found = distances.block(rows, torch.arange(4, 11)).double()
     torch.testing.assert_close(found, truth[:, rows, 4:11], rtol=1e-4, atol=ERROR)
 
 
