@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache as keep
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -185,13 +186,18 @@ class RadialTiles(Tiles):
         return RadialDerivative(dx1, dx2, dvalue, dalpha)
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        row_numbers, column_numbers = (torch.arange(size, device=self.x1.device) for size in self.shape[-2:])
-        row_numbers, column_numbers = row_numbers[rows], column_numbers[columns]
-        u = self._distances.block(row_numbers, column_numbers)
+        chosen = self._row_numbers[rows]
+        first, stop, step = columns.indices(self.shape[-1])
+        u = self._distances.block(chosen, torch.arange(first, stop, step, device=chosen.device))
         if self.symmetric:
-            _zero_own_distances(u, row_numbers, columns.indices(self.shape[-1])[0])
+            _zero_own_distances(u, chosen, first)
         self.function.clamp_(u)
         return self.function.value_(u, torch.empty_like(u), self.alpha)
+
+    @cached_property
+    def _row_numbers(self) -> Tensor:
+        """Of all rows: what an index, whatever its kind, picks from."""
+        return torch.arange(self.shape[-2], device=self.x1.device)
 
     def _squared_distances(self, i: int, columns: range, out: Tensor) -> Tensor:
         """May be slightly negative; zero on the diagonal, whatever the rounding."""
