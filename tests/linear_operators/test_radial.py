@@ -218,6 +218,18 @@ def test_duplicate_rows_have_finite_derivatives(function: RadialFunction, dtype:
     torch.testing.assert_close(gradient.double(), expected, atol=1e-3 if dtype == torch.float32 else 1e-6, rtol=1e-3)
 
 
+def test_inputs_may_have_no_dimension() -> None:
+    x, scale = torch.zeros(5, 0, requires_grad=True), torch.tensor(1.3, requires_grad=True)
+    operator = RadialKernelLinearOperator(x, scale, function=MATERN32, products=KernelProducts(tile_size=2))
+    vectors = torch.arange(10.0).view(5, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(operator._matmul(vectors), 1.3 * vectors.sum(0).expand(5, 2))
+        inputs_derivative, derivative = operator._bilinear_derivative(vectors, vectors)
+    assert inputs_derivative is not None
+    assert inputs_derivative.shape == (5, 0)
+    torch.testing.assert_close(derivative, vectors.sum(0).square().sum())
+
+
 def test_cache_serves_only_its_own_tensors() -> None:
     operator = operator_of(MATERN32, KernelProducts(tile_size=8))
     rhs = inputs(23, 2, seed=5).double()
