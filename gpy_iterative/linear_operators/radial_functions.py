@@ -55,12 +55,18 @@ def _decay(r: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mul(r, -_LOG2_E, out=out).exp2_()
 
 
-def _exponents(u: Tensor, inverse_root: Tensor, out: Tensor) -> Tensor:
-    """-r log2(e) for r = sqrt(u), whose exp2 is exp(-r), from u and 1 / r in one pass; `out` may be either of them.
+def _exponents_(u: Tensor, scratch: Tensor) -> Tensor:
+    """-r log2(e) for r = sqrt(u), whose exp2 is exp(-r), in place; scratch becomes 1 / r.
 
     By rsqrt: on a CPU torch computes it in half of sqrt's time, within the same rounding.
     """
-    return torch.addcmul(u.new_zeros(()), u, inverse_root, value=-_LOG2_E, out=out)
+    torch.rsqrt(u, out=scratch)
+    return torch.addcmul(u.new_zeros(()), u, scratch, value=-_LOG2_E, out=u)
+
+
+def _one_plus_r(exponents: Tensor, exponential: Tensor, out: Tensor) -> Tensor:
+    """(1 + r) exp(-r), from -r log2(e) and exp(-r) in one pass; `out` may be either of them."""
+    return torch.addcmul(exponential, exponents, exponential, value=-1 / _LOG2_E, out=out)
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,6 @@ class RadialFunction(ABC):
     #: Beyond it f counts as constant: so far below rounding that nothing is lost, and so far above the smallest numbers
     #: that the tiles, and what they are multiplied by, stay clear of denormal numbers, which are many times slower.
     largest: ClassVar[float] = math.inf
-
-    #: Whether u has to be positive: f is made of its inverse root.
-    takes_inverse_root: ClassVar[bool] = False
 
     #: What of df/dq is the same everywhere, and would take a pass over each tile.
     derivative_factor: ClassVar[float] = 1.0
@@ -88,7 +91,7 @@ class RadialFunction(ABC):
 
     def clamp_(self, u: Tensor) -> Tensor:
         """Distances, as rounding left them, into the range that `value_` and its like take, in place."""
-        return u.clamp_(_positive(u.dtype) if self.takes_inverse_root else 0.0, self.largest)
+        return u.clamp_(0, self.largest)
 
     @abstractmethod
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
@@ -140,11 +143,19 @@ class _Gaussian(RadialFunction):
 
 
 @dataclass(frozen=True)
-class _Matern12(RadialFunction):
-    """exp(-r); not differentiable at 0, where its derivative counts as 0."""
+class _Matern(RadialFunction):
+    """A function of r = sqrt(u), of which its inverse is taken, too: u has to be positive."""
 
     largest = FARTHEST**2
-    takes_inverse_root = True
+
+    def clamp_(self, u: Tensor) -> Tensor:
+        return u.clamp_(_positive(u.dtype), self.largest)
+
+
+@dataclass(frozen=True)
+class _Matern12(_Matern):
+    """exp(-r); not differentiable at 0, where its derivative counts as 0."""
+
     derivative_factor = -0.5
     keops = KeOpsFormulas("Exp(-Sqrt({u}))", "RatCst(-1,2) * Exp(-Sqrt({u})) * Rsqrt({u})")  # Rsqrt(0) is 0
 
@@ -152,7 +163,7 @@ class _Matern12(RadialFunction):
         return _decay(_safe_sqrt(u))
 
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        return _exponents(u, torch.rsqrt(u, out=scratch), out=u).exp2_()
+        return _exponents_(u, scratch).exp2_()
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
         # Distances that are rounding noise count as 0: their derivative would be large and of random size.
@@ -162,11 +173,9 @@ class _Matern12(RadialFunction):
 
 
 @dataclass(frozen=True)
-class _Matern32(RadialFunction):
+class _Matern32(_Matern):
     """(1 + r) exp(-r), r = sqrt(3 q)."""
 
-    largest = FARTHEST**2
-    takes_inverse_root = True
     derivative_factor = -1.5
     keops = KeOpsFormulas("(IntCst(1) + Sqrt({u})) * Exp(-Sqrt({u}))", "RatCst(-3,2) * Exp(-Sqrt({u}))")
 
@@ -178,9 +187,8 @@ class _Matern32(RadialFunction):
         return (1 + r) * _decay(r)
 
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        _exponents(u, torch.rsqrt(u, out=scratch), out=u)
-        torch.exp2(u, out=scratch)
-        return torch.addcmul(scratch, u, scratch, value=-1 / _LOG2_E, out=u)
+        exponents = _exponents_(u, scratch)
+        return _one_plus_r(exponents, torch.exp2(exponents, out=scratch), out=u)
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
         self.value_(u, scratch, alpha)
@@ -188,11 +196,9 @@ class _Matern32(RadialFunction):
 
 
 @dataclass(frozen=True)
-class _Matern52(RadialFunction):
+class _Matern52(_Matern):
     """(1 + r + r^2/3) exp(-r), r = sqrt(5 q)."""
 
-    largest = FARTHEST**2
-    takes_inverse_root = True
     derivative_factor = -5 / 6
     keops = KeOpsFormulas(
         "(IntCst(3) + IntCst(3) * Sqrt({u}) + {u}) * Exp(-Sqrt({u}))",
@@ -208,17 +214,17 @@ class _Matern52(RadialFunction):
         return (1 + r + u / 3) * _decay(r)
 
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        _exponents(u, torch.rsqrt(u, out=scratch), out=u)
-        return self._from_exponents_(u, torch.exp2(u, out=scratch))
+        exponents = _exponents_(u, scratch)
+        return self._from_exponents_(exponents, torch.exp2(exponents, out=scratch))
 
     def _from_exponents_(self, exponents: Tensor, exponential: Tensor) -> Tensor:
         """f, overwriting the exponents: (1 + r + r^2/3) times exp(-r)."""
         torch.addcmul(exponents, exponents, exponents, value=-1 / (3 * _LOG2_E), out=exponents)
-        return torch.addcmul(exponential, exponents, exponential, value=-1 / _LOG2_E, out=exponents)
+        return _one_plus_r(exponents, exponential, out=exponents)
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-        exponential = torch.exp2(_exponents(u, torch.rsqrt(u, out=scratch), out=u))
-        torch.addcmul(exponential, u, exponential, value=-1 / _LOG2_E, out=scratch)
+        exponential = torch.exp2(_exponents_(u, scratch))
+        _one_plus_r(u, exponential, out=scratch)
         return self._from_exponents_(u, exponential), scratch
 
 

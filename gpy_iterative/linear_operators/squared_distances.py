@@ -42,10 +42,11 @@ class SquaredDistances:
         root = scale**0.5
         x1, x2 = x1.detach() * root, x2.detach() * root
         together, apart = _by_spread(x1, x2)
-        self._left = RowBlocks.of(_with_norms(x1[..., together], is_left=True), whole_run(rows))
-        self._right = RowBlocks.of(_with_norms(x2[..., together], is_left=False), whole_run(columns))
-        self._left_apart = RowBlocks.of(x1[..., apart], whole_run(rows))
-        self._right_apart = RowBlocks.of(x2[..., apart], whole_run(columns))
+        row_run, column_run = whole_run(rows), whole_run(columns)
+        self._left = RowBlocks.of(_with_norms(x1[..., together], is_left=True), row_run)
+        self._right = RowBlocks.of(_with_norms(x2[..., together], is_left=False), column_run)
+        self._left_apart = RowBlocks.of(x1[..., apart], row_run)
+        self._right_apart = RowBlocks.of(x2[..., apart], column_run)
 
     @property
     def batch_shape(self) -> torch.Size:

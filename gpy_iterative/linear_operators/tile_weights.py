@@ -1,13 +1,13 @@
 """The weights of a matrix's entries in a derivative, tile by tile."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.linear_operators.row_blocks import RowBlocks, block_product, whole_run
+from gpy_iterative.linear_operators.tiles import Tiles
 
 
 class TileWeights(ABC):
@@ -38,23 +38,13 @@ class BilinearWeights(TileWeights):
     Args:
         left, right: [*b, n, s] and [*b, m, s].
         batch_shape: of the matrix.
-        rows, columns: its tiles.
-        symmetric: whether it is symmetric, and is visited in its upper triangle.
+        tiles: its tiles; those of a symmetric one are visited in the upper triangle.
     """
 
-    def __init__(
-        self,
-        left: Tensor,
-        right: Tensor,
-        batch_shape: torch.Size,
-        *,
-        rows: Sequence[slice],
-        columns: Sequence[slice],
-        symmetric: bool,
-    ) -> None:
+    def __init__(self, left: Tensor, right: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, left.shape[:-2], right.shape[:-2])
         self.left, self.right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
-        self._symmetric, self._runs = symmetric, (whole_run(rows), whole_run(columns))
+        self._tiles = tiles
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -62,8 +52,8 @@ class BilinearWeights(TileWeights):
 
     @cached_property
     def _blocks(self) -> tuple[RowBlocks, RowBlocks]:
-        factors = self.both_sides() if self._symmetric else (self.left, self.right)
-        return RowBlocks.of(factors[0], self._runs[0]), RowBlocks.of(factors[1], self._runs[1])
+        rows, columns = self.both_sides() if self._tiles.symmetric else (self.left, self.right)
+        return RowBlocks.of(rows, whole_run(self._tiles.rows)), RowBlocks.of(columns, whole_run(self._tiles.columns))
 
     def both_sides(self) -> tuple[Tensor, Tensor]:
         """The factors of W + W^T, the weights of the pairs (i, j) and (j, i) together."""
@@ -72,32 +62,23 @@ class BilinearWeights(TileWeights):
     def strip(self, i: int, columns: range, out: Tensor | None = None) -> Tensor:
         left, right = self._blocks
         product = block_product(left.part(range(i, i + 1)).mT, right.part(columns), out=out)
-        return product.mul_(0.5) if self._symmetric and i == columns.start else product
+        return product.mul_(0.5) if self._tiles.symmetric and i == columns.start else product
 
 
 class MatrixWeights(TileWeights):
     """W as a dense matrix [*b, n, m]; the other arguments are those of `BilinearWeights`."""
 
-    def __init__(
-        self,
-        matrix: Tensor,
-        batch_shape: torch.Size,
-        *,
-        rows: Sequence[slice],
-        columns: Sequence[slice],
-        symmetric: bool,
-    ) -> None:
+    def __init__(self, matrix: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, matrix.shape[:-2])
-        self._matrix, self._symmetric = matrix.expand(*self.batch_shape, *matrix.shape[-2:]), symmetric
-        self._rows, self._columns = rows, columns
+        self._matrix, self._tiles = matrix.expand(*self.batch_shape, *matrix.shape[-2:]), tiles
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self._matrix,)
 
     def strip(self, i: int, columns: range, out: Tensor | None = None) -> Tensor:
-        rows, span = self._rows[i], slice(self._columns[columns[0]].start, self._columns[columns[-1]].stop)
+        rows, span = self._tiles.rows[i], self._tiles.span(columns)
         block = self._matrix[..., rows, span]
-        if self._symmetric and i != columns.start:
+        if self._tiles.symmetric and i != columns.start:
             block = block + self._matrix[..., span, rows].mT
         return block.unflatten(-1, (len(columns), -1)).transpose(-3, -2).clone(memory_format=torch.contiguous_format)

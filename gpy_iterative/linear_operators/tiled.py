@@ -91,10 +91,7 @@ class TiledLinearOperator(LinearOperator):
 
     def bilinear_weights(self, left: Tensor, right: Tensor) -> BilinearWeights:
         """Left right^T [*b, n, m], a weight of every entry."""
-        tiles = self.tiles()
-        return BilinearWeights(
-            left, right, self.batch_shape, rows=tiles.rows, columns=tiles.columns, symmetric=self.symmetric
-        )
+        return BilinearWeights(left, right, self.batch_shape, self.tiles())
 
     def _differentiable_derivatives(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         """The same with a graph: plain autograd, O(n m) memory."""
@@ -111,7 +108,4 @@ class TiledLinearOperator(LinearOperator):
     @torch.no_grad()
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
         """See `gpy_iterative.linear_operators.matrix_derivative`."""
-        tiles = self.tiles()
-        return self._tile_derivatives(
-            MatrixWeights(weights, self.batch_shape, rows=tiles.rows, columns=tiles.columns, symmetric=self.symmetric)
-        )
+        return self._tile_derivatives(MatrixWeights(weights, self.batch_shape, self.tiles()))

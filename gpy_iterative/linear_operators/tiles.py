@@ -164,6 +164,10 @@ class Tiles(ABC):
             self._scratch[key] = torch.empty(shape, dtype=self._like.dtype, device=self._like.device)
         return self._scratch[key]
 
+    def span(self, columns: range) -> slice:
+        """The columns of the matrix that a strip covers."""
+        return slice(self.columns[columns[0]].start, self.columns[columns[-1]].stop)
+
     def complete(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         """Adds to sums over this process's strips those of the others, in place.
 

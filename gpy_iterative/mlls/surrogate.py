@@ -49,7 +49,7 @@ class _BilinearSurrogate(torch.autograd.Function):
         if right is None:
             derivatives = matrix_derivative(operator, scale * left)
         else:
-            scaled = None if forms is None else scale.squeeze(-1) * forms
+            scaled = None if forms is None else gradient.unsqueeze(-1) * forms
             derivatives = bilinear_derivative(operator, scale * left, right, scaled)
         return (None, None, None, None, None, *derivatives)
 
