@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import gpytorch
@@ -28,7 +28,7 @@ from benchmarks.datasets import load
 from benchmarks.devices import Device, clock
 from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
-from benchmarks.training import take_step
+from benchmarks.training import close_estimates, dense_computations, take_step
 
 #: Steps whose hyperparameters the gradient's error is measured at.
 CHECKPOINTS = (0, 5, 10)
@@ -60,25 +60,14 @@ def _pathwise(model: MaternRegression, seed: int) -> MarginalLogLikelihood:
     return gpi.mlls.PathwiseMarginalLogLikelihood(model.likelihood, model, generator=seed)
 
 
-def _tight_settings() -> AbstractContextManager:
-    stack = ExitStack()
-    stack.enter_context(gpytorch.settings.num_trace_samples(64))
-    stack.enter_context(gpytorch.settings.cg_tolerance(0.01))
-    return stack
-
-
-def _dense_settings() -> AbstractContextManager:
-    return gpytorch.settings.fast_computations(False, False, False)
-
-
 METHODS: dict[str, tuple[MakeMll, Callable[[], AbstractContextManager]]] = {
     "ours": (_ours, nullcontext),
     "ours, 10 probes": (_ours_ten, nullcontext),  # as many as GPyTorch takes by default
     "ours, 64 probes at .01": (_ours_tight, nullcontext),
     "ours, pathwise": (_pathwise, nullcontext),
     "gpytorch": (_stock, nullcontext),
-    "gpytorch, 64 probes at .01": (_stock, _tight_settings),
-    "gpytorch, Cholesky": (_stock, _dense_settings),
+    "gpytorch, 64 probes at .01": (_stock, close_estimates),
+    "gpytorch, Cholesky": (_stock, dense_computations),
 }
 
 

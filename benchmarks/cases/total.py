@@ -2,11 +2,15 @@
 
 Everyone takes the same steps of the same optimiser; what differs is the marginal log likelihood and the predictions. Ours
 is shown from neighbourhoods, too: with a start that costs next to nothing, less than a third of the steps remain.
+
+Steps are not quality. So the hyperparameters that each had on its way are scored by the predictions of a Cholesky factor
+in float64, the same for all: that tells how long each took to come near the best of them.
 """
 
 from functools import partial
 from typing import Annotated
 
+import torch
 import typer
 
 from benchmarks import published
@@ -19,18 +23,43 @@ from benchmarks.command_line import (
     finish,
     run_contenders,
     show,
+    succeeded,
     succeeded_or_exit,
 )
-from benchmarks.runner import contender
+from benchmarks.datasets import load
+from benchmarks.metrics import regression_scores
+from benchmarks.models import MaternRegression
+from benchmarks.runner import Outcome, contender
 from benchmarks.training import start_from_neighbourhoods
 
 PREPARED = "ours, from neighbourhoods"
+EXACT_SCORES = "exact predictions"
 #: The part of the others' steps that it takes.
 REMAINING = 0.3
 SAME_STEPS = ["ours", "GPyTorch, CG"]
+#: Hyperparameters of every way that are scored.
+MARKS = 4
 
 
 contender("total", PREPARED)(partial(train_exact, "ours", prepare=start_from_neighbourhoods))
+
+
+@contender("total", EXACT_SCORES)
+@torch.no_grad()
+def exact_scores(*, dataset: str, split: int, rows: int | None, parameters: list[list[float]]) -> Outcome:
+    """What predictions by a Cholesky factor in float64 make of hyperparameters: a log-likelihood for each."""
+    data = load(dataset, split, rows=rows, dtype=torch.float64)
+    found = []
+    for values in parameters:
+        model = MaternRegression(data).eval()
+        model.set_flat_parameters(torch.tensor(values, dtype=torch.float64))
+        kernel, noise = model.covar_module, model.likelihood.noise
+        factor = torch.linalg.cholesky(kernel(data.train_x).add_diagonal(noise).to_dense())
+        cross = torch.linalg.solve_triangular(factor, kernel(data.train_x, data.test_x).to_dense(), upper=False)
+        mean = cross.mT @ torch.linalg.solve_triangular(factor, data.train_y.unsqueeze(-1), upper=False)
+        variance = kernel(data.test_x, diag=True) - cross.square().sum(-2) + noise
+        found.append(regression_scores(mean.squeeze(-1), variance, data.test_y)[1])
+    return {"log_likelihoods": found}
 
 
 @app.command()
@@ -48,10 +77,12 @@ def total(
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """Seconds of training and prediction together, and the quality they buy, beside the published one."""
-    options = {"dataset": dataset, "split": split, "rows": rows, "steps": steps}
-    fewer = options | {"steps": round(REMAINING * steps)}
-    outcomes = run_contenders("total", [PREPARED], threads=threads, **fewer)
-    outcomes |= run_contenders(CASE, SAME_STEPS if only is None else only, threads=threads, **options)
+    options = {"dataset": dataset, "split": split, "rows": rows}
+    outcomes = {}
+    for name in [PREPARED, *(SAME_STEPS if only is None else only)]:
+        case, taken = ("total", round(REMAINING * steps)) if name == PREPARED else (CASE, steps)
+        given = options | {"steps": taken, "every": max(1, taken // MARKS)}
+        outcomes |= run_contenders(case, [name], threads=threads, **given)
     good = succeeded_or_exit(outcomes)
     seconds = {name: o["seconds"] + o["seconds_prediction"] for name, o in good.items()}
     slowest = max(seconds.values())
@@ -77,4 +108,20 @@ def total(
         ["", "steps", "s training", "s prediction", "s together", "times faster", "MB", "RMSE", "log-likelihood"],
         table,
     )
-    finish(f"total_{dataset}", options, threads, outcomes=outcomes)
+    parameters = [values for o in good.values() for _, _, values in o["way"]]
+    exact = run_contenders("total", [EXACT_SCORES], threads=threads, parameters=parameters, **options)
+    for found in succeeded(exact).values():
+        _show_ways(good, found["log_likelihoods"])
+    finish(f"total_{dataset}", options | {"steps": steps}, threads, outcomes=outcomes | exact)
+
+
+def _show_ways(good: dict[str, Outcome], log_likelihoods: list[float]) -> None:
+    """What every contender's hyperparameters were worth on its way, and how far below the best of all that is."""
+    scores, best = iter(log_likelihoods), max(log_likelihoods)
+    rows = []
+    for name, outcome in good.items():
+        for step, seconds, _ in outcome["way"]:
+            score = next(scores)
+            rows.append([name, str(step), f"{seconds:.0f}", f"{score:.4f}", f"{best - score:.4f}"])
+    columns = ["", "step", "s training", "log-likelihood", "below best"]
+    show("Hyperparameters on the way, by exact predictions", columns, rows)

@@ -69,19 +69,37 @@ def test_what_fails_beside_the_reference_is_left_out(failing: dict, tmp_path: Pa
 
 def test_total_compares_training_and_prediction_together(failing: dict, tmp_path: Path) -> None:
     scores = {"steps_taken": 100, "peak_memory_mb": 1.0, "rmse": 0.3, "log_likelihood": -0.2}
-    failing["GPyTorch, CG"] = {"seconds": 70.0, "seconds_prediction": 5.0, **scores}
-    failing["ours"] = {"seconds": 20.0, "seconds_prediction": 10.0, **scores}
-    failing[total.PREPARED] = {"seconds": 5.0, "seconds_prediction": 10.0, **scores}
+    stock = [(20, 13.5, [1.0]), (100, 70.0, [2.0])]
+    failing["GPyTorch, CG"] = {"seconds": 70.0, "seconds_prediction": 5.0, "way": stock, **scores}
+    failing["ours"] = {"seconds": 20.0, "seconds_prediction": 10.0, "way": [(20, 8.1, [3.0])], **scores}
+    failing[total.PREPARED] = {"seconds": 5.0, "seconds_prediction": 10.0, "way": [(6, 4.2, [4.0])], **scores}
+    failing[total.EXACT_SCORES] = {"log_likelihoods": [-0.211, -0.2, -0.30, -0.205]}  # in the order of the rows
     result = CliRunner().invoke(app, ["total", "--dataset", "pol"])
     assert result.exit_code == 0
     assert "2.5" in result.output  # 75 seconds over 30
     assert "5.0" in result.output  # and over 15
     assert "0.0750" in result.output  # the published RMSE
+    ways = [line.split("│")[1:-1] for line in result.output.splitlines() if line.count("│") == 6]
+    assert [[cell.strip() for cell in line] for line in ways] == [
+        [total.PREPARED, "6", "4", "-0.2110", "0.0110"],
+        ["ours", "20", "8", "-0.2000", "0.0000"],
+        ["GPyTorch, CG", "20", "14", "-0.3000", "0.1000"],
+        ["GPyTorch, CG", "100", "70", "-0.2050", "0.0050"],
+    ]
     assert set(json.loads((tmp_path / "total_pol.json").read_text())["outcomes"]) == {
         "ours",
         "GPyTorch, CG",
         total.PREPARED,
+        total.EXACT_SCORES,
     }
+
+
+def test_total_keeps_the_trainings_where_their_scores_fail(failing: dict, tmp_path: Path) -> None:
+    trained = {"steps_taken": 1, "seconds": 1.0, "seconds_prediction": 1.0, "way": [], "peak_memory_mb": 1.0}
+    failing["ours"] = trained | {"rmse": 0.3, "log_likelihood": -0.2}
+    result = CliRunner().invoke(app, ["total", "--only", "ours"])
+    assert result.exit_code == 1
+    assert json.loads((tmp_path / "total_elevators.json").read_text())["outcomes"]["ours"]["rmse"] == 0.3
 
 
 def test_a_step_without_the_exact_gradient_ends_with_the_reason(failing: dict) -> None:

@@ -20,7 +20,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Split:
     """Sixty rows and twenty more in place of every data set."""
     x, y = data(80, dtype=torch.float32)
     split = Split("data", x[:60], y[:60], x[60:], y[60:])
-    for module in (pathwise, rivals):
+    for module in (pathwise, rivals, total):
         monkeypatch.setattr(module, "load", lambda *_, **__: split)
     return split
 
@@ -129,6 +129,19 @@ def test_neighbourhoods_prepare_a_training() -> None:
     prepared, plain = CONTENDERS["total"][total.PREPARED](**options), CONTENDERS["rivals"]["ours"](**options)
     assert prepared["steps_taken"] == plain["steps_taken"] == 3
     assert prepared["log_likelihood"] > plain["log_likelihood"]  # three steps from 1 go nowhere
+
+
+@pytest.mark.usefixtures("split")
+@pytest.mark.parametrize("name", ["ours", rivals.CLOSE])
+def test_hyperparameters_on_the_way_are_scored_by_exact_predictions(name: str) -> None:
+    options = {"dataset": "data", "split": 0, "rows": None}
+    trained = CONTENDERS["rivals"][name](steps=4, every=2, **options)
+    assert [step for step, _, _ in trained["way"]] == [2, 4]
+    assert 0 < trained["way"][0][1] < trained["way"][1][1] == trained["seconds"]
+    parameters = [values for _, _, values in trained["way"]]
+    scores = CONTENDERS["total"][total.EXACT_SCORES](parameters=parameters, **options)["log_likelihoods"]
+    assert scores[1] == pytest.approx(trained["log_likelihood"], abs=2e-3)  # few rows: its own predictions are close
+    assert scores[0] != scores[1]
 
 
 WARM_SIZES = {

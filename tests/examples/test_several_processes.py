@@ -1,6 +1,7 @@
 """The example script under torchrun, against itself in one process."""
 
 import ast
+import os
 import runpy
 import socket
 import subprocess
@@ -40,7 +41,8 @@ def test_two_processes_do_what_one_does(
 ) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     options = ["--rows", str(ROWS), "--steps", "2", "--checkpoint", str(tmp_path / "two.pt")]
-    together = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    environment = os.environ | {"KEOPS_CACHE_FOLDER": str(tmp_path / "keops")}  # rewritten as processes end
+    together = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, check=False)
     assert together.returncode == 0, together.stderr
     assert together.stdout.count("step ") == 2  # rank 0 alone prints
     alone(tmp_path / "one.pt", monkeypatch)
