@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache as keep
 from functools import cached_property
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -17,24 +18,36 @@ from gpy_iterative.linear_operators.tile_weights import TileWeights
 from gpy_iterative.linear_operators.tiles import Tiles, blocks
 
 
+def _compiled(evaluate: FunctionType, function: RadialFunction, dtype: torch.dtype) -> Callable[..., None]:
+    """The passes over a tile in one loop.
+
+    In code of their own: one piece of code is compiled so many times, for other shapes and batch dimensions, and then
+    runs pass by pass.
+    """
+    evaluate.__code__ = evaluate.__code__.replace(co_name=f"{evaluate.__name__}_{function.name}_{dtype}")
+    return torch.compile(evaluate, dynamic=True)
+
+
 @keep
-def _fused_value(function: RadialFunction) -> Callable[[Tensor, Tensor | None], None]:
+def _fused_value(function: RadialFunction, dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], None]:
     """Clamp and radial function, in place, in one compiled loop."""
 
     def evaluate(u: Tensor, alpha: Tensor | None) -> None:
         u.copy_(function.value(function.clamp_(u), alpha))
 
-    return torch.compile(evaluate, dynamic=True)
+    return _compiled(evaluate, function, dtype)
 
 
 @keep
-def _fused_value_and_derivative(function: RadialFunction) -> Callable[[Tensor, Tensor, Tensor | None], None]:
+def _fused_value_and_derivative(
+    function: RadialFunction, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, Tensor | None], None]:
     """Clamp, radial function and its derivative, in place, in one compiled loop."""
 
     def evaluate(u: Tensor, derivative: Tensor, alpha: Tensor | None) -> None:
         function.value_and_derivative_(function.clamp_(u), derivative, alpha)
 
-    return torch.compile(evaluate, dynamic=True)
+    return _compiled(evaluate, function, dtype)
 
 
 @dataclass(frozen=True)
@@ -95,7 +108,7 @@ class RadialTiles(Tiles):
     def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
         u = self._squared_distances(i, columns, out)
         if self._is_fused:
-            _fused_value(self.function)(u, self._strip_alpha)
+            _fused_value(self.function, u.dtype)(u, self._strip_alpha)
             return u
         return self.function.value_(self.function.clamp_(u), self.scratch(out.shape, 1), self._strip_alpha)
 
@@ -130,7 +143,7 @@ class RadialTiles(Tiles):
     def _evaluate_both(self, i: int, columns: range, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         u = self._squared_distances(i, columns, value)
         if self._is_fused:
-            _fused_value_and_derivative(self.function)(u, derivative, self._strip_alpha)
+            _fused_value_and_derivative(self.function, u.dtype)(u, derivative, self._strip_alpha)
             return u, derivative
         return self.function.value_and_derivative_(self.function.clamp_(u), derivative, self._strip_alpha)
 

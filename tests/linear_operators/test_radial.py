@@ -1,5 +1,6 @@
 """The radial operator: linear_operator's conformance suite, and what that suite does not see."""
 
+import functools
 import pickle
 import unittest
 
@@ -8,7 +9,7 @@ import torch
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
 from torch import Tensor
 
-from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
+from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator, radial_tiles
 from gpy_iterative.linear_operators.radial_functions import (
     MATERN12,
     MATERN32,
@@ -324,6 +325,25 @@ def test_compiled_tiles_are_the_same_tiles() -> None:
         found, wanted = (operator._bilinear_derivative(rhs, rhs.flip(0)) for operator in (compiled, eager))
     for derivative, reference in zip(found, wanted, strict=True):
         torch.testing.assert_close(derivative, reference)
+
+
+def test_functions_and_dtypes_have_compilations_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the backend, one piece of code is compiled eight times; what would be the ninth runs pass by pass."""
+    fused = (radial_tiles._fused_value, radial_tiles._fused_value_and_derivative)
+    for evaluate in fused:
+        monkeypatch.setattr(radial_tiles, evaluate.__name__, functools.cache(evaluate.__wrapped__))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    products = KernelProducts(tile_size=8, compile=True)
+    every = [(function, dtype, (8, 2)) for function in FUNCTIONS for dtype in (torch.float32, torch.float64)]
+    # A last tile of one row, or of several, and batch dimensions.
+    every += [(MATERN32, torch.float32, shape) for shape in ((25, 2), (31, 2), (2, 25, 2), (2, 31, 2))]
+    with torch.no_grad(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for function, dtype, shape in every:
+            x, scale = inputs(*shape).to(dtype), torch.ones(shape[:-2], dtype=dtype)
+            alpha = torch.ones(1, dtype=dtype) if function is RATIONAL_QUADRATIC else None
+            operator = RadialKernelLinearOperator(x, scale, function=function, alpha=alpha, products=products)
+            rhs = inputs(*shape[:-1], 1).to(dtype)
+            torch.testing.assert_close(operator._matmul(rhs), dense(operator) @ rhs, rtol=1e-4, atol=1e-4)
 
 
 def test_float32_far_from_the_origin_needs_only_centring() -> None:
