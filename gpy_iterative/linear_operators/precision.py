@@ -7,6 +7,7 @@ to float32 before it multiplies it; a CUDA device multiplies it as it is, with s
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -75,7 +76,7 @@ class TileArithmetic:
     widens: bool = False
     tensor_float32: bool = False
 
-    @property
+    @cached_property
     def is_native(self) -> bool:
         """Whether tiles are kept and multiplied as they are evaluated."""
         return self.kept is None and not self.tensor_float32
@@ -90,19 +91,18 @@ class TileArithmetic:
         return vectors @ tiles
 
     def add_times_(self, out: Tensor, vectors: Tensor, tiles: Tensor) -> None:
-        """Adds vectors [*b, g or 1, s, m] @ tiles [*b, g, m, k] to out [*b, g, s, k].
-
-        Transposed tiles are multiplied as they lie in memory, where the layout of out allows it.
-        """
-        if not self.is_native or out.dim() > 3:
-            out += self.times(vectors, tiles)
-            return
-        if vectors.shape[0] != out.shape[0]:
-            vectors = vectors.expand(out.shape[0], -1, -1)
-        if tiles.stride(-1) != 1 and out.mT.is_contiguous():
-            out.mT.baddbmm_(tiles.mT, vectors.mT)
-        else:
+        """Adds vectors [*b, g, s, m] @ tiles [*b, g, m, k] to out [*b, g, s, k]."""
+        if self.is_native and out.dim() == 3:
             out.baddbmm_(vectors, tiles)
+        else:
+            out += self.times(vectors, tiles)
+
+    def add_tiles_times_(self, out: Tensor, tiles: Tensor, vectors: Tensor) -> None:
+        """Adds tiles [*b, g, k, m] @ the transposes of vectors [*b, g, s, m] to out [*b, g, k, s]."""
+        if self.is_native and out.dim() == 3:
+            out.baddbmm_(tiles, vectors.mT)
+        else:
+            out += self.times(vectors, tiles.mT).mT
 
 
 #: Everything in the inputs' own dtype.

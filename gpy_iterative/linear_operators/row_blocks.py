@@ -82,7 +82,7 @@ class RowBlocks:
         self.data, self.run = data, run
         self._size = run.outer.stop - run.outer.start
         # Views of what is asked for again in every row of tiles: making one takes longer than finding it.
-        self._parts: dict[range, Tensor] = {}
+        self._parts: dict[range | tuple[int, int], Tensor] = {}
 
     @classmethod
     def of(cls, vectors: Tensor, run: TileRun) -> Self:
@@ -118,6 +118,15 @@ class RowBlocks:
             found = self._parts[numbers] = self._view(numbers)
         return found
 
+    def repeated(self, number: int, count: int) -> Tensor:
+        """The block that faces one tile, once for each of its neighbours in a row: [*b, count, s, rows], a view."""
+        key = number, count
+        found = self._parts.get(key)
+        if found is None:
+            block = self.part(range(number, number + 1))
+            found = self._parts[key] = block.expand(*block.shape[:-3], count, *block.shape[-2:])
+        return found
+
     def _view(self, numbers: range) -> Tensor:
         start = numbers.start - self.run.numbers.start
         blocks, width = self.data.narrow(-3, start, len(numbers)), self._size - start * self.run.length
@@ -133,42 +142,51 @@ def block_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Ten
     return torch.matmul(left, right, out=out)
 
 
-class RowSum:
-    """The sum over one row of tiles, each times the vectors that it faces, added to one of the row blocks in the end.
+class RowSums:
+    """Sums over rows of tiles, each tile times the vectors that it faces, one row after the other.
 
-    Neighbouring tiles go into one batched product, whose members are summed up only once a row.
+    Neighbouring tiles go into one batched product. Its members are added up, and to the row's block, once a row.
 
     Args:
         result: what is added to.
-        number: of the row of tiles.
         most: neighbouring tiles at the most.
         arithmetic: how tiles are multiplied.
     """
 
-    def __init__(self, result: RowBlocks, number: int, most: int, arithmetic: TileArithmetic) -> None:
-        self._row, self._most, self._arithmetic = result.part(range(number, number + 1)), most, arithmetic
-        self._is_few = self._row.shape[-2] <= FEW_COLUMNS and self._row.device.type == "cpu"
-        self._members: Tensor | None = None
+    def __init__(self, result: RowBlocks, most: int, arithmetic: TileArithmetic) -> None:
+        self._result, self._most, self._arithmetic = result, most, arithmetic
+        self._is_few = result.data.shape[-2] <= FEW_COLUMNS and result.data.device.type == "cpu"
+        self._members = result.data.new_empty(0)
+        self._number: int | None = None
 
-    def add(self, vectors: Tensor, tiles: Tensor) -> None:
-        """Adds tiles [*b, g, rows, m] times the vectors [*b, g, s, m] that they face."""
+    def add(self, number: int, vectors: Tensor, tiles: Tensor) -> None:
+        """Adds tiles [*b, g, rows, m] of a row times the vectors [*b, g, s, m] that they face."""
         count = tiles.shape[-3]
         if count == 1 and not self._is_few:
-            sums = self._row
-        else:
-            if self._members is None:
-                self._members = self._zeros()
-            sums = self._members if count == self._most else self._members[..., :count, :, :]
-        self._arithmetic.add_times_(sums, vectors, tiles.mT)
-
-    def _zeros(self) -> Tensor:
-        """[*b, most, s, rows]; for few columns these are neighbours in memory."""
-        *batch, _, columns, rows = self._row.shape
+            self._arithmetic.add_times_(self._result.part(range(number, number + 1)), vectors, tiles.mT)
+            return
+        if number != self._number:
+            self._start(number)
+        members = self._members if count == self._most else self._members[..., :count, :, :]
         if self._is_few:
-            return self._row.new_zeros(*batch, self._most, rows, columns).mT
-        return self._row.new_zeros(*batch, self._most, columns, rows)
+            self._arithmetic.add_tiles_times_(members, tiles, vectors)
+        else:
+            self._arithmetic.add_times_(members, vectors, tiles.mT)
+
+    def _start(self, number: int) -> None:
+        self.finish()
+        self._number = number
+        *batch, _, columns, rows = self._result.part(range(number, number + 1)).shape
+        shape = torch.Size((*batch, self._most, *((rows, columns) if self._is_few else (columns, rows))))
+        if self._members.shape == shape:
+            self._members.zero_()
+        else:
+            self._members = self._members.new_zeros(shape)
 
     def finish(self) -> None:
         """Adds what is still apart."""
-        if self._members is not None:
-            self._row += self._members.sum(-3, keepdim=True)
+        if self._number is not None:
+            row = self._result.part(range(self._number, self._number + 1))
+            total = self._members.sum(-3, keepdim=True)
+            row += total.mT if self._is_few else total
+            self._number = None

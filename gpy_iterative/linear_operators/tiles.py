@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.row_blocks import RowBlocks, RowSum, TileRun, overlaps, tile_runs, whole_run
+from gpy_iterative.linear_operators.row_blocks import RowBlocks, RowSums, TileRun, overlaps, tile_runs, whole_run
 from gpy_iterative.linear_operators.tile_cache import TileCache, version
+from gpy_iterative.linear_operators.tile_visits import TileVisits
 
 Rows = slice | Tensor
 
 #: Tiles of one strip at the most. On two cores, strips of 2 are the fastest at every number of columns: both a batched
 #: product and an element-wise pass give each thread one tile, which stays in its cache.
 STRIP = 2
-#: No tiles.
-NONE = range(0)
 #: Entries of picked rows that are evaluated at a time. On a CPU they stay in its cache through the element-wise passes
 #: (512 rows of 14,940 times 17 columns: 17 ms in place of 48 at once); on an accelerator it is a matter of memory: 256 rows
 #: of a matrix with a third of a million columns would take more than all else that a solver holds.
@@ -77,6 +76,7 @@ class Tiles(ABC):
             [columns for number, columns in enumerate(self._make_strips(i)) if self.ranks.owns(i, number)]
             for i in range(len(rows))
         ]
+        self._visits = TileVisits(self.strips, symmetric=symmetric)
         self._budget = products.cache_budget(self._like.device)
 
     @abstractmethod
@@ -100,7 +100,8 @@ class Tiles(ABC):
         kept = self._kept(i, strip)
         if kept is None:
             return self._evaluated(i, columns)
-        return self._widened(_picked(kept, strip, columns))
+        picked = _picked(kept, strip, columns)
+        return self._widened(picked) if self._arithmetic.widens else picked
 
     def tile(self, i: int, j: int) -> Tensor:
         """The tile (i, j), i <= j when symmetric, of this process or of another; likewise."""
@@ -113,9 +114,7 @@ class Tiles(ABC):
 
     def _widened(self, kept: Tensor) -> Tensor:
         """Kept tiles in the format that they are multiplied in."""
-        if kept.dtype == self._like.dtype or not self._arithmetic.widens:
-            return kept
-        return self.scratch(kept.shape, 0).copy_(kept)
+        return kept if kept.dtype == self._like.dtype else self.scratch(kept.shape, 0).copy_(kept)
 
     def _own_strip(self, i: int, j: int) -> range | None:
         """The strip that the tile (i, j) is in; None where it is another process's."""
@@ -216,24 +215,16 @@ class Tiles(ABC):
 
     def _add_product(self, result: RowBlocks, given: RowBlocks) -> None:
         """Every tile that has a part in it is visited once, and may serve twice: for itself, and for its transpose."""
-        for i in range(len(self.rows)):
-            is_given = self.symmetric and i in given.run.numbers
-            row = RowSum(result, i, STRIP, self._arithmetic) if i in result.run.numbers else None
-            for strip in self.strips[i] if is_given or row is not None else ():
-                direct = NONE if row is None else _common(strip, given.run.numbers)
-                mirrored = _common(strip, result.run.numbers) if is_given and strip[0] != i else NONE
-                visited = _hull(direct, mirrored)
-                if not visited:
-                    continue
-                tiles = self.strip_part(i, strip, visited)
-                if row is not None and direct:
-                    picked = _picked(tiles, visited, direct)
-                    row.add(given.part(direct), _inner(picked, result.run, given.run))
-                if mirrored:
-                    picked = _inner(_picked(tiles, visited, mirrored), given.run, result.run)
-                    self._arithmetic.add_times_(result.part(mirrored), given.part(range(i, i + 1)), picked)
-            if row is not None:
-                row.finish()
+        rows, columns = result.run, given.run
+        sums = RowSums(result, STRIP, self._arithmetic)
+        for i, strip, needed, direct, mirrored in self._visits.of(rows.numbers, columns.numbers):
+            tiles = self.strip_part(i, strip, needed)
+            if direct:
+                sums.add(i, given.part(direct), _inner(_picked(tiles, needed, direct), rows, columns))
+            if mirrored:
+                picked = _inner(_picked(tiles, needed, mirrored), columns, rows)
+                self._arithmetic.add_times_(result.part(mirrored), given.repeated(i, len(mirrored)), picked)
+        sums.finish()
 
     def _picked_rows_matmul(self, rows: Tensor, rhs: Tensor) -> Tensor:
         """Rows from everywhere, which no tiles are kept for: every process takes a share of the columns."""
@@ -289,10 +280,6 @@ def _neighbours(numbers: range, alone: Collection[int]) -> list[range]:
     return strips
 
 
-def _common(left: range, right: range) -> range:
-    return range(max(left.start, right.start), min(left.stop, right.stop))
-
-
 def _picked(tiles: Tensor, numbers: range, wanted: range) -> Tensor:
     """Some of the tiles [*b, g, rows, columns] that have these numbers."""
     return tiles if wanted == numbers else tiles.narrow(-3, wanted.start - numbers.start, len(wanted))
@@ -301,10 +288,3 @@ def _picked(tiles: Tensor, numbers: range, wanted: range) -> Tensor:
 def _inner(tiles: Tensor, rows: TileRun, columns: TileRun) -> Tensor:
     """The part of the tiles that both runs have."""
     return tiles if rows.is_whole and columns.is_whole else tiles[..., rows.inner, columns.inner]
-
-
-def _hull(left: range, right: range) -> range:
-    """Of two ranges in one strip."""
-    if not left or not right:
-        return left or right
-    return range(min(left.start, right.start), max(left.stop, right.stop))

@@ -10,18 +10,30 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.cases import product
-from benchmarks.cases.product import BOUND, PRODUCTS, draw, has_room, needed_memory, problem, table
+from benchmarks.cases.product import (
+    BOUND,
+    KEPT_BOUND,
+    PRODUCTS,
+    draw,
+    has_room,
+    measure,
+    needed_memory,
+    problem,
+    reference,
+    table,
+)
 from benchmarks.suite import CASES, Preset
 
 N, D = 1100, 3
 #: What is compiled for each shape is tested with the package.
-UNCOMPILED = ("tiles", "tiles, kept", "row blocks", "GPyTorch", BOUND)
+UNCOMPILED = ("tiles", "tiles, kept", "row blocks", "GPyTorch", BOUND, KEPT_BOUND)
 
 
-def dense(x: torch.Tensor, v: torch.Tensor, *, bound: bool = False) -> torch.Tensor:
-    """The product with Matern-3/2 at lengthscale 1, or with the inner products alone."""
+def dense(name: str, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The product with Matern-3/2 at lengthscale 1; a bound's, with the inner products alone or with ones."""
     r = 3**0.5 * torch.cdist(x, x)
-    return (x @ x.mT if bound else (1 + r) * torch.exp(-r)) @ v
+    matrices = {BOUND: x @ x.mT, KEPT_BOUND: torch.ones_like(r)}
+    return matrices.get(name, (1 + r) * torch.exp(-r)) @ v
 
 
 @pytest.mark.parametrize("name", [*UNCOMPILED, "KeOps"])
@@ -31,16 +43,16 @@ def test_every_contender_computes_the_product(name: str) -> None:
     with torch.no_grad():
         run = PRODUCTS[name](x, v)
         for _ in range(2):
-            torch.testing.assert_close(run(), dense(x, v, bound=name == BOUND))
+            torch.testing.assert_close(run(), dense(name, x, v))
 
 
-@pytest.mark.parametrize("name", ["tiles", "tiles, kept", "row blocks", BOUND])
+@pytest.mark.parametrize("name", ["tiles", "tiles, kept", "row blocks", BOUND, KEPT_BOUND])
 def test_contenders_stay_on_their_device(name: str, device: torch.device) -> None:
     x, v = problem(40, D, 2, "float64", device)
     with torch.no_grad():
         found = PRODUCTS[name](x, v)()
     assert found.device.type == device.type
-    torch.testing.assert_close(found.cpu(), dense(x.cpu(), v.cpu(), bound=name == BOUND))
+    torch.testing.assert_close(found.cpu(), dense(name, x.cpu(), v.cpu()))
 
 
 @pytest.mark.gpu
@@ -49,7 +61,25 @@ def test_every_contender_runs_on_a_gpu(name: str) -> None:
     x, v = problem(N, D, 5, "float64", "cuda")
     with torch.no_grad():
         found = PRODUCTS[name](x, v)()
-    torch.testing.assert_close(found.cpu(), dense(x.cpu(), v.cpu(), bound=name == BOUND))
+    torch.testing.assert_close(found.cpu(), dense(name, x.cpu(), v.cpu()))
+
+
+def test_a_contender_and_its_reference_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three turns, on a machine that is ten times slower by then, has the median ratio."""
+    now, taken = [0.0], {"tiles, kept": iter([9.0, 2.0, 40.0, 4.0]), KEPT_BOUND: iter([9.0, 1.0, 30.0, 4.0])}
+    monkeypatch.setattr(product, "clock", lambda device: now[0])
+
+    def prepare(name: str) -> Any:
+        return lambda x, v: lambda: now.__setitem__(0, now[0] + next(taken[name]))
+
+    monkeypatch.setattr(product, "PRODUCTS", {name: prepare(name) for name in taken})
+    found = measure("tiles, kept", n=4, d=1, s=1, repeats=3)
+    assert found == {"seconds": [2.0, 40.0, 4.0], "best": 2.0, "reference": 0.75}
+
+
+def test_what_contenders_are_held_against() -> None:
+    special = {"tiles, kept": KEPT_BOUND, KEPT_BOUND: KEPT_BOUND, "tiles, derivative": "tiles"}
+    assert {name: reference(name) for name in PRODUCTS} == dict.fromkeys(PRODUCTS, BOUND) | special
 
 
 def test_what_holds_a_matrix_needs_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +100,7 @@ def test_every_size_is_measured_with_what_fits(monkeypatch: pytest.MonkeyPatch, 
 
     def run_contenders(case: str, names: list[str], *, n: int, s: int, **options: Any) -> dict[str, Any]:
         asked.append((n, s, tuple(names), options["dtype"]))
-        return {name: {"best": float(n), "peak_memory_mb": 1.0} for name in names}
+        return {name: {"best": float(n), "reference": 1.0, "peak_memory_mb": 1.0} for name in names}
 
     monkeypatch.setattr(product, "run_contenders", run_contenders)
     monkeypatch.setattr(product, "finish", lambda name, options, threads, **content: saved.update(content))
@@ -115,18 +145,21 @@ def test_the_picture_is_logarithmic_in_both_axes(monkeypatch: pytest.MonkeyPatch
 
 def test_the_table_has_times_over_each_contenders_own() -> None:
     outcomes = {
-        name: {"best": best, "peak_memory_mb": 1.0} for name, best in (("tiles", 2.0), (BOUND, 1.0), ("KeOps", 18.0))
+        name: {"best": best, "reference": 1 / best, "peak_memory_mb": 1.0}
+        for name, best in (("tiles", 2.0), ("KeOps", 18.0))
     }
     shown = table(outcomes, {"n": 10, "d": 2, "s": 65})
     assert shown.title == "n = 10, d = 2, 65 right-hand sides, float32, cpu"
-    assert shown.rows[0] == ["tiles", "2", "0.50", "9.00", "1"]
-    assert table({"tiles": outcomes["tiles"]}, {"n": 10, "d": 2, "s": 65}).rows == [["tiles", "2", "nan", "nan", "1"]]
+    assert shown.rows[0] == ["tiles", "2", BOUND, "0.50", "9.00", "1"]
+    assert table({"tiles": outcomes["tiles"]}, {"n": 10, "d": 2, "s": 65}).rows == [
+        ["tiles", "2", BOUND, "0.50", "nan", "1"]
+    ]
 
 
 def test_the_suite_has_a_table_for_each_number_of_columns() -> None:
     case = CASES["product"]
     runs = case.runs(Preset.QUICK)
-    found = [product.Measured(run, {"best": 1.0, "peak_memory_mb": 1.0}) for run in runs]
+    found = [product.Measured(run, {"best": 1.0, "reference": 1.0, "peak_memory_mb": 1.0}) for run in runs]
     tables = case.tables(found)
     assert [shown.title.split(", ")[2] for shown in tables] == ["1 right-hand sides", "65 right-hand sides"]
     assert all(len(shown.rows) == len(PRODUCTS) for shown in tables)

@@ -7,7 +7,7 @@ from gpy_iterative.linear_operators.precision import NATIVE, TileArithmetic
 from gpy_iterative.linear_operators.row_blocks import (
     FEW_COLUMNS,
     RowBlocks,
-    RowSum,
+    RowSums,
     TileRun,
     overlaps,
     tile_runs,
@@ -74,14 +74,16 @@ def test_there_may_be_no_rows() -> None:
 @pytest.mark.parametrize("columns", [1, FEW_COLUMNS, FEW_COLUMNS + 1])
 @pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize("arithmetic", [NATIVE, TileArithmetic(kept=torch.float64)])
-def test_a_row_of_tiles_is_summed_up(columns: int, batch: tuple[int, ...], arithmetic: TileArithmetic) -> None:
+def test_rows_of_tiles_are_summed_up(columns: int, batch: tuple[int, ...], arithmetic: TileArithmetic) -> None:
     result = RowBlocks.zeros(random(1), (*batch, columns), whole_run(TILES))
     result.data += 1
-    total = RowSum(result, 1, 2, arithmetic)
-    tiles, vectors = random(*batch, 3, 8, 8), random(*batch, 3, columns, 8, seed=1)
-    total.add(vectors[..., :1, :, :], tiles[..., :1, :, :])
-    total.add(vectors[..., 1:, :, :], tiles[..., 1:, :, :])
-    total.finish()
+    sums = RowSums(result, 2, arithmetic)
     expected = torch.ones(*batch, 21, columns, dtype=torch.float64)
-    expected[..., 8:16, :] += (tiles @ vectors.mT).sum(-3)
+    for number, rows in enumerate(TILES):
+        size = rows.stop - rows.start
+        tiles, vectors = random(*batch, 3, size, 8, seed=number), random(*batch, 3, columns, 8, seed=5 + number)
+        sums.add(number, vectors[..., :1, :, :], tiles[..., :1, :, :])
+        sums.add(number, vectors[..., 1:, :, :], tiles[..., 1:, :, :])
+        expected[..., rows, :] += (tiles @ vectors.mT).sum(-3)
+    sums.finish()
     torch.testing.assert_close(result.vectors(), expected)

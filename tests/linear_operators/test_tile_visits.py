@@ -1,0 +1,56 @@
+"""Every tile that a product needs is visited once, by itself or as the transpose of one that is stored."""
+
+import itertools
+
+import pytest
+
+from gpy_iterative.linear_operators.tile_visits import PRODUCTS, TileVisits
+
+#: Strips of up to two columns of tiles: of a symmetric matrix, and of any.
+UPPER = [
+    [range(0, 1), range(1, 2), range(2, 4), range(4, 5)],
+    [range(1, 2), range(2, 4), range(4, 5)],
+    [range(2, 3), range(3, 4), range(4, 5)],
+    [range(3, 4), range(4, 5)],
+    [range(4, 5)],
+]
+WHOLE = [[range(0, 2), range(2, 4), range(4, 5)]] * 3
+
+
+def runs(count: int) -> list[range]:
+    return [range(start, stop) for start in range(count) for stop in range(start, count + 1)]
+
+
+@pytest.mark.parametrize(("strips", "symmetric"), [(UPPER, True), (WHOLE, False)])
+def test_every_tile_of_the_product_is_taken_once(strips: list[list[range]], symmetric: bool) -> None:
+    visits = TileVisits(strips, symmetric=symmetric)
+    for rows, columns in itertools.product(runs(len(strips)), runs(5)):
+        taken: list[tuple[int, int]] = []
+        found = visits.of(rows, columns)
+        for visit in found:
+            assert visit.strip in strips[visit.row]
+            assert visit.needed, "a strip without a part"
+            used = {*visit.direct, *visit.mirrored}
+            assert used <= set(visit.needed) <= set(visit.strip)
+            assert {visit.needed[0], visit.needed[-1]} <= used
+            taken += [(visit.row, column) for column in visit.direct]
+            taken += [(column, visit.row) for column in visit.mirrored]
+        assert sorted(taken) == list(itertools.product(rows, columns))
+        assert [visit.row for visit in found] == sorted(visit.row for visit in found)
+
+
+def test_they_are_found_once() -> None:
+    visits = TileVisits(UPPER, symmetric=True)
+    first = visits.of(range(2), range(5))
+    assert visits.of(range(2), range(5)) is first
+    # A wholly visited strip is the very one that was evaluated: nothing is to be picked from it.
+    assert all(part is visit.strip for visit in visits.of(range(5), range(5)) for part in (visit.needed, visit.direct))
+
+
+def test_only_so_many_are_remembered() -> None:
+    visits = TileVisits([[range(0, 1)]], symmetric=False)
+    known = [visits.of(range(1), range(number)) for number in range(PRODUCTS)]
+    assert all(visits.of(range(1), range(number)) is found for number, found in enumerate(known))
+    visits.of(range(1), range(PRODUCTS))
+    assert visits.of(range(1), range(PRODUCTS - 1)) is known[-1]
+    assert visits.of(range(1), range(0)) is not known[0]
