@@ -4,7 +4,6 @@ A step may take a few passes over the kernel matrix, which is never stored; its 
 and everything that the next one needs is saved after each, so that an interrupted run goes on exactly.
 """
 
-import resource
 import time
 import warnings
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ import torch
 import gpy_iterative as gpi
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.datasets import Split
+from benchmarks.devices import peak_process_memory
 from benchmarks.models import MaternRegression
 from benchmarks.training import take_step
 from gpy_iterative.errors import ConvergenceWarning
@@ -94,8 +94,7 @@ class Training:
         """Of what began at `start`."""
         seconds = time.perf_counter() - start
         self.seconds += seconds
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        self.steps.append({"seconds": seconds, "peak_memory_mb": peak, **figures})
+        self.steps.append({"seconds": seconds, "peak_memory_mb": peak_process_memory(), **figures})
 
 
 def solver_of(options: Options) -> gpi.solvers.AlternatingProjections:

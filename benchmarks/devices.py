@@ -1,5 +1,6 @@
 """What a contender computes on: the CPU or CUDA, a clock that waits for it, and the memory that it has."""
 
+import resource
 import time
 from enum import StrEnum
 
@@ -28,11 +29,17 @@ def free_memory(device: str) -> int:
     return psutil.virtual_memory().available
 
 
+def peak_process_memory() -> float:
+    """The most memory that this process has had so far, MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def peak_memory() -> dict[str, float]:
-    """`peak_device_memory_mb`, the most that this process's tensors held on CUDA; nothing where it never used it."""
-    if not torch.cuda.is_initialized():
-        return {}
-    return {"peak_device_memory_mb": torch.cuda.max_memory_allocated() / 2**20}
+    """`peak_memory_mb`, and `peak_device_memory_mb`, the most that its tensors held on CUDA, where it ever used that."""
+    found = {"peak_memory_mb": peak_process_memory()}
+    if torch.cuda.is_initialized():
+        found["peak_device_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20
+    return found
 
 
 def described(device: str) -> dict[str, str | None]:

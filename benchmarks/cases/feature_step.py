@@ -1,6 +1,5 @@
 """The mini-batch step by itself, at few and at many rows: synthetic data, random Fourier features."""
 
-import resource
 import time
 from collections.abc import Callable
 from typing import Annotated
@@ -22,6 +21,7 @@ from benchmarks.command_line import (
     succeeded,
     succeeded_or_exit,
 )
+from benchmarks.devices import peak_process_memory
 from benchmarks.runner import CONTENDERS, Outcome, contender
 
 DIMS = 8
@@ -45,10 +45,6 @@ class FourierRegression(gpytorch.models.ExactGP):
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
-def _peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def measure(make: Callable[..., MarginalLogLikelihood], *, n: int, m: int, batch_size: int, steps: int) -> Outcome:
     """Steps as a user writes them, less the user's own call of the model, with GPyTorch's debug mode off."""
     generator = torch.Generator().manual_seed(0)
@@ -58,7 +54,7 @@ def measure(make: Callable[..., MarginalLogLikelihood], *, n: int, m: int, batch
     # One step on few rows, so that what the libraries load at their first use does not count.
     few = FourierRegression(x[:1000], y[:1000], m)
     make(few.likelihood, few, batch_size=batch_size)(few(x[:1000]), y[:1000]).backward()
-    before = _peak()
+    before = peak_process_memory()
     mll = make(model.likelihood, model, batch_size=batch_size, generator=0)
     optimizer = torch.optim.Adam(mll.parameters(), lr=1e-3)
     seconds = []
@@ -76,7 +72,7 @@ def measure(make: Callable[..., MarginalLogLikelihood], *, n: int, m: int, batch
         "seconds": float(timed.median()),
         "least": float(timed.min()),
         "seconds_first": seconds[0],
-        "megabytes_beyond": _peak() - before,
+        "megabytes_beyond": peak_process_memory() - before,
     }
 
 

@@ -1,6 +1,5 @@
 """What a step of the quadruply stochastic bound costs against n and m, and what its control variate does to the noise."""
 
-import resource
 import statistics
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from benchmarks.command_line import (
     succeeded_or_exit,
 )
 from benchmarks.datasets import load
+from benchmarks.devices import peak_process_memory
 from benchmarks.plots import plt, save_figure
 from benchmarks.runner import Outcome, contender
 
@@ -61,7 +61,7 @@ def step_cost(
         optimizer.step()
         seconds.append(time.perf_counter() - start)
         if len(seconds) == 2:
-            before = _peak_memory()
+            before = peak_process_memory()
     start = time.perf_counter()
     mll.refresh()  # from all features, as a draw of other rows does
     share = (time.perf_counter() - start) / mll.num_steps_per_batch if points is None else 0.0
@@ -69,12 +69,8 @@ def step_cost(
         "seconds": statistics.median(seconds[3:]) + share,
         "seconds_of_draws": share,
         "seconds_first": seconds[0],
-        "memory_growth_mb": _peak_memory() - before,
+        "memory_growth_mb": peak_process_memory() - before,
     }
-
-
-def _peak_memory() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 #: Name -> options of the mll: the data term as printed, with equation 3, as a product of residuals, with either form.

@@ -22,13 +22,21 @@ from gpy_iterative.linear_operators.tiles import Rows
 
 @singledispatch
 def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
-    """operator[rows, :] @ rhs: rhs [n, s] gives [len(rows), s]; rows is a slice or an index tensor."""
+    """operator[rows, :] @ rhs: rhs [n, s] gives [len(rows), s]; rows is a slice or an index tensor.
+
+    Raises:
+        ValueError: rhs has another number of rows.
+    """
     return operator[rows, :] @ rhs
 
 
 @singledispatch
 def columns_matmul(operator: LinearOperator, columns: slice, rhs: Tensor) -> Tensor:
-    """operator[:, columns] @ rhs: rhs [len(columns), s] gives [n, s]."""
+    """operator[:, columns] @ rhs: rhs [len(columns), s] gives [n, s].
+
+    Raises:
+        ValueError: rhs has another number of rows.
+    """
     return operator[:, columns] @ rhs
 
 
@@ -51,11 +59,13 @@ def _(operator: TiledLinearOperator, rows: Tensor) -> Tensor:
 
 @rows_matmul.register
 def _(operator: TiledLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
+    _check_rows(rhs, operator.shape[-1])
     return operator.tiles().rows_matmul(rows, rhs).mul_(operator.tile_scale)
 
 
 @columns_matmul.register
 def _(operator: TiledLinearOperator, columns: slice, rhs: Tensor) -> Tensor:
+    _check_rows(rhs, len(range(*columns.indices(operator.shape[-1]))))
     return operator.tiles().columns_matmul(columns, rhs).mul_(operator.tile_scale)
 
 
@@ -108,6 +118,11 @@ def _(operator: ConstantMulLinearOperator, columns: slice, rhs: Tensor) -> Tenso
 @principal_block.register
 def _(operator: ConstantMulLinearOperator, block: slice) -> Tensor:
     return operator._constant * principal_block(operator.base_linear_op, block)
+
+
+def _check_rows(rhs: Tensor, expected: int) -> None:
+    if rhs.shape[-2] != expected:
+        raise ValueError(f"{expected} columns of a matrix times {rhs.shape[-2]} rows: the two numbers must be equal.")
 
 
 __all__ = ["Rows", "columns_matmul", "dense_rows", "principal_block", "rows_matmul"]

@@ -172,4 +172,4 @@ def _checksum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _factors(count: int, device: torch.device) -> Tensor:
-    return torch.arange(1, 2 * count, 2, device=device) * 0x9E3779B97F4A7C1 | 1
+    return (2 * torch.arange(count, device=device) + 1) * 0x9E3779B97F4A7C1 | 1

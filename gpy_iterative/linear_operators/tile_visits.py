@@ -1,12 +1,15 @@
 """Which tiles a product of some rows and columns of a matrix takes, and what for."""
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 #: No tiles.
 NONE = range(0)
-#: Products whose visits are remembered. A solver that goes through the blocks of a matrix whose tiles are kept has no more.
-PRODUCTS = 64
+#: Visits that are remembered, of a hundred bytes each: those of a solver that goes through the blocks of 200,000 rows and,
+#: now and then, through all of them at once.
+MOST = 2**17
 
 
 class Visit(NamedTuple):
@@ -31,34 +34,42 @@ class TileVisits:
     """The visits of every product, remembered: a solver asks for the same ones at every iteration.
 
     Args:
-        strips: of every row of tiles, those that this process has.
+        strips: of every row of tiles, those that this process has, in the order of the columns.
         symmetric: whether these are the upper triangle of a symmetric matrix.
+        most: visits that are remembered, those of the products that were asked for last.
     """
 
-    def __init__(self, strips: Sequence[Sequence[range]], *, symmetric: bool) -> None:
-        self._strips, self._symmetric = strips, symmetric
+    def __init__(self, strips: Sequence[Sequence[range]], *, symmetric: bool, most: int = MOST) -> None:
+        self._strips, self._symmetric, self._most = strips, symmetric, most
         self._known: dict[tuple[range, range], list[Visit]] = {}
+        self._count = 0
 
     def of(self, rows: range, columns: range) -> list[Visit]:
         """Every tile that has a part in the product of some rows and columns of tiles, once, in the order of the rows."""
-        found = self._known.get((rows, columns))
+        found = self._known.pop((rows, columns), None)
         if found is None:
-            found = [visit for row in range(len(self._strips)) for visit in self._in_row(row, rows, columns)]
-            if len(self._known) >= PRODUCTS:
-                self._known.pop(next(iter(self._known)))
-            self._known[rows, columns] = found
+            found = list(self._found(rows, columns))
+            self._count += len(found)
+        self._known[rows, columns] = found  # the last of them now
+        while self._count > self._most:
+            self._count -= len(self._known.pop(next(iter(self._known))))
         return found
 
-    def _in_row(self, row: int, rows: range, columns: range) -> list[Visit]:
-        is_wanted, is_given = row in rows, self._symmetric and row in columns
-        found = []
-        for strip in self._strips[row] if is_wanted or is_given else ():
-            direct = _common(strip, columns) if is_wanted else NONE
-            mirrored = _common(strip, rows) if is_given and strip[0] != row else NONE
-            needed = _hull(strip, direct, mirrored)
-            if needed:
-                found.append(Visit(row, strip, needed, direct, mirrored))
-        return found
+    def _found(self, rows: range, columns: range) -> Iterator[Visit]:
+        for row in sorted({*rows, *columns}) if self._symmetric else rows:
+            is_wanted, is_given = row in rows, self._symmetric and row in columns
+            for strip in self._touched(row, _hull(columns if is_wanted else NONE, rows if is_given else NONE)):
+                direct = _common(strip, columns) if is_wanted else NONE
+                mirrored = _common(strip, rows) if is_given and strip[0] != row else NONE
+                needed = _hull(direct, mirrored)
+                if needed:
+                    yield Visit(row, strip, strip if needed == strip else needed, direct, mirrored)
+
+    def _touched(self, row: int, columns: range) -> Sequence[range]:
+        """The strips of a row that have any of these columns."""
+        strips = self._strips[row]
+        first = bisect_right(strips, columns.start, key=attrgetter("stop"))
+        return strips[first : bisect_left(strips, columns.stop, first, key=attrgetter("start"))]
 
 
 def _common(strip: range, wanted: range) -> range:
@@ -68,8 +79,7 @@ def _common(strip: range, wanted: range) -> range:
     return range(max(strip.start, wanted.start), min(strip.stop, wanted.stop))
 
 
-def _hull(strip: range, left: range, right: range) -> range:
-    """Of two parts of a strip; the strip itself where that is all of it."""
-    parts = [part for part in (left, right) if part]
-    hull = range(min(part.start for part in parts), max(part.stop for part in parts)) if parts else NONE
-    return strip if hull == strip else hull
+def _hull(left: range, right: range) -> range:
+    if not left or not right:
+        return left or right
+    return range(min(left.start, right.start), max(left.stop, right.stop))

@@ -18,6 +18,9 @@ class TiledLinearOperator(LinearOperator):
     Subclasses make the tiles (`_make_tiles`), say by what to multiply them (`tile_scale`), differentiate a weighted sum
     of them (`_tile_derivatives`), and give the plain autograd product that every derivative is defined by
     (`_differentiable_matmul`).
+
+    Operators with one cache, and products of one operator, are for one thread at a time: they evaluate tiles in the same
+    working memory.
     """
 
     symmetric: bool

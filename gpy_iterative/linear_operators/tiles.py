@@ -237,7 +237,9 @@ class Tiles(ABC):
     def dense_rows(self, rows: Tensor) -> Tensor:
         """Those rows, evaluated anew, [*b, len(rows), m]; every process evaluates them whole."""
         parts = [block for _, block in self._picked_rows(rows, slice(0, self.shape[-1]))]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([self._like.new_empty(*self.shape[:-2], len(rows), 0), *parts], dim=-1)
 
     def _picked_rows(self, rows: Tensor, share: slice) -> Iterator[tuple[slice, Tensor]]:
         """Rows from everywhere, some of the columns at a time."""

@@ -33,6 +33,7 @@ from gpy_iterative.linear_operators import (
     rows_matmul,
 )
 from gpy_iterative.linear_operators.precision import KEPT, TileArithmetic, _tensor_float32, tile_arithmetic
+from gpy_iterative.linear_operators.products import LoweredProducts
 from gpy_iterative.linear_operators.radial_functions import MATERN32
 from gpy_iterative.linear_operators.radial_tiles import RadialTiles
 from gpy_iterative.linear_operators.tiled import TiledLinearOperator
@@ -77,6 +78,19 @@ def test_products_are_those_of_the_rounded_matrix(precision: str) -> None:
         torch.testing.assert_close(
             product.double(), rounded @ rhs.double(), atol=3e-3 if precision != "float32" else 2e-5, rtol=0
         )
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_kept_tiles_are_multiplied_as_they_are_where_the_device_can(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        LoweredProducts, "arithmetic", lambda self, device: tile_arithmetic(self.precision, torch.device("cuda"))
+    )
+    lowered, rhs = twin(radial(precision)), random(N, 3, seed=1).float()
+    product, exact = lowered._matmul(rhs), radial("native").detach()._matmul(random(N, 3, seed=1))
+    assert lowered.tiles().tile(1, 3).dtype == KEPT[precision]
+    assert (product - exact).norm() < 1e-2 * exact.norm()
 
 
 def _error(precision: str) -> float:

@@ -151,3 +151,22 @@ def test_principal_block_is_the_callers_to_overwrite() -> None:
         expected = operator.to_dense()
         principal_block(operator, slice(0, 8)).zero_()
         torch.testing.assert_close(operator._matmul(torch.eye(N).double()), expected)
+
+
+@pytest.mark.parametrize("name", ["radial", "several outputs", "sum", "constant", "noisy"])
+@pytest.mark.parametrize("size", [N - 1, N + 1, N + 3])
+def test_right_hand_sides_have_a_row_for_every_column(name: str, size: int) -> None:
+    operator, rhs = OPERATORS[name](), torch.zeros(size, 2).double()
+    with torch.no_grad():
+        for rows in (slice(0, 8), slice(3, 6), torch.tensor([7, 0])):
+            with pytest.raises((ValueError, RuntimeError), match=str(size)):
+                rows_matmul(operator, rows, rhs)
+        with pytest.raises((ValueError, RuntimeError), match=str(size)):
+            columns_matmul(operator, slice(2, None), rhs)
+
+
+def test_rows_of_a_matrix_without_columns() -> None:
+    x = inputs(N, 3).double()
+    operator = RadialKernelLinearOperator(x, torch.tensor(1.7).double(), x2=x[:0], function=MATERN32)
+    with torch.no_grad():
+        assert dense_rows(operator, torch.tensor([7, 0])).shape == (2, 0)

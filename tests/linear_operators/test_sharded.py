@@ -86,6 +86,7 @@ def everything(group: Any, make: Make, dtype: torch.dtype, cache_memory: int | N
     weights = random(rows, columns, seed=4, dtype=dtype)
     with torch.no_grad():
         found = {"product": operator._matmul(right), "again": operator._matmul(right)}
+        assert operator._matmul(right[:, :0]).shape == (*operator.batch_shape, rows, 0)
         if not operator.batch_shape:
             some = slice(rows // 3, rows - rows // 4)
             picked = torch.tensor([rows - 1, 0, rows // 2])

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from gpy_iterative.linear_operators.tile_visits import PRODUCTS, TileVisits
+from gpy_iterative.linear_operators.tile_visits import TileVisits
 
 #: Strips of up to two columns of tiles: of a symmetric matrix, and of any.
 UPPER = [
@@ -47,10 +47,35 @@ def test_they_are_found_once() -> None:
     assert all(part is visit.strip for visit in visits.of(range(5), range(5)) for part in (visit.needed, visit.direct))
 
 
-def test_only_so_many_are_remembered() -> None:
-    visits = TileVisits([[range(0, 1)]], symmetric=False)
-    known = [visits.of(range(1), range(number)) for number in range(PRODUCTS)]
-    assert all(visits.of(range(1), range(number)) is found for number, found in enumerate(known))
-    visits.of(range(1), range(PRODUCTS))
-    assert visits.of(range(1), range(PRODUCTS - 1)) is known[-1]
-    assert visits.of(range(1), range(0)) is not known[0]
+def test_so_many_visits_are_remembered_of_the_last_products() -> None:
+    visits = TileVisits(UPPER, symmetric=True, most=17)
+    whole, first = range(5), range(1)
+    all_visits, row = visits.of(whole, whole), visits.of(first, whole)
+    assert (len(all_visits), len(row)) == (13, 4)
+    assert visits.of(whole, whole) is all_visits
+    visits.of(range(4, 5), range(4, 5))  # one more: the one that was asked for first since then goes
+    assert visits.of(whole, whole) is all_visits
+    found = visits.of(first, whole)
+    assert found is not row
+    assert found == row
+
+
+def test_a_product_with_too_many_visits_is_not_remembered() -> None:
+    visits = TileVisits(UPPER, symmetric=True, most=12)
+    assert visits.of(range(5), range(5)) == visits.of(range(5), range(5))
+    assert visits.of(range(5), range(5)) is not visits.of(range(5), range(5))
+    assert visits.of(range(1), range(5)) is visits.of(range(1), range(5))
+
+
+def test_only_strips_of_the_product_are_looked_at() -> None:
+    class Counted(list):
+        def __getitem__(self, item: object) -> object:
+            found = super().__getitem__(item)
+            looked_at.extend(found if isinstance(found, list) else [found])
+            return found
+
+    looked_at: list[range] = []
+    strips = [Counted([range(row, row + 1), *(range(i, i + 2) for i in range(row + 1, 400, 2))]) for row in range(400)]
+    TileVisits(strips, symmetric=True).of(range(400), range(50, 52))
+    # Those that are visited, and a few in each row to find them.
+    assert 400 < len(looked_at) < sum(map(len, strips)) / 4
