@@ -273,7 +273,7 @@ def draw(outcomes: Mapping[tuple[int, int], Mapping[str, Outcome]], path: Path) 
 #: Options of the presets, and their numbers of columns.
 SIZES: dict[Preset, tuple[dict[str, int], tuple[int, ...]]] = {
     Preset.SMOKE: ({"n": 1000, "d": 5, "repeats": 1}, (5,)),
-    Preset.QUICK: ({"n": 10_000, "d": 26, "repeats": 3}, (1, 65)),
+    Preset.QUICK: ({"n": 10_000, "d": 26, "repeats": 5}, (1, 65)),
     Preset.PAPER: ({"n": 15_000, "d": 26, "repeats": 5}, (1, 65)),
 }
 
