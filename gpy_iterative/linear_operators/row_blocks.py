@@ -157,26 +157,26 @@ class RowSums:
         self._result, self._most, self._arithmetic = result, most, arithmetic
         self._is_few = result.data.shape[-2] <= FEW_COLUMNS and result.data.device.type == "cpu"
         self._members = result.data.new_empty(0)
-        self._number: int | None = None
+        self._row: Tensor | None = None
 
     def add(self, number: int, vectors: Tensor, tiles: Tensor) -> None:
         """Adds tiles [*b, g, rows, m] of a row times the vectors [*b, g, s, m] that they face."""
-        count = tiles.shape[-3]
+        row, count = self._result.part(range(number, number + 1)), tiles.shape[-3]
         if count == 1 and not self._is_few:
-            self._arithmetic.add_times_(self._result.part(range(number, number + 1)), vectors, tiles.mT)
+            self._arithmetic.add_times_(row, vectors, tiles.mT)
             return
-        if number != self._number:
-            self._start(number)
+        if row is not self._row:
+            self._start(row)
         members = self._members if count == self._most else self._members[..., :count, :, :]
         if self._is_few:
             self._arithmetic.add_tiles_times_(members, tiles, vectors)
         else:
             self._arithmetic.add_times_(members, vectors, tiles.mT)
 
-    def _start(self, number: int) -> None:
+    def _start(self, row: Tensor) -> None:
         self.finish()
-        self._number = number
-        *batch, _, columns, rows = self._result.part(range(number, number + 1)).shape
+        self._row = row
+        *batch, _, columns, rows = row.shape
         shape = torch.Size((*batch, self._most, *((rows, columns) if self._is_few else (columns, rows))))
         if self._members.shape == shape:
             self._members.zero_()
@@ -185,8 +185,7 @@ class RowSums:
 
     def finish(self) -> None:
         """Adds what is still apart."""
-        if self._number is not None:
-            row = self._result.part(range(self._number, self._number + 1))
+        if self._row is not None:
             total = self._members.sum(-3, keepdim=True)
-            row += total.mT if self._is_few else total
-            self._number = None
+            self._row += total.mT if self._is_few else total
+            self._row = None

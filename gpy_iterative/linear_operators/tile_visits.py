@@ -58,18 +58,19 @@ class TileVisits:
     def _found(self, rows: range, columns: range) -> Iterator[Visit]:
         for row in sorted({*rows, *columns}) if self._symmetric else rows:
             is_wanted, is_given = row in rows, self._symmetric and row in columns
-            for strip in self._touched(row, _hull(columns if is_wanted else NONE, rows if is_given else NONE)):
+            met = _hull(columns if is_wanted else NONE, rows if is_given else NONE)
+            for strip in strips_with(met, self._strips[row]):
                 direct = _common(strip, columns) if is_wanted else NONE
                 mirrored = _common(strip, rows) if is_given and strip[0] != row else NONE
                 needed = _hull(direct, mirrored)
                 if needed:
                     yield Visit(row, strip, strip if needed == strip else needed, direct, mirrored)
 
-    def _touched(self, row: int, columns: range) -> Sequence[range]:
-        """The strips of a row that have any of these columns."""
-        strips = self._strips[row]
-        first = bisect_right(strips, columns.start, key=attrgetter("stop"))
-        return strips[first : bisect_left(strips, columns.stop, first, key=attrgetter("start"))]
+
+def strips_with(columns: range, strips: Sequence[range]) -> Sequence[range]:
+    """Those strips, given in order, that have any of these columns."""
+    first = bisect_right(strips, columns.start, key=attrgetter("stop"))
+    return strips[first : bisect_left(strips, columns.stop, first, key=attrgetter("start"))]
 
 
 def _common(strip: range, wanted: range) -> range:

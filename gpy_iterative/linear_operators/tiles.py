@@ -11,9 +11,7 @@ others' (`complete`).
 """
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.row_blocks import RowBlocks, RowSums, TileRun, overlaps, tile_runs, whole_run
 from gpy_iterative.linear_operators.tile_cache import TileCache, version
-from gpy_iterative.linear_operators.tile_visits import TileVisits
+from gpy_iterative.linear_operators.tile_visits import TileVisits, strips_with
 
 Rows = slice | Tensor
 
@@ -101,25 +99,17 @@ class Tiles(ABC):
         if kept is None:
             return self._evaluated(i, columns)
         picked = _picked(kept, strip, columns)
-        return self._widened(picked) if self._arithmetic.widens else picked
+        return self.scratch(picked.shape, 0).copy_(picked) if self._arithmetic.widens else picked
 
     def tile(self, i: int, j: int) -> Tensor:
         """The tile (i, j), i <= j when symmetric, of this process or of another; likewise."""
         self._claim()
-        strip, alone = self._own_strip(i, j), range(j, j + 1)
-        return (self._evaluated(i, alone) if strip is None else self.strip_part(i, strip, alone)).squeeze(-3)
+        alone = range(j, j + 1)
+        own = strips_with(alone, self.strips[i])  # none where it is another process's
+        return (self.strip_part(i, own[0], alone) if own else self._evaluated(i, alone)).squeeze(-3)
 
     def _evaluated(self, i: int, columns: range) -> Tensor:
         return self.evaluate(i, columns, self.scratch(self.strip_shape(i, columns), 0))
-
-    def _widened(self, kept: Tensor) -> Tensor:
-        """Kept tiles in the format that they are multiplied in."""
-        return kept if kept.dtype == self._like.dtype else self.scratch(kept.shape, 0).copy_(kept)
-
-    def _own_strip(self, i: int, j: int) -> range | None:
-        """The strip that the tile (i, j) is in; None where it is another process's."""
-        place = bisect_right(self.strips[i], j, key=attrgetter("start")) - 1
-        return self.strips[i][place] if place >= 0 and j in self.strips[i][place] else None
 
     def _claim(self) -> None:
         """Makes the cache serve these tiles: once before any of them is asked for."""
