@@ -1,19 +1,34 @@
 # `make demo` and `make test` do everything that a fresh machine with Python 3.11 needs.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+# Tests that share processes, or what is compiled, are in a group for one worker.
+TWO_WORKERS := -n 2 --dist loadgroup
 export KEOPS_VERBOSE := 0
 
-.PHONY: demo test gpu-check check docs bench format clean
+.PHONY: demo test test-processors stress gpu-check check docs bench format clean
 
 demo: .venv/ready
 	$(BIN)/python -m benchmarks demo
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --require-keops
+	OMP_NUM_THREADS=1 $(PYTEST) $(TWO_WORKERS) --require-keops
+
+# What is about numbers, with two threads, and as on processors with other vector instructions.
+TESTS := tests $(addprefix --ignore=tests/,benchmarks documentation examples)
+test-processors: .venv/ready
+	OMP_NUM_THREADS=2 $(PYTEST) $(TESTS)
+	OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE $(PYTEST) $(TWO_WORKERS) $(TESTS)
+	OMP_NUM_THREADS=1 MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(TWO_WORKERS) $(TESTS)
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(PYTEST) $(TWO_WORKERS) $(TESTS)
+
+# All pairs of kernels, structures, solvers, estimators, sizes, dtypes and inputs, thirty training steps each: hours.
+stress: .venv/ready
+	OMP_NUM_THREADS=1 $(PYTEST) $(TWO_WORKERS) tests/mlls/test_stress.py --stress
 
 gpu-check: .venv/ready
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "No CUDA device here.")'
-	$(BIN)/python -m pytest -m gpu
+	$(PYTEST) -m gpu
 	$(BIN)/python -m benchmarks product --device cuda
 	$(BIN)/python -m benchmarks step --device cuda
 

@@ -1,6 +1,6 @@
 """What the commands share: the program they belong to, how contenders are run, shown and saved."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,6 +53,22 @@ def _that_is_there(device: Device) -> Device:
 
 
 ChosenDevice = Annotated[Device, typer.Option(help="Where data and models are.", callback=_that_is_there)]
+
+
+def names_of(known: Iterable[str], help: str) -> Any:
+    """The option `--only` of a command, given once for each name.
+
+    A name that is not known ends the command before anything runs, and the error lists those that are.
+    """
+    names = tuple(known)
+
+    def checked(given: list[str] | None) -> list[str] | None:
+        unknown = [name for name in given or () if name not in names]
+        if unknown:
+            raise typer.BadParameter(f"{'; '.join(unknown)}: no such name. There are: {'; '.join(names)}.")
+        return given
+
+    return typer.Option(help=help, callback=checked)
 
 
 def run_contenders(case: str, names: list[str], **options: Any) -> dict[str, Outcome]:

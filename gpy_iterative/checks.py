@@ -28,6 +28,25 @@ def check_instance(name: str, value: Any, kind: type, example: str) -> None:
         raise TypeError(f"{name} must be None or a {kind.__name__} such as {example}, got {value!r}.")
 
 
+def checked_seed(value: Any, rule: str = "seed must be a whole number") -> int:
+    """The seed as an int; any whole number that torch takes is one.
+
+    Raises TypeError, which begins with the rule, for anything else, and ValueError for a number of more than 64 bits.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{rule}, got {value!r}.")
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"A seed has 64 bits, and {value} has more.")
+    return int(value)
+
+
+def generator_or_seed(value: Any) -> torch.Generator | int | None:
+    """The option `generator`: a generator, a seed or None. Raises as `checked_seed`."""
+    if value is None or isinstance(value, torch.Generator):
+        return value
+    return checked_seed(value, "generator must be None, a torch.Generator or a whole number, the seed of one")
+
+
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raises ValueError with the first bad index."""
     finite = torch.isfinite(tensor)

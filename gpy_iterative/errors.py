@@ -5,8 +5,28 @@ their code treats ours as it should: BoTorch's line search steps over a `NanErro
 attempt on a `NotPSDError`, and lets a `NumericalWarning` pass.
 """
 
+import sys
+import warnings
+
+import torch
 from linear_operator.utils.errors import NanError, NotPSDError
 from linear_operator.utils.warnings import NumericalWarning
+
+#: Between a user's line and ours, with what wraps functions: a warning points at none of their lines.
+_BETWEEN = {"gpy_iterative", "gpytorch", "torch", "linear_operator", "botorch", "scipy", "contextlib", "functools"}
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """As `warnings.warn`, pointing at the user's line, however far down it was called from."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)  # noqa: TID251
+
+
+def float64_first(dtype: torch.dtype) -> str:
+    """The first words of an advice: float64, unless the dtype is that already."""
+    return "" if dtype == torch.float64 else "use float64, "
 
 
 class NonFiniteError(NanError):

@@ -25,6 +25,7 @@ from gpy_iterative.linear_operators import KernelTerm, NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, PivotedCholeskyFactor
 from gpy_iterative.solvers import Cholesky
 from gpy_iterative.spectral import Draws, RandomFourierFeatures, draws_under
+from gpy_iterative.worker_threads import divided
 
 Terms = Sequence[KernelTerm]
 
@@ -50,6 +51,13 @@ class Probes:
         return cls(covariance.sample(*base), covariance.dual_sample(*base), covariance)
 
 
+def probe_jitter(*probes: Probes) -> float | None:
+    """How far the jitter of their covariances was raised, at the most; None where it was not."""
+    factors = (each.covariance for each in probes)
+    jitter = max((float(f.jitter.max()) for f in factors if isinstance(f, PivotedCholeskyFactor)), default=0.0)
+    return jitter or None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProbeDistribution(ABC):
     """Options of a probe distribution.
@@ -69,6 +77,11 @@ class ProbeDistribution(ABC):
     @property
     def needs_terms(self) -> bool:
         """Whether the prior's kernels are needed, beyond its operator."""
+        return False
+
+    @property
+    def resembles_system(self) -> bool:
+        """Whether S, which the probes' duals know, resembles H, so that errors of their solves enter the trace once."""
         return False
 
     @abstractmethod
@@ -119,6 +132,11 @@ class Preconditioned(ProbeDistribution):
     correct_diagonal: bool = True
     recipe: PivotedCholesky | None = None
 
+    @property
+    def resembles_system(self) -> bool:
+        return True
+
+    @divided()
     def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
         factor = self._recipe().build(operator, correct_diagonal=self.correct_diagonal, generator=generator)
         return {
@@ -127,6 +145,7 @@ class Preconditioned(ProbeDistribution):
             "diagonal_base": random_signs(operator, operator.shape[-1], self.num_probes, generator),
         }
 
+    @divided()
     def probes(
         self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
     ) -> Probes:
@@ -168,6 +187,10 @@ class RandomFeatures(ProbeDistribution):
     @property
     def needs_terms(self) -> bool:
         return True
+
+    @property
+    def resembles_system(self) -> bool:
+        return self.corrected
 
     def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
         noisy, terms = _prior(operator, terms)

@@ -114,10 +114,19 @@ class ExponentialTruncation:
         That is 2 n steps (conjugate gradients need more than n where rounding has cost them their conjugacy), or less:
         where the weight 1 / S_j reaches a tenth of 1 / eps, past which it multiplies rounding noise. The expected number
         of steps is almost unchanged, unless 2 n cuts it. A `min_steps` beyond 2 n is lowered to it: a full run.
+
+        Raises:
+            ValueError: a rate so high that the arithmetic has no weight for any step beyond `min_steps`.
         """
         if self.max_steps is not None:
             return self
-        extra = math.floor(math.log(LARGEST_WEIGHT / torch.finfo(dtype).eps) / self.rate)
+        extra = math.floor(_largest_rate(dtype) / self.rate)
+        if extra == 0 and self.min_steps < 2 * num_rows:
+            raise ValueError(
+                f"rate must be at most {_largest_rate(dtype):.3g} in {dtype}, got {self.rate:g}: no step beyond min_steps "
+                f"= {self.min_steps} has a weight that rounding allows, and a series that always ends there is biased. "
+                "Lower it, or choose that bias by max_steps."
+            )
         max_steps = min(2 * num_rows, self.min_steps + extra)
         return replace(self, min_steps=min(self.min_steps, max_steps), max_steps=max_steps)
 
@@ -268,7 +277,7 @@ class AutomaticTruncation:
 
     Args:
         start: for the first step, and for the first one after the number of data has changed.
-        max_rate: the rate is log(rho), of terms that fall as rho^-j, and at most this.
+        max_rate: the rate is log(rho), of terms that fall as rho^-j, and at most this; itself at most 13.6, for float32.
         tail: the first steps that are always taken leave this part of the sum of squared norms. At rate log(rho) the
             relative standard deviation is then about sqrt(tail).
         budget: expected steps at the most; None is no bound.
@@ -287,6 +296,8 @@ class AutomaticTruncation:
         if not isinstance(self.start, ExponentialTruncation):
             raise TypeError(f"start must be an ExponentialTruncation, got {self.start!r}.")
         check_positive("max_rate", self.max_rate)
+        if self.max_rate > _largest_rate(torch.float32):
+            raise ValueError(f"max_rate must be at most {_largest_rate(torch.float32):.3g}, got {self.max_rate:g}.")
         check_fraction("tail", self.tail)
         least = 1 + _geometric_mean(self.max_rate)
         if self.budget is not None and not least <= self.budget < math.inf:
@@ -341,6 +352,11 @@ def decay_rate(energies: Tensor) -> float:
     steps = torch.arange(len(half), dtype=torch.float64)
     steps -= steps.mean()
     return -float((steps * half).sum() / steps.square().sum())
+
+
+def _largest_rate(dtype: torch.dtype) -> float:
+    """The rate at which the weight of the first step beyond the minimum reaches what rounding allows."""
+    return math.log(LARGEST_WEIGHT / torch.finfo(dtype).eps)
 
 
 def _geometric_mean(x: float) -> float:

@@ -1,4 +1,4 @@
-"""One thread a worker, quiet KeOps, and a way to insist on the tests that need pykeops."""
+"""Threads, groups of tests that share what is slow to start, quiet KeOps, and a way to insist on pykeops."""
 
 import importlib.util
 import os
@@ -7,17 +7,20 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("KEOPS_VERBOSE", "0")  # read when pykeops is first imported
+# Torch's compiler starts processes to compile in, as many as there are processors: there is little to compile here.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 
 from tests.processes import Processes
 from tests.simulated_device import DEVICE, SimulatedDevice
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-keops", action="store_true", help="fail where pykeops is not installed")
+    parser.addoption("--stress", action="store_true", help="train all pairs of levels in tests/mlls/test_stress.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,11 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if "processes" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("processes"))  # they are started once
 
 
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])

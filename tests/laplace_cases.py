@@ -44,6 +44,13 @@ class LaplaceModel(gpi.models.IterativeLaplaceGP):
         return MultitaskMultivariateNormal.from_batch_mvn(prior) if self.kind == "multitask" else prior
 
 
+class Exposed(gl.likelihood._OneDimensionalLikelihood):
+    """Counts under exposures, which come as an argument."""
+
+    def forward(self, function_samples: Tensor, *args: Tensor, **kwargs: Any) -> torch.distributions.Poisson:
+        return torch.distributions.Poisson((args[0] if args else 1.0) * function_samples.exp())
+
+
 @dataclass
 class Case:
     """A model with its data."""

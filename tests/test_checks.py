@@ -1,13 +1,17 @@
 """Counts are whole numbers, objects are no names: told when an option is given, not in the middle of a run."""
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
+import torch
 from gpytorch import kernels
 
 import gpy_iterative as gpi
 from gpy_iterative.checks import check_fraction, check_positive
+from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from tests.mlls.gaussian_models import regression
 
 COUNTS = [
@@ -26,6 +30,37 @@ def test_counts(name: str, options: Callable) -> None:
         with pytest.raises(ValueError, match=f"{name} must be .*{message}"):
             options(**{name: bad})
     options(**{name: numpy.int64(4)})
+
+
+SEEDED: dict[str, Callable] = {
+    "generator of an mll": lambda seed: HutchinsonMarginalLogLikelihood(*_parts(), generator=seed)._state.generator,
+    "generator of a posterior": lambda seed: gpi.prediction.PathwisePosterior(*_parts()[::-1], generator=seed)._seed,
+    "seed of a basis": lambda seed: gpi.models.RandomFourierBasis(
+        kernels.RBFKernel(), num_features=4, num_dims=2, seed=seed
+    ).state_dict(),
+}
+
+
+def _parts() -> tuple:
+    case = regression(kernels.RBFKernel(), n=3)
+    return case.likelihood, case.model
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_seeds_are_whole_numbers(name: str) -> None:
+    what = name.split()[0]
+    for bad in ("a", 3.0, True, [1]):
+        with pytest.raises(TypeError, match=f"{what} must be .*whole number.*, got {re.escape(repr(bad))}"):
+            SEEDED[name](bad)
+    with pytest.raises(ValueError, match="64 bits"):
+        SEEDED[name](2**64)
+    SEEDED[name](-1)
+    for seed in (numpy.int64(3), numpy.uint8(3)):
+        torch.testing.assert_close(_state(SEEDED[name](seed)), _state(SEEDED[name](3)), rtol=0, atol=0)
+
+
+def _state(seeded: Any) -> Any:
+    return seeded.get_state() if isinstance(seeded, torch.Generator) else seeded
 
 
 def test_positive_numbers() -> None:

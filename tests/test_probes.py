@@ -27,6 +27,7 @@ from gpy_iterative.probes import (
     Probes,
     Rademacher,
     RandomFeatures,
+    probe_jitter,
 )
 from tests.mlls.gaussian_models import data
 from tests.monte_carlo import assert_mean_within
@@ -126,6 +127,23 @@ def test_the_expectation_given_frequencies_and_pivots_is_exactly_the_trace(name:
     torch.testing.assert_close(trace, exact, rtol=0, atol=1e-8 * float(exact.abs().max()))
     if probes.covariance is not None:
         torch.testing.assert_close(probes.vectors @ probes.vectors.mT, probes.covariance.matmul(torch.eye(N).double()))
+
+
+def test_pivots_that_rounding_has_made_dependent_leave_the_expectation_exact() -> None:
+    operator, _, derivatives, _ = system()
+    distribution = Preconditioned(num_probes=1, rank=20)
+    with torch.no_grad():
+        draws = identity_draws(distribution.draw(operator, None, torch.Generator().manual_seed(1)))
+        # A smooth kernel with errors, in which half of the pivots carry something.
+        place = torch.linspace(0, 10, N).double()
+        errors = torch.randn(N, N, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        kernel = torch.exp(-(place[:, None] - place).square() / 8) + 1e-6 * (errors + errors.mT)
+        operator = NoisyLinearOperator(to_linear_operator(kernel), operator.noise)
+        probes = distribution.probes(operator, None, draws)
+        trace = trace_samples(operator, derivatives, probes).sum(0)
+    assert 1e-6 < probe_jitter(probes) < 1e-4
+    exact = truth(operator, derivatives)
+    torch.testing.assert_close(trace, exact, rtol=0, atol=1e-8 * float(exact.abs().max()))
 
 
 def test_the_published_form_is_off_for_given_frequencies_and_right_on_average_over_them() -> None:

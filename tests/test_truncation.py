@@ -112,8 +112,8 @@ def test_rates_at_the_ends_of_their_range() -> None:
         assert [steep.mean(), steep.expected_max(5)] == pytest.approx([3, 3])
         assert steep.std() == pytest.approx(0, abs=1e-9)
         assert (steep.sample((10,), torch.Generator().manual_seed(0)) == 3).all()
-    chosen = AutomaticTruncation(max_rate=2000.0, budget=9).choose(torch.ones(2))
-    assert chosen == ExponentialTruncation(2, 2000.0)
+    chosen = AutomaticTruncation(max_rate=13.0, budget=9).choose(torch.ones(2))
+    assert chosen == ExponentialTruncation(2, 13.0)
 
 
 def test_equal_generators_give_equal_draws_and_the_global_one_is_left_alone() -> None:
@@ -129,6 +129,10 @@ def test_the_end_that_a_system_suggests() -> None:
     assert truncation.within(100_000, torch.float64).max_steps > 700
     assert truncation.within(60, torch.float64) == ExponentialTruncation(80, 0.05, 120)
     assert truncation.within(30, torch.float64) == ExponentialTruncation(60, 0.05, 60)
+    with pytest.raises(ValueError, match=r"at most 13\.6 in torch\.float32, got 14.*min_steps = 80"):
+        ExponentialTruncation(80, 14.0).within(100, torch.float32)
+    assert ExponentialTruncation(80, 14.0).within(100, torch.float64).max_steps == 82
+    assert ExponentialTruncation(80, 14.0).within(40, torch.float32).max_steps == 80  # nothing is cut
     given = ExponentialTruncation(80, 0.05, 90)
     assert given.within(10, torch.float32) is given
     assert truncation.within(100_000, torch.float32).mean() == pytest.approx(truncation.mean(), abs=1e-3)
@@ -204,7 +208,7 @@ def test_other_options_outside_their_range() -> None:
         FixedTruncation(0)
     with pytest.raises(ValueError, match="count"):
         ExponentialTruncation().expected_max(0)
-    for options in ({"max_rate": 0.0}, {"tail": 1.0}, {"budget": 5.0}, {"budget": math.inf}):
+    for options in ({"max_rate": 0.0}, {"max_rate": 14.0}, {"tail": 1.0}, {"budget": 5.0}, {"budget": math.inf}):
         with pytest.raises(ValueError, match=next(iter(options))):
             AutomaticTruncation(**options)
     with pytest.raises(TypeError, match=r"start.*FixedTruncation"):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks.cases.laplace_pictures import over_time
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing, names_of
 from benchmarks.datasets import Labelled, gaussian_mixture, mnist_digits
 from benchmarks.metrics import classification_scores
 from benchmarks.runner import CONTENDERS, RESULTS, Outcome, contender
@@ -286,7 +286,9 @@ def laplace(
     rows: Annotated[int, typer.Option(help="Training points; MNIST has 8,000 at the most.")] = 10_000,
     seconds: Annotated[float, typer.Option(help="Wall-clock budget of each contender, learning included.")] = 200.0,
     max_rank: Annotated[int, typer.Option(help="Actions that are kept.")] = 100,
-    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name; goes on with saved ones.")] = None,
+    only: Annotated[
+        list[str] | None, names_of(CONTENDERS[CASE], "Contenders, by name; goes on with saved ones.")
+    ] = None,
     pictures: Annotated[Path | None, typer.Option(help="Folder for the picture over time.")] = None,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:

@@ -17,6 +17,7 @@ from benchmarks.command_line import (
     app,
     console,
     exit_if_missing,
+    names_of,
     run_contenders,
     show,
     succeeded,
@@ -48,7 +49,7 @@ def paths(
     dataset: str = "kin40k",
     rows: int = 10_000,
     num_paths: Annotated[int, typer.Option(help="Functions.")] = 64,
-    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name; all by default.")] = None,
+    only: Annotated[list[str] | None, names_of(METHODS, "Contenders, by name; all by default.")] = None,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """Posterior functions beside BoTorch's: seconds, memory, and whether they are spread as the exact posterior."""

@@ -14,11 +14,19 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-import typer
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    Threads,
+    app,
+    finish,
+    names_of,
+    run_contenders,
+    show,
+    succeeded_or_exit,
+)
 from benchmarks.datasets import Split, load
 from benchmarks.models import MaternRegression
 from benchmarks.plots import plt, save_figure
@@ -69,7 +77,9 @@ def make_mll(
     }
     if probes == "standard":
         return HutchinsonMarginalLogLikelihood(model.likelihood, model, probes="gaussian", **common)
-    return PathwiseMarginalLogLikelihood(model.likelihood, model, corrected=probes == "corrected", **common)
+    return PathwiseMarginalLogLikelihood(
+        model.likelihood, model, num_frequencies=1000, corrected=probes == "corrected", **common
+    )
 
 
 def start_model(
@@ -147,7 +157,9 @@ def epochs(
     steps: int = 30,
     block_size: int = 512,
     max_epochs: int = 1000,
-    only: Annotated[list[str] | None, typer.Option(help="Probes and start, beside 'standard, cold'.")] = None,
+    only: Annotated[
+        list[str] | None, names_of(published.LIN_VARIANTS, "Probes and start, beside 'standard, cold'.")
+    ] = None,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """Epochs of alternating projections: pathwise or standard probes, warm or cold."""

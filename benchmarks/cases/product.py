@@ -23,6 +23,7 @@ from benchmarks.command_line import (
     console,
     finish,
     memory_cell,
+    names_of,
     run_contenders,
     succeeded,
 )
@@ -203,7 +204,7 @@ def product(
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     dtype: Dtype = Dtype.FLOAT32,
     device: ChosenDevice = Device.CPU,
-    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name; all by default.")] = None,
+    only: Annotated[list[str] | None, names_of(PRODUCTS, "Contenders, by name; all by default.")] = None,
     picture: Annotated[Path | None, typer.Option(help="File of a picture: seconds against rows.")] = None,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:

@@ -82,7 +82,6 @@ class QuadruplyStochastic:
             self.model,
             self.likelihood,
             num_data=len(data.train_y),
-            num_data_samples=options["rows"],
             num_steps=options["steps"],
             learning_rate=options.get("weight_rate", 0.1),
             hyper_learning_rate=options["hyper_rate"],

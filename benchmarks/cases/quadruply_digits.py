@@ -73,7 +73,7 @@ def ours(
         generator=0,
     )
     optimizer = gpi.models.QuadruplyStochasticOptimizer(
-        model, num_data=TRAINING, num_data_samples=rows, num_steps=steps, hyper_learning_rate=0
+        model, num_data=TRAINING, num_steps=steps, hyper_learning_rate=0
     )
     for _ in range(steps):
         optimizer.zero_grad()

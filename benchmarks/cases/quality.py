@@ -50,7 +50,9 @@ def train_and_predict(
 
 
 contender("quality", "ours")(partial(train_and_predict, gpi.mlls.HutchinsonMarginalLogLikelihood))
-contender("quality", "pathwise")(partial(train_and_predict, gpi.mlls.PathwiseMarginalLogLikelihood))
+contender("quality", "pathwise")(
+    partial(train_and_predict, partial(gpi.mlls.PathwiseMarginalLogLikelihood, num_probes=64, num_frequencies=1000))
+)
 
 
 @app.command()

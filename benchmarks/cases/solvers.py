@@ -3,11 +3,10 @@
 from typing import Annotated
 
 import torch
-import typer
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
-from benchmarks.command_line import app, console, finish, show
+from benchmarks.command_line import app, console, finish, names_of, show
 from benchmarks.datasets import load
 from benchmarks.runner import Outcome
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
@@ -102,7 +101,7 @@ def solvers(
     tolerance: float = 0.01,
     max_epochs: float = 300,
     block_size: int = 250,
-    only: Annotated[list[str] | None, typer.Option(help="Solvers, by name; all by default.")] = None,
+    only: Annotated[list[str] | None, names_of(NAMES, "Solvers, by name; all by default.")] = None,
 ) -> None:
     """Epochs to tolerance of every solver and preconditioner, on three kernel systems; some minutes."""
     options = {"rows": rows, "tolerance": tolerance, "max_epochs": max_epochs, "block_size": block_size}

@@ -11,6 +11,7 @@ import typer
 from gpytorch.mlls import MarginalLogLikelihood
 
 import gpy_iterative as gpi
+from benchmarks.busy_processes import busy_processes
 from benchmarks.command_line import (
     DEFAULT_THREADS,
     ChosenDevice,
@@ -19,6 +20,7 @@ from benchmarks.command_line import (
     app,
     finish,
     memory_cell,
+    names_of,
     run_contenders,
     show,
     succeeded,
@@ -171,16 +173,18 @@ def step(
     split: int = 0,
     rows: FirstRows = None,
     steps: int = 10,
-    only: Annotated[list[str] | None, typer.Option(help="Contenders, by name; all but Cholesky by default.")] = None,
+    only: Annotated[list[str] | None, names_of(METHODS, "Contenders, by name; all but Cholesky by default.")] = None,
     gradient_error: Annotated[bool, typer.Option(help="Measure gradients against the exact one.")] = True,
     seeds: Annotated[int, typer.Option(help="Gradients a contender and checkpoint.")] = 2,
+    beside: Annotated[int, typer.Option(min=0, help="Busy processes that run at the same time.")] = 0,
     device: ChosenDevice = Device.CPU,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """Seconds, memory, epochs and gradient error of one training step."""
     names = only or [name for name in METHODS if "Cholesky" not in name]
     options = {"dataset": dataset, "split": split, "rows": rows, "device": device}
-    outcomes = run_contenders("step", names, threads=threads, steps=steps, rate=0.1, **options)
+    with busy_processes(beside):
+        outcomes = run_contenders("step", names, threads=threads, steps=steps, rate=0.1, **options)
     good = succeeded_or_exit(outcomes)
     errors: dict[str, list[float]] = {}
     if gradient_error:
@@ -188,8 +192,9 @@ def step(
         exact = succeeded_or_exit(run_contenders("gradients", ["exact"], **given))["exact"]["gradients"]
         found = run_contenders("gradients", names, seeds=seeds, **given)
         errors = {name: relative_errors(outcome["gradients"], exact) for name, outcome in succeeded(found).items()}
+    company = f", beside {beside} busy processes" if beside else ""
     show(
-        f"{dataset}, steps 1 to {steps}, {device}, {threads} threads",
+        f"{dataset}, steps 1 to {steps}, {device}, {threads} threads{company}",
         ["contender", "s / step", "median", "first", "MB", "epochs / step", "gradient errors at steps 0, 5, 10"],
         [
             [
@@ -205,4 +210,5 @@ def step(
         ],
     )
     content = {"outcomes": outcomes, "gradient_errors": errors}
-    finish(f"step_{dataset}", options | {"steps": steps}, threads, device=device, **content)
+    name = f"step_{dataset}" + (f"_beside_{beside}" if beside else "")
+    finish(name, options | {"steps": steps, "beside": beside}, threads, device=device, **content)

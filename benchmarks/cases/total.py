@@ -11,7 +11,6 @@ from functools import partial
 from typing import Annotated
 
 import torch
-import typer
 
 from benchmarks import published
 from benchmarks.cases.rivals import CASE, EXACT, train_exact
@@ -21,6 +20,7 @@ from benchmarks.command_line import (
     Threads,
     app,
     finish,
+    names_of,
     run_contenders,
     show,
     succeeded,
@@ -70,8 +70,9 @@ def total(
     steps: int = 100,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"Contenders with the same steps, of: {'; '.join(EXACT)}. By default {' and '.join(SAME_STEPS)}."
+        names_of(
+            EXACT,
+            f"Contenders with the same steps, of: {'; '.join(EXACT)}. By default {' and '.join(SAME_STEPS)}.",
         ),
     ] = None,
     threads: Threads = DEFAULT_THREADS,

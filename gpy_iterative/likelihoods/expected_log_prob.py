@@ -1,16 +1,17 @@
 """E log p(y | f) under a normal f, in closed form where there is one."""
 
 import math
-from functools import singledispatch
 from typing import Any
 
 import torch
 from gpytorch.distributions import base_distributions
-from gpytorch.likelihoods import LaplaceLikelihood, Likelihood
+from gpytorch.likelihoods import BernoulliLikelihood, LaplaceLikelihood, Likelihood
+from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
+from gpy_iterative.likelihoods.registry import computes_as
 
-@singledispatch
+
 def expected_log_prob(
     likelihood: Likelihood, target: Tensor, latent: base_distributions.Normal, **kwargs: Any
 ) -> Tensor:
@@ -22,11 +23,18 @@ def expected_log_prob(
         latent: independent normal latent values [b].
         kwargs: passed to the likelihood.
     """
+    if computes_as(likelihood, LaplaceLikelihood):
+        return _laplace(likelihood, target, latent)
+    own = type(likelihood)
+    if (
+        own.expected_log_prob is BernoulliLikelihood.expected_log_prob
+        and own.forward is not BernoulliLikelihood.forward
+    ):
+        return _OneDimensionalLikelihood.expected_log_prob(likelihood, target, latent, **kwargs)
     return likelihood.expected_log_prob(target, latent, **kwargs)
 
 
-@expected_log_prob.register
-def _(likelihood: LaplaceLikelihood, target: Tensor, latent: base_distributions.Normal, **kwargs: Any) -> Tensor:
+def _laplace(likelihood: Likelihood, target: Tensor, latent: base_distributions.Normal) -> Tensor:
     # E |y - f| of a normal f; a quadrature has errors of a percent of the deviation at the kink. GPyTorch's `noise` is the
     # square of the scale.
     scale = likelihood.noise.sqrt()

@@ -2,12 +2,12 @@
 
 from gpytorch.likelihoods import LaplaceLikelihood, Likelihood
 
-from gpy_iterative.likelihoods.registry import form_of
+from gpy_iterative.likelihoods.registry import computes_as, form_of
 
 
 def is_log_concave(likelihood: Likelihood) -> bool:
     """Whether log p(y | f) is known to be concave in f, of which there is one at each point."""
-    if isinstance(likelihood, LaplaceLikelihood):  # not registered: its curvature is zero almost everywhere
+    if computes_as(likelihood, LaplaceLikelihood):  # not registered: its curvature is zero almost everywhere
         return True
     form = form_of(likelihood)
     if form is None or form.num_latents is None:

@@ -3,7 +3,6 @@
 Everything here is float64, whatever the model's dtype: float32 third derivatives of log Phi have the wrong sign.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -13,7 +12,7 @@ from gpytorch.likelihoods import Likelihood, _GaussianLikelihoodBase
 from torch import Tensor
 
 from gpy_iterative.checks import check_finite
-from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError, VarianceWarning
+from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError, VarianceWarning, warn
 from gpy_iterative.likelihoods.curvature import Curvature, SoftmaxCurvature, curvature_of_blocks
 from gpy_iterative.likelihoods.registry import check_support, form_of, refusal_of
 from gpy_iterative.likelihoods.stock import softmax_blocks, softmax_logits
@@ -218,6 +217,14 @@ class PointwiseLikelihood:
             return "hessian"
         return "fisher" if fisher else "abs"
 
+    def step_kind(self, kind: CurvatureKind) -> CurvatureKind:
+        """What "auto" means for Newton steps: the Hessian's absolute value where log p is not known to be concave.
+
+        It leads to the same mode, in a third of the steps that Fisher information takes, which is far from the Hessian
+        at outliers.
+        """
+        return "abs" if kind == "auto" and not self.is_log_concave and self.num_latents == 1 else kind
+
     def curvature_blocks(self, f: Tensor, kind: CurvatureKind) -> Tensor:
         """The curvature of a kind [n, C, C], differentiable as `hessian`; positive semi-definite unless "hessian"."""
         kind = self.curvature_kind(kind)
@@ -247,8 +254,13 @@ class PointwiseLikelihood:
             raise NonFiniteError(f"The curvature of {self.name} is not finite: check data and outputscale.")
         if self.curvature_kind(kind) == "hessian" and _is_indefinite(blocks):
             raise UnsupportedLikelihoodError(
-                f"The log density of {self.name} is not concave here: its Hessian is no covariance's inverse. Use "
-                "curvature='auto'."
+                f"The log density of {self.name} is not concave at latent values up to {float(f.abs().max()):.3g}: its "
+                "Hessian is no covariance's inverse. "
+                + (
+                    "Use curvature='auto'."
+                    if kind == "hessian"
+                    else "It is registered as log-concave: register_curvature(..., log_concave=None) looks at each value."
+                )
             )
         return curvature_of_blocks(blocks, floor=floor.eigenvalue)
 
@@ -284,12 +296,11 @@ class PointwiseLikelihood:
     def _warn_indefinite(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"The log density of {self.name} is not concave: its curvature's "
                 f"{'Fisher information' if self._substitute() == 'fisher' else 'absolute value'} stands for the Hessian. "
                 "Pass curvature= to the solver to choose.",
                 VarianceWarning,
-                stacklevel=3,
             )
 
     # Checks

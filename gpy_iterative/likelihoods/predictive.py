@@ -18,12 +18,10 @@ from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.likelihoods.bernoulli import LogitBernoulliLikelihood
 from gpy_iterative.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.likelihoods.quadrature import dense_marginal, log_concave_marginal
-from gpy_iterative.likelihoods.registry import form_of
+from gpy_iterative.likelihoods.registry import computes_as, form_of
 from gpy_iterative.likelihoods.stock import gaussian_noise, softmax_logits
 
 PredictiveMethod = Literal["pairwise", "diagonal", "mc", "mode"]
-#: Nodes for likelihoods of one latent function.
-NUM_QUADRATURE = 101
 
 
 def check_predictive_method(method: str) -> None:
@@ -82,14 +80,17 @@ def class_probabilities(
     """
     latent = latent.seen_by(method)
     mean, covariance = latent.mean, latent.covariance
-    if isinstance(likelihood, BernoulliLikelihood):
+    if computes_as(likelihood, BernoulliLikelihood):
         return torch.special.ndtr(mean[:, 0] / (1 + covariance[:, 0, 0]).sqrt())
-    if isinstance(likelihood, LogitBernoulliLikelihood):
+    if computes_as(likelihood, LogitBernoulliLikelihood):
         return likelihood.log_probability(mean[:, 0], covariance[:, 0, 0]).exp()
+    if isinstance(likelihood, BernoulliLikelihood | LogitBernoulliLikelihood):  # with a link of its own
+        ones = PointwiseLikelihood(likelihood, torch.ones_like(mean[:, 0]), 1)
+        return _quadrature(ones, mean[:, 0], covariance[:, 0, 0]).exp()
     form = form_of(likelihood)
     if form is None or form.visible_basis is None:
         raise UnsupportedLikelihoodError(
-            f"{type(likelihood).__name__} has no classes: use predictive_log_prob, or likelihood(model(x))."
+            f"{type(likelihood).__name__} has no classes that are known: use predictive_log_prob, or likelihood(model(x))."
         )
     if method == "mc":
         total = torch.zeros_like(softmax_logits(likelihood, mean))
@@ -127,9 +128,9 @@ def predictive_log_probs(
     if likelihood.is_categorical:
         probabilities = class_probabilities(inner, latent, method, num_samples, generator)
         return probabilities.gather(-1, likelihood.targets.unsqueeze(-1)).squeeze(-1).log()
-    if isinstance(inner, BernoulliLikelihood):
+    if computes_as(inner, BernoulliLikelihood):
         return torch.special.log_ndtr((2 * likelihood.targets - 1) * mean[:, 0] / (1 + covariance[:, 0, 0]).sqrt())
-    if isinstance(inner, MultitaskGaussianLikelihood):
+    if computes_as(inner, MultitaskGaussianLikelihood):
         noise = gaussian_noise(inner, mean).expand_as(mean)
         marginal = MultivariateNormal(mean, covariance + torch.diag_embed(noise))
         return marginal.log_prob(likelihood.targets).detach()
@@ -145,17 +146,6 @@ def _quadrature(likelihood: PointwiseLikelihood, mean: Tensor, variance: Tensor)
     def log_prob(f: Tensor) -> Tensor:
         return likelihood.log_prob(f.unsqueeze(-1))
 
-    def curvature(f: Tensor) -> Tensor:
-        with torch.inference_mode(False), torch.enable_grad():
-            return likelihood.hessian(f.clone().unsqueeze(-1)).detach().flatten()
-
     if not likelihood.is_log_concave:
         return dense_marginal(log_prob, mean, variance)
-    return log_concave_marginal(
-        log_prob,
-        lambda f: likelihood.slope(f.unsqueeze(-1)).squeeze(-1),
-        curvature,
-        mean,
-        variance,
-        NUM_QUADRATURE,
-    )
+    return log_concave_marginal(log_prob, lambda f: likelihood.slope(f.unsqueeze(-1)).squeeze(-1), mean, variance)

@@ -1,10 +1,10 @@
-"""Gauss-Hermite quadrature against normal distributions, with nodes in float64 whatever the default dtype is.
+"""Quadrature against normal distributions, with nodes in float64 whatever the default dtype is.
 
 GPyTorch's own quadrature builds its nodes in the default dtype: under float32 they stay 1.5e-7 off after `.double()`.
 
-A density that is much narrower than the normal distribution falls between the distribution's own nodes. Where it is
-log-concave, the nodes go where the product of both is (Liu and Pierce 1994, "A note on Gauss-Hermite quadrature");
-else they lie densely.
+Nodes of a Gauss-Hermite rule serve functions that are smooth on the scale of the normal distribution. A density that is
+much narrower, or has an edge that is, falls between them. Where it is log-concave, its product with the normal density has
+one maximum, and Gauss-Legendre panels on either side of it; else nodes lie densely.
 """
 
 import math
@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
-
 #: Halvings of the interval that holds a maximum.
 NUM_HALVINGS = 80
+#: Panels on either side, each as long as all that are nearer, and nodes of each.
+NUM_PANELS, PANEL_NODES = 8, 12
+#: A density that has fallen so far, in logarithm, counts for nothing.
+NEGLIGIBLE = 40.0
 #: Nodes of the dense rule, and the deviations that they reach.
 NUM_DENSE, REACH = 4001, 12.0
 
@@ -36,11 +38,7 @@ def normal_nodes(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Te
         mean: [*shape].
         variance: [*shape], not negative.
         count: number of nodes; the sum is exact for polynomials of degree 2 count - 1.
-
-    Raises:
-        ValueError: a count below 1.
     """
-    check_count("num_quadrature", count)
     nodes, weights = (torch.as_tensor(part, dtype=torch.float64, device=mean.device) for part in _nodes(count))
     shape = (count, *[1] * mean.dim())
     points = mean.double() + variance.double().sqrt() * nodes.view(shape)
@@ -48,36 +46,42 @@ def normal_nodes(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Te
     return points, weights.clamp_min(torch.finfo(torch.float64).tiny).log().view(shape)
 
 
+@cache
+def graded_rule() -> tuple[Tensor, Tensor]:
+    """Nodes and weights on [0, 1] for what changes on any scale near 0 and ever more slowly away from it: float64, CPU."""
+    nodes, weights = np.polynomial.legendre.leggauss(PANEL_NODES)
+    ends = np.concatenate([[0.0], 0.5 ** np.arange(NUM_PANELS - 1, -1, -1)])
+    starts, lengths = ends[:-1, None], np.diff(ends)[:, None]
+    points, shares = starts + lengths * (nodes + 1) / 2, lengths * weights / 2
+    return torch.from_numpy(points.ravel()), torch.from_numpy(shares.ravel())
+
+
 def log_concave_marginal(
-    log_density: Callable[[Tensor], Tensor],
-    gradient: Callable[[Tensor], Tensor],
-    curvature: Callable[[Tensor], Tensor],
-    mean: Tensor,
-    variance: Tensor,
-    count: int,
+    log_density: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor
 ) -> Tensor:
     """Log E exp(l(f)) for f ~ N(mean, variance) and a concave l, elementwise: [*shape], float64.
 
     Args:
         log_density: l at latent values [*shape].
         gradient: its derivative there; an infinite one or NaN where f is so large that l is minus infinity.
-        curvature: minus its second derivative.
         mean: [*shape].
         variance: [*shape], not negative.
-        count: nodes.
 
     Differentiable in mean and variance; the nodes are fixed where they are.
     """
     mean, deviation = mean.double(), variance.double().sqrt()
     with torch.no_grad():
         centre = _maximum(lambda u: deviation * gradient(mean + deviation * u) - u, torch.zeros_like(mean))
-        steep = deviation.square() * curvature(mean + deviation * centre).clamp_min(0)
-        # Where the curvature overflows, the density itself has no place of its own.
-        width = (1 + torch.where(torch.isfinite(steep), steep, torch.zeros_like(steep))).rsqrt()
-        nodes, log_weights = normal_nodes(centre, width.square(), count)
-        # From N(centre, width^2), whose nodes these are, to N(0, 1), which is integrated against.
-        log_weights = log_weights + width.log() - 0.5 * (nodes.square() - ((nodes - centre) / width).square())
-    return torch.logsumexp(log_weights + torch.stack([log_density(mean + deviation * node) for node in nodes]), 0)
+        points, shares = (part.to(mean.device) for part in graded_rule())
+        nodes, log_weights = [], []
+        for side in (-1.0, 1.0):
+            reach = _reach(lambda u: log_density(mean + deviation * u) - 0.5 * u.square(), centre, side)
+            lengths = reach * points.view(-1, *[1] * mean.dim())
+            nodes.append(centre + side * lengths)
+            log_weights.append((reach * shares.view(-1, *[1] * mean.dim())).log())
+        u = torch.cat(nodes)
+        prior = torch.cat(log_weights) - 0.5 * u.square() - 0.5 * math.log(2 * math.pi)
+    return torch.logsumexp(prior + torch.stack([log_density(mean + deviation * node) for node in u]), 0)
 
 
 def dense_marginal(log_density: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:
@@ -103,3 +107,15 @@ def _maximum(slope: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
         rises = slope(middle) > 0  # not where it is NaN
         low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
     return (low + high) / 2
+
+
+def _reach(log_product: Callable[[Tensor], Tensor], centre: Tensor, side: float) -> Tensor:
+    """How far from its maximum a log-concave product with exp(-u^2 / 2) is negligible on one side, or twice as far."""
+    top, reach = log_product(centre), torch.full_like(centre, math.sqrt(2 * NEGLIGIBLE))
+    for _ in range(NUM_HALVINGS):
+        # Also where the product is NaN, out of range.
+        shorter = ~(top - log_product(centre + side * reach / 2) < NEGLIGIBLE)
+        if not shorter.any():
+            break
+        reach = torch.where(shorter, reach / 2, reach)
+    return reach

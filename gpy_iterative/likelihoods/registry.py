@@ -87,11 +87,13 @@ def register_refusal(likelihood_class: type[Likelihood], reason: str) -> None:
 
 def form_of(likelihood: Likelihood) -> LikelihoodForm | None:
     """The form of the nearest base class that computes what this likelihood does; None where there is none."""
-    own = type(likelihood)
-    for base in own.__mro__:
-        if base in _FORMS:
-            return _FORMS[base] if own.forward is base.forward else None
-    return None
+    base = next((base for base in type(likelihood).__mro__ if base in _FORMS), None)
+    return _FORMS[base] if base is not None and computes_as(likelihood, base) else None
+
+
+def computes_as(likelihood: Likelihood, likelihood_class: type[Likelihood]) -> bool:
+    """Whether a likelihood is of a class and has the class' own `forward`: closed forms of any other are not its own."""
+    return isinstance(likelihood, likelihood_class) and type(likelihood).forward is likelihood_class.forward
 
 
 def check_support(likelihood: Likelihood, targets: Tensor) -> None:
@@ -109,4 +111,4 @@ def check_support(likelihood: Likelihood, targets: Tensor) -> None:
 
 def refusal_of(likelihood: Likelihood) -> str | None:
     """Why Laplace's method refuses this likelihood; None where it does not."""
-    return next((_REFUSALS[base] for base in type(likelihood).__mro__ if base in _REFUSALS), None)
+    return next((reason for base, reason in _REFUSALS.items() if computes_as(likelihood, base)), None)

@@ -21,6 +21,9 @@ _LABELS = (lambda _, y: (y == 0) | (y == 1), "labels must be 0 or 1 (for -1 and 
 _COUNTS = (lambda _, y: (y >= 0) & (y == y.round()), "counts must be whole numbers, not negative")
 _FRACTIONS = (lambda _, y: (y > 0) & (y < 1), "targets must lie strictly between 0 and 1")
 
+#: Below this latent value a probit is its asymptotic series, whose terms from the next one on are below rounding there.
+PROBIT_TAIL, TAIL_TERMS = -12.0, 16
+
 
 def _one(_: Likelihood) -> int:
     return 1
@@ -35,7 +38,24 @@ def _block(values: Tensor) -> Tensor:
 
 
 def _probit_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    return torch.special.log_ndtr((2 * y - 1) * f[:, 0])
+    z = (2 * y - 1) * f[:, 0]
+    low = z < PROBIT_TAIL
+    return torch.where(
+        low, _log_normal_tail(torch.where(low, z, 2 * PROBIT_TAIL)), torch.special.log_ndtr(z.masked_fill(low, 0.0))
+    )
+
+
+def _log_normal_tail(z: Tensor) -> Tensor:
+    """Log Phi(z) far below zero, by its asymptotic series in 1 / z^2.
+
+    Autograd through `log_ndtr` takes z + phi / Phi = -1 / z from two numbers of size z: of its second derivative nothing is
+    left at -1e4, and of the third at -1e3.
+    """
+    x = z.square().reciprocal()
+    rest = torch.zeros_like(z)
+    for odd in range(2 * TAIL_TERMS - 1, 0, -2):  # 1 - x + 3 x^2 - 15 x^3 + ...
+        rest = -odd * x * (1 + rest)
+    return -0.5 * z.square() - 0.5 * math.log(2 * math.pi) - (-z).log() + rest.log1p()
 
 
 def _logit_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:

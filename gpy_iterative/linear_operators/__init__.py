@@ -10,6 +10,7 @@ from gpy_iterative.linear_operators.from_gpytorch import (
     operator_of_kernel,
 )
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
+from gpy_iterative.linear_operators.kernel_functions import clear_caches, kernel_diagonal, kernel_matrix
 from gpy_iterative.linear_operators.latent import (
     LatentPrior,
     latent_operator,
@@ -19,6 +20,7 @@ from gpy_iterative.linear_operators.latent import (
 )
 from gpy_iterative.linear_operators.lower_precision import lower_precision, native_precision
 from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
+from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.observations import (
     check_noise,
@@ -45,6 +47,7 @@ __all__ = [
     "KernelProducts",
     "KernelTerm",
     "LatentPrior",
+    "ModuleCopies",
     "NoisyLinearOperator",
     "RadialKernelLinearOperator",
     "RepeatedKernelLinearOperator",
@@ -56,10 +59,13 @@ __all__ = [
     "bilinear_derivative",
     "check_kernel_dtype",
     "check_noise",
+    "clear_caches",
     "columns_matmul",
     "computes_the_same",
     "dense_rows",
     "flat_targets",
+    "kernel_diagonal",
+    "kernel_matrix",
     "kernel_operator",
     "kernel_terms",
     "latent_operator",

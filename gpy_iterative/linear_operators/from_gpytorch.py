@@ -22,6 +22,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
+from gpy_iterative.linear_operators.kernel_functions import evaluated
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial import RadialKernelLinearOperator
@@ -109,11 +110,7 @@ def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, how: _How) -> LinearOperato
     check_kernel_dtype(kernel, x1)
     same = are_same_inputs(x1, x2)
     if lazy.last_dim_is_batch or lazy.params:
-        with gpytorch.settings.lazily_evaluate_kernels(False):
-            evaluated = gpytorch.Module.__call__(
-                kernel, x1, x2, diag=False, last_dim_is_batch=lazy.last_dim_is_batch, **lazy.params
-            )
-        return to_linear_operator(evaluated)
+        return evaluated(kernel, x1, x2, diag=False, last_dim_is_batch=lazy.last_dim_is_batch, **lazy.params)
     return _of_kernel(kernel, x1, None if same else x2, how)
 
 
@@ -129,9 +126,7 @@ def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
 
 
 def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
-    """Raises ValueError with the first parameter of another dtype than the inputs, and for distances of integers."""
-    if kernel.has_lengthscale:
-        _check_floating_point(kernel, inputs)
+    """Raises ValueError with the first parameter of another dtype than the inputs; integers go with any."""
     for name, parameter in kernel.named_parameters():
         if inputs.is_floating_point() and parameter.dtype != inputs.dtype:
             raise ValueError(
@@ -140,11 +135,9 @@ def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
             )
 
 
-def _check_floating_point(kernel: kernels.Kernel, inputs: Tensor) -> None:
-    if not inputs.is_floating_point():
-        raise ValueError(
-            f"{type(kernel).__name__} needs inputs in floating point, got {inputs.dtype}: call .float() or .double()."
-        )
+def _values_dtype(kernel: kernels.Kernel, inputs: Tensor) -> torch.dtype:
+    """Of the kernel's values: the inputs' own, or the kernel's where inputs are integers."""
+    return inputs.dtype if inputs.is_floating_point() else kernel.dtype
 
 
 def operator_of_kernel(
@@ -156,7 +149,7 @@ def operator_of_kernel(
 
 def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) -> LinearOperator:
     """The operator of k(x1, x2), whose inputs are already reduced to the kernel's active dims."""
-    how.products.check(x1.dtype, x1.device)
+    how.products.check(_values_dtype(kernel, x1), x1.device)
     if type(kernel) is kernels.ScaleKernel:
         # ScaleKernel calls its base's forward: the base's active dims are already selected.
         return _times(_of_kernel(kernel.base_kernel, x1, x2, how), kernel.outputscale)
@@ -175,10 +168,27 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How)
         return KroneckerProductLinearOperator(data, to_linear_operator(kernel.task_covar_module.covar_matrix))
     if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
         return _sum([_of_kernel(part, x1, x2, how) for part in kernel.covar_module_list])
+    if isinstance(kernel, kernels.GridInterpolationKernel):
+        _check_within_grid(kernel, x1 if x2 is None else torch.cat([x1.flatten(0, -2), x2.flatten(0, -2)]))
     if isinstance(kernel, _STRUCTURED):
-        with gpytorch.settings.lazily_evaluate_kernels(False):
-            return to_linear_operator(gpytorch.Module.__call__(kernel, x1, x1 if x2 is None else x2))
+        return evaluated(kernel, x1, x1 if x2 is None else x2)
     return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, **how.options())
+
+
+def _check_within_grid(kernel: kernels.GridInterpolationKernel, inputs: Tensor) -> None:
+    """Raises ValueError for inputs [*b, n, d] outside of a grid that does not follow them."""
+    if kernel.grid_is_dynamic or not inputs.numel():
+        return
+    for dimension, (grid, x) in enumerate(zip(kernel.grid, inputs.unbind(-1), strict=True)):
+        low, high = grid.min().item(), grid.max().item()
+        least, most = x.min().item(), x.max().item()
+        rounding = 1e-6 * (high - low)
+        if least < low - rounding or most > high + rounding:
+            raise ValueError(
+                f"Inputs from {least:.4g} to {most:.4g} (dimension {dimension}) do not lie within the grid of the "
+                f"GridInterpolationKernel, {low:.4g} to {high:.4g}. Give it grid_bounds= that hold all inputs, those of "
+                "predictions too: without them, the grid is that of the training inputs and a few spacings around them."
+            )
 
 
 def active_inputs(kernel: kernels.Kernel, x: Tensor) -> Tensor:
@@ -205,15 +215,16 @@ def _is_radial(kernel: kernels.Kernel) -> bool:
 
 
 def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) -> LinearOperator:
-    _check_floating_point(kernel, x1)  # also where it is inside of another kernel
+    x1, x2 = (None if x is None else x.to(_values_dtype(kernel, x)) for x in (x1, x2))
     function, alpha = RBF, None
     if isinstance(kernel, (kernels.MaternKernel, kernels.keops.MaternKernel)):
         function = MATERN[kernel.nu]
     elif isinstance(kernel, kernels.RQKernel):
         function, alpha = RATIONAL_QUADRATIC, kernel.alpha
     lengthscale = kernel.lengthscale
-    # Distances do not depend on the centre; without it float32 loses their digits far from the origin.
-    centre = x1.detach().mean(dim=-2, keepdim=True)
+    # Distances do not depend on the centre; without it float32 loses their digits far from the origin. That of the columns:
+    # the same data meet new points rounded as they met one another, where inputs span thousands of lengthscales.
+    centre = (x1 if x2 is None else x2).detach().mean(dim=-2, keepdim=True)
     return RadialKernelLinearOperator(
         (x1 - centre) / lengthscale,
         x1.new_ones(()),

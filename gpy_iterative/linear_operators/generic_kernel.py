@@ -5,37 +5,27 @@ differentiated by itself; the user's kernel is never changed, not even when its 
 """
 
 import weakref
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import gpytorch
 import torch
-from gpytorch.kernels import Kernel
-from linear_operator import LinearOperator, to_dense
+from gpytorch.kernels import GridInterpolationKernel, Kernel
+from linear_operator import LinearOperator
 from torch import Tensor
 from torch.func import functional_call
 
+from gpy_iterative.linear_operators.kernel_functions import kernel_functions
+from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.products import KernelProducts, LoweredProducts
 from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.tile_weights import TileWeights
 from gpy_iterative.linear_operators.tiled import TiledLinearOperator
 from gpy_iterative.linear_operators.tiles import Tiles, blocks
+from gpy_iterative.worker_threads import run
 
-#: Points of a block of which only the diagonal is wanted: kernels with several outputs have no cheaper way.
+#: Points of a block of which only the diagonal is wanted; entries that are evaluated for one wanted entry, at the most.
 DIAGONAL_BLOCK = 256
-
-
-class _KernelFunction(torch.nn.Module):
-    """Holds the kernel under a name, and calls its `forward` on inputs whose active dims are already selected."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        super().__init__()
-        self.kernel = kernel
-
-    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False) -> Tensor:
-        # gpytorch.Module.__call__, not the kernel's own: active dims are selected once, by the caller.
-        # Dense blocks are wanted: GPyTorch's KeOps kernels would compile several programs to make them.
-        with gpytorch.settings.lazily_evaluate_kernels(False), gpytorch.settings.use_keops(False):
-            return to_dense(gpytorch.Module.__call__(self.kernel, x1, x2, diag=diag))
 
 
 class KernelTiles(Tiles):
@@ -53,6 +43,7 @@ class KernelTiles(Tiles):
             rows=[self._scaled(part) for part in self.input_rows],
             columns=[self._scaled(part) for part in self.input_columns],
             owner=operator.representation(),
+            like=operator.tile_scale,
             products=operator.products,
             cache=operator.cache,
         )
@@ -75,7 +66,7 @@ class KernelTiles(Tiles):
             if self._outputs > 1:
                 return self._block_of_outputs(rows, columns)
             x1, x2 = self._operator.x1[..., rows, :], self._operator.columns[..., columns, :]
-            return self._operator.evaluate(x1, x2).expand(*self.shape[:-2], -1, -1).clone()
+            return self._operator.evaluate(x1, x2).clone()
 
     def _block_of_outputs(self, rows: slice | Tensor, columns: slice) -> Tensor:
         """Rows of one input belong together, as columns do: whole inputs are evaluated, and entries picked from them."""
@@ -98,14 +89,18 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     Args:
         x1: inputs [*b, n, d], reduced to the kernel's active dims.
-        parameters: the kernel's parameters, in the order of `names`; gradients flow to these tensors.
+        tensors: the kernel's parameters, in the order of `names`, and then one for each of `leaves`; gradients flow to
+            these.
         x2: inputs [*b, m, d]; None makes the operator symmetric.
         kernel: called as a function; its own parameters are not used.
         names: the parameters' names, `[name for name, _ in kernel.named_parameters()]`.
         products: how products are computed.
         cache: shared by all rebuilds of the operator; None starts an empty one.
-        members: indices of batch dimensions, one applied after the other: the operator is these members of the batch.
+        members: what becomes of the kernel's batch, one step after the other: an index picks some of its members, a
+            torch.Size is the batch that it is expanded to.
+        leaves: tensors that the kernel uses beside its parameters, by whatever way it finds them.
 
+    The kernel is called with the batch dimensions of its inputs, and no others: many users' kernels know none.
     A product costs one evaluation of the kernel the first time and n m s multiply-adds once its tiles are kept; the
     derivative one further evaluation with autograd, a tile at a time. Memory is a few tiles and the tile cache. A member
     of a batch costs the evaluation of the whole batch: which part of a kernel's parameters belongs to it, only the kernel
@@ -118,13 +113,14 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def __init__(
         self,
         x1: Tensor,
-        *parameters: Tensor,
+        *tensors: Tensor,
         x2: Tensor | None = None,
         kernel: Kernel,
         names: tuple[str, ...],
         products: KernelProducts | None = None,
         cache: TileCache | None = None,
         members: tuple[tuple[Any, ...], ...] = (),
+        leaves: tuple[Tensor, ...] = (),
     ) -> None:
         products = KernelProducts() if products is None else products
         if products.backend == "keops":
@@ -133,14 +129,16 @@ class GenericKernelLinearOperator(TiledLinearOperator):
                 "kernel in tiles. KeOps serves RBF, Matern and RQ kernels, their scales and their sums."
             )
         cache = TileCache() if cache is None else cache
-        tensors = {} if x2 is None else {"x2": x2}
         options = {"kernel": kernel, "names": names, "products": products, "cache": cache, "members": members}
-        super().__init__(x1, *parameters, **tensors, **options)
-        self.x1, self.x2, self.parameters = x1, x2, parameters
+        super().__init__(x1, *tensors, **({} if x2 is None else {"x2": x2}), **options, leaves=leaves)
+        self.x1, self.x2, self.parameters = x1, x2, tensors[: len(names)]
         self.kernel, self.names, self.products, self.cache, self.members = kernel, names, products, cache, members
-        self._function = _KernelFunction(kernel)
+        self._tensors, self._leaves = tensors, leaves
         is_lowered = isinstance(products, LoweredProducts)
-        self._converted_buffers = _floating_buffers(kernel, x1.dtype) if is_lowered else {}
+        dtypes = (tensor.dtype for tensor in (x1, *self.parameters) if tensor.is_floating_point())
+        self._dtype = torch.float32 if is_lowered else next(dtypes, kernel.dtype)
+        self._converted_buffers = _floating_buffers(kernel, self._dtype) if is_lowered else {}
+        self._functions = kernel_functions(own_buffers=is_lowered)
 
     @classmethod
     def of_kernel(
@@ -155,11 +153,44 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         """The operator of a kernel's own parameters.
 
         Each call has tensors of its own, so that no tiles of an earlier one are taken for its: GPyTorch sets parameters
-        through `.data`, which their versions do not tell.
+        through `.data`, which their versions do not tell. It has modules of its own, too: what is evaluated later is
+        evaluated in the mode of now.
+
+        Raises:
+            ValueError: the kernel contains a GridInterpolationKernel whose grid follows its inputs.
         """
+        if any(isinstance(part, GridInterpolationKernel) and part.grid_is_dynamic for part in kernel.modules()):
+            raise ValueError(
+                f"{type(kernel).__name__} is evaluated in blocks, and the GridInterpolationKernel inside of it would have "
+                "another grid for each: give that kernel grid_bounds= that hold all inputs."
+            )
+        kernel = ModuleCopies().of(kernel)
         named = {name: parameter.clone() for name, parameter in kernel.named_parameters()}
         x1 = x1.view_as(x1)
-        return cls(x1, *named.values(), x2=x2, kernel=kernel, names=tuple(named), products=products, cache=cache)
+        operator = cls(x1, *named.values(), x2=x2, kernel=kernel, names=tuple(named), products=products, cache=cache)
+        leaves = operator._other_leaves()
+        if not leaves:
+            return operator
+        return cls(*operator._args, *leaves, **operator._kwargs | {"leaves": leaves})
+
+    def _other_leaves(self) -> tuple[Tensor, ...]:
+        """What the kernel's values depend on beside inputs and parameters, from a block of two rows and two columns.
+
+        It may be tensors that a model hands to its kernel, a network in a list, whatever a closure holds: PyTorch's graph
+        alone knows.
+        """
+        rows, columns = (x.detach()[..., :2, :] for x in (self.x1, self.columns))
+        if not torch.is_grad_enabled() or not (rows.numel() and columns.numel()):
+            return ()
+        own = tuple(parameter.detach().requires_grad_(parameter.requires_grad) for parameter in self.parameters)
+        known = set(map(id, own))
+        block = self.evaluate(rows, rows if self.symmetric else columns, own)
+        return tuple(leaf for leaf in _leaves(block) if id(leaf) not in known)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the matrix: the inputs' own, or the parameters' where inputs are integers (categories)."""
+        return self._dtype
 
     @property
     def symmetric(self) -> bool:
@@ -174,22 +205,22 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     @property
     def tile_scale(self) -> Tensor:
         """1: a kernel's tiles carry its outputscale."""
-        return self.x1.new_ones(())
+        return self.x1.new_ones((), dtype=self.dtype)
 
     def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
-        """The dense k(x1, x2), differentiable in inputs and parameters."""
+        """The dense k(x1, x2) [*b, n, m], differentiable in inputs and parameters."""
         parameters = self.parameters if parameters is None else parameters
         # What a kernel makes of float32 inputs may be float64, by tensors of its own.
-        values = functional_call(self._function, self._named(parameters), (x1, x2)).to(x1.dtype)
-        return self._of_members(values.expand(*self._whole_batch(), *values.shape[-2:])) if self.members else values
+        values = functional_call(self._functions.of(self.kernel), self._named(parameters), (x1, x2)).to(self.dtype)
+        return self._of_members(values.expand(*self._whole_batch(), *values.shape[-2:]), values.shape[-2:])
 
     def _whole_batch(self) -> torch.Size:
         """The batch shape of the kernel on these inputs, before any members are picked."""
         return torch.broadcast_shapes(self.x1.shape[:-2], self.columns.shape[:-2], self.kernel.batch_shape)
 
-    def _of_members(self, values: Tensor) -> Tensor:
-        for index in self.members:
-            values = values[index]
+    def _of_members(self, values: Tensor, event_shape: torch.Size) -> Tensor:
+        for step in self.members:
+            values = values.expand((*step, *event_shape)) if isinstance(step, torch.Size) else values[step]
         return values
 
     def _named(self, parameters: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -219,9 +250,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     def _size(self) -> torch.Size:
         outputs, columns = self._outputs(), self.columns
-        batch = self._whole_batch()
-        if self.members:
-            batch = self._of_members(self.x1.new_empty(()).expand(batch)).shape
+        batch = self._of_members(self.x1.new_empty(()).expand(self._whole_batch()), torch.Size()).shape
         return torch.Size((*batch, self.x1.shape[-2] * outputs, columns.shape[-2] * outputs))
 
     def _rebuild(
@@ -229,29 +258,47 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     ) -> LinearOperator:
         return type(self)(
             x1,
-            *self.parameters,
+            *self._tensors,
             x2=x2,
             kernel=self.kernel,
             names=self.names,
             products=self.products,
             members=self.members if members is None else members,
+            leaves=self._leaves,
         )
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         return self.evaluate(self.x1, self.columns) @ rhs
+
+    def _differentiable_derivatives(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        if self._leaves:
+            raise NotImplementedError(
+                f"There are no second derivatives of a {type(self.kernel).__name__} that uses tensors which require a "
+                "gradient and are not its own parameters: register them, as parameters or in modules of the kernel."
+            )
+        return super()._differentiable_derivatives(left_vecs, right_vecs)
 
     def _tile_derivatives(self, weights: TileWeights) -> tuple[Tensor | None, ...]:
         tensors = self.representation()
         wanted = [tensor.requires_grad for tensor in tensors]
         if not any(wanted):
             return (None,) * len(tensors)
-        gradients = [torch.zeros_like(tensor) for tensor in tensors]
         tiles = self.tiles()
         assert isinstance(tiles, KernelTiles)
-        for i in range(len(tiles.rows)):
-            for columns in tiles.strips[i]:
+        visits = [(i, columns) for i, strips in enumerate(tiles.strips) for columns in strips]
+
+        def share(visits: Sequence[tuple[int, range]]) -> list[Tensor]:
+            found = [torch.zeros_like(tensor) for tensor in tensors]
+            for i, columns in visits:
                 weight = weights.strip(i, columns).transpose(-3, -2).flatten(-2)
-                self._add_derivative(gradients, wanted, tiles.input_rows[i], tiles.input_span(columns), weight)
+                self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_span(columns), weight)
+            return found
+
+        shares = tiles.shares(visits, [len(columns) for _, columns in visits])
+        gradients, *others = run([partial(share, part) for part in shares])
+        for other in others:
+            for gradient, part in zip(gradients, other, strict=True):
+                gradient += part
         tiles.complete(
             [gradient for gradient, is_wanted in zip(gradients, wanted, strict=True) if is_wanted], weights.tensors
         )
@@ -268,16 +315,20 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             x2 = x1 if same else self.columns.detach()[..., columns, :].requires_grad_(inputs_wanted)
             parameters = tuple(p.detach().requires_grad_(p.requires_grad) for p in self.parameters)
             block = self.evaluate(x1, x2, parameters)
-            leaves = [t for t in ((x1,) if same else (x1, x2)) + parameters if t.requires_grad]
+            leaves = [t for t in ((x1,) if same else (x1, x2)) + parameters + self._leaves if t.requires_grad]
             if not block.requires_grad:
                 return
-            found = torch.autograd.grad((block * weights).sum(), leaves, allow_unused=True)
+            # All tiles go through the graph that a leaf may have before the kernel.
+            found = torch.autograd.grad(
+                (block * weights).sum(), leaves, allow_unused=True, retain_graph=bool(self._leaves)
+            )
         derivative = dict(zip(map(id, leaves), found, strict=True))
         targets: list[tuple[Tensor, Tensor]] = [(gradients[0][..., rows, :], x1)]
         if not same:
             other = gradients[0] if self.symmetric else gradients[-1]
             targets.append((other[..., columns, :], x2))
-        targets += zip(gradients[1 : 1 + len(parameters)], parameters, strict=True)
+        others = parameters + self._leaves
+        targets += zip(gradients[1 : 1 + len(others)], others, strict=True)
         for gradient, leaf in targets:
             part = derivative.get(id(leaf))
             if part is not None:
@@ -288,14 +339,19 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             blocks_on_it = zip(self.x1.split(DIAGONAL_BLOCK, -2), self.columns.split(DIAGONAL_BLOCK, -2), strict=True)
             parts = [self._rebuild(left, right).to_dense() for left, right in blocks_on_it]
             return torch.cat([part.diagonal(dim1=-2, dim2=-1) for part in parts], dim=-1)
-        named = self._named(self.parameters)
-        diagonal = functional_call(self._function, named, (self.x1, self.x1), {"diag": True}).to(self.x1.dtype)
-        whole = torch.Size((*self._whole_batch(), self.shape[-1]))
+        # In parts: a kernel that takes the diagonal of its whole matrix needs no more memory for it than for a tile.
+        parts = self.x1.split(self.products.tile_rows(self.x1.device), -2)
+        return torch.cat([self._diagonal_at(x) for x in parts], dim=-1)
+
+    def _diagonal_at(self, x: Tensor) -> Tensor:
+        function, size = self._functions.of(self.kernel), x.shape[-2] * self._outputs()
+        diagonal = functional_call(function, self._named(self.parameters), (x, x), {"diag": True}).to(self.dtype)
+        whole = torch.Size((*self._whole_batch(), size))
         if diagonal.shape != whole:
-            if diagonal.shape[-2:] == self.shape[-2:]:  # a kernel that overlooks `diag`
+            if diagonal.shape[-2:] == (size, size):  # a kernel that overlooks `diag`
                 diagonal = diagonal.diagonal(dim1=-2, dim2=-1)
             diagonal = diagonal.expand(whole)
-        return self._of_members(diagonal)
+        return self._of_members(diagonal, whole[-1:])
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         outputs = self._outputs()
@@ -310,32 +366,46 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self._rebuild(self.x1[..., rows, :], None if principal else self.columns[..., columns, :])
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
-        # One by one, as a batch of matrices with one point each; the first dimension is theirs.
-        outputs, shape, whole = self._outputs(), row_index.shape, self._whole_batch()
-        rows, columns = row_index.reshape(-1), col_index.reshape(-1)
-        x1, x2 = (
-            x.expand(*whole, *x.shape[-2:])[..., index // outputs, :].movedim(-2, 0).unsqueeze(-2)
-            for x, index in ((self.x1, rows), (self.columns, columns))
-        )
-        values = functional_call(self._function, self._named(self.parameters), (x1, x2)).to(self.x1.dtype)
-        values = values.expand(len(rows), *whole, outputs, outputs).movedim(0, -3)
-        batch = tuple(index.reshape(-1) for index in batch_indices)
-        pairs = torch.arange(len(rows), device=rows.device)
-        values = self._of_members(values)[(*batch, pairs, rows % outputs, columns % outputs)]
-        return values.reshape(shape)
+        rows, columns, *batch = (index.reshape(-1) for index in (row_index, col_index, *batch_indices))
+        return self._entries(rows, columns, *batch).reshape(row_index.shape)
+
+    def _entries(self, rows: Tensor, columns: Tensor, *batch: Tensor) -> Tensor:
+        """Single entries [p], from the block of all their points; in halves where it has far more entries than they are."""
+        outputs = self._outputs()
+        row_points, i = (rows // outputs).unique(return_inverse=True)
+        column_points, j = (columns // outputs).unique(return_inverse=True)
+        if len(row_points) * len(column_points) > DIAGONAL_BLOCK * max(len(rows), DIAGONAL_BLOCK):
+            halves = zip(*(index.tensor_split(2) for index in (rows, columns, *batch)), strict=True)
+            return torch.cat([self._entries(*half) for half in halves])
+        block = self.evaluate(self.x1[..., row_points, :], self.columns[..., column_points, :])
+        return block[(*batch, i * outputs + rows % outputs, j * outputs + columns % outputs)]
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self if self.symmetric else self._rebuild(self.columns, self.x1)
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
-        if self.members or len(batch_shape) < len(self.kernel.batch_shape):
-            return super()._expand_batch(batch_shape)
-        expand = lambda x: x.expand(*batch_shape, *x.shape[-2:])
-        return self._rebuild(expand(self.x1), None if self.x2 is None else expand(self.x2))
+        return self._rebuild(self.x1, self.x2, (*self.members, torch.Size(batch_shape)))
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return self._rebuild(self.x1, self.x2, (*self.members, (*[slice(None)] * dim, None)))
 
     def to_dense(self) -> Tensor:
         """The matrix [*b, n, m]; O(n m) memory, differentiable."""
-        return self.evaluate(self.x1, self.columns).expand(self.shape)
+        return self.evaluate(self.x1, self.columns)
+
+
+def _leaves(tensor: Tensor) -> list[Tensor]:
+    """The leaves that a tensor has been computed from and that require a gradient, in a fixed order."""
+    nodes, seen, leaves = [tensor.grad_fn], set(), []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
 
 
 def _floating_buffers(kernel: Kernel, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -37,12 +37,13 @@ def check_precision(precision: Precision, dtype: torch.dtype, device: torch.devi
     Raises:
         ValueError: it cannot, or there would be nothing to gain.
     """
-    if precision == "native":
-        return
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"precision={precision!r} is below float32 or float64 inputs, and these are {dtype}: leave 'native'."
+            f"Gaussian processes need float32 or float64, and the kernel or its inputs are {dtype}: call model.float() and "
+            "convert the data. KernelProducts(precision='bfloat16') keeps their kernel matrices in half precision."
         )
+    if precision == "native":
+        return
     if precision == "float32" and dtype == torch.float32:
         raise ValueError(
             "precision='float32' is for float64 inputs, and these are float32 already: leave 'native', or call "

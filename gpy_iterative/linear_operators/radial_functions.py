@@ -9,7 +9,7 @@ Beside each function stand the same formulas in the language of KeOps, which com
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -79,6 +79,9 @@ class RadialFunction(ABC):
     #: that the tiles, and what they are multiplied by, stay clear of denormal numbers, which are many times slower.
     largest: ClassVar[float] = math.inf
 
+    #: Whether it is not differentiable at 0, so that it follows every rounding error of the smallest distances.
+    has_kink: ClassVar[bool] = False
+
     #: What of df/dq is the same everywhere, and would take a pass over each tile.
     derivative_factor: ClassVar[float] = 1.0
 
@@ -92,6 +95,10 @@ class RadialFunction(ABC):
     def clamp_(self, u: Tensor) -> Tensor:
         """Distances, as rounding left them, into the range that `value_` and its like take, in place."""
         return u.clamp_(0, self.largest)
+
+    def at_exact_distances(self) -> "RadialFunction":
+        """The function of distances that have no rounding errors of their own, however small they are."""
+        return self
 
     @abstractmethod
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
@@ -154,10 +161,21 @@ class _Matern(RadialFunction):
 
 @dataclass(frozen=True)
 class _Matern12(_Matern):
-    """exp(-r); not differentiable at 0, where its derivative counts as 0."""
+    """exp(-r); not differentiable at 0, where its derivative counts as 0.
 
+    Args:
+        noise: squared distances up to so many rounding errors count as 0 in the derivative, which would be large and of
+            random size there.
+    """
+
+    noise: float = 64.0
+
+    has_kink = True
     derivative_factor = -0.5
     keops = KeOpsFormulas("Exp(-Sqrt({u}))", "RatCst(-1,2) * Exp(-Sqrt({u})) * Rsqrt({u})")  # Rsqrt(0) is 0
+
+    def at_exact_distances(self) -> RadialFunction:
+        return replace(self, noise=0.0)
 
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         return _decay(_safe_sqrt(u))
@@ -166,8 +184,7 @@ class _Matern12(_Matern):
         return _exponents_(u, scratch).exp2_()
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-        # Distances that are rounding noise count as 0: their derivative would be large and of random size.
-        noise = u <= 64 * torch.finfo(u.dtype).eps
+        noise = u <= max(self.noise * torch.finfo(u.dtype).eps, _positive(u.dtype))
         self.value_(u, scratch, alpha)
         return u, scratch.mul_(u).masked_fill_(noise, 0.0)
 

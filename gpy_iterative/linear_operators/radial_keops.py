@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.linear_operators.keops import derivative_sum, kernel_sum
-from gpy_iterative.linear_operators.radial_tiles import RadialDerivative, RadialTiles
+from gpy_iterative.linear_operators.radial_derivative import RadialDerivative, derivative_of_scales
+from gpy_iterative.linear_operators.radial_tiles import RadialTiles
 from gpy_iterative.linear_operators.tile_weights import BilinearWeights, TileWeights
 from gpy_iterative.linear_operators.tiles import Rows
 
@@ -55,7 +56,10 @@ class RadialKeOps(RadialTiles):
             pairs = 1.0
         sums = pairs * rows[..., dimension:].sum(-2, dtype=torch.float64)
         dvalue, dalpha = sums[..., 0], sums[..., 1] if sums.shape[-1] > 1 else torch.zeros_like(sums[..., 0])
-        return RadialDerivative(factor * rows[..., :dimension], dx2, dvalue, dalpha)
+        dx1 = factor * rows[..., :dimension]
+        if scales_only and self.symmetric:
+            dx1 = derivative_of_scales((dx1.double() * self.x1).sum(-2), self.x1)
+        return RadialDerivative(dx1, dx2, dvalue, dalpha)
 
     def _scaled_inputs(self) -> tuple[Tensor, Tensor]:
         """Inputs into which the radial function's constant is folded."""

@@ -1,7 +1,6 @@
 """Tiles of a radial kernel matrix: squared distances, mostly from one GEMM, and a few in-place passes each."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import threading
 from functools import cache as keep
 from functools import cached_property
 from types import FunctionType
@@ -10,62 +9,71 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.radial_derivative import DerivativePass, RadialDerivative
 from gpy_iterative.linear_operators.radial_functions import RadialFunction
-from gpy_iterative.linear_operators.row_blocks import RowBlocks, block_product, whole_run
 from gpy_iterative.linear_operators.squared_distances import SquaredDistances
 from gpy_iterative.linear_operators.tile_cache import TileCache
 from gpy_iterative.linear_operators.tile_weights import TileWeights
 from gpy_iterative.linear_operators.tiles import Tiles, blocks
 
 
-def _compiled(evaluate: FunctionType, function: RadialFunction, dtype: torch.dtype) -> Callable[..., None]:
+class _CompiledLoop:
     """The passes over a tile in one loop.
 
-    In code of their own: one piece of code is compiled so many times, for other shapes and batch dimensions, and then
-    runs pass by pass.
+    One piece of code is compiled so many times, anew for other numbers of dimensions, for a length of one and for another
+    number of threads, and then runs pass by pass. So every function and dtype has code of its own, is given tiles that
+    `_flat` has made alike, and is compiled by one thread while others wait: they would compile the same once more each.
     """
-    evaluate.__code__ = evaluate.__code__.replace(co_name=f"{evaluate.__name__}_{function.name}_{dtype}")
-    return torch.compile(evaluate, dynamic=True)
+
+    def __init__(self, evaluate: FunctionType, function: RadialFunction, dtype: torch.dtype) -> None:
+        evaluate.__code__ = evaluate.__code__.replace(co_name=f"{evaluate.__name__}_{function.name}_{dtype}")
+        # PyTorch's graph cache on disk does not tell processors apart: loops of AVX-512's width, which it hands to a
+        # process without AVX-512 (another machine of a shared disk, ATEN_CPU_CAPABILITY), return wrong numbers. Without
+        # it a function is translated once a process; what the C++ compiler makes of it is still cached, with the
+        # processor in its key.
+        self._evaluate = torch.compile(evaluate, dynamic=True, options={"fx_graph_cache": False})
+        self._lock = threading.Lock()
+        self._compiled: set[tuple[object, ...]] = set()
+
+    def __call__(self, tiles: Tensor, *others: Tensor | None) -> None:
+        # Detached: a view is compiled for the dimensions of what it is a view of, too.
+        given = [None if tensor is None else tensor.detach() for tensor in (tiles, *others)]
+        is_one = tuple(size == 1 for size in tiles.shape)
+        variant = (is_one, tiles.device, torch.get_num_threads(), torch.is_inference_mode_enabled())
+        if variant in self._compiled:
+            self._evaluate(*given)
+            return
+        with self._lock:
+            self._evaluate(*given)
+            self._compiled.add(variant)
+
+
+def _flat(tiles: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Tiles [*b, g, rows, columns] without dimensions, or with one where alpha [*b, 1] has several values."""
+    if alpha is None or alpha.numel() == 1:
+        return tiles.view(-1), None if alpha is None else alpha.view(())
+    alpha = alpha.squeeze(-1).expand(tiles.shape[:-3]).reshape(-1)
+    return tiles.view(len(alpha), -1), alpha
 
 
 @keep
-def _fused_value(function: RadialFunction, dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], None]:
+def _fused_value(function: RadialFunction, dtype: torch.dtype) -> _CompiledLoop:
     """Clamp and radial function, in place, in one compiled loop."""
 
     def evaluate(u: Tensor, alpha: Tensor | None) -> None:
         u.copy_(function.value(function.clamp_(u), alpha))
 
-    return _compiled(evaluate, function, dtype)
+    return _CompiledLoop(evaluate, function, dtype)
 
 
 @keep
-def _fused_value_and_derivative(
-    function: RadialFunction, dtype: torch.dtype
-) -> Callable[[Tensor, Tensor, Tensor | None], None]:
+def _fused_value_and_derivative(function: RadialFunction, dtype: torch.dtype) -> _CompiledLoop:
     """Clamp, radial function and its derivative, in place, in one compiled loop."""
 
     def evaluate(u: Tensor, derivative: Tensor, alpha: Tensor | None) -> None:
         function.value_and_derivative_(function.clamp_(u), derivative, alpha)
 
-    return _compiled(evaluate, function, dtype)
-
-
-@dataclass(frozen=True)
-class RadialDerivative:
-    """The derivative of sum_ij W_ij f(|x1_i - x2_j|^2) for weights W.
-
-    Attributes:
-        x1: with respect to x1, [*b, n, d]; of a symmetric matrix through its rows and its columns. Where only the scales of
-            the coordinates are wanted, something that has the same inner products with the coordinates of x1.
-        x2: with respect to x2, [*b, m, d]; None for a symmetric matrix.
-        value: the sum itself, [*b] in float64.
-        alpha: with respect to alpha, [*b] in float64.
-    """
-
-    x1: Tensor
-    x2: Tensor | None
-    value: Tensor
-    alpha: Tensor
+    return _CompiledLoop(evaluate, function, dtype)
 
 
 class RadialTiles(Tiles):
@@ -88,19 +96,21 @@ class RadialTiles(Tiles):
         cache: TileCache,
     ) -> None:
         self.x1, self.x2 = x1.detach(), None if x2 is None else x2.detach()
-        self.function = function
         self.alpha = None if alpha is None else alpha.detach()
         self._strip_alpha = None if alpha is None else alpha.detach().unsqueeze(-1)
         columns = self.x1 if self.x2 is None else self.x2
         self._is_fused, length = products.is_fused(x1.device), products.tile_rows(x1.device)
         tiles = {"rows": blocks(x1.shape[-2], length), "columns": blocks(columns.shape[-2], length)}
-        self._distances = SquaredDistances(self.x1, columns, function.scale(self.alpha), **tiles)
+        scale = function.scale(self.alpha)
+        self.distances = SquaredDistances(self.x1, columns, scale, has_kink=function.has_kink, **tiles)
+        self.function = function if self.distances.together else function.at_exact_distances()
         super().__init__(
-            torch.Size((*self._distances.batch_shape, x1.shape[-2], columns.shape[-2])),
+            torch.Size((*self.distances.batch_shape, x1.shape[-2], columns.shape[-2])),
             symmetric=x2 is None,
             **tiles,
             # The very tensors, not detached copies: they are what the cache recognises its owner by.
             owner=tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None),
+            like=x1,
             products=products,
             cache=cache,
         )
@@ -108,7 +118,7 @@ class RadialTiles(Tiles):
     def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
         u = self._squared_distances(i, columns, out)
         if self._is_fused:
-            _fused_value(self.function, u.dtype)(u, self._strip_alpha)
+            _fused_value(self.function, u.dtype)(*_flat(u, self.alpha))
             return u
         return self.function.value_(self.function.clamp_(u), self.scratch(out.shape, 1), self._strip_alpha)
 
@@ -143,7 +153,8 @@ class RadialTiles(Tiles):
     def _evaluate_both(self, i: int, columns: range, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         u = self._squared_distances(i, columns, value)
         if self._is_fused:
-            _fused_value_and_derivative(self.function, u.dtype)(u, derivative, self._strip_alpha)
+            flat, alpha = _flat(u, self.alpha)
+            _fused_value_and_derivative(self.function, u.dtype)(flat, derivative.view(flat.shape), alpha)
             return u, derivative
         return self.function.value_and_derivative_(self.function.clamp_(u), derivative, self._strip_alpha)
 
@@ -160,48 +171,12 @@ class RadialTiles(Tiles):
 
         `value` and `alpha` say whether these parts are wanted; they are 0 where not. `scales_only` takes one GEMM less.
         """
-        batch, dimension = weights.batch_shape, self.x1.shape[-1]
-        x1 = _with_ones(self.x1, batch, self.rows)
-        x2 = x1 if self.x2 is None else _with_ones(self.x2, batch, self.columns)
-        # x^T G x' is x^T G^T x', so that one of the two products, twice, does for the scales of a symmetric matrix.
-        is_one_sided = scales_only and self.symmetric
-        # Sums of many products, in float64: parts of them cancel. (With float32 gradients on elevators are off by 5e-5, in
-        # place of 3e-5, at lengthscales of .3, and a fiftieth of a training step is saved.)
-        wide = self.x1.new_zeros((), dtype=torch.float64)
-        sums1 = RowBlocks.zeros(wide, (*batch, dimension + 1), x1.run)
-        sums2 = sums1 if self.symmetric else RowBlocks.zeros(wide, (*batch, dimension + 1), x2.run)
-        dvalue, dalpha = wide.new_zeros(batch), wide.new_zeros(batch)
-        self._claim()
-        for i in range(len(self.rows)):
-            row = range(i, i + 1)
-            own, direct = x1.part(row), sums1.part(row)
-            for columns in self.strips[i]:
-                shape = torch.Size((*batch, *self.strip_shape(i, columns)[-3:]))
-                strip = weights.strip(i, columns, out=self.scratch(shape, 2))
-                if alpha:
-                    dalpha += (self.alpha_derivative(i, columns) * strip).sum((-3, -2, -1), dtype=torch.float64)
-                function_value, function_derivative = self.value_and_derivative(i, columns)
-                if value:
-                    dvalue += torch.linalg.vecdot(function_value.flatten(-3), strip.flatten(-3))
-                strip.mul_(function_derivative)
-                direct += block_product(x2.part(columns), strip.mT).sum(-3, keepdim=True)
-                mirrored = sums2.part(columns)
-                if is_one_sided:
-                    mirrored[..., -1:, :].add_(strip.sum(-2, keepdim=True))
-                else:
-                    mirrored += block_product(own, strip)
-        if is_one_sided:
-            sums1.data[..., :-1, :] *= 2
-        factor = 2 * self.function.derivative_factor
-        dx1 = _input_derivative(sums1, x1, factor)
-        dx2 = None if self.symmetric else _input_derivative(sums2, x2, factor)
-        self.complete([dx1, dvalue, dalpha] if dx2 is None else [dx1, dx2, dvalue, dalpha], weights.tensors)
-        return RadialDerivative(dx1, dx2, dvalue, dalpha)
+        return DerivativePass(self, weights, value=value, alpha=alpha, scales_only=scales_only).run()
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         chosen = self._row_numbers[rows]
         first, stop, step = columns.indices(self.shape[-1])
-        u = self._distances.block(chosen, torch.arange(first, stop, step, device=chosen.device))
+        u = self.distances.block(chosen, torch.arange(first, stop, step, device=chosen.device))
         if self.symmetric:
             _zero_own_distances(u, chosen, first)
         self.function.clamp_(u)
@@ -215,7 +190,7 @@ class RadialTiles(Tiles):
     def _squared_distances(self, i: int, columns: range, out: Tensor) -> Tensor:
         """May be slightly negative; zero on the diagonal, whatever the rounding."""
         scratch = self.scratch(out.shape, 1)
-        u = self._distances.strip(i, columns, out=out, scratch=scratch)
+        u = self.distances.strip(i, columns, out=out, scratch=scratch)
         if self.symmetric and i == columns[0]:
             u.diagonal(dim1=-2, dim2=-1).zero_()
         return u
@@ -226,16 +201,3 @@ def _zero_own_distances(u: Tensor, rows: Tensor, first: int) -> None:
     place = (rows - first).expand(u.shape[:-1]).unsqueeze(-1)
     index = place.clamp(0, u.shape[-1] - 1)
     u.scatter_(-1, index, u.gather(-1, index).masked_fill(index == place, 0.0))
-
-
-def _with_ones(x: Tensor, batch: torch.Size, tiles: list[slice]) -> RowBlocks:
-    """The coordinates of inputs [*b, n, d], and ones."""
-    vectors = torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1)
-    return RowBlocks.of(vectors.expand(*batch, *vectors.shape[-2:]), whole_run(tiles))
-
-
-def _input_derivative(sums: RowBlocks, x: RowBlocks, factor: float) -> Tensor:
-    """A factor times (diag(G 1) x - G x') [*b, n, d] for G = weights, from G times x' and ones."""
-    found, inputs = sums.data, x.data
-    derivative = factor * (found[..., -1:, :] * inputs[..., :-1, :] - found[..., :-1, :])
-    return RowBlocks(derivative.to(inputs.dtype), x.run).vectors()

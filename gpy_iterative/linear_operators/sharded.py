@@ -19,9 +19,6 @@ from torch import Tensor
 
 from gpy_iterative.errors import RankLostError, RanksDisagreeError
 
-#: Checksums are residues of this prime, which float32 holds exactly: they travel in the same message as the sums.
-_PRIME = 8_388_593
-
 
 def check_group(group: "dist.ProcessGroup | Literal['world'] | None") -> None:
     """Does nothing for a process group that this process is a member of, nor for None.
@@ -99,13 +96,7 @@ class Ranks:
                 "The tensors are on the CPU, but the process group's backend is nccl, which serves CUDA devices: move "
                 "model and data to one, or call init_process_group('gloo')."
             )
-        facts = torch.zeros(self.size, 2, dtype=torch.int64, device=device)
-        facts[self.rank, 0] = zlib.crc32(description.encode())
-        facts[self.rank, 1] = _checksum(tensors)
-        self._all_reduce(facts)
-        descriptions, contents = facts.T.tolist()
-        self._check(descriptions, f"kernel matrices of another shape or tile size (here: {description})")
-        self._check(contents, "other inputs or hyperparameters")
+        self._compare(f"a kernel matrix of {description}", tensors, "other inputs or hyperparameters")
 
     def sum_(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         """Replaces partial sums by those over all ranks.
@@ -114,25 +105,32 @@ class Ranks:
             partial: what is summed up, overwritten.
             given: what the sums were made from, beside the matrix: the same on every rank.
 
-        Cost: one all-reduce for each dtype, of the partial sums' size and one number a rank.
+        Cost: one all-reduce for each dtype, of the partial sums' size, after one of two numbers a rank.
 
         Raises:
-            RanksDisagreeError: `given` differs between the ranks.
+            RanksDisagreeError: the ranks sum up something else, or `given` differs between them.
             RankLostError: a rank ended, or did not answer within the group's timeout.
         """
         if self.size == 1:
             return
-        checksum = _checksum(given)
+        sums = ", ".join(f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in partial)
+        self._compare(f"a sum of shape {sums}", given, "other vectors to multiply the kernel matrix by")
         for dtype in dict.fromkeys(tensor.dtype for tensor in partial):
             same = [tensor for tensor in partial if tensor.dtype == dtype]
-            marks = same[0].new_zeros(self.size)
-            marks[self.rank] = checksum
-            message = torch.cat([*(tensor.reshape(-1) for tensor in same), marks])
+            message = torch.cat([tensor.reshape(-1) for tensor in same])
             self._all_reduce(message)
-            *sums, marks = message.split([*(tensor.numel() for tensor in same), self.size])
-            self._check(marks.tolist(), "other vectors to multiply the kernel matrix by")
-            for tensor, total in zip(same, sums, strict=True):
+            for tensor, total in zip(same, message.split([tensor.numel() for tensor in same]), strict=True):
                 tensor.copy_(total.view(tensor.shape))
+
+    def _compare(self, call: str, contents: Sequence[Tensor], difference: str) -> None:
+        """Every communication begins with this message, of one size: backends end the process where sizes differ."""
+        facts = torch.zeros(self.size, 2, dtype=torch.int64, device=contents[0].device)
+        facts[self.rank, 0] = zlib.crc32(call.encode())
+        facts[self.rank, 1] = _checksum(contents)
+        self._all_reduce(facts)
+        calls, checksums = facts.T.tolist()
+        self._check(calls, f"something else to compute (here: {call})")
+        self._check(checksums, difference)
 
     def _all_reduce(self, message: Tensor) -> None:
         try:
@@ -144,7 +142,7 @@ class Ranks:
                 f"from the last checkpoint (model, optimiser and mll.training_state()). What torch says: {error}"
             ) from error
 
-    def _check(self, checksums: list[float], what: str) -> None:
+    def _check(self, checksums: list[int], what: str) -> None:
         others = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[self.rank]]
         if others:
             raise RanksDisagreeError(
@@ -168,7 +166,7 @@ def _checksum(tensors: Sequence[Tensor]) -> Tensor:
         # Odd factors, the same for all rows and then for all columns; int64 wraps around, which is as good as any hash.
         by_row = (bits * _factors(bits.shape[-1], bits.device)).sum(-1)
         total = total * 31 + (by_row * _factors(len(by_row), bits.device)).sum()
-    return total % _PRIME
+    return total
 
 
 def _factors(count: int, device: torch.device) -> Tensor:

@@ -4,8 +4,10 @@ A linear operator is rebuilt from its tensors at every turn, so the cache is an 
 rebuilds share. It serves only the very tensors it was filled from: the same objects at the same versions.
 """
 
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -37,6 +39,8 @@ class _Pool:
 
     def __init__(self) -> None:
         self._members: list[weakref.ref[TileCache]] = []
+        #: Held by whoever changes what the caches keep; told when a product, or the evaluation of a tile, has finished.
+        self.changed = threading.Condition()
 
     def add(self, cache: "TileCache") -> None:
         self._members = [*(reference for reference in self._members if reference() is not None), weakref.ref(cache)]
@@ -63,6 +67,7 @@ class TileCache:
         self._pool, self._precedence = _Pool() if pool is None else pool, precedence
         self._pool.add(self)
         self._twins: dict[Precedence, TileCache] = {}
+        self._users = 0  # products that are being made
         self._forget()
 
     def _forget(self) -> None:
@@ -72,16 +77,32 @@ class TileCache:
         self._singles: list[tuple[weakref.ref[Tensor], object, Tensor]] = []
         self.own_bytes = 0
 
-    def claim(self, *tensors: Tensor) -> None:
-        """Makes the cache serve these tensors; tiles of any others, and the derivatives of those, are dropped."""
-        same = len(self._owner) == len(tensors) and all(
+    @contextmanager
+    def serving(self, *tensors: Tensor) -> Iterator[None]:
+        """Inside, the cache serves these tensors; tiles of any others, and the derivatives of those, are dropped.
+
+        Several threads may be served at a time where the tensors are the same; others wait until they have finished.
+        """
+        with self._pool.changed:
+            while self._users and not self._serves(tensors):
+                self._pool.changed.wait()
+            if not self._serves(tensors):
+                for cache in (self, self.derivatives()):
+                    cache._spare_all()
+                self._owner = tuple((weakref.ref(tensor), version(tensor)) for tensor in tensors)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._pool.changed:
+                self._users -= 1
+                self._pool.changed.notify_all()
+
+    def _serves(self, tensors: tuple[Tensor, ...]) -> bool:
+        return len(self._owner) == len(tensors) and all(
             reference() is tensor and known == version(tensor)
             for (reference, known), tensor in zip(self._owner, tensors, strict=True)
         )
-        if not same:
-            for cache in (self, self.derivatives()):
-                cache._spare_all()
-            self._owner = tuple((weakref.ref(tensor), version(tensor)) for tensor in tensors)
 
     def _spare_all(self) -> None:
         for tile in self._tiles.values():
@@ -96,27 +117,44 @@ class TileCache:
         self, key: Key, shape: torch.Size, like: Tensor, budget: int, evaluate: Callable[[Tensor], Tensor]
     ) -> Tensor | None:
         """A new strip, evaluated in memory of the cache's own; None where the budget has no room for it."""
+        with self._pool.changed:
+            tile = self._memory(shape, like, budget)
+        if tile is None:
+            return None
+        try:
+            evaluated = evaluate(tile)
+        except BaseException:
+            with self._pool.changed:
+                self._keep_spare(tile)  # counted already, and no less useful than before
+                self._pool.changed.notify_all()
+            raise
+        with self._pool.changed:
+            kept = self._tiles.setdefault(key, evaluated)
+            if kept is not evaluated:  # another thread evaluated the same one
+                self._keep_spare(tile)
+            self._pool.changed.notify_all()
+        return kept
+
+    def _memory(self, shape: torch.Size, like: Tensor, budget: int) -> Tensor | None:
+        """A spare tile, or a new one where the budget has room."""
         spare = self._spare.get((shape, like.dtype, like.device))
         if spare:
-            tile = spare.pop()
-        else:
-            size = shape.numel() * like.element_size()
-            if not self._makes_room(size, budget):
-                return None
-            tile = torch.empty(shape, dtype=like.dtype, device=like.device)
-            self.own_bytes += size
-        try:
-            self._tiles[key] = evaluate(tile)
-        except BaseException:
-            self._keep_spare(tile)  # counted already, and no less useful than before
-            raise
-        return self._tiles[key]
+            return spare.pop()
+        size = shape.numel() * like.element_size()
+        if not self._makes_room(size, budget):
+            return None
+        self.own_bytes += size
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def _keep_spare(self, tile: Tensor) -> None:
         self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
 
     def _makes_room(self, size: int, budget: int) -> bool:
-        """Whether so many bytes fit into the budget, after what comes behind them has left."""
+        """Whether so many bytes fit into the budget, after what comes behind them has left.
+
+        A tile that another thread is evaluating cannot leave before it is finished, and is waited for. Nobody waits for
+        each other: who evaluates a tile asks only for memory of a later precedence.
+        """
         if self._pool.num_bytes() + size > budget:
             self._drop_spares()
         members = self._pool.members()
@@ -126,7 +164,8 @@ class TileCache:
         staying = sum(cache.own_bytes for cache in members if cache._precedence <= self._precedence)
         for cache in behind if staying + size <= budget else []:
             while cache.own_bytes and self._pool.num_bytes() + size > budget:
-                cache._drop_one()
+                if not cache._drop_one():
+                    self._pool.changed.wait()
         return self._pool.num_bytes() + size <= budget
 
     def lowered(self) -> "TileCache":
@@ -143,7 +182,7 @@ class TileCache:
         return self._twins[precedence]
 
     def single(self, tensor: Tensor) -> Tensor:
-        """The tensor in float32, without gradient: the very same one for all operators that share the cache.
+        """The tensor in float32 (an integer one as it is), without gradient: the same one for all who share the cache.
 
         So their twins are recognised as owners of the same lowered tiles.
         """
@@ -153,7 +192,8 @@ class TileCache:
         for reference, _, single in self._singles:
             if reference() is tensor:
                 return single
-        single = tensor.detach().float()
+        single = tensor.detach()
+        single = single.float() if single.is_floating_point() else single
         self._singles.append((weakref.ref(tensor), version(tensor), single))
         return single
 
@@ -173,15 +213,18 @@ class TileCache:
             self.own_bytes -= sum(map(_num_bytes, tiles))
         self._spare.clear()
 
-    def _drop_one(self) -> None:
-        """A spare tile, or else the last one."""
+    def _drop_one(self) -> bool:
+        """A spare tile, or else the last one; False where there is none but those that are being evaluated."""
         if self._spare:
             key, tiles = next(iter(self._spare.items()))
             self.own_bytes -= _num_bytes(tiles.pop())
             if not tiles:
                 del self._spare[key]
-        else:
+        elif self._tiles:
             self.own_bytes -= _num_bytes(self._tiles.popitem()[1])
+        else:
+            return False
+        return True
 
     # Copies and pickles start empty: tiles belong to tensors of this process.
     def __getstate__(self) -> dict[str, Any]:

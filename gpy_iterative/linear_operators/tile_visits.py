@@ -1,5 +1,6 @@
 """Which tiles a product of some rows and columns of a matrix takes, and what for."""
 
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
@@ -43,16 +44,18 @@ class TileVisits:
         self._strips, self._symmetric, self._most = strips, symmetric, most
         self._known: dict[tuple[range, range], list[Visit]] = {}
         self._count = 0
+        self._lock = threading.Lock()
 
     def of(self, rows: range, columns: range) -> list[Visit]:
         """Every tile that has a part in the product of some rows and columns of tiles, once, in the order of the rows."""
-        found = self._known.pop((rows, columns), None)
-        if found is None:
-            found = list(self._found(rows, columns))
-            self._count += len(found)
-        self._known[rows, columns] = found  # the last of them now
-        while self._count > self._most:
-            self._count -= len(self._known.pop(next(iter(self._known))))
+        with self._lock:
+            found = self._known.pop((rows, columns), None)
+            if found is None:
+                found = list(self._found(rows, columns))
+                self._count += len(found)
+            self._known[rows, columns] = found  # the last of them now
+            while self._count > self._most:
+                self._count -= len(self._known.pop(next(iter(self._known))))
         return found
 
     def _found(self, rows: range, columns: range) -> Iterator[Visit]:

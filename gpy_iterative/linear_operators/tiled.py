@@ -19,8 +19,8 @@ class TiledLinearOperator(LinearOperator):
     of them (`_tile_derivatives`), and give the plain autograd product that every derivative is defined by
     (`_differentiable_matmul`).
 
-    Operators with one cache, and products of one operator, are for one thread at a time: they evaluate tiles in the same
-    working memory.
+    Several threads may multiply by one operator at the same time. Operators that share a cache but not their tensors wait
+    for each other: the cache keeps tiles of one matrix at a time.
     """
 
     symmetric: bool

@@ -10,8 +10,13 @@ Where several processes share the matrix, each visits its own strips only, and s
 others' (`complete`).
 """
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import combinations_with_replacement
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +24,11 @@ from torch import Tensor
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.row_blocks import RowBlocks, RowSums, TileRun, overlaps, tile_runs, whole_run
 from gpy_iterative.linear_operators.tile_cache import TileCache, version
-from gpy_iterative.linear_operators.tile_visits import TileVisits, strips_with
+from gpy_iterative.linear_operators.tile_visits import TileVisits, Visit, strips_with
+from gpy_iterative.worker_threads import run, shares
 
 Rows = slice | Tensor
+Item = TypeVar("Item")
 
 #: Tiles of one strip at the most. On two cores, strips of 2 are the fastest at every number of columns: both a batched
 #: product and an element-wise pass give each thread one tile, which stays in its cache.
@@ -37,6 +44,13 @@ def blocks(size: int, length: int) -> list[slice]:
     return [slice(start, min(start + length, size)) for start in range(0, size, length)]
 
 
+class _WorkingMemory(threading.local):
+    """Tensors that one thread alone overwrites."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[tuple[int, ...], int], Tensor] = {}
+
+
 class Tiles(ABC):
     """A matrix [*b, n, m] that is evaluated tile by tile, without autograd.
 
@@ -45,6 +59,7 @@ class Tiles(ABC):
         symmetric: whether the tile (j, i) is the transpose of (i, j); only i <= j are asked for then.
         rows, columns: the slices of the tiles.
         owner: the tensors that the tiles depend on.
+        like: a tensor of the tiles' dtype and device.
         products: memory for kept tiles, and the processes that share them.
         cache: where evaluated tiles are kept.
     """
@@ -57,16 +72,17 @@ class Tiles(ABC):
         rows: list[slice],
         columns: list[slice],
         owner: tuple[Tensor, ...],
+        like: Tensor,
         products: KernelProducts,
         cache: TileCache,
     ) -> None:
         self.shape, self.symmetric, self.rows, self.columns = shape, symmetric, rows, columns
         self.products, self.cache = products, cache
         self._owner, self._versions = owner, [version(tensor) for tensor in owner]
-        self._like = owner[0]
+        self._like = like
         self._arithmetic = products.arithmetic(self._like.device)
         self._kept_like = self._like.new_empty(0, dtype=self._arithmetic.kept)
-        self._scratch: dict[tuple[torch.Size, int], Tensor] = {}
+        self._memory = _WorkingMemory()
         self.ranks = products.ranks()
         self._agreed = False
         #: The columns of tiles that this process visits in every row of them, in strips of equal tiles.
@@ -103,17 +119,17 @@ class Tiles(ABC):
 
     def tile(self, i: int, j: int) -> Tensor:
         """The tile (i, j), i <= j when symmetric, of this process or of another; likewise."""
-        self._claim()
         alone = range(j, j + 1)
         own = strips_with(alone, self.strips[i])  # none where it is another process's
-        return (self.strip_part(i, own[0], alone) if own else self._evaluated(i, alone)).squeeze(-3)
+        with self.claimed():
+            return (self.strip_part(i, own[0], alone) if own else self._evaluated(i, alone)).squeeze(-3)
 
     def _evaluated(self, i: int, columns: range) -> Tensor:
         return self.evaluate(i, columns, self.scratch(self.strip_shape(i, columns), 0))
 
-    def _claim(self) -> None:
-        """Makes the cache serve these tiles: once before any of them is asked for."""
-        self.cache.claim(*self._owner)
+    def claimed(self) -> AbstractContextManager[None]:
+        """Inside, the cache serves these tiles; nothing may be asked of them outside."""
+        return self.cache.serving(*self._owner)
 
     def _kept(self, i: int, columns: range) -> Tensor | None:
         """The strip from the cache, evaluated if it was not yet; None where there is no room for it."""
@@ -146,12 +162,12 @@ class Tiles(ABC):
         alone = {i} if self.symmetric else set()
         return _neighbours(numbers, alone | ({numbers.stop - 1} if is_narrower else set()))
 
-    def scratch(self, shape: torch.Size, which: int) -> Tensor:
-        """Working memory that lives as long as this object; one tensor for every shape and number."""
-        key = (shape, which)
-        if key not in self._scratch:
-            self._scratch[key] = torch.empty(shape, dtype=self._like.dtype, device=self._like.device)
-        return self._scratch[key]
+    def scratch(self, shape: tuple[int, ...], which: int) -> Tensor:
+        """Working memory that lives as long as this object: for every thread, one tensor for every shape and number."""
+        key, known = (shape, which), self._memory.tensors
+        if key not in known:
+            known[key] = torch.empty(shape, dtype=self._like.dtype, device=self._like.device)
+        return known[key]
 
     def span(self, columns: range) -> slice:
         """The columns of the matrix that a strip covers."""
@@ -193,21 +209,27 @@ class Tiles(ABC):
 
     def _product(self, rows: Sequence[TileRun], columns: Sequence[TileRun], rhs: Tensor) -> Tensor:
         """What this process's strips contribute to some rows and columns of the matrix times rhs [*b, len(columns), s]."""
-        self._claim()
-        given = [RowBlocks.of(rhs[..., run.outer, :], run) for run in columns]
-        parts = []
-        for run in rows:
-            result = RowBlocks.zeros(rhs, (*rhs.shape[:-2], rhs.shape[-1]), run)
+        given = [RowBlocks.of(rhs[..., part.outer, :], part) for part in columns]
+        results = [rhs[..., :0, :]]
+        for part in rows:
+            tasks = []
             for vectors in given:
-                self._add_product(result, vectors)
-            parts.append(result.vectors())
-        return parts[0] if len(parts) == 1 else torch.cat([rhs[..., :0, :], *parts], dim=-2)
+                visits = self._visits.of(part.numbers, vectors.run.numbers)
+                shares = self.shares(visits, [len(visit.needed) for visit in visits])
+                tasks += [partial(self._share_of_product, part, vectors, share) for share in shares]
+            with self.claimed():
+                first, *others = run(tasks)
+            for other in others:
+                first.data += other.data
+            results.append(first.vectors())
+        return results[1] if len(results) == 2 else torch.cat(results, dim=-2)
 
-    def _add_product(self, result: RowBlocks, given: RowBlocks) -> None:
-        """Every tile that has a part in it is visited once, and may serve twice: for itself, and for its transpose."""
-        rows, columns = result.run, given.run
+    def _share_of_product(self, rows: TileRun, given: RowBlocks, visits: Sequence[Visit]) -> RowBlocks:
+        """Every tile is visited once, and may serve twice: for itself, and for its transpose."""
+        vectors, columns = given.data, given.run
+        result = RowBlocks.zeros(vectors, (*vectors.shape[:-3], vectors.shape[-2]), rows)
         sums = RowSums(result, STRIP, self._arithmetic)
-        for i, strip, needed, direct, mirrored in self._visits.of(rows.numbers, columns.numbers):
+        for i, strip, needed, direct, mirrored in visits:
             tiles = self.strip_part(i, strip, needed)
             if direct:
                 sums.add(i, given.part(direct), _inner(_picked(tiles, needed, direct), rows, columns))
@@ -215,29 +237,51 @@ class Tiles(ABC):
                 picked = _inner(_picked(tiles, needed, mirrored), columns, rows)
                 self._arithmetic.add_times_(result.part(mirrored), given.repeated(i, len(mirrored)), picked)
         sums.finish()
+        return result
 
     def _picked_rows_matmul(self, rows: Tensor, rhs: Tensor) -> Tensor:
         """Rows from everywhere, which no tiles are kept for: every process takes a share of the columns."""
+
+        def product(share: Sequence[slice]) -> Tensor:
+            result = rhs.new_zeros(len(rows), rhs.shape[-1])
+            for columns in share:
+                result.addmm_(self.block(rows, columns), rhs[columns])
+            return result
+
         result = rhs.new_zeros(len(rows), rhs.shape[-1])
-        for columns, block in self._picked_rows(rows, self.ranks.part(self.shape[-1])):
-            result.addmm_(block, rhs[columns])
+        for part in run(
+            [partial(product, share) for share in self._pieces(len(rows), self.ranks.part(self.shape[-1]))]
+        ):
+            result += part
         self.complete([result], [rows, rhs])
         return result
 
     def dense_rows(self, rows: Tensor) -> Tensor:
         """Those rows, evaluated anew, [*b, len(rows), m]; every process evaluates them whole."""
-        parts = [block for _, block in self._picked_rows(rows, slice(0, self.shape[-1]))]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([self._like.new_empty(*self.shape[:-2], len(rows), 0), *parts], dim=-1)
+        result = self._like.new_empty(*self.shape[:-2], len(rows), self.shape[-1])
 
-    def _picked_rows(self, rows: Tensor, share: slice) -> Iterator[tuple[slice, Tensor]]:
-        """Rows from everywhere, some of the columns at a time."""
+        def fill(share: Sequence[slice]) -> None:
+            for columns in share:
+                result[..., columns] = self.block(rows, columns)
+
+        run([partial(fill, share) for share in self._pieces(len(rows), slice(0, self.shape[-1]))])
+        return result
+
+    def _pieces(self, rows: int, columns: slice) -> list[Sequence[slice]]:
+        """The columns of so many rows, some at a time, in shares."""
         entries = PICKED_ENTRIES.get(self._like.device.type, PICKED_ENTRIES["cuda"])
-        length = max(entries // max(len(rows), 1), 1)
-        for start in range(share.start, share.stop, length):
-            columns = slice(start, min(start + length, share.stop))
-            yield columns, self.block(rows, columns)
+        length = max(entries // max(rows, 1), 1)
+        pieces = [
+            slice(columns.start + piece.start, columns.start + piece.stop)
+            for piece in blocks(columns.stop - columns.start, length)
+        ]
+        return self.shares(pieces, [piece.stop - piece.start for piece in pieces])
+
+    def shares(self, items: Sequence[Item], sizes: Sequence[float]) -> list[Sequence[Item]]:
+        """What of the work each task takes; on a device other than a CPU there is one."""
+        if self._like.device.type != "cpu":
+            return [items]
+        return shares(items, sizes)
 
     def principal_block(self, block: slice) -> Tensor:
         """The block on the diagonal, as a dense tensor: the caller's to overwrite.
@@ -249,15 +293,17 @@ class Tiles(ABC):
             raise ValueError("A rectangular kernel matrix has no principal blocks.")
         size = len(range(*block.indices(self.shape[-1])))
         result = self._like.new_empty(size, size)
-        runs = overlaps(self.rows, block)
         is_exact = self.ranks.size == 1 and self._arithmetic.kept is None
-        for number, rows in enumerate(runs):
-            for columns in runs[number:]:
-                i, j = rows.numbers.start, columns.numbers.start
-                tile = self.tile(i, j) if is_exact else self._evaluated(i, columns.numbers).squeeze(-3)
-                result[rows.outer, columns.outer] = tile = tile[rows.inner, columns.inner]
-                if i != j:
-                    result[columns.outer, rows.outer] = tile.mT
+
+        def fill(rows: TileRun, columns: TileRun) -> None:
+            i, j = rows.numbers.start, columns.numbers.start
+            tile = self.tile(i, j) if is_exact else self._evaluated(i, columns.numbers).squeeze(-3)
+            result[rows.outer, columns.outer] = tile = tile[rows.inner, columns.inner]
+            if i != j:
+                result[columns.outer, rows.outer] = tile.mT
+
+        for pair in combinations_with_replacement(overlaps(self.rows, block), 2):
+            fill(*pair)
         return result
 
 

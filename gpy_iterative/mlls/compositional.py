@@ -53,7 +53,8 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         tracker_rate: float | Callable[[int], float] | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options="")
+        options = {"tracker_rate": tracker_rate}
+        super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options=options)
         self.tracker_rate = resolved_rate(tracker_rate, self._size_of(self._train_size()), self.num_features)
         zeros, identity = self._blank_state()
         self.register_buffer("precision", identity, persistent=False)

@@ -86,7 +86,7 @@ def gaussian_term(model: QuadruplyStochasticGP, rows: Rows, first: Sample, secon
     target = rows.residual - head.mean
     square = (target - first.mean(left)) * (target - second.mean(right))
     variance = ((head.root + first.root(left)) * (head.root + second.root(right))).sum(-1)
-    return _gaussian(rows, square + variance + diagonal_variance(model, rows, head, first, left))
+    return _gaussian(model, rows, head, square + variance + diagonal_variance(model, rows, head, first, left))
 
 
 def known_gaussian_term(
@@ -98,7 +98,7 @@ def known_gaussian_term(
     """
     mean, root, features, head = _known(model, latent, first, second)
     variance = root.square().sum(-1) + diagonal_variance(model, rows, head, first, features)
-    return _gaussian(rows, (rows.residual - mean).square() + variance)
+    return _gaussian(model, rows, head, (rows.residual - mean).square() + variance)
 
 
 def site_bound(
@@ -113,7 +113,7 @@ def site_bound(
     head = Head.of(model, model.head_features(rows.x))
     features = model.tail_features(rows.x, head.features, sample.groups)
     variance = _site_variance(model, rows, head.root + sample.root(features), head, sample, features)
-    return _site(likelihood, rows, head.mean + sample.mean(features), variance, **kwargs)
+    return _site(likelihood, model, rows, head, head.mean + sample.mean(features), variance, **kwargs)
 
 
 def known_site_term(
@@ -131,7 +131,8 @@ def known_site_term(
     one.
     """
     mean, root, features, head = _known(model, latent, first, second)
-    return _site(likelihood, rows, mean, _site_variance(model, rows, root, head, first, features), **kwargs)
+    variance = _site_variance(model, rows, root, head, first, features)
+    return _site(likelihood, model, rows, head, mean, variance, **kwargs)
 
 
 def _known(
@@ -143,17 +144,33 @@ def _known(
     return head.mean + total[:, 0], head.root + total[:, 1:], features, head
 
 
-def _gaussian(rows: Rows, square: Tensor) -> Tensor:
+def _gaussian(model: QuadruplyStochasticGP, rows: Rows, head: Head, square: Tensor) -> Tensor:
     """-2 log p from expected squares [b], weighted and summed."""
     noise = rows.noise.double()
+    model.weights.watch(head.features, square)
     return rows.weight * (square.double() / noise + noise.log() + math.log(2 * math.pi)).sum()
 
 
-def _site(likelihood: Likelihood, rows: Rows, mean: Tensor, variance: Tensor, **kwargs: Any) -> Tensor:
+def _site(
+    likelihood: Likelihood,
+    model: QuadruplyStochasticGP,
+    rows: Rows,
+    head: Head,
+    mean: Tensor,
+    variance: Tensor,
+    **kwargs: Any,
+) -> Tensor:
     """E log p of latent values with moments [b], weighted and summed."""
     deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
-    latent = base_distributions.Normal(rows.prior_mean + mean, deviation)
-    return rows.weight * expected_log_prob(likelihood, rows.target, latent, **kwargs).double().sum()
+    mean = rows.prior_mean + mean
+
+    def fit(mean: Tensor, deviation: Tensor) -> Tensor:
+        latent = base_distributions.Normal(mean, deviation)
+        return rows.weight * expected_log_prob(likelihood, rows.target, latent, **kwargs).double().sum()
+
+    fixed = mean.detach(), deviation.detach()
+    model.weights.watch(head.features, variance, lambda change: fit(fixed[0] + change, fixed[1]))
+    return fit(mean, deviation)
 
 
 def _site_variance(

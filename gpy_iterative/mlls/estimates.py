@@ -52,6 +52,11 @@ class Estimate(Protocol):
         """What was drawn, of the methods that truncate at random."""
         ...
 
+    @property
+    def probe_jitter(self) -> float | None:
+        """How far the jitter of the probes' covariance was raised; None where it was not."""
+        ...
+
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         """The value [*b], connected with the parameters behind H and the residual."""
         ...
@@ -70,6 +75,7 @@ class DensityEstimate:
         solutions: [*b, n, 1 + s], the solves as a warm start wants them; None for the exact estimate.
         status, stats: of the solve.
         truncation: what was drawn, of a randomly truncated series.
+        probe_jitter: how far the jitter of the probes' covariance was raised; None where it was not.
 
     Raises:
         NonFiniteError: value or weights are not finite.
@@ -85,6 +91,7 @@ class DensityEstimate:
     stats: SolveStats
     truncation: TruncationReport | FrequencyReport | None = None
     forms: Tensor | None = None
+    probe_jitter: float | None = None
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         """The value [*b], connected with the parameters behind H and the residual."""
@@ -187,15 +194,15 @@ def stochastic_estimate(
         right=right,
         forms=coefficients.double() * ((rhs - solution.residual) * right).sum(-2, dtype=torch.float64),
         solutions=solution.value,
-        status=solution.status,
+        status=SolveStatus.INDEFINITE if log_determinant.is_indefinite else solution.status,
         stats=solution.stats,
     )
 
 
-def advice(estimate: Estimate) -> str:
+def advice(estimate: DensityEstimate) -> str:
     """One sentence for a user whose solve did not end well."""
     norms = ", ".join(f"{name} {norm:.2g}" for name, norm in estimate.stats.residual_norms.items())
     return (
         f"The linear solve ended with status {estimate.status.name.lower()} after {estimate.stats.epochs:.1f} epochs "
-        f"(relative residuals: {norms}). {estimate.status.advice}"
+        f"(relative residuals: {norms}). {estimate.status.advice_for(estimate.weights.dtype)}"
     )

@@ -8,8 +8,8 @@ keeps about the weights.
 import logging
 import math
 import time
-import warnings
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,14 +20,22 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_finite
-from gpy_iterative.errors import BiasWarning, NonFiniteError
+from gpy_iterative.errors import BiasWarning, NonFiniteError, warn
+from gpy_iterative.mlls.gradient_check import with_checked_gradient
 from gpy_iterative.mlls.minibatch_run import MinibatchRun
 from gpy_iterative.mlls.minibatch_state import MinibatchState
 from gpy_iterative.mlls.report import MinibatchReport
 from gpy_iterative.mlls.seen_data import SeenData
 from gpy_iterative.mlls.standstill import StandstillWatch
+from gpy_iterative.mlls.state_description import StateDescription, with_params, without_params
 from gpy_iterative.mlls.training_state import make_generator
-from gpy_iterative.mlls.validation import check_features, check_fit, check_hyperparameters, check_likelihood
+from gpy_iterative.mlls.validation import (
+    check_features,
+    check_fit,
+    check_hyperparameters,
+    check_likelihood,
+    check_rows,
+)
 from gpy_iterative.prediction import LikelihoodParams, check_inputs, prior_at
 from gpy_iterative.progress import Progress
 from gpy_iterative.weight_space import (
@@ -70,20 +78,18 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
         *,
         batch_size: int | None,
         generator: torch.Generator | int | None,
-        options: str,
+        options: Mapping[str, Any],
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
         check_inputs(model)
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        state = MinibatchState(make_generator(generator), f"{type(self).__name__}({options})")
-        super().__init__(likelihood, model, state)
-        self.batch_size = batch_size
+        super().__init__(likelihood, model, MinibatchState(make_generator(generator)))
+        self.batch_size, self._options = batch_size, dict(options)
         self.report: MinibatchReport | None = None
         self.progress: Progress = False
-        self._params: tuple[Any, ...] = ()
-        self._params_inputs: list[Tensor] | None = None
-        self._kwargs: dict[str, Any] = {}
+        self._params: LikelihoodParams | None = None
+        self._checked_modes: list[bool] = []
         self._standstill = StandstillWatch(type(self).__name__)
         self._size_of(self._train_size())
         self.num_features = self._count_features() if self.needs_features else 0
@@ -150,6 +156,7 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
                 whose output depends on the batch, row numbers outside of the data, another number of features than at
                 the start.
             NonFiniteError: a hyperparameter, feature or loss that is not finite; parameters and state stay as they were.
+                From `.backward()`, a non-finite gradient: no parameter's `.grad` is changed.
         """
         start = time.perf_counter()
         check_fit(self.model, function_dist, target)
@@ -187,7 +194,7 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
             result = self._add_other_terms(result, params).div(num_data)
         if torch.is_grad_enabled():
             self._warn_of_standstill(trains)
-        self._params, self._kwargs, self._params_inputs = params, kwargs, self._train_inputs()
+        self._params = LikelihoodParams.given(params, self.model, kwargs)
         self.report = MinibatchReport(
             value=result.detach().clone(),
             batch_size=len(rows),
@@ -196,7 +203,7 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
             seconds=time.perf_counter() - start,
         )
         logger.info("%s: %s", type(self).__name__, self.report)
-        return result
+        return with_checked_gradient(result, self)
 
     def refresh(self, chunk_size: int = 4096) -> None:
         """Makes the state exact at the current hyperparameters: one pass over the training data, n m^2.
@@ -215,7 +222,8 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
         with torch.inference_mode(False), torch.no_grad():
             problem, target = self._train_problem()
             value = exact_log_marginal_likelihood(problem, chunk_size=chunk_size).to(target)
-            return self._add_other_terms(value, self._params).div(problem.num_data)
+            params = () if self._params is None else self._params.current(self.model)
+            return self._add_other_terms(value, params).div(problem.num_data)
 
     def gap(self, chunk_size: int = 4096) -> Tensor:
         """How far the bound that the state's weights give lies below `exact_value()`: at least 0, a float64 scalar.
@@ -243,38 +251,51 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
             Without inputs, a `WeightSpacePosterior`: a function of test inputs, with `sample_paths`. With inputs, its
             MultivariateNormal there. Training state and modes stay as they are.
         """
+        params = self._known_params()
         posterior = WeightSpacePosterior(
             self.model,
             self.likelihood,
-            params=self._current_params(),
-            kwargs=self._kwargs,
+            params=params.current(self.model),
+            kwargs=params.current_kwargs(self.model),
             seed=(self._state.generator.initial_seed() + 1) % 2**63,
             progress=self.progress,
         )
         return posterior(*inputs) if inputs else posterior
 
     def training_state(self) -> dict[str, Tensor]:
-        """State, generator and order of rows as a plain dict of tensors.
+        """State, generator, order of rows and the likelihood's arguments as a plain dict of tensors.
 
-        Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run bit for bit.
+        Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run bit for bit. Raises
+        ValueError where an argument of the likelihood is no tensor, number or string.
         """
         if self._has_unsettled():
             with torch.inference_mode(False), torch.no_grad(), self._unchanged_by_failure():
                 self._settle(self._train_problem()[0])
-        return self._state.to_dict(dict(self._own_tensors()))
+        state = with_params(self._state.to_dict(dict(self._own_tensors())), self._params)
+        return self._description().added_to(state)
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         """Takes what `training_state()` gave.
 
-        Raises ValueError, and changes nothing, for anything else: another method or option, other numbers of features.
+        Raises ValueError, which names what differs, and changes nothing, for anything else: another method or option, other
+        numbers of features or data.
         """
-        for name, tensor in self._state.load_dict(state, dict(self._own_tensors())).items():
+        entries, params = without_params(self._description().taken_from(state))
+        for name, tensor in self._state.load_dict(entries, dict(self._own_tensors())).items():
             self._replace(name, tensor)
+        self._params = params
+        if params is not None:
+            device = self._train_inputs()[0].device
+            params.apply(lambda tensor: tensor.to(device))
+
+    def _description(self) -> StateDescription:
+        sizes = {"batch_size": self.batch_size, "num_features": self.num_features}
+        return StateDescription.of(self, sizes | self._options)
 
     def _warn_of_standstill(self, trains: bool) -> None:
         advice = self._standstill.sees(self._parameters.values(), self.model.parameters(), trains)
         if advice is not None:
-            warnings.warn(advice, BiasWarning, stacklevel=4)
+            warn(advice, BiasWarning)
 
     def _restart(self, problem: WeightSpaceProblem, target: Tensor, chunk_size: int = 4096) -> None:
         check_inputs(self.model)
@@ -291,7 +312,15 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
         problem.progress = self.progress
         if self.needs_features:
             problem.prior.check_kernels()
+        modes = [module.training for module in self.model.modules()]
+        if modes != self._checked_modes:
+            check_rows(self.model, self._first_moments)
+            self._checked_modes = modes
         return problem
+
+    def _first_moments(self, count: int) -> tuple[Tensor, Tensor]:
+        prior = prior_at(self.model, [x[..., :count, :] for x in self._train_inputs()])
+        return prior.mean, WeightSpacePrior(prior).covariance(torch.arange(len(prior.mean), device=prior.mean.device))
 
     def _train_problem(self) -> tuple[WeightSpaceProblem, Tensor]:
         """The problem at the model's own training data and current hyperparameters."""
@@ -299,13 +328,19 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
         check_hyperparameters(self.model)
         prior = prior_at(self.model, inputs)
         check_fit(self.model, prior, self.model.train_targets)
-        return self._problem(
-            prior, self.model.train_targets, *self._current_params(), **self._kwargs
-        ), self.model.train_targets
+        known, target = self._known_params(), self.model.train_targets
+        params, kwargs = known.current(self.model), known.current_kwargs(self.model)
+        return self._problem(prior, target, *params, **kwargs), target
 
-    def _current_params(self) -> tuple[Any, ...]:
-        """The likelihood's arguments of the last call at the training inputs of now, which they are without a call."""
-        return LikelihoodParams(self._params, self.model, self._params_inputs).current(self.model)
+    def _known_params(self) -> LikelihoodParams:
+        """The likelihood's arguments of the last call, which are the training inputs where there were none."""
+        return LikelihoodParams((), self.model) if self._params is None else self._params
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureMarginalLogLikelihood":
+        super()._apply(fn, recurse)
+        if self._params is not None:
+            self._params.apply(fn)
+        return self
 
     def _train_size(self) -> int:
         return self._train_inputs()[0].shape[-2]

@@ -26,7 +26,7 @@ class FeatureEstimate:
         features: Phi [*b, n, F], with the graph to the hyperparameters.
         terms: densities and their weights in the sum.
         exact: the exact density and its weight.
-        stats, truncation: as in DensityEstimate.
+        stats, truncation, probe_jitter: as in DensityEstimate; there are no probes.
     """
 
     features: Tensor
@@ -34,6 +34,7 @@ class FeatureEstimate:
     exact: tuple[float, DensityEstimate] | None
     stats: SolveStats
     truncation: FrequencyReport
+    probe_jitter: None = None
 
     def __post_init__(self) -> None:
         check_estimated("value", self.value)

@@ -5,7 +5,6 @@ trace from probes with identity covariance. Probes whose covariance S resembles 
 a fraction of the variance: tr(H^-1 dH) = E[(H^-1 xi)^T dH (S^-1 xi)] for any S.
 """
 
-import math
 from typing import Literal
 
 import torch
@@ -81,12 +80,3 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
             generator=generator,
             progress=progress,
         )
-
-    def _probe_tolerance(self, solver: Solver) -> float:
-        # What the solver leaves of the probes is a bias, which has to stay below their own noise, of order
-        # 1 / sqrt(num_probes). Measured on elevators, n = 14,940, with 16 probes: an error of the gradient of 1.9 % where
-        # they are solved to .1, .6 % to .05, .35 % to .03, and no less to .02; a warm-started step at .03 takes 5 % longer
-        # than at .1.
-        if isinstance(self.probes, Preconditioned):
-            return max(solver.tolerance, min(0.05, 0.12 / math.sqrt(self.probes.num_probes)))
-        return solver.tolerance

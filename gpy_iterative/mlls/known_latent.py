@@ -5,18 +5,17 @@ features, and then updated by the rows that a step has moved. A step evaluates a
 gradient through a is taken on U and multiplied by (all features) / |U|: unbiased for a uniform U.
 
 Which rows a step moves is announced by the evaluations before it. Where it moves others as well (those of an evaluation at
-other points, of another objective, or too long ago), the state is worked out anew.
+other points, of another objective, or too long ago), or weights are set beside the steps, the state is worked out anew.
 """
 
 import copy
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gpy_iterative.errors import ApproximationWarning
+from gpy_iterative.errors import ApproximationWarning, warn
 from gpy_iterative.linear_operators.tile_cache import version
 from gpy_iterative.mlls.feature_samples import Sample
 from gpy_iterative.models import QuadruplyStochasticGP
@@ -53,6 +52,7 @@ class KnownLatent:
         steps: since the state was worked out from all features.
         is_incomplete: the next step moves rows that are not announced: it makes all be worked out anew.
         versions: of the weights, when they were last looked at.
+        writes: how often a step writes to the weights, the fewest times seen; 0 before the first.
         buffer_versions: of the basis' buffers, at the start.
         revision: of the weights, to which the state belongs.
         has_warned: whether the user knows of an optimiser that moves untouched rows.
@@ -68,6 +68,7 @@ class KnownLatent:
     steps: int = 0
     is_incomplete: bool = False
     versions: tuple[object, ...] = ()
+    writes: int = 0
     buffer_versions: tuple[object, ...] = ()
     revision: int = 0
     has_warned: bool = False
@@ -131,22 +132,30 @@ class KnownLatent:
             foreign &= ~torch.isin(self.watched, part.index)
         is_foreign, any_moved = bool(foreign.any()), self._take_in(model)
         has_stepped = any_moved or self.versions != model.weights.versions()
+        is_by_hand = has_stepped and not (any_moved and self._are_writes_of_a_step(model))
         self.watched_values, self.versions = now, model.weights.versions()
         self.steps += refresh_every is not None
         if is_foreign and not self.is_incomplete and not self.has_warned:
-            warnings.warn(
+            warn(
                 "Weights that a step has not touched were moved: by an optimiser with momentum or weight decay, or by "
                 "hand. What is known of the latent function (at rows that are kept, or a control variate's points) is "
                 "worked out anew from all features whenever this is seen, which is slow, and wrong in between. Take "
                 "torch.optim.Adagrad, SGD without momentum, or SparseAdam; or know nothing: num_steps_per_batch=1 and "
                 "num_control_points=0.",
                 ApproximationWarning,
-                stacklevel=8,
             )
             self.has_warned = True
         is_due = refresh_every is not None and self.steps >= refresh_every
-        if is_foreign or is_due or (has_stepped and self.is_incomplete):
+        if is_foreign or is_by_hand or is_due or (has_stepped and self.is_incomplete):
             self.refresh(model)
+
+    def _are_writes_of_a_step(self, model: QuadruplyStochasticGP) -> bool:
+        """Whether nobody wrote to the weights beside the optimiser, whose steps all write to them as often."""
+        pairs = zip(model.weights.versions(), self.versions, strict=True)
+        writes = sum(now - then for now, then in pairs if isinstance(now, int) and isinstance(then, int))
+        is_as_ever = self.writes in (0, writes)
+        self.writes = min(self.writes or writes, writes)
+        return is_as_ever
 
     def _take_in(self, model: QuadruplyStochasticGP) -> bool:
         """Adds what announced rows have moved; a step moves those of all evaluations before it. Whether any have."""

@@ -7,7 +7,6 @@ Uncertainty", whose hyperparameters are fixed; what learns them here is this pac
 
 import logging
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -17,34 +16,38 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_fraction, check_instance
-from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.checks import check_count, check_flag, check_fraction, check_instance
+from gpy_iterative.errors import ConvergenceWarning, float64_first, warn
 from gpy_iterative.likelihoods import PointwiseLikelihood, check_laplace_likelihood
-from gpy_iterative.linear_operators import KernelProducts, LatentPrior, TileCaches, latent_prior
-from gpy_iterative.mlls.laplace_elbo import elbo, mean_coefficients
+from gpy_iterative.linear_operators import KernelProducts, LatentPrior, TileCaches, latent_prior, num_latents
+from gpy_iterative.mlls.gradient_check import with_checked_gradient
+from gpy_iterative.mlls.laplace_elbo import BoundEstimate, exact_bound, subspace_bound
 from gpy_iterative.mlls.laplace_evidence import EvidenceEstimate, exact_evidence
 from gpy_iterative.mlls.laplace_traces import LogDet, Trace, stochastic_evidence
 from gpy_iterative.mlls.report import LaplaceReport
+from gpy_iterative.mlls.state_description import StateDescription, checked_generator, with_params, without_params
 from gpy_iterative.mlls.training_state import make_generator
 from gpy_iterative.mlls.validation import check_hyperparameters
 from gpy_iterative.models import IterativeLaplaceGP
 from gpy_iterative.prediction import (
     LaplacePosterior,
+    LikelihoodParams,
     check_inputs,
     check_targets_fit,
+    evaluation_copies,
     latent_terms,
     observed_params,
     observed_points,
+    prior_at,
 )
 from gpy_iterative.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.solvers import (
     LaplaceCholesky,
-    LaplaceNewton,
     LaplaceSolution,
     LaplaceSolver,
     SolveStatus,
 )
-from gpy_iterative.solvers.laplace import default_laplace_solver, mode_advice
+from gpy_iterative.solvers.laplace import default_laplace_solver
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +63,9 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         likelihood: the model's, see `gpy_iterative.likelihoods`: Bernoulli, softmax, Poisson, Student-t, negative binomial,
             beta, Gaussian, registered ones, and any whose `forward` has a smooth `log_prob`.
         model: an `IterativeLaplaceGP`.
-        objective: "laplace" is the evidence of Laplace's approximation; "elbo" a lower bound on the true log marginal
-            likelihood from the posterior that was computed: right also where computation was cut short.
+        objective: "laplace" is the evidence of Laplace's approximation; "elbo" the largest lower bound on the true log
+            marginal likelihood that a Gaussian reaches: any with `LaplaceCholesky`, one in the span of the solver's actions
+            with `LaplaceNewton`, where the gradient is that for fixed actions. No probes.
         solver: of the mode. None is exact (dense value, gradient and adjoint, without probes) up to n C = 2,000 and
             `LaplaceNewton()` beyond; `LaplaceCholesky()` insists on the exact one.
         num_probes: probe vectors of the gradient's trace.
@@ -118,10 +122,9 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         check_count("num_probes", num_probes)
         check_count("num_frequencies", num_frequencies)
         check_fraction("tolerance", tolerance)
+        check_flag("deflate", deflate)
         check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")
         check_instance("products", products, KernelProducts, "KernelProducts()")
-        if objective == "elbo" and isinstance(solver, LaplaceCholesky):
-            raise ValueError("objective='elbo' is a bound for subspaces: use solver=LaplaceNewton(), or None.")
         super().__init__(likelihood, model)
         self.objective, self.solver, self.num_probes = objective, solver, num_probes
         self.trace, self.deflate, self.logdet = trace, deflate, logdet
@@ -133,8 +136,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         self._generator = make_generator(generator)
         self._caches = TileCaches()
         self._weights: Tensor | None = None
-        self._params: tuple[Any, ...] = ()
-        self._has_warned = False
+        self._warned_of: set[SolveStatus] = set()
 
     # Priors and added loss terms: read from the model, whatever the mll.
     _add_other_terms = ExactMarginalLogLikelihood._add_other_terms
@@ -150,7 +152,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         Raises:
             ValueError: shapes, dtypes or devices that do not fit, data that are not finite or outside the support.
             NonFiniteError: a non-finite hyperparameter, or a non-finite number in a solver; parameters and warm start stay
-                as they were.
+                as they were. From `.backward()`, a non-finite gradient: no parameter's `.grad` is changed.
             RuntimeError: the model is in evaluation mode.
         """
         start = time.perf_counter()
@@ -181,34 +183,31 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
                         generator=self._generator,
                         callback=callback,
                     )
-                estimate = self._evidence(prior, likelihood, solution, solver, function_dist, observed)
-            if estimate is None:
-                coefficients = mean_coefficients(prior, likelihood, solution, solver.curvature)
-                seed = self._generator.initial_seed() % 2**63
-                value = elbo(prior, likelihood, solution, solver.curvature, coefficients, seed)
-                value = value.to(function_dist.mean.dtype)
+                estimate = self._estimate(prior, likelihood, solution, solver, function_dist, observed)
+            if isinstance(estimate, BoundEstimate):
+                value = estimate.with_gradient(prior, likelihood)
             else:
                 value = estimate.with_gradient(prior, likelihood, solver.curvature)
         except BaseException:
             self._generator.set_state(position)  # the next step draws what the failed one did
             raise
         value = self._add_other_terms(value, params).div_(num_targets)
-        self._weights, self._params = solution.value, params
-        status = solution.status if estimate is None else estimate.status
-        self._warn_once(solution, status)
+        self._weights = solution.value
+        self.model.keep_params(LikelihoodParams.given(params, self.model))
+        self._warn_once(solution, estimate, solver, prior.operator.dtype)
         self.report = LaplaceReport(
-            status=status,
+            status=estimate.status,
             iterations=solution.num_outer,
             epochs=solution.stats.epochs,
-            probe_epochs=0.0 if estimate is None else estimate.probe_epochs,
+            probe_epochs=estimate.probe_epochs,
             stationarity=solution.stationarity,
             rank=solution.actions.shape[-1],
             value=value.detach().clone(),
-            value_sem=torch.zeros_like(value.detach()) if estimate is None else estimate.value_sem / num_targets,
+            value_sem=estimate.value_sem / num_targets,
             seconds=time.perf_counter() - start,
         )
         logger.info("%s: %s", type(self).__name__, self.report)
-        return value
+        return with_checked_gradient(value, self)
 
     def posterior(self) -> LaplacePosterior:
         """The posterior now, from the last mode and with the solver of this object (the model's, where that is None).
@@ -218,32 +217,57 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         self.model.eval()
         self.likelihood.eval()
         self._caches.clear()
-        return self.model.posterior(
-            self._weights, solver=self.solver, products=self.products, params=self._params, progress=self.progress
-        )
+        return self.model.posterior(self._weights, solver=self.solver, products=self.products, progress=self.progress)
 
     def training_state(self) -> dict[str, Tensor]:
-        """Generator and warm start as a plain dict of tensors, which resumes a run exactly."""
+        """Generator, warm start and the likelihood's arguments as a plain dict of tensors, which resumes a run exactly.
+
+        Raises ValueError where an argument of the likelihood is no tensor, number or string.
+        """
         state = {"generator": self._generator.get_state()}
-        return state if self._weights is None else state | {"weights": self._weights.clone()}
+        if self._weights is not None:
+            state["weights"] = self._weights.clone()
+        return self._description().added_to(with_params(state, self.model.likelihood_params))
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Takes what `training_state()` gave. Raises ValueError, and changes nothing, for anything else."""
-        generator, weights = state.get("generator"), state.get("weights")
-        known = isinstance(generator, Tensor) and generator.shape == self._generator.get_state().shape
-        if not known or set(state) - {"generator", "weights"} or not _are_weights(weights):
+        """Takes what `training_state()` gave.
+
+        Raises ValueError, which names what differs, and changes nothing, for anything else: another method, other options
+        or sizes.
+        """
+        entries, params = without_params(self._description().taken_from(state))
+        position, weights = checked_generator(entries, self._generator), entries.get("weights")
+        if entries.keys() - {"generator", "weights"} or not _are_weights(weights):
             raise ValueError(
                 "This is no training state of a LaplaceMarginalLogLikelihood: take it from training_state()."
             )
-        self._generator.set_state(generator.cpu())
+        self._generator.set_state(position)
         self._weights = None if weights is None else weights.clone()
+        if params is not None and self.model.train_inputs:
+            device = self.model.train_inputs[0].device
+            params.apply(lambda tensor: tensor.to(device))
+        self.model.keep_params(params)
+
+    def _description(self) -> StateDescription:
+        options = {"likelihood": self.likelihood, "objective": self.objective, "num_probes": self.num_probes}
+        options |= {"trace": self.trace, "deflate": self.deflate, "logdet": self.logdet}
+        options |= {"num_frequencies": self.num_frequencies, "number of latent functions": self._num_latents()}
+        return StateDescription.of(self, options)
+
+    @torch.no_grad()
+    def _num_latents(self) -> int | None:
+        """Of the prior at two of the training inputs; None without any."""
+        known: Any = self.model.train_inputs
+        if not known:
+            return None
+        inputs = [x[..., :2, :] for x in known]
+        model, _ = evaluation_copies(self.model, self.likelihood)  # layers that learn from what they see do not
+        return num_latents(prior_at(model, inputs))
 
     def _solver_for(self, prior: LatentPrior) -> LaplaceSolver:
-        if self.solver is not None:
-            return self.solver
-        return LaplaceNewton() if self.objective == "elbo" else default_laplace_solver(prior.size)
+        return default_laplace_solver(prior.size) if self.solver is None else self.solver
 
-    def _evidence(
+    def _estimate(
         self,
         prior: LatentPrior,
         likelihood: PointwiseLikelihood,
@@ -251,11 +275,11 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         solver: LaplaceSolver,
         function_dist: MultivariateNormal,
         observed: Tensor | None,
-    ) -> EvidenceEstimate | None:
-        """None for the other objective, which is differentiated as it is."""
+    ) -> EvidenceEstimate | BoundEstimate:
+        is_exact = isinstance(solver, LaplaceCholesky)
         if self.objective == "elbo":
-            return None
-        if isinstance(solver, LaplaceCholesky):
+            return (exact_bound if is_exact else subspace_bound)(_detached(prior), likelihood, solution)
+        if is_exact:
             return exact_evidence(_detached(prior), likelihood, solution, solver.curvature)
         return stochastic_evidence(
             _detached(prior),
@@ -272,15 +296,30 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
             generator=self._generator,
         )
 
-    def _warn_once(self, solution: LaplaceSolution, status: SolveStatus) -> None:
-        if status is SolveStatus.CONVERGED or self._has_warned:
+    def _warn_once(
+        self,
+        solution: LaplaceSolution,
+        estimate: EvidenceEstimate | BoundEstimate,
+        solver: LaplaceSolver,
+        dtype: torch.dtype,
+    ) -> None:
+        status = estimate.status
+        if status is SolveStatus.CONVERGED or status in self._warned_of:
             return
-        if solution.converged:
-            text = f"A solve for the gradient ended with status {status.name.lower()}. {status.advice}"
+        if isinstance(estimate, BoundEstimate):
+            text = (
+                f"The search for the largest lower bound ended with status {status.name.lower()}: value and gradient are "
+                "those of a smaller one. Bound the outputscale."
+            )
+        elif solution.converged:
+            text = (
+                f"A solve for the gradient ended with status {status.name.lower()}: {float64_first(dtype)}loosen the "
+                "tolerance of LaplaceMarginalLogLikelihood, or keep outputscale and likelihood parameters in bounds."
+            )
         else:
-            text = mode_advice(solution)
-        warnings.warn(text, ConvergenceWarning, stacklevel=3)
-        self._has_warned = True
+            text = solver.advice(solution, dtype)
+        warn(text, ConvergenceWarning)
+        self._warned_of.add(status)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LaplaceMarginalLogLikelihood":
         super()._apply(fn, recurse)

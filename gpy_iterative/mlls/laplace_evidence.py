@@ -113,7 +113,7 @@ def exact_evidence(
     kernel = prior.operator.to_dense().detach().double()
     curvature, root, image_of_root = solution.curvature, solution.root, solution.image_of_root
     precision = root @ root.mT
-    logdet = 2 * dense_factor(kernel, curvature).diagonal().log().sum()
+    logdet = 2 * dense_factor(kernel, curvature, prior.operator.dtype).diagonal().log().sum()
     latents, v = prior.num_latents, solution.value.flatten()
     known = image_of_root.view(-1, latents, image_of_root.shape[-1])
     covariance = diagonal_blocks(kernel, latents) - known @ known.mT

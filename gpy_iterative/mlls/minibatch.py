@@ -39,7 +39,7 @@ class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         batch_size: int | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options="")
+        super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options={})
 
     def _start(self, problem: WeightSpaceProblem, chunk_size: int) -> None:
         """Nothing is kept."""

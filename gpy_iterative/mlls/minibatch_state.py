@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.mlls.seen_data import SeenData
+from gpy_iterative.mlls.state_description import check_tensors, checked_generator
 from gpy_iterative.weight_space import RowSampler
 
 _PREFIX = "state."
@@ -18,7 +19,6 @@ class MinibatchState:
 
     Attributes:
         generator: of all draws.
-        description: of method and options, which a saved state has to fit.
         steps: training steps so far.
         started_for: number of data that the state was started with; 0 is not at all.
         data: the data of that start; no part of what is saved, so that a loaded state takes those of its next call.
@@ -27,7 +27,6 @@ class MinibatchState:
     """
 
     generator: torch.Generator
-    description: str
     steps: int = 0
     started_for: int = 0
     data: SeenData = field(default_factory=SeenData)
@@ -53,7 +52,6 @@ class MinibatchState:
         """Tensors only, so that `torch.save` and `torch.load(weights_only=True)` take it."""
         state = {
             "generator": self.generator.get_state(),
-            "description": torch.tensor(list(self.description.encode()), dtype=torch.uint8),
             "steps": torch.tensor(self.steps),
             "started_for": torch.tensor(self.started_for),
         }
@@ -64,9 +62,10 @@ class MinibatchState:
     def load_dict(self, state: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `to_dict`: takes the run over, and returns the method's tensors on the devices of now.
 
-        Raises ValueError, and changes nothing, when the dict is none of this method's and its options'.
+        Raises ValueError, and changes nothing, where entries are missing, unknown or of another shape.
         """
-        self._check_description(state)
+        check_tensors(state)
+        position = checked_generator(state, self.generator)
         odd = state.keys() ^ self.to_dict(tensors).keys()
         if odd:
             raise ValueError(f"This is no whole training state: {', '.join(sorted(odd))} is missing or unknown.")
@@ -77,20 +76,9 @@ class MinibatchState:
                     f"The training state's {name} is {tuple(found.shape)}, {found.dtype}; here it is "
                     f"{tuple(tensor.shape)}, {tensor.dtype}: it belongs to a kernel with other features."
                 )
-        self.generator.set_state(state["generator"].cpu())
+        self.generator.set_state(position)
         self.steps, self.started_for = int(state["steps"]), int(state["started_for"])
         self.data = SeenData()
         for prefix, sampler in (("rows.", self.rows), ("other_rows.", self.other_rows)):
             sampler.load_dict({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})
         return {name: state[_PREFIX + name].to(tensor.device, copy=True) for name, tensor in tensors.items()}
-
-    def _check_description(self, state: Any) -> None:
-        found = state.get("description") if isinstance(state, dict) else None
-        if not isinstance(found, Tensor) or found.dtype != torch.uint8:
-            raise ValueError("This is no training state: take it from training_state() of a mini-batch method.")
-        description = bytes(found.tolist()).decode(errors="replace")
-        if description != self.description:
-            raise ValueError(
-                f"This is the training state of {description}; here it is {self.description}. Make the marginal log "
-                "likelihood with the options of the run that is to go on."
-            )

@@ -3,7 +3,6 @@
 Shoham and Avron, "Unbiased Stochastic Optimization for Gaussian Processes on Finite Dimensional RKHS", sections 3 and 4.1.
 """
 
-import warnings
 from numbers import Real
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from gpy_iterative.errors import BiasWarning
+from gpy_iterative.errors import BiasWarning, warn
 from gpy_iterative.mlls.feature_base import FeatureMarginalLogLikelihood
 from gpy_iterative.weight_space import (
     WeightDistribution,
@@ -68,14 +67,13 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             raise ValueError(f"mu must be positive and finite, or 'auto', got {mu!r}.")
         if not _is_positive(dual_step):
             raise ValueError(f"dual_step must be positive and finite, got {dual_step!r}.")
-        options = f"mu={mu}, dual_step={dual_step}"
+        options = {"mu": mu, "dual_step": dual_step}
         super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options=options)
         if mu != "auto" and mu < self.num_features:
-            warnings.warn(
+            warn(
                 f"With mu = {mu} below the number of features, {self.num_features}, the optimum is not that of the "
                 "marginal likelihood: take mu='auto', or VariationalFeatureMarginalLogLikelihood.",
                 BiasWarning,
-                stacklevel=2,
             )
         self.mu, self.dual_step = mu, dual_step
         zeros, identity = self._blank_state()

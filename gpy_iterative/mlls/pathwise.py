@@ -17,9 +17,9 @@ from gpy_iterative.probes import ExactPrior, ProbeDistribution, RandomFeatures
 from gpy_iterative.progress import Progress
 from gpy_iterative.solvers import Solver
 
-#: More frequencies lower the variance of the corrected estimate; beyond this its Woodbury solve, n (2m)^2,
-#: costs more than the probes' own solve.
-DEFAULT_NUM_FREQUENCIES = 1000
+#: Corrected estimates are unbiased for any number; more lower the variance, and take features and their inner matrix,
+#: n (2m)^2: of 3,724 rows .04 s for 200, .43 s for 1,000, where the solve of the probes takes .1 to .2 s.
+DEFAULT_NUM_FREQUENCIES = 200
 
 
 class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
@@ -32,7 +32,7 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
         model: a `gpytorch.models.ExactGP` whose kernel has a registered spectral density.
         num_probes: probe vectors.
-        num_frequencies: random frequencies a kernel term, for prior="features"; None takes 1,000.
+        num_frequencies: random frequencies a kernel term, for prior="features"; None takes 200.
         prior: "features" (random Fourier features), or "exact" (a Cholesky factor of the prior, for small n).
         corrected: True weights by S^-1 xi, which is unbiased; False takes S = H as published, whose error for a
             frozen set of frequencies does not fall with the number of probes.
@@ -63,7 +63,7 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         likelihood: Likelihood,
         model: ExactGP,
         *,
-        num_probes: int = 64,
+        num_probes: int = 16,
         num_frequencies: int | None = None,
         prior: Literal["features", "exact"] = "features",
         corrected: bool = True,
@@ -94,8 +94,3 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
             generator=generator,
             progress=progress,
         )
-
-    def _probe_tolerance(self, solver: Solver) -> float:
-        # Prior samples are dominated by the directions in which H is large; the trace is not. Their residual
-        # has to be as small as the targets'.
-        return solver.tolerance

@@ -33,17 +33,19 @@ from gpy_iterative.mlls.data_terms import (
 )
 from gpy_iterative.mlls.divergence import twice_divergence
 from gpy_iterative.mlls.feature_samples import Sample
+from gpy_iterative.mlls.gradient_check import with_checked_gradient
 from gpy_iterative.mlls.index_sets import IndexSets, draw_set
 from gpy_iterative.mlls.kept_rows import KeptRows
-from gpy_iterative.mlls.known_latent import KnownLatent
+from gpy_iterative.mlls.known_latent import KnownLatent, check_entries
 from gpy_iterative.mlls.known_points import KnownPoints
 from gpy_iterative.mlls.printed_estimate import printed_estimate
 from gpy_iterative.mlls.quadruply_counts import FEATURE_SAMPLES, control_points, group_samples, steps_per_batch
 from gpy_iterative.mlls.report import QuadruplyStochasticReport
+from gpy_iterative.mlls.state_description import StateDescription, check_tensors, checked_generator
 from gpy_iterative.mlls.training_data import TrainingData
 from gpy_iterative.mlls.training_state import make_generator
 from gpy_iterative.mlls.weight_initialization import (
-    initialization_undone_by_failure,
+    initialization_undone,
     initialize_weights,
     warn_of_capacity,
 )
@@ -171,6 +173,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         self.sparse_gradients = sparse_gradients
         self.report: QuadruplyStochasticReport | None = None
         self._generator = make_generator(generator)
+        self._looks = torch.Generator(self._generator.device).manual_seed((self._generator.initial_seed() + 1) % 2**63)
         self._known = KnownPoints()
         self._is_shuffled = False
 
@@ -184,12 +187,14 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             kwargs: likewise (`noise=` of a FixedNoiseGaussianLikelihood).
 
         Returns:
-            []. Priors and added loss terms are included as in `gpytorch.mlls.VariationalELBO`.
+            []. Priors and added loss terms are included as in `gpytorch.mlls.VariationalELBO`. Without gradients
+            (`torch.no_grad()`) a call looks, with draws of its own, and changes nothing of the training.
 
         Raises:
             ValueError: shapes, dtypes, devices or sizes that do not fit, data that are not finite, labels but 0 and 1,
                 counts that are none.
-            NonFiniteError: a hyperparameter or the estimate is not finite. State and parameters are as they were.
+            NonFiniteError: a hyperparameter or the estimate is not finite. State and parameters are as they were. From
+                `.backward()`, a non-finite gradient: no parameter's `.grad` is changed.
         """
         start = time.perf_counter()
         x = self._inputs_of(function_dist)
@@ -197,17 +202,20 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         self._check_model()
         tracks = torch.is_grad_enabled()
         # What is kept must not be inference tensors: later steps could not use them.
-        with torch.inference_mode(False), torch.set_grad_enabled(tracks), self._unchanged_by_failure():
+        with torch.inference_mode(False), torch.set_grad_enabled(tracks), self._unchanged(always=not tracks):
+            if not self.model.weights.initialized:
+                self.model.basis.settle()
             kept = self._keep(x)
             value = self._estimate(x, target, params, kwargs, kept)
-            self._data.accept(x)
+            control = self._known.control if kept is None else None
         if tracks:  # a step may follow: one of which this control variate knows, and others of the same weights do not
+            self._data.accept(x)
             self.model.weights.announce_step()
             self._known.set_revision(self.model.weights.revision)
-        control = self._known.control if kept is None else None
+        is_exact = self.num_group_samples == self.model.num_tail_groups  # no features are left to chance
         self.report = QuadruplyStochasticReport(
             value=value.detach().clone(),
-            is_unbiased=self.is_unbiased or (kept is not None and self.model.weights.shared_diagonal),
+            is_unbiased=self.is_unbiased or is_exact or (kept is not None and self.model.weights.shared_diagonal),
             num_rows=self._data.num_samples_of(len(x)) if kept is None else len(kept.index),
             num_features=self.model.basis.num_features,
             num_feature_samples=self.num_group_samples * self.model.basis.group_size,
@@ -216,7 +224,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
             seconds=time.perf_counter() - start,
         )
         logger.info("%s: %s", type(self).__name__, self.report)
-        return value
+        return with_checked_gradient(value, self)
 
     def exact_value(self, x: Tensor, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
         """The evidence lower bound that `forward` estimates (or bounds), from all data and features: [], over n.
@@ -243,20 +251,45 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
     def training_state(self) -> dict[str, Tensor]:
         """The generator, rows that are kept and the control variate as a plain dict of tensors, for an exact resume."""
         self._known.follow(self.model)
-        return {"generator": self._generator.get_state()} | self._known.to_dict()
+        state = {"generator": self._generator.get_state(), "is_shuffled": torch.tensor(self._is_shuffled)}
+        state |= {f"data.{name}": tensor for name, tensor in self._data.to_dict().items()}
+        return self._description().added_to(state | self._known.to_dict())
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         """Takes what `training_state()` gave, after the model's own state has been loaded.
 
-        Raises ValueError, and changes nothing, for anything else.
+        Raises ValueError, which names what differs, and changes nothing, for anything else: another method or model, other
+        options. The data of the next step are compared with those of the run, as in every step.
         """
-        if "generator" not in state or state["generator"].dtype != torch.uint8:
-            raise ValueError("This is no training state: it has no entry 'generator'. Take it from training_state().")
-        if state["generator"].shape != self._generator.get_state().shape:
-            raise ValueError("This is the training state of a generator of another kind, as of another device.")
-        known = KnownPoints.from_dict(self.model, state)
-        self._generator.set_state(state["generator"].cpu())
-        self._known = known
+        entries = self._description().taken_from(state)
+        check_tensors(entries)
+        check_entries(entries, {"is_shuffled"})
+        position = checked_generator(entries, self._generator)
+        known = KnownPoints.from_dict(self.model, entries)
+        self._data.load_dict({name.removeprefix("data."): t for name, t in entries.items() if name.startswith("data.")})
+        self._generator.set_state(position)
+        self._known, self._is_shuffled = known, bool(entries["is_shuffled"])
+
+    def _description(self) -> StateDescription:
+        weights = self.model.weights
+        return StateDescription.of(
+            self,
+            {
+                "likelihood": self.likelihood,
+                "basis": self.model.basis,
+                "number of features": self.model.basis.num_features,
+                "number of dense columns": weights.num_dense_columns,
+                "num_data": self._data.num_data,
+                "num_feature_samples": self.num_group_samples * self.model.basis.group_size,
+                "num_data_samples": self._data.num_samples,
+                "num_steps_per_batch": self.num_steps_per_batch,
+                "num_control_points": self.num_control_points,
+                "control_coefficient": self.control_coefficient,
+                "control_form": self.control_form,
+                "estimator": self.estimator,
+                "index_sets": self.index_sets,
+            },
+        )
 
     def _estimate(
         self, x: Tensor, target: Tensor, params: tuple[Any, ...], kwargs: dict[str, Any], kept: KeptRows | None
@@ -267,7 +300,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         if not model.weights.initialized:
             initialize_weights(model, rows, num_data)
             free = (*model.hyperparameters(), *self.likelihood.parameters())
-            warn_of_capacity(model, rows, num_data, free, stacklevel=6)
+            warn_of_capacity(model, rows, num_data, free)
         if self.estimator == "printed":
             return self._printed(rows, num_data)
         first = self._sample()
@@ -301,7 +334,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         groups, features = self.model.basis.num_groups, self.model.basis.num_features
         first, second = (self._draw(groups, self.num_group_samples) for _ in range(2))
         size = min(features, self.num_group_samples * self.model.basis.group_size)
-        columns = draw_set("uniform", features, size, self._generator).to(rows.x.device)
+        columns = draw_set("uniform", features, size, self._draws).to(rows.x.device)
         total = printed_estimate(self.model, rows.x, rows.residual, rows.noise, num_data, first, second, columns)
         return self._with_other_terms(-total.double() / (2 * num_data), rows.x.dtype, num_data)
 
@@ -329,7 +362,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         model = self.model
         if self._known.control is None:
             size = self._control_size(len(x))
-            index = draw_set("uniform", len(x), size, self._generator).to(x.device)
+            index = draw_set("uniform", len(x), size, self._draws).to(x.device)
             fixed = isinstance(self.likelihood, FixedNoiseGaussianLikelihood)
             noise = noise_variances(self.likelihood, index, len(x), params, kwargs).detach() if fixed else None
             self._known.control = ControlVariate.start(model, x[index].detach(), target[index].detach().to(x), noise)
@@ -367,7 +400,7 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         if not keeps:
             return None
         kept = known.kept
-        is_due = kept is None or has_moved or kept.are_due(x, self.num_steps_per_batch)
+        is_due = kept is None or has_moved or (trains and kept.are_due(x, self.num_steps_per_batch))
         if kept is not None and not is_due:
             known.follow(self.model, self._refresh_every)
             is_due = not kept.latent.has_features_of(self.model)
@@ -395,20 +428,27 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         return is_whole and not learned and not self._is_shuffled
 
     @contextmanager
-    def _unchanged_by_failure(self) -> Iterator[None]:
-        """What raises inside leaves generator and weights as they were, and what is known to be worked out anew."""
-        position, known = self._generator.get_state(), replace(self._known)
+    def _unchanged(self, *, always: bool) -> Iterator[None]:
+        """What raises inside leaves generator and weights as they were, and what is known to be worked out anew.
+
+        A look leaves all of it, always, but for steps of the optimiser that were applied to what is known.
+        """
+        position, known, was_shuffled = self._generator.get_state(), replace(self._known), self._is_shuffled
+        undo = True
         try:
-            with initialization_undone_by_failure(self.model.weights):
+            with initialization_undone(self.model.weights, always=always):
                 yield
+            undo = always
         except BaseException:
             self._generator.set_state(position)
-            self._known = known
             known.set_revision(-1)  # moves that were no numbers, or a part of them, may have been taken in
             raise
+        finally:
+            if undo:
+                self._known, self._is_shuffled = known, was_shuffled
 
     def _draw_rows(self, x: Tensor) -> Tensor:
-        return draw_set("uniform", len(x), self._data.num_samples_of(len(x)), self._generator).to(x.device)
+        return draw_set("uniform", len(x), self._data.num_samples_of(len(x)), self._draws).to(x.device)
 
     def _control_size(self, num_rows: int) -> int:
         """Support points that `num_rows` data give."""
@@ -456,10 +496,18 @@ class QuadruplyStochasticELBO(MarginalLogLikelihood):
         return Sample.of(self.model, groups, sparse=self.sparse_gradients)
 
     def _draw(self, total: int, size: int) -> Tensor:
-        return draw_set(self.index_sets, total, size, self._generator).to(self.model.device)
+        return draw_set(self.index_sets, total, size, self._draws).to(self.model.device)
 
     @property
-    def _refresh_every(self) -> int:
+    def _draws(self) -> torch.Generator:
+        """Of the training, or of looks at it."""
+        return self._generator if torch.is_grad_enabled() else self._looks
+
+    @property
+    def _refresh_every(self) -> int | None:
+        """Steps; looks count for none."""
+        if not torch.is_grad_enabled():
+            return None
         return max(REFRESH_EVERY, 10 * self.model.num_tail_groups // max(1, self.num_group_samples))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuadruplyStochasticELBO":

@@ -127,7 +127,7 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         generator: torch.Generator | int | None = None,
     ) -> None:
         check_count("num_frequencies", num_frequencies)
-        state = TrainingState.begin(generator, f"random features of {num_frequencies} frequencies")
+        state = TrainingState.begin(generator, {"num_frequencies": num_frequencies, "resample": resample})
         super().__init__(likelihood, model, resample=resample, solver=solver, products=products, state=state)
         self.num_frequencies = num_frequencies
 

@@ -116,6 +116,9 @@ class MarginalLogLikelihoodReport(Report):
             single probe, `value=None`. It is itself uncertain, and errors of twice as much are no surprise.
         seconds: wall-clock time of the forward pass.
         truncation: of the methods that truncate at random, what was drawn.
+        probe_jitter: where rounding left the frozen pivots of the probes' covariance without a Cholesky factor, the jitter
+            that it took, relative to the kernel's largest variance; else None. Such pivots weigh less: the gradient stays
+            unbiased, with more variance.
     """
 
     status: SolveStatus
@@ -127,13 +130,15 @@ class MarginalLogLikelihoodReport(Report):
     value_sem: Tensor
     seconds: float
     truncation: TruncationReport | FrequencyReport | None = None
+    probe_jitter: float | None = None
 
     def __str__(self) -> str:
         value, sem = self.value.mean().item(), self.value_sem.mean().item()
         probes = "" if self.residual_probes is None else f", probes {self.residual_probes:.2g}"
+        jitter = "" if self.probe_jitter is None else f"; probes' covariance took a jitter of {self.probe_jitter:.1g}"
         return (
             f"mll {value:.4f} ± {sem:.1g}; {self.status.name.lower()} after {self.epochs:.1f} epochs; "
-            f"residuals: targets {self.residual_targets:.2g}{probes}; {self.seconds:.2f} s"
+            f"residuals: targets {self.residual_targets:.2g}{probes}{jitter}; {self.seconds:.2f} s"
         )
 
 
@@ -199,7 +204,7 @@ class LaplaceReport(Report):
     """One step's figures of a LaplaceMarginalLogLikelihood, on one line or as a table.
 
     Attributes:
-        status: of the mode, or of the worst solve.
+        status: of the mode, or of the worst solve; of objective="elbo" that of the bound's maximisation.
         iterations: Newton steps.
         epochs: kernel products to the mode.
         probe_epochs: products with all probes, and with the adjoint, for the gradient.

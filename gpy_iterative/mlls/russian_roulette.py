@@ -6,15 +6,15 @@ and any number of truncations is taken from one run.
 """
 
 import math
-import warnings
 from typing import Literal
 
 import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
+from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.errors import VarianceWarning
+from gpy_iterative.errors import BiasWarning, VarianceWarning, warn
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls.estimates import Estimate
 from gpy_iterative.mlls.report import TruncationReport
@@ -22,6 +22,9 @@ from gpy_iterative.mlls.series import SeriesMarginalLogLikelihood, Value
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.solvers import Solver
 from gpy_iterative.truncation import AutomaticTruncation, ExponentialTruncation, Truncation
+
+#: A relative residual that training by solves to a tolerance takes for solved.
+SOLVED = 0.01
 
 
 class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
@@ -61,11 +64,12 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an option outside its range.
+        ValueError: an option outside its range; (from the call) a truncation's rate that is too high for the dtype.
         TypeError: a truncation without the two methods.
 
     Warns:
         VarianceWarning: the truncation's variance exceeds the squared solution, or would without bound.
+        BiasWarning: the truncation's end was reached before the series had converged.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)
@@ -116,37 +120,75 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             products=products,
             generator=generator,
         )
+        self._has_warned = False
 
     def _warn_once(self, estimate: Estimate) -> None:
+        super()._warn_once(estimate)
         report = estimate.truncation
         if not isinstance(report, TruncationReport) or self._has_warned:
             return
+        residual = estimate.stats.residual_norms["targets"]
+        decay, last = _decay(report, residual), _last_step(report)
+        if _has_biased_end(report, residual):
+            warn(
+                f"The series reached the end of its truncation, {last} steps, with a relative residual of {residual:.2g}: "
+                "what comes after that is in no draw, so that value and gradient are biased, however many are averaged. "
+                "Raise max_steps (None is the longest that the arithmetic allows), or take a larger preconditioner.",
+                BiasWarning,
+            )
+            self._has_warned = True
         variance = float(report.relative_variance.max())
-        is_infinite = _grows_without_bound(report, estimate.stats.residual_norms["targets"])
+        is_infinite = _grows_without_bound(report, residual, decay)
         if variance > 1 or is_infinite:
-            decay = float(report.decay_rate.min())
             what = (
-                "grows without bound with the length of the series"
+                "grows without bound with the length of the series, and what comes after the truncation's end is a bias"
                 if is_infinite
                 else f"is {variance:.2g} times the squared solution"
             )
-            warnings.warn(
-                f"The variance of the truncated solve {what}: its terms fall as exp(-{decay:.3g} j) in norm, which asks "
-                f"for a rate of at most {max(decay, 0):.3g}. Lower it, raise min_steps, or take a larger preconditioner; "
+            advice = (
+                f"its terms fall as exp(-{decay:.3g} j) in norm, which asks for a rate of at most {decay:.3g}. Lower it, "
+                "raise"
+                if decay > 0
+                else f"in {last} steps its terms do not fall. Raise"
+            )
+            warn(
+                f"The variance of the truncated solve {what}: {advice} min_steps, or take a larger preconditioner; "
                 "AutomaticTruncation() chooses rate and min_steps by itself.",
                 VarianceWarning,
-                stacklevel=3,
             )
             self._has_warned = True
 
 
-def _grows_without_bound(report: TruncationReport, residual: float) -> bool:
-    """Whether weighted terms 1 / S_j |term_j|^2 grow where the series was cut, far from its end."""
-    last = int(report.steps[..., 0].max())
-    if bool(report.converged[..., 0].all()) or last < 4 or residual < 1e-2:
+def _last_step(report: TruncationReport) -> int:
+    """How far the targets' series was run."""
+    return int(report.steps[..., 0].max())
+
+
+def _decay(report: TruncationReport, residual: float) -> float:
+    """log(rho) of the targets' series: by the residual where there were too few terms to see it."""
+    decay = float(report.decay_rate.min())
+    return decay if math.isfinite(decay) else -math.log(max(residual, 1e-300)) / max(_last_step(report), 1)
+
+
+def _next_survival(report: TruncationReport) -> Tensor:
+    """The logarithms of S_j for the targets' last step and for the one after."""
+    last = _last_step(report)
+    return report.truncation.log_survival(torch.arange(last, last + 2))
+
+
+def _is_open(report: TruncationReport, residual: float) -> bool:
+    """Whether the targets' series was cut where other methods would not call it solved."""
+    return not bool(report.converged[..., 0].all()) and residual >= SOLVED
+
+
+def _has_biased_end(report: TruncationReport, residual: float) -> bool:
+    """Whether an open series was cut where the truncation lets none go on."""
+    return _is_open(report, residual) and float(_next_survival(report)[1]) == -math.inf
+
+
+def _grows_without_bound(report: TruncationReport, residual: float, decay: float) -> bool:
+    """Whether weighted terms 1 / S_j |term_j|^2 of an open series grow where it was cut."""
+    if not _is_open(report, residual):
         return False
-    ahead = report.truncation.log_survival(torch.arange(last, last + 2))
-    if not torch.isfinite(ahead).all():
-        return False  # the last step of all
-    rate = float(ahead[0] - ahead[1])
-    return rate > 2 * float(report.decay_rate.min()) and math.isfinite(rate)
+    rate = -float(_next_survival(report).diff())
+    return 2 * decay < rate < math.inf

@@ -30,7 +30,7 @@ from gpy_iterative.mlls.estimates import DensityEstimate
 from gpy_iterative.mlls.report import TruncationReport
 from gpy_iterative.mlls.training_state import TrainingState
 from gpy_iterative.preconditioners import PivotedCholesky
-from gpy_iterative.probes import Preconditioned, ProbeDistribution, Probes, Rademacher
+from gpy_iterative.probes import Preconditioned, ProbeDistribution, Probes, Rademacher, probe_jitter
 from gpy_iterative.solvers import (
     Series,
     Solver,
@@ -105,11 +105,9 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             probes = Preconditioned(
                 num_probes=num_probes, rank=preconditioner.rank, correct_diagonal=False, recipe=preconditioner
             )
-        distribution = f"{probes!r}, {num_truncations} truncations, {'shared' if shares_truncation else 'independent'}"
-        if not resample:  # kept draws have the weights of the distribution that they come from
-            name = truncation if dataclasses.is_dataclass(truncation) else type(truncation).__qualname__
-            distribution += f", frozen draws of {name}"
-        state = TrainingState.begin(generator, distribution)
+        options = {"probes": probes, "truncation": truncation, "num_truncations": num_truncations}
+        options |= {"shares_truncation": shares_truncation, "resample": resample}
+        state = TrainingState.begin(generator, options)
         super().__init__(likelihood, model, solver=solver, products=products, state=state)
         self.probes = probes
         self.truncation = truncation
@@ -149,8 +147,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             )
         if isinstance(self.truncation, AutomaticTruncation):
             self._state.frozen["decay"] = {"energies": _pooled_energies([member.series for member in members])}
-        overhead = 0.0 if probes.covariance is None else probes.covariance.build_epochs
-        return self._joined(members, batch, truncation, target_stops, probe_stops, overhead, start)
+        return self._joined(members, batch, truncation, target_stops, probe_stops, probes, start)
 
     def _current_truncation(self, operator: LinearOperator) -> Truncation:
         """Of this step: chosen, where that is asked for, from what the last step showed."""
@@ -235,13 +232,14 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         truncation: Truncation,
         target_stops: Tensor,
         probe_stops: Tensor,
-        overhead: float,
+        probes: Probes,
         start: float,
     ) -> DensityEstimate:
         def stacked(name: str) -> Tensor:
             tensors = torch.stack([getattr(member, name) for member in members])
             return tensors.reshape((*batch, *tensors.shape[1:]))
 
+        overhead = 0.0 if probes.covariance is None else probes.covariance.build_epochs
         runs = [member.series for member in members]
         steps = torch.stack([series.steps for series in runs]).reshape(*batch, -1)
         converged = torch.stack([series.converged for series in runs]).reshape(*batch, -1)
@@ -271,9 +269,10 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             left=stacked("left"),
             right=stacked("right"),
             solutions=None,
-            status=SolveStatus.CONVERGED if bool(converged.all()) else SolveStatus.TRUNCATED,
+            status=max((series.status for series in runs), key=list(SolveStatus).index),
             stats=dataclasses.replace(SolveStats.of_batch(stats), seconds=time.perf_counter() - start),
             truncation=report,
+            probe_jitter=probe_jitter(probes),
         )
 
 

@@ -96,8 +96,14 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             raise ValueError("resample=False freezes the draw, whose probabilities cannot adapt: take 'inverse'.")
         state = TrainingState.begin(
             generator,
-            f"a single sample from {min_frequencies} to {max_frequencies or 'half of the data'} frequencies in steps "
-            f"of {frequency_step}, {'exact' if exact_last else 'features'} in the end",
+            {
+                "min_frequencies": min_frequencies,
+                "frequency_step": frequency_step,
+                "max_frequencies": max_frequencies,
+                "probabilities": probabilities,
+                "exact_last": exact_last,
+                "resample": resample,
+            },
         )
         super().__init__(likelihood, model, resample=resample, solver=solver, products=products, state=state)
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step

@@ -18,6 +18,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators import bilinear_derivative, matrix_derivative
+from gpy_iterative.worker_threads import divided
 
 
 class _BilinearSurrogate(torch.autograd.Function):
@@ -50,7 +51,8 @@ class _BilinearSurrogate(torch.autograd.Function):
             derivatives = matrix_derivative(operator, scale * left)
         else:
             scaled = None if forms is None else gradient.unsqueeze(-1) * forms
-            derivatives = bilinear_derivative(operator, scale * left, right, scaled)
+            with divided():
+                derivatives = bilinear_derivative(operator, scale * left, right, scaled)
         return (None, None, None, None, None, *derivatives)
 
 

@@ -96,6 +96,18 @@ class TrainingData:
         if self.num_data is None and self._marks is None:
             self._size, self._marks = len(x), _marks(x)
 
+    def to_dict(self) -> dict[str, Tensor]:
+        """What calls are compared with, as tensors by name; none before the first step."""
+        if self._marks is None or self._size is None:
+            return {}
+        return {"marks": self._marks.clone(), "size": torch.tensor(self._size)}
+
+    def load_dict(self, state: dict[str, Tensor]) -> None:
+        """The inverse of `to_dict`. Raises ValueError, and changes nothing, where one entry lacks the other."""
+        if state.keys() not in (set(), {"marks", "size"}):
+            raise ValueError(f"This is no whole training state: of the data it has only {', '.join(state)}.")
+        self._marks, self._size = (state["marks"].clone(), int(state["size"])) if state else (None, None)
+
     def _check_same(self, x: Tensor) -> None:
         if self._marks is None:
             return

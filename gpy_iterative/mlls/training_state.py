@@ -1,13 +1,15 @@
 """Everything that makes a run with frozen randomness resume exactly: a plain dict of tensors, in and out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from gpy_iterative.checks import generator_or_seed
+from gpy_iterative.mlls.state_description import check_tensors, checked_generator
 from gpy_iterative.solvers import WarmStart
 from gpy_iterative.spectral import Draws
 
@@ -15,8 +17,10 @@ from gpy_iterative.spectral import Draws
 def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
     """A private generator: the one given, or one with the given seed.
 
-    None takes the seed that `torch.manual_seed` last set, without drawing from the global generator.
+    None takes the seed that `torch.manual_seed` last set, without drawing from the global generator. Raises as
+    `gpy_iterative.checks.generator_or_seed`.
     """
+    generator = generator_or_seed(generator)
     if isinstance(generator, torch.Generator):
         return generator
     return torch.Generator().manual_seed(torch.initial_seed() if generator is None else generator)
@@ -26,13 +30,13 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
 class TrainingState:
     """Generator, frozen draws and warm start of one marginal log likelihood.
 
-    Frozen draws belong to a problem of one shape, dtype and device; for another they are drawn anew. They belong to one
-    probe distribution, too, whose description travels along.
+    Frozen draws belong to a problem of one shape, dtype and device; for another they are drawn anew. `options` are those
+    of the marginal log likelihood that shape the state: a state that is loaded has to have been saved with the same.
     """
 
     generator: torch.Generator
     warm_start: WarmStart
-    distribution: str
+    options: Mapping[str, Any]
     frozen: dict[str, Draws] = field(default_factory=dict)
     shape: torch.Size | None = None
     like: Tensor | None = None  # empty, of the problem's dtype and device; draws may have another dtype
@@ -41,11 +45,11 @@ class TrainingState:
     def begin(
         cls,
         generator: torch.Generator | int | None,
-        distribution: str,
+        options: Mapping[str, Any],
         warm_start: Literal["extrapolated", "previous", False] = False,
     ) -> "TrainingState":
         """Of a run that has made no step yet; `generator` as in `make_generator`, `warm_start` as in `WarmStart`."""
-        return cls(make_generator(generator), WarmStart(warm_start), distribution)
+        return cls(make_generator(generator), WarmStart(warm_start), dict(options, warm_start=warm_start))
 
     def draws_for(
         self, name: str, like: Tensor, shape: torch.Size, draw: Callable[[], Draws], *, keep: bool = True
@@ -86,8 +90,7 @@ class TrainingState:
 
     def to_dict(self) -> dict[str, Tensor]:
         """Tensors only, so that `torch.save` and `torch.load(weights_only=True)` take it."""
-        described = torch.tensor(list(self.distribution.encode()), dtype=torch.uint8)
-        state = {"generator": self.generator.get_state(), "distribution": described}
+        state = {"generator": self.generator.get_state()}
         if self.shape is not None and self.like is not None:
             state |= {"shape": torch.tensor(self.shape), "like": self.like.clone()}
         for name, draws in self.frozen.items():
@@ -96,31 +99,18 @@ class TrainingState:
 
     def load_dict(self, state: dict[str, Tensor]) -> None:
         """The inverse of `to_dict`. Raises ValueError, and changes nothing, when the dict is not one of its own."""
-        if not all(isinstance(tensor, Tensor) for tensor in state.values()):
-            raise ValueError(
-                "This is no training state: its entries are not all tensors. Take it from training_state()."
-            )
-        for name in ("generator", "distribution"):
-            if name not in state or state[name].dtype != torch.uint8:
-                raise ValueError(f"This is no training state: it has no entry {name!r}. Take it from training_state().")
-        if state["generator"].shape != self.generator.get_state().shape:
-            raise ValueError("This is the training state of another kind of generator: take it from training_state().")
-        distribution = bytes(state["distribution"].tolist()).decode(errors="replace")
-        if distribution != self.distribution:
-            raise ValueError(
-                f"This is the training state of probes {distribution}; here they are {self.distribution}. Make the "
-                "marginal log likelihood with the options of the run that is to go on."
-            )
+        check_tensors(state)
+        position = checked_generator(state, self.generator)
         frozen: dict[str, Draws] = {}
         solutions: dict[str, Tensor] = {}
         for key, tensor in state.items():
-            if key in ("generator", "distribution", "shape", "like"):
+            if key in ("generator", "shape", "like"):
                 continue
             name, _, part = key.partition(".")
             if not part:
                 raise ValueError(f"This is no training state: it has an unknown entry {key!r}.")
             (solutions if name == "warm_start" else frozen.setdefault(name, {}))[part] = tensor.clone()
-        self.generator.set_state(state["generator"].cpu())
+        self.generator.set_state(position)
         self.shape = torch.Size(state["shape"].tolist()) if "shape" in state else None
         self.like = state["like"].clone() if "like" in state else None
         self.frozen = frozen

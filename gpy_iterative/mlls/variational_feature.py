@@ -95,7 +95,12 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             model,
             batch_size=batch_size,
             generator=generator,
-            options=f"{update}, include_batch={include_batch}, centred={centred}",
+            options={
+                "update": update,
+                "tracker_rate": tracker_rate,
+                "include_batch": include_batch,
+                "centred": centred,
+            },
         )
         self.update, self.include_batch, self.centred = update, include_batch, centred
         zeros, identity = self._blank_state()

@@ -1,13 +1,12 @@
 """Where the diagonal of C starts: at its optimum for independent columns, by what the first rows show of the features."""
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from gpy_iterative.errors import ApproximationWarning
+from gpy_iterative.errors import ApproximationWarning, warn
 from gpy_iterative.mlls.data_terms import Rows
 from gpy_iterative.models import FeatureWeights, QuadruplyStochasticGP
 
@@ -36,27 +35,27 @@ def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) 
 
 
 @contextmanager
-def initialization_undone_by_failure(weights: FeatureWeights) -> Iterator[None]:
-    """Weights that were not initialised before are not so after an exception either."""
+def initialization_undone(weights: FeatureWeights, *, always: bool) -> Iterator[None]:
+    """Weights that were not initialised before are not so after an exception either; `always` in no case."""
     if weights.initialized:
         yield
         return
     diagonals = (weights.head_log_diagonal, weights.tail_log_diagonal)
     before = [diagonal.detach().clone() for diagonal in diagonals]
+    undo = True
     try:
         yield
-    except BaseException:
-        with torch.no_grad():
-            for diagonal, values in zip(diagonals, before, strict=True):
-                diagonal.copy_(values)
-            weights.initialized.zero_()
-        raise
+        undo = always
+    finally:
+        if undo:
+            with torch.no_grad():
+                for diagonal, values in zip(diagonals, before, strict=True):
+                    diagonal.copy_(values)
+                weights.initialized.zero_()
 
 
 @torch.no_grad()
-def warn_of_capacity(
-    model: QuadruplyStochasticGP, rows: Rows, num_data: int, parameters: Iterable[Tensor], *, stacklevel: int
-) -> None:
+def warn_of_capacity(model: QuadruplyStochasticGP, rows: Rows, num_data: int, parameters: Iterable[Tensor]) -> None:
     """Warns where hyperparameters are free and random features are too many to learn them with."""
     free = any(parameter.requires_grad for parameter in parameters)
     is_random = model.basis.knows_group_variance and not model.basis.num_head_features
@@ -65,13 +64,12 @@ def warn_of_capacity(
     head = model.head_features(rows.x)
     limit = float(num_data * model.tail_prior_variance(rows.x, head).mean() / rows.noise.mean())
     if model.weights.num_tail >= limit:
-        warnings.warn(
+        warn(
             f"{model.weights.num_tail} random features with independent posterior deviations are more than n outputscale / "
             f"noise = {limit:.3g}: variances stay above half of the prior's, and hyperparameters that are learned from "
             "this bound drift to too much noise and too small an outputscale. Take NystromBasis, fix the hyperparameters "
             "(requires_grad_(False)), or learn them with another marginal log likelihood.",
             ApproximationWarning,
-            stacklevel=stacklevel,
         )
 
 

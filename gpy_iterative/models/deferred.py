@@ -9,8 +9,10 @@ from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 from torch.distributions import Distribution
 
-#: Variances that differ by more than this part were computed from different weights.
+#: Variances that differ by more than this part, and by more than rounding, were computed from different weights.
 MOVED = 1e-3
+#: Rounding errors of k(x, x) - |phi(x)|^2, in units of |phi(x)|^2 times the dtype's accuracy.
+ROUNDING = 100
 
 
 class Predictor(Protocol):
@@ -18,6 +20,10 @@ class Predictor(Protocol):
 
     def predict(self, x: Tensor) -> MultivariateNormal:
         """The latent distribution at x [t, d]."""
+        ...
+
+    def head_features(self, x: Tensor) -> Tensor:
+        """The features that every step evaluates, [t, h]."""
         ...
 
     def diagonal_part(self, x: Tensor, block_size: int) -> Tensor:
@@ -32,7 +38,7 @@ class DeferredPrediction(MultivariateNormal):
         model: that predicts.
         x: [n, d].
 
-    What GPyTorch derives from it (`likelihood(output)`, `output[:5]`, `2 * output`) is a plain MultivariateNormal.
+    What GPyTorch derives from it (`likelihood(output)`, `output[:5]`, `output * 2`) is a plain MultivariateNormal.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MultivariateNormal:
@@ -107,7 +113,7 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
             return kept
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.x.requires_grad):
             others = self.model.diagonal_part(self.x, self.block_size)
-            if not torch.allclose(others.diagonal(), self.diagonal_part, rtol=MOVED, atol=MOVED * float(self._scale())):
+            if not torch.allclose(others.diagonal(), self.diagonal_part, rtol=MOVED, atol=self._tolerance()):
                 raise RuntimeError(
                     "The model's weights or hyperparameters have moved since this prediction: predict again, or look at "
                     "its covariance before the next step."
@@ -117,8 +123,13 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
             self.__dict__["_dense"] = dense
         return dense
 
-    def _scale(self) -> Tensor:
-        return self.diagonal_part.detach().abs().amax() if len(self.x) else torch.zeros(())
+    @torch.no_grad()
+    def _tolerance(self) -> float:
+        if not len(self.x):
+            return 0.0
+        # A posterior variance may be a rounding error of the prior's, from which the head's has been subtracted.
+        head = self.model.head_features(self.x).square().sum(-1).amax()
+        return float(MOVED * self.diagonal_part.abs().amax() + ROUNDING * torch.finfo(head.dtype).eps * head)
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.to_dense() @ rhs

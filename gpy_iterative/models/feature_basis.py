@@ -52,6 +52,9 @@ class FeatureBasis(gpytorch.Module, ABC):
         sampled = {id(parameter) for parameter in self.sampled_parameters()}
         return [parameter for parameter in self.parameters() if id(parameter) not in sampled]
 
+    def settle(self) -> None:
+        """Called by the first step of training: takes what depends on the hyperparameters, and then stays."""
+
     def head_features(self, x: Tensor) -> Tensor:
         """[n, num_head_features] at inputs x [n, d]."""
         return x.new_empty(x.shape[0], 0)

@@ -5,6 +5,7 @@ every step touches, and of the rest, of which a step touches a few rows, are apa
 that a step of training knows nothing of their number.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,22 @@ class WeightRows:
     log_diagonal: Tensor | None
 
 
+@dataclass(frozen=True)
+class SeenRows:
+    """Data of an evaluation of which a gradient was taken.
+
+    Attributes:
+        features: of the head, [b, h].
+        curvature: minus the second derivative of the bound along the latent mean of each, over the number of data, [b].
+        fit: E_q log p(y | f), weighted as in the bound, after a change [b] of the latent means: []; None where curvature
+            says it all.
+    """
+
+    features: Tensor
+    curvature: Tensor
+    fit: Callable[[Tensor], Tensor] | None
+
+
 class FeatureWeights(_VariationalDistribution):
     """mu and C of all weights.
 
@@ -45,6 +62,7 @@ class FeatureWeights(_VariationalDistribution):
 
     Attributes:
         initialized: whether the diagonal of C has been set from data (0 or 1, kept in the state_dict).
+        seen: rows whose gradient the present `.grad` holds; None where no optimiser asks for them.
         revision: counts what may have moved the weights: steps of any objective, and states that were loaded.
     """
 
@@ -61,6 +79,7 @@ class FeatureWeights(_VariationalDistribution):
         zeros = lambda *shape: Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
         self.num_head, self.num_tail, self.num_dense_columns = num_head, num_tail, num_dense_columns
         self.revision = 0
+        self.seen: list[SeenRows] | None = None
         self._before_step: tuple[object, ...] | None = None
         self.shared_diagonal = shared_diagonal
         self.register_parameter("head_mean", zeros(num_head))
@@ -79,6 +98,21 @@ class FeatureWeights(_VariationalDistribution):
         columns = rows(self.tail_columns) if k else self.tail_columns.new_zeros(len(index), 0)
         diagonal = None if self.shared_diagonal else rows(self.tail_log_diagonal).squeeze(-1)
         return WeightRows(rows(self.tail_mean).squeeze(-1), columns, diagonal)
+
+    def watch(self, features: Tensor, variance: Tensor, fit: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Notes in `seen` what a backward pass says of data, where an optimiser asks for it.
+
+        Args:
+            features: of the head, [b, h].
+            variance: of the latent values, [b]; any tensor with its derivative.
+            fit: as in `SeenRows`.
+        """
+        if self.seen is None or not variance.requires_grad:
+            return
+        features = features.detach()
+        # The derivative for the variance is half the second one for the mean, of any density (Price's theorem).
+        note = lambda gradient: self.seen.append(SeenRows(features, 2 * gradient, fit))
+        variance.register_hook(note)
 
     def announce_step(self) -> None:
         """To be called by an evaluation that a step of the optimiser may follow."""
@@ -145,6 +179,9 @@ class FeatureWeights(_VariationalDistribution):
         self.tail_log_diagonal.copy_(tail.mean(0, keepdim=True) if self.shared_diagonal and len(tail) else tail)
         self.initialized.fill_(1)
         self.revision += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"seen": None if self.seen is None else []}
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.revision += 1

@@ -4,7 +4,7 @@ import torch
 from gpytorch import kernels
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, checked_seed
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators import KernelTerm
 from gpy_iterative.spectral import Draws, RandomFourierFeatures, Summand, draws_under, summands
@@ -34,6 +34,7 @@ class FourierGroups(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_count("num_groups", num_groups)
+        seed = checked_seed(seed)
         self.num_groups, self.num_dims, self.stored = num_groups, _num_dims(kernel, num_dims), stored
         parts = self._summands(kernel, _parameter(kernel).new_zeros(1, self.num_dims))
         self.group_size = 2 * len(parts)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NotPositiveDefiniteError
+from gpy_iterative.linear_operators import ModuleCopies, kernel_diagonal, kernel_matrix
 from gpy_iterative.models.feature_basis import FeatureBasis
 from gpy_iterative.models.kept import KeptAt
 
@@ -33,7 +34,7 @@ class KernelFunctionBasis(FeatureBasis):
 
     def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
         """k(x, Z_groups) [n, g]."""
-        return self.kernel(x, self.points[groups]).to_dense()
+        return kernel_matrix(self.kernel, x, self.points[groups])
 
 
 class InducingPointBasis(KernelFunctionBasis):
@@ -64,11 +65,11 @@ class InducingPointBasis(KernelFunctionBasis):
 
     def prior_precision_block(self, rows: Tensor, columns: Tensor) -> Tensor:
         """k(Z_rows, Z_columns)."""
-        return self.kernel(self.points[rows], self.points[columns]).to_dense()
+        return kernel_matrix(self.kernel, self.points[rows], self.points[columns])
 
     def prior_precision(self, groups: Tensor) -> Tensor:
         """The diagonal of k(Z, Z)."""
-        return self.kernel(self.points[groups], diag=True)
+        return kernel_diagonal(self.kernel, self.points[groups])
 
     def prior_log_determinant(self) -> Tensor | None:
         """log|k(Z, Z)|, with a jitter of 1e-6 of its diagonal in float64; once while hyperparameters stay."""
@@ -89,22 +90,9 @@ class InducingPointBasis(KernelFunctionBasis):
 
 def gram_matrix(kernel: kernels.Kernel, points: Tensor) -> Tensor:
     """k(Z, Z) [m, m] in float64, differentiable: also for kernels with layers that take their own dtype alone."""
-    evaluated = _KernelMatrix(kernel)
-    tensors = {
-        name: tensor.double()
-        for name, tensor in (*evaluated.named_parameters(), *evaluated.named_buffers())
-        if tensor.is_floating_point()
-    }
-    return torch.func.functional_call(evaluated, tensors, (points.double(),)).double()
-
-
-class _KernelMatrix(torch.nn.Module):
-    def __init__(self, kernel: kernels.Kernel) -> None:
-        super().__init__()
-        self.kernel = kernel
-
-    def forward(self, points: Tensor) -> Tensor:
-        return self.kernel(points, points).to_dense()
+    in_float64 = lambda tensor: tensor.double() if tensor.is_floating_point() else tensor
+    kernel = ModuleCopies(own=("_parameters", "_buffers"), tensor=in_float64).of(kernel)
+    return kernel_matrix(kernel, points.double(), points.double()).double()
 
 
 def check_points(kernel: kernels.Kernel, points: Tensor) -> None:

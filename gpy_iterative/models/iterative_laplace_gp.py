@@ -10,7 +10,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import GP
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_instance
+from gpy_iterative.checks import check_count, check_instance, checked_seed
 from gpy_iterative.likelihoods import PointwiseLikelihood, check_laplace_likelihood
 from gpy_iterative.likelihoods.predictive import (
     LatentMarginals,
@@ -21,7 +21,13 @@ from gpy_iterative.likelihoods.predictive import (
 )
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.linear_operators import num_latents as latents_of
-from gpy_iterative.prediction import LaplacePosterior, LaplaceSamplePaths, VarianceSplit, check_inputs
+from gpy_iterative.prediction import (
+    LaplacePosterior,
+    LaplaceSamplePaths,
+    LikelihoodParams,
+    VarianceSplit,
+    check_inputs,
+)
 from gpy_iterative.progress import Progress
 from gpy_iterative.solvers import LaplaceSolution, LaplaceSolver
 
@@ -42,7 +48,8 @@ class IterativeLaplaceGP(GP):
         num_latents: C, checked against `forward`; None takes what that says.
         solver: of the mode; None is `LaplaceCholesky` up to n C = 2,000 and `LaplaceNewton` beyond.
         products: how kernel products are computed.
-        seed: of sample paths and Monte Carlo predictions.
+        seed: of sample paths and Monte Carlo predictions. It, solver and products may be set later, too: the next question
+            is answered anew.
         num_refinements: how often predictions are taken towards the variational approximation; 0 is Laplace's
             approximation. May be set later, too: what is missing is computed at the next question. The evidence is
             Laplace's whatever this is.
@@ -89,17 +96,21 @@ class IterativeLaplaceGP(GP):
             check_count("num_latents", num_latents)
         check_count("num_refinements", num_refinements, least=0)
         self.likelihood, self.num_refinements = likelihood, num_refinements
-        self.num_latents, self.solver, self.seed = num_latents, solver, seed
+        self.num_latents, self.solver, self.seed = num_latents, solver, checked_seed(seed)
         self.products = KernelProducts() if products is None else products
         self.train_inputs: tuple[Tensor, ...] | None = None
         self.train_targets: Tensor | None = None
+        self.likelihood_params: LikelihoodParams | None = None
         self._posterior: LaplacePosterior | None = None
+        self._posterior_options: tuple[Any, ...] = ()  # the model's own when it was made
         self.set_train_data(train_inputs, train_targets)
 
     def set_train_data(
         self, inputs: Tensor | Iterable[Tensor] | None = None, targets: Tensor | None = None, strict: bool = False
     ) -> None:
         """Replaces the training data, of any size; hyperparameters stay.
+
+        Arguments of the likelihood that belong to other inputs have to be given again: the next prediction asks for them.
 
         Raises:
             ValueError: inputs that are not finite, or another number of targets than of inputs; nothing is changed then.
@@ -130,6 +141,12 @@ class IterativeLaplaceGP(GP):
             raise
         self._posterior = None
 
+    def keep_params(self, params: LikelihoodParams | None) -> None:
+        """Takes arguments of the likelihood for predictions, as every call of a marginal log likelihood does."""
+        is_same = params is self.likelihood_params or (params is not None and params.equals(self.likelihood_params))
+        if not is_same:
+            self.likelihood_params, self._posterior = params, None
+
     def __call__(self, *inputs: Tensor, **kwargs: Any) -> MultivariateNormal:
         """The prior at the training inputs in train mode, the latent posterior at any inputs in evaluation mode."""
         given = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
@@ -148,7 +165,7 @@ class IterativeLaplaceGP(GP):
         *,
         solver: LaplaceSolver | None = None,
         products: KernelProducts | None = None,
-        params: Sequence[Any] = (),
+        params: Sequence[Any] | None = None,
         progress: Progress = False,
     ) -> LaplacePosterior:
         """What answers in evaluation mode: kept, and refreshed when parameters or data have changed.
@@ -157,33 +174,45 @@ class IterativeLaplaceGP(GP):
             initial_weights: v [n, C] at similar hyperparameters to start from.
             solver: in the place of the model's own.
             products: likewise.
-            params: of the likelihood's `forward` at the training points, for a likelihood that takes any.
+            params: of the likelihood's `forward` at the training points, for a likelihood that takes any; None takes
+                those of the last call of a marginal log likelihood, or of this.
             progress: True shows bars, a callable gets every report.
 
-        Without arguments it is the posterior that was asked for last, by whomever; with any, a new one.
+        Without arguments it is the posterior that was asked for last, by whomever; with any, or after the model's `solver`,
+        `products` or `seed` were set to others, a new one.
 
         Raises:
+            TypeError: a solver or products of another type.
             ValueError: `forward` returns another number of latent functions than num_latents; num_refinements has been
-                set to something that is no count.
+                set to something that is no count; the training inputs have changed, and `params` belong to the old ones.
 
         Otherwise raises and warns as `LaplacePosterior`.
         """
-        is_asked = progress is not False or len(params) > 0
-        is_asked |= any(argument is not None for argument in (initial_weights, solver, products))
+        is_asked = progress is not False
+        is_asked |= any(argument is not None for argument in (initial_weights, solver, products, params))
+        options = (self.solver, self.products, self.seed)
+        is_asked |= options != self._posterior_options
         if self._posterior is None or self._posterior.likelihood is not self.likelihood or is_asked:
+            solver, products = (
+                self.solver if solver is None else solver,
+                self.products if products is None else products,
+            )
+            check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")
+            check_instance("products", products, KernelProducts, "KernelProducts()")
+            kept = self.likelihood_params if params is None else LikelihoodParams.given(params, self)
             posterior = LaplacePosterior(
                 self,
                 self.likelihood,
-                solver=self.solver if solver is None else solver,
-                products=self.products if products is None else products,
-                seed=self.seed,
+                solver=solver,
+                products=products,
+                seed=checked_seed(self.seed),
                 initial_weights=initial_weights,
-                params=params,
+                params=() if kept is None else kept.current(self),
                 progress=progress,
                 num_refinements=self.num_refinements,
             )
             self._check_latents(posterior.solution.latent.shape[-1])
-            self._posterior = posterior
+            self._posterior, self._posterior_options, self.likelihood_params = posterior, options, kept
         self._posterior.num_refinements = self.num_refinements
         return self._posterior
 
@@ -285,6 +314,8 @@ class IterativeLaplaceGP(GP):
             self.train_inputs = tuple(fn(x) for x in self.train_inputs)
         if self.train_targets is not None:
             self.train_targets = fn(self.train_targets)
+        if self.likelihood_params is not None:
+            self.likelihood_params.apply(fn)
         self._posterior = None
         return super()._apply(fn, recurse)
 

@@ -16,7 +16,7 @@ class KeptAt(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._forget()
+        self.forget()
 
     @torch.inference_mode(False)  # later calls may ask for gradients
     @torch.no_grad()
@@ -29,14 +29,15 @@ class KeptAt(torch.nn.Module):
             self.hyperparameters = [tensor.detach().clone() for tensor in current]
         return self.value
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Evaluates anew when it is next asked."""
         self.value: Tensor | None = None
         self.hyperparameters: list[Tensor] = []
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KeptAt":
-        self._forget()
+        self.forget()
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._forget()
+        self.forget()
         super()._load_from_state_dict(*args, **kwargs)

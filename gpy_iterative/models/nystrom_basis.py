@@ -3,9 +3,11 @@
 import torch
 from gpytorch import kernels
 from torch import Tensor
+from torch.nn import functional
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.linear_operators import kernel_diagonal, kernel_matrix
 from gpy_iterative.models.feature_basis import FeatureBasis
 from gpy_iterative.models.fourier_groups import FourierGroups
 from gpy_iterative.models.inducing_point_basis import check_points, gram_matrix
@@ -36,9 +38,9 @@ class NystromBasis(FeatureBasis):
         SpectralDensityMissingError: a tail of a kernel without random Fourier features.
 
     Cost: n h (d + h) for n rows of the head, as much for h tail features. Once h^3 in float64 while hyperparameters are
-    fixed (`kernel.requires_grad_(False)`), else h^3 at every evaluation. Eigenvectors are taken once, at the initial
-    hyperparameters; from there on features follow the hyperparameters by a triangular factor, smoothly, and keep the prior
-    exact.
+    fixed (`kernel.requires_grad_(False)`), else h^3 at every evaluation. Eigenvectors are taken when the basis is made, and
+    by the first step of training where hyperparameters have been set since; from there on features follow the
+    hyperparameters by a triangular factor, smoothly, and keep the prior exact.
     """
 
     exchangeable = True
@@ -71,46 +73,59 @@ class NystromBasis(FeatureBasis):
             self.fourier = FourierGroups(
                 kernel, self.num_groups, num_dims=inducing_points.shape[-1], seed=seed, stored=store_frequencies
             )
-        with torch.no_grad():
-            values, vectors = torch.linalg.eigh(gram_matrix(kernel, self.points))
-            values, vectors = values.flip(0), vectors.flip(1)
-            kept = values > SMALLEST_EIGENVALUE * values[0]
-            rotation = vectors[:, kept] * values[kept].rsqrt()
+        # One for each point, whatever the hyperparameters: those that are none are zeros.
+        self.num_head_features = len(inducing_points)
+        self._settled, self._kept = KeptAt(), KeptAt()
         # In float64 always: its columns differ by orders of magnitude, and their errors would be errors of the prior.
-        self.register_buffer("rotation", rotation)
-        self.num_head_features = rotation.shape[1]
-        self._kept = KeptAt()
+        self.register_buffer("rotation", self._settled.get(kernel, self._new_rotation))
+
+    def settle(self) -> None:
+        """Takes the eigenvectors at the present hyperparameters."""
+        rotation = self._settled.get(self.kernel, self._new_rotation)
+        if rotation is not self.rotation:
+            self.rotation = rotation
+            self._kept.forget()
 
     def head_features(self, x: Tensor) -> Tensor:
         """[n, h]."""
-        return self.kernel(x, self.points).to_dense() @ self._projection().to(x.dtype)
+        head = kernel_matrix(self.kernel, x, self.points) @ self._projection().to(x.dtype)
+        return functional.pad(head, (0, self.num_head_features - head.shape[-1]))
 
     def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
         """[n, g * group_size], projected off the head."""
         own = self.fourier.features(self.kernel, x, groups)
         at_points = self.fourier.features(self.kernel, self.points, groups)
-        return own - head @ (self._projection().to(x.dtype).mT @ at_points)
+        projected = self._projection().to(x.dtype).mT @ at_points
+        return own - head[:, : len(projected)] @ projected
 
     def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:
         """k(x, x) - |head(x)|^2, at least 0."""
-        return (self.kernel(x, diag=True) - head.square().sum(-1)).clamp_min(0)
+        return (kernel_diagonal(self.kernel, x) - head.square().sum(-1)).clamp_min(0)
 
     def group_prior_covariance(self, x: Tensor, head: Tensor) -> Tensor:
-        """k(x, x) - head(x) head(x)^T."""
-        return self.kernel(x).to_dense() - head @ head.mT
+        """k(x, x) - head(x) head(x)^T, with a diagonal of at least 0."""
+        covariance = kernel_matrix(self.kernel, x, x) - head @ head.mT
+        return covariance + torch.diag((-covariance.diagonal()).clamp_min(0))
 
     def _projection(self) -> Tensor:
-        """P [points, h] with head(x) = k(x, Z) P, float64: rotation L^-T, L L^T = rotation^T K_ZZ rotation."""
+        """P [h, r] with head(x) = k(x, Z) P, float64: rotation L^-T, L L^T = rotation^T K_ZZ rotation."""
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.kernel.parameters()):
             return self._new_projection()
         return self._kept.get(self.kernel, self._new_projection)
 
+    def _new_rotation(self) -> Tensor:
+        """diag(l)^-1/2 U^T, transposed, [h, h]; zeros for eigenvalues that are left to the tail."""
+        values, vectors = torch.linalg.eigh(gram_matrix(self.kernel, self.points))
+        values, vectors = values.flip(0), vectors.flip(1)
+        kept = values > SMALLEST_EIGENVALUE * values[0]
+        return torch.where(kept, vectors * values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), 0)
+
     def _new_projection(self) -> Tensor:
-        rotation = self.rotation.double()  # unless the model was converted after it was made, it is so already
+        rotation = self.rotation[:, self.rotation.any(0)].double()  # so already, unless the model was converted
         lower, info = torch.linalg.cholesky_ex(rotation.mT @ gram_matrix(self.kernel, self.points) @ rotation)
         if info:
             raise NonFiniteError(
                 "The kernel matrix of the inducing points is not positive definite at these hyperparameters, which are too "
-                "far from those that the basis was made with: make it anew."
+                "far from those that the basis took its eigenvectors at: make it anew, or call its settle() first."
             )
         return torch.linalg.solve_triangular(lower, rotation.mT, upper=False).mT

@@ -9,6 +9,7 @@ from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_finite
+from gpy_iterative.linear_operators import kernel_diagonal
 from gpy_iterative.models.deferred import DeferredPrediction, WeightSpaceCovarianceLinearOperator
 from gpy_iterative.models.feature_basis import FeatureBasis
 from gpy_iterative.models.feature_weights import FeatureWeights
@@ -265,7 +266,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         check_finite("augmentation_noise", noise)
         if (noise <= 0).any():
             raise ValueError(f"augmentation_noise must be positive, got {noise.min().item()}.")
-        variance = self.basis.kernel(x, diag=True)
+        variance = kernel_diagonal(self.basis.kernel, x)
         head = self.head_features(x)
         norm = head.square().sum(-1)
         for groups in self.tail_blocks(block_size):

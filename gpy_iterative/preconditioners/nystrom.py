@@ -64,7 +64,6 @@ class Nystrom(LowRankRecipe):
 
         Raises:
             NonFiniteError: an entry of the factor is not finite.
-            NotPositiveDefiniteError: the kernel matrix is not positive semidefinite on the subspace.
         """
         kernel, diagonal, noise = kernel_and_noise(operator)
         if test_matrix is None:
@@ -74,7 +73,7 @@ class Nystrom(LowRankRecipe):
         block = (block + block.mT) / 2
         batch, (size, rank) = image.shape[:-2], image.shape[-2:]
         factors = [
-            factor_on(rows, inner)
+            factor_on(rows, inner)[0]
             for rows, inner in zip(image.mT.reshape(-1, rank, size), block.reshape(-1, rank, rank), strict=True)
         ]
         factor = torch.stack(factors).reshape(*batch, size, rank)

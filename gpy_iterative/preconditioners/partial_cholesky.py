@@ -10,7 +10,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import dense_rows
 
 
@@ -70,11 +70,10 @@ class PartialCholesky:
             # every round takes its first candidate or rules it out, and the rounds come to an end.
             self.rest[candidates] = block.diagonal().clamp_min(0).to(self.rest)
             threshold = torch.rand(proposals, generator=generator, device=generator.device, dtype=torch.float64)
-            chosen = _accepted(block, threshold.cpu(), float(self._stop))[: rank - self.rank]
+            chosen, lower = _accepted(block, threshold.cpu(), float(self._stop), rank - self.rank)
             if not len(chosen):
                 continue
-            pivots = candidates[chosen.to(candidates.device)]
-            lower = torch.linalg.cholesky_ex(block[chosen][:, chosen])[0].to(self.rest)
+            pivots, lower = candidates[chosen.to(candidates.device)], lower.to(self.rest)
             columns = dense_rows(self.kernel, pivots) - self._columns[: self.rank, pivots].mT @ self.factor.mT
             self._append(torch.linalg.solve_triangular(lower, columns, upper=False), pivots)
 
@@ -104,43 +103,52 @@ class PartialCholesky:
         self.rest[self.pivots] = 0
 
 
-def _accepted(block: Tensor, threshold: Tensor, stop: float) -> Tensor:
-    """Which candidates are taken, given the rest of the kernel matrix on them [m, m].
+def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple[Tensor, Tensor]:
+    """Which candidates are taken, `most` at the most, and their lower Cholesky factor.
+
+    Args:
+        block: the rest of the kernel matrix on the candidates [m, m].
+        threshold: [m], uniform draws.
+        stop: what is left of the diagonal that is rounding.
 
     Each is drawn as if those before it in its block had not been taken; it is taken with the share of its diagonal
     entry that they left, which makes the draw right again.
     """
     rest, start, chosen = block.clone(), block.diagonal().clone(), []
+    columns = [block[:, :0]]
     for candidate in range(len(block)):
         left = rest[candidate, candidate]
-        if left > stop and threshold[candidate] * start[candidate] < left:
+        if len(chosen) < most and left > stop and threshold[candidate] * start[candidate] < left:
             chosen.append(candidate)
             column = rest[:, candidate] / left.sqrt()
+            columns.append(column.unsqueeze(-1))
             rest = rest - torch.outer(column, column)
-    return torch.tensor(chosen, dtype=torch.long)
+    taken = torch.tensor(chosen, dtype=torch.long)
+    return taken, torch.cat(columns, dim=-1)[taken].tril()
 
 
-def factor_on(rows: Tensor, block: Tensor) -> Tensor:
-    """[n, k]: K C times the inverse transpose of the Cholesky factor of C^T K C, smooth in the hyperparameters.
+def factor_on(rows: Tensor, block: Tensor) -> tuple[Tensor, float]:
+    """K C times the inverse transpose of the Cholesky factor of C^T K C [n, k], and how far its jitter was raised.
 
     Args:
         rows: C^T K [k, n]; for pivots, rows of K.
-        block: C^T K C [k, k] in float64; overwritten.
+        block: C^T K C [k, k] in float64.
 
-    The jitter covers the rounding of the block; it is fixed, so that the factor stays smooth. It keeps L L^T below K.
+    The jitter keeps L L^T below K, and covers twice the block's negative eigenvalues, which are rounding errors of the
+    kernel. It is fixed where these are smaller than half of it. Where they are larger it is raised, continuously in the
+    hyperparameters, to what is returned in units of the block's largest diagonal entry: directions that carry nothing
+    but rounding then fade out, and the rest of the factor stays as good as it was. 0 where it was not raised.
     """
-    if not len(rows):  # a kernel that is zero
-        return rows.mT
-    jitter = max(1e-10, len(rows) * torch.finfo(rows.dtype).eps)
-    block.diagonal().add_(jitter * block.diagonal().max())
-    lower, info = torch.linalg.cholesky_ex(block)
     if not torch.isfinite(block).all():
         raise NonFiniteError("The kernel matrix has entries that are not finite: check data and hyperparameters.")
-    if info.any():
-        raise NotPositiveDefiniteError(
-            f"The kernel matrix of {len(rows)} pivots has no Cholesky factor: choose new pivots, or a lower rank."
-        )
+    scale = float(block.diagonal().max()) if len(block) else 0.0
+    if not scale > 0:  # a kernel that is zero
+        return torch.zeros_like(rows).mT, 0.0
+    jitter, raised = max(1e-10, len(rows) * torch.finfo(rows.dtype).eps), 0.0
+    identity = torch.eye(len(block), dtype=block.dtype, device=block.device)
+    if torch.linalg.cholesky_ex(block + 0.5 * jitter * scale * identity).info:
+        jitter = raised = -2 * float(torch.linalg.eigvalsh(block)[0]) / scale
+    lower = torch.linalg.cholesky(block + jitter * scale * identity)
     # By its inverse: a product takes a third of the time of a solve with so many columns, and float64 has digits left.
-    identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
     inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-    return (inverse @ rows.double()).mT.to(rows.dtype)
+    return (inverse @ rows.double()).mT.to(rows.dtype), raised

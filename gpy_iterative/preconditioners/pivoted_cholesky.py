@@ -22,11 +22,15 @@ from gpy_iterative.preconditioners.recipe import LowRankRecipe, kernel_and_noise
 
 
 class PivotedCholeskyFactor(LowRankPlusDiagonal):
-    """L L^T + diag(d) on the pivots [*b, k] that it was built from."""
+    """L L^T + diag(d) on the pivots [*b, k] that it was built from.
 
-    def __init__(self, factor: Tensor, diagonal: Tensor, pivots: Tensor) -> None:
+    `jitter` [*b], in units of the largest diagonal entry of the pivots' block, is what that needed for a factor beyond what
+    rounding usually takes; 0 where it needed no more.
+    """
+
+    def __init__(self, factor: Tensor, diagonal: Tensor, pivots: Tensor, jitter: Tensor) -> None:
         super().__init__(factor, diagonal)
-        self.pivots = pivots
+        self.pivots, self.jitter = pivots, jitter
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,15 @@ class PivotedCholesky(LowRankRecipe):
 
         Raises:
             NonFiniteError: an entry of the factor is not finite.
-            NotPositiveDefiniteError: the given pivots have become linearly dependent.
+
+        Given pivots that have become linearly dependent stay: what they no longer carry is left to the diagonal.
         """
         kernel, diagonal, noise = kernel_and_noise(operator)
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         if known is not None and pivots is not None and torch.equal(known.pivots, pivots):
-            factor = known.factor
+            factor, jitter = known.factor, known.jitter
         else:
-            factor, pivots = self._factor(kernel, diagonal, noise, pivots, generator)
+            factor, pivots, jitter = self._factor(kernel, diagonal, noise, pivots, generator)
         # Norms, and not sums of squares, which would all be in memory at once.
         rest = (diagonal - torch.linalg.vector_norm(factor, dim=-1).square()).clamp_min(0)
         mean = diagonal.mean(-1, keepdim=True)
@@ -85,11 +90,11 @@ class PivotedCholesky(LowRankRecipe):
         if noise is not None:
             # Never zero: S stays positive definite, and its inverse finite, where the noise has vanished.
             return PivotedCholeskyFactor(
-                factor, (noise + rest if correct_diagonal else noise).maximum(eps * mean), pivots
+                factor, (noise + rest if correct_diagonal else noise).maximum(eps * mean), pivots, jitter
             )
         # On its pivots the factor is exact and leaves nothing, the unknown noise included.
         floor = 1e-3 * rest.mean(-1, keepdim=True) + eps**0.5 * mean
-        return PivotedCholeskyFactor(factor, rest + floor, pivots)
+        return PivotedCholeskyFactor(factor, rest + floor, pivots, jitter)
 
     def extend(self, partial: PartialCholesky, rank: int, generator: torch.Generator) -> None:
         """Grows a partial factor to a rank, by this recipe's way to choose pivots."""
@@ -106,8 +111,8 @@ class PivotedCholesky(LowRankRecipe):
         noise: Tensor | None,
         pivots: Tensor | None,
         generator: torch.Generator,
-    ) -> tuple[Tensor, Tensor]:
-        """L [*b, n, k] and its pivots [*b, k], member by member."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """L [*b, n, k], its pivots [*b, k] and the jitter [*b] that it took, member by member."""
         batch, size = diagonal.shape[:-1], diagonal.shape[-1]
         members = []
         for index in itertools.product(*map(range, batch)):
@@ -115,14 +120,16 @@ class PivotedCholesky(LowRankRecipe):
             if pivots is None:
                 partial = PartialCholesky(member, diagonal[index], min(self.rank, size))
                 self._choose(partial, None if noise is None else noise[index], generator)
-                members.append((partial.factor, partial.pivots))
+                members.append((partial.factor, partial.pivots, 0.0))
             else:
                 rows = dense_rows(member, pivots[index])
-                members.append((factor_on(rows, rows[:, pivots[index]].double()), pivots[index]))
-        rank = min(len(chosen) for _, chosen in members)
-        factors = torch.stack([factor[:, :rank] for factor, _ in members])
-        chosen = torch.stack([chosen[:rank] for _, chosen in members])
-        return factors.reshape(*batch, size, rank), chosen.reshape(*batch, rank)
+                factor, jitter = factor_on(rows, rows[:, pivots[index]].double())
+                members.append((factor, pivots[index], jitter))
+        rank = min(len(chosen) for _, chosen, _ in members)
+        factors = torch.stack([factor[:, :rank] for factor, _, _ in members])
+        chosen = torch.stack([chosen[:rank] for _, chosen, _ in members])
+        jitters = torch.tensor([jitter for _, _, jitter in members], dtype=diagonal.dtype, device=diagonal.device)
+        return factors.reshape(*batch, size, rank), chosen.reshape(*batch, rank), jitters.reshape(batch)
 
 
 @dataclass(frozen=True)

@@ -108,11 +108,9 @@ def _(operator: RadialKernelLinearOperator, index: Tensor) -> Tensor:
 def _(operator: GenericKernelLinearOperator, index: Tensor) -> Tensor:
     if operator.shape[-1] != operator.x1.shape[-2]:  # several outputs an input
         return dense(operator)[index.unsqueeze(-1), index.unsqueeze(-2)]
-    if operator.members:  # each block evaluates the whole batch that the operator is a member of
-        points = (operator.x1[..., part, :] for part in index)
-        return torch.stack([operator.evaluate(x, x) for x in points])
-    x = operator.x1[index]
-    return operator.evaluate(x, x)
+    # One by one: kernels that users write need not know batches.
+    points = (operator.x1[..., part, :] for part in index)
+    return torch.stack([operator.evaluate(x, x) for x in points])
 
 
 @_blocks.register

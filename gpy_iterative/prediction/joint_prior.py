@@ -1,7 +1,6 @@
 """The prior of training and test points together, cut into the blocks that conditioning needs, none of them stored."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +9,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 
-from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, kernel_operator
+from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, kernel_operator, prior_parts
 from gpy_iterative.prediction.shared_columns import unexpanded
 from gpy_iterative.prediction.training_system import prior_at
 
@@ -109,19 +108,6 @@ def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Te
     return inputs
 
 
-@contextmanager
-def fixed_parameters(model: ExactGP) -> Iterator[None]:
-    """Gradients flow to the test inputs alone: the solves do not follow the hyperparameters."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-
-
 def graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:
     """A graph where test inputs ask for one, none otherwise."""
     return torch.set_grad_enabled(
@@ -142,8 +128,9 @@ def covariance_blocks(
     if covariance.shape[-1] == size:
         nothing = torch.zeros(*covariance.batch_shape, 0, size, dtype=covariance.dtype, device=covariance.device)
         return to_linear_operator(nothing), to_linear_operator(nothing[..., :0])
-    whole = kernel_operator(covariance, products)
-    if isinstance(whole, NoisyLinearOperator):  # jitter from the model's own forward stays on the diagonal
+    has_jitter = prior_parts(covariance).diagonal is not None  # from the model's own forward; it stays on the diagonal
+    whole = kernel_operator(covariance, products) if has_jitter else None
+    if isinstance(whole, NoisyLinearOperator):
         kernel, jitter = whole.kernel, whole.noise[..., size:]
         return kernel[..., size:, :size], NoisyLinearOperator(kernel[..., size:, size:], jitter)
     # GPyTorch's lazy blocks first, operators then: structure such as Kronecker products survives.

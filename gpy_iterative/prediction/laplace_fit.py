@@ -1,7 +1,6 @@
 """The mode of a model and its refinements, found again when data or hyperparameters have changed."""
 
 import logging
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,15 +11,16 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import GP
 from torch import Tensor
 
-from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.errors import ConvergenceWarning, warn
 from gpy_iterative.likelihoods import PointwiseLikelihood
 from gpy_iterative.linear_operators import KernelProducts, LatentPrior, latent_prior
 from gpy_iterative.prediction.laplace_targets import check_targets_fit, observed_params, observed_points
+from gpy_iterative.prediction.own_lock import OwnLock
 from gpy_iterative.prediction.snapshot import ModelSnapshot
-from gpy_iterative.prediction.training_system import LikelihoodParams, check_inputs, evaluating, prior_at
+from gpy_iterative.prediction.training_system import LikelihoodParams, check_inputs, prior_at
 from gpy_iterative.progress import Progress, reporting_solve
 from gpy_iterative.solvers import SolveStats
-from gpy_iterative.solvers.laplace import LaplaceSolution, LaplaceSolver, default_laplace_solver, mode_advice, refine
+from gpy_iterative.solvers.laplace import LaplaceSolution, LaplaceSolver, default_laplace_solver, refine
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,13 @@ class LaplaceFit:
     """What was solved: the data that were kept, their prior without graph, and the mode or its last refinement.
 
     Attributes:
+        snapshot: what model and likelihood were.
         mode_weights: v [n, C] of the mode.
         stats: of the mode's solve and of each refinement.
         observed: which of the model's data were kept, [n] bool; None for all.
     """
 
+    snapshot: ModelSnapshot
     inputs: list[Tensor]
     targets: Tensor
     prior: LatentPrior
@@ -75,22 +77,20 @@ class LaplaceFits:
         self._model, self._likelihood = model, likelihood
         self._solver, self._products = solver, products
         self._seed, self._progress = seed, progress
-        self._params = LikelihoodParams(params, model) if params else None
-        with evaluating(model, likelihood):
-            self._snapshot = ModelSnapshot.of(model, likelihood)
-            self._fit = self._solved(initial_weights)
+        self._params = LikelihoodParams.given(params, model)
+        self._lock = OwnLock()
+        self._fit = self._solved(initial_weights)
 
     def current(self, num_refinements: int) -> LaplaceFit:
         """The fit at the hyperparameters and data of now, with so many refinements of the mode."""
-        with evaluating(self._model, self._likelihood):
-            fit, snapshot = self._fit, self._snapshot
-            if not snapshot.describes(self._model, self._likelihood):
-                snapshot = ModelSnapshot.of(self._model, self._likelihood)
+        with self._lock:
+            fit = self._fit
+            if not fit.snapshot.describes(self._model, self._likelihood):
                 fit = self._solved(fit.mode_weights)
             elif fit.num_refinements > num_refinements:
                 fit = self._solved(None)  # cold: a warm start would compute a smaller subspace
-            self._fit, self._snapshot = self._refined(fit, num_refinements), snapshot
-        return self._fit
+            self._fit = self._refined(fit, num_refinements)
+            return self._fit
 
     @torch.inference_mode(False)
     def _refined(self, fit: LaplaceFit, num_refinements: int) -> LaplaceFit:
@@ -99,16 +99,15 @@ class LaplaceFits:
                 solution = refine(
                     self._mode_solver(fit.prior),
                     fit.prior,
-                    self._pointwise(fit.targets, fit.prior, fit.observed),
+                    self._pointwise(fit.snapshot, fit.targets, fit.prior, fit.observed),
                     fit.solution,
                     generator=self._generator(),
                     callback=callback,
                 )
             fit = replace(fit, solution=solution, stats=(*fit.stats, solution.stats))
             if not solution.converged:
-                warnings.warn(
-                    f"Refinement {fit.num_refinements}: {mode_advice(solution)}", ConvergenceWarning, stacklevel=6
-                )
+                advice = self._mode_solver(fit.prior).advice(solution, fit.prior.operator.dtype)
+                warn(f"Refinement {fit.num_refinements}: {advice}", ConvergenceWarning)
         return fit
 
     @torch.inference_mode(False)
@@ -117,27 +116,33 @@ class LaplaceFits:
         if self._model.train_inputs is None or self._model.train_targets is None:
             raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
         check_inputs(self._model)
-        inputs, targets = list(self._model.train_inputs), self._model.train_targets
+        snapshot = ModelSnapshot.of(self._model, self._likelihood)
+        inputs, targets = list(snapshot.model.train_inputs), snapshot.model.train_targets
         observed = observed_points(targets)
         if observed is not None:
             inputs, targets = [x[observed] for x in inputs], targets[observed]
-        distribution = prior_at(self._model, inputs)
+        distribution = prior_at(snapshot.model, inputs)
         check_targets_fit(distribution, targets)
         prior = latent_prior(distribution, self._products)
-        prior = LatentPrior(prior.operator.detach().clone(), prior.mean.detach().clone())
-        likelihood = self._pointwise(targets, prior, observed)
+        prior = LatentPrior(prior.operator.detach(), prior.mean.detach())
+        likelihood = self._pointwise(snapshot, targets, prior, observed)
         with reporting_solve(self._progress, "mode", "products") as callback:
             solution = self._mode_solver(prior).solve(
                 prior, likelihood, initial_weights=initial_weights, generator=self._generator(), callback=callback
             )
         logger.info("mode of %d data: %s", len(targets), solution.stats)
         if not solution.converged:
-            warnings.warn(mode_advice(solution), ConvergenceWarning, stacklevel=5)
-        return LaplaceFit(inputs, targets, prior, distribution, solution, solution.value, (solution.stats,), observed)
+            warn(self._mode_solver(prior).advice(solution, prior.operator.dtype), ConvergenceWarning)
+        snapshot.hand_back(self._model, self._likelihood)
+        return LaplaceFit(
+            snapshot, inputs, targets, prior, distribution, solution, solution.value, (solution.stats,), observed
+        )
 
-    def _pointwise(self, targets: Tensor, prior: LatentPrior, observed: Tensor | None) -> PointwiseLikelihood:
-        params = () if self._params is None else self._params.current(self._model)
-        return PointwiseLikelihood(self._likelihood, targets, prior.num_latents, observed_params(params, observed))
+    def _pointwise(
+        self, snapshot: ModelSnapshot, targets: Tensor, prior: LatentPrior, observed: Tensor | None
+    ) -> PointwiseLikelihood:
+        params = () if self._params is None else self._params.current(snapshot.model)
+        return PointwiseLikelihood(snapshot.likelihood, targets, prior.num_latents, observed_params(params, observed))
 
     def _mode_solver(self, prior: LatentPrior) -> LaplaceSolver:
         return default_laplace_solver(prior.size) if self._solver is None else self._solver

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from gpytorch.models import GP
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
@@ -16,6 +15,7 @@ from gpy_iterative.linear_operators import KernelProducts, KernelTerm
 from gpy_iterative.prediction.blocks import product
 from gpy_iterative.prediction.joint_prior import checked_inputs
 from gpy_iterative.prediction.latent_blocks import latent_blocks, latent_terms
+from gpy_iterative.prediction.snapshot import ModelSnapshot
 from gpy_iterative.prediction.training_system import prior_at
 from gpy_iterative.spectral import Draws, RandomFourierFeatures
 
@@ -70,7 +70,7 @@ class LaplaceSamplePaths:
     They belong to the hyperparameters and data of the time when they were drawn.
 
     Args:
-        model: the functions' own copy, in evaluation mode.
+        snapshot: the model at the time when they were drawn.
         functions: prior samples.
         inputs: training inputs.
         update: v - zeta [n C, k].
@@ -78,9 +78,14 @@ class LaplaceSamplePaths:
     """
 
     def __init__(
-        self, model: GP, functions: PriorFunctions, inputs: list[Tensor], update: Tensor, products: KernelProducts
+        self,
+        snapshot: ModelSnapshot,
+        functions: PriorFunctions,
+        inputs: list[Tensor],
+        update: Tensor,
+        products: KernelProducts,
     ) -> None:
-        self._model = model.requires_grad_(False)
+        self._snapshot = snapshot
         self._functions, self._inputs, self._update = functions, inputs, update
         self._products = products
 
@@ -95,15 +100,16 @@ class LaplaceSamplePaths:
         Raises ValueError for inputs that do not fit the training inputs.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
-            points = checked_inputs(list(self._model.train_inputs or ()), inputs)
+            model, _ = self._snapshot.copies()
+            points = checked_inputs(self._inputs, inputs)
             if any(x.dim() != 2 for x in points):
                 raise ValueError(
                     "Sample paths take test inputs [t, d]: list the points of a batch one after the other."
                 )
-            blocks = latent_blocks(self._model, self._inputs, points, self._products)
+            blocks = latent_blocks(model, self._inputs, points, self._products)
             latents = self._functions.num_latents
             update = product(blocks.test_train, self._update.to(points[0].dtype))
             update = update.view(len(points[0]), latents, self.num_paths)
-            prior = self._functions(latent_terms(prior_at(self._model, points))[0])
+            prior = self._functions(latent_terms(prior_at(model, points))[0])
             values = (blocks.mean.unsqueeze(-1) + prior + update).movedim(-1, 0)
             return values.squeeze(-1) if latents == 1 else values

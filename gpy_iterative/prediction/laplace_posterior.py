@@ -1,7 +1,5 @@
 """The latent posterior around a mode, or a refinement of it: mean k(x, X) v, covariance k(x, x) - k(x, X) Q Q^T k(X, x)."""
 
-import copy
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +13,13 @@ from linear_operator.operators import RootLinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
+from gpy_iterative.errors import ConvergenceWarning, VarianceWarning, float64_first, warn
 from gpy_iterative.linear_operators import KernelProducts, point_blocks
 from gpy_iterative.prediction.blocks import product
-from gpy_iterative.prediction.joint_prior import checked_inputs, fixed_parameters, graph_for
+from gpy_iterative.prediction.joint_prior import checked_inputs, graph_for
 from gpy_iterative.prediction.laplace_fit import LaplaceFit, LaplaceFits
 from gpy_iterative.prediction.laplace_paths import LaplaceSamplePaths, PriorFunctions
 from gpy_iterative.prediction.latent_blocks import latent_blocks, latent_covariance, latent_terms
-from gpy_iterative.prediction.training_system import evaluating
 from gpy_iterative.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.solvers import ConjugateGradients, SolveStats, SolveStatus
 from gpy_iterative.solvers.laplace import (
@@ -145,14 +142,17 @@ class LaplacePosterior:
         Raises:
             ValueError: inputs that do not fit the training inputs, or are not finite.
         """
-        with evaluating(self.model, self.likelihood), graph_for(inputs), fixed_parameters(self.model):
-            fit, points = self._current(), self._checked(inputs)
+        fit = self._current()
+        with graph_for(inputs):
+            points = _checked(fit, inputs)
             batch, flat = points[0].shape[:-2], [x.reshape(-1, x.shape[-1]) for x in points]
             mean, root, whole = self._conditioned(fit, fit.columns(), flat)
             latents = fit.prior.num_latents
             count = points[0].shape[-2]
             mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, root.shape[-1])
-            prior = to_linear_operator(latent_covariance(self.model, points, self._products)) if batch else whole
+            prior = whole
+            if batch:
+                prior = to_linear_operator(latent_covariance(fit.snapshot.copies()[0], points, self._products))
             covariance = prior.clone() - RootLinearOperator(root)
             if latents == 1 and not isinstance(fit.distribution, MultitaskMultivariateNormal):
                 return MultivariateNormal(mean.squeeze(-1), covariance)
@@ -163,8 +163,9 @@ class LaplacePosterior:
 
         A thousand points at a time; O(t n C) for the kernel, t C rank numbers at a time.
         """
-        with evaluating(self.model, self.likelihood), torch.no_grad():
-            fit, points = self._current(), self._checked(inputs)
+        fit = self._current()
+        with torch.no_grad():
+            points = _checked(fit, inputs)
             batch, count = points[0].shape[:-2], points[0].shape[-2]
             flat = [x.reshape(-1, x.shape[-1]) for x in points]
             columns, latents, means, blocks = fit.columns(), fit.prior.num_latents, [], []
@@ -173,7 +174,7 @@ class LaplacePosterior:
                 known = root.double().view(-1, latents, root.shape[-1])
                 before = point_blocks(prior, latents).double()
                 means.append(mean.double().view(-1, latents))
-                blocks.append(_clamped(before - known @ known.mT, before))
+                blocks.append(_clamped(before - known @ known.mT, before, fit.prior.operator.dtype))
             shape = (*batch, count, latents)
             return torch.cat(means).view(shape), torch.cat(blocks).view(*shape, latents)
 
@@ -192,9 +193,9 @@ class LaplacePosterior:
         """
         _, blocks = self.moments(*inputs)
         total = blocks.diagonal(dim1=-2, dim2=-1)
-        with evaluating(self.model, self.likelihood), torch.no_grad():
-            fit = self._current()
-            flat = [x.reshape(-1, x.shape[-1]) for x in self._checked(inputs)]
+        fit = self._current()
+        with torch.no_grad():
+            flat = [x.reshape(-1, x.shape[-1]) for x in _checked(fit, inputs)]
             parts = [
                 self._exact_variance(fit, [x[start : start + CHUNK_POINTS] for x in flat], tolerance)
                 for start in range(0, max(flat[0].shape[0], 1), CHUNK_POINTS)
@@ -217,8 +218,8 @@ class LaplacePosterior:
             ConvergenceWarning: the solve did not reach its tolerance.
         """
         # The functions outlive an inference mode around this call, and are differentiable outside of it.
-        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model, self.likelihood):
-            fit = self._current()
+        fit = self._current()
+        with torch.inference_mode(False), torch.no_grad():
             generator = torch.Generator().manual_seed(self._seed + 1)
             terms, shared = latent_terms(fit.distribution)
             functions = PriorFunctions.draw(
@@ -230,27 +231,24 @@ class LaplacePosterior:
             whitened = curvature.root_t(functions(terms).double().flatten(0, 1)) + noise
             weights = curvature.root(self._solve(fit, whitened, tolerance=1e-4))
             update = fit.solution.value.view(-1, 1) - weights
-            model = copy.deepcopy(self.model).eval()
-        return LaplaceSamplePaths(model, functions, fit.inputs, update, self._products)
+        return LaplaceSamplePaths(fit.snapshot, functions, fit.inputs, update, self._products)
 
     def _current(self) -> LaplaceFit:
         return self._fits.current(self.num_refinements)
-
-    def _checked(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        points = checked_inputs(list(self.model.train_inputs or ()), inputs)
-        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in points))
-        return [x.expand(*batch, *x.shape[-2:]) for x in points]
 
     def _conditioned(
         self, fit: LaplaceFit, columns: Tensor, flat: list[Tensor]
     ) -> tuple[Tensor, Tensor, LinearOperator]:
         """Posterior means [t C], K(x, X) Q [t C, B] and the prior K(x, x) [t C, t C] at a list of points [t, d]."""
-        blocks = latent_blocks(self.model, fit.inputs, flat, self._products)
+        blocks = latent_blocks(fit.snapshot.copies()[0], fit.inputs, flat, self._products)
         found = product(blocks.test_train, columns)
         return blocks.mean.reshape(-1) + found[:, 0], found[:, 1:], blocks.test_test
 
     def _exact_variance(self, fit: LaplaceFit, flat: list[Tensor], tolerance: float) -> Tensor:
-        blocks, latents = latent_blocks(self.model, fit.inputs, flat, self._products), fit.prior.num_latents
+        blocks, latents = (
+            latent_blocks(fit.snapshot.copies()[0], fit.inputs, flat, self._products),
+            fit.prior.num_latents,
+        )
         cross = blocks.test_train.to_dense().double().mT
         whitened = fit.solution.curvature.root_t(cross)
         known = (whitened * self._solve(fit, whitened, tolerance=tolerance)).sum(0).view(-1, latents)
@@ -266,24 +264,29 @@ class LaplacePosterior:
                 system, columns.to(dtype), preconditioner=preconditioner, callback=callback
             )
         if found.status is not SolveStatus.CONVERGED:
-            status = found.status
-            warnings.warn(
-                f"A solve at the mode ended with status {status.name.lower()}. {status.advice}",
+            warn(
+                f"A solve at the mode ended with status {found.status.name.lower()}: {float64_first(dtype)}loosen the "
+                "tolerance of split_variance, or keep outputscale and likelihood parameters in bounds.",
                 ConvergenceWarning,
-                stacklevel=4,
             )
         return found.value.double()
 
 
-def _clamped(blocks: Tensor, prior: Tensor) -> Tensor:
+def _checked(fit: LaplaceFit, inputs: Sequence[Tensor]) -> list[Tensor]:
+    points = checked_inputs(fit.inputs, inputs)
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in points))
+    return [x.expand(*batch, *x.shape[-2:]) for x in points]
+
+
+def _clamped(blocks: Tensor, prior: Tensor, dtype: torch.dtype) -> Tensor:
     """Blocks whose variances are not negative; rounding is told from more than that."""
     variances, scale = (part.diagonal(dim1=-2, dim2=-1) for part in (blocks, prior))
     worst = (variances + NEGATIVE_VARIANCE * scale).amin() if variances.numel() else torch.zeros(())
     if float(worst) < 0:
-        warnings.warn(
-            "A posterior variance was negative beyond rounding and was set to zero: use float64.",
+        warn(
+            f"A posterior variance was negative beyond rounding and was set to zero: {float64_first(dtype)}bound the "
+            "outputscale, or leave near-duplicates out.",
             VarianceWarning,
-            stacklevel=4,
         )
     excess = (-variances).clamp_min(0)
     return blocks + torch.diag_embed(excess)

@@ -3,37 +3,38 @@
 import copy
 import logging
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gpytorch
 import torch
 from gpytorch.distributions import MultivariateNormal
+from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
 from linear_operator.operators import ZeroLinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_instance
-from gpy_iterative.errors import VarianceWarning
+from gpy_iterative.checks import check_count, check_instance, generator_or_seed
+from gpy_iterative.errors import VarianceWarning, warn
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction.blocks import product
 from gpy_iterative.prediction.covariance import PosteriorCovarianceLinearOperator
-from gpy_iterative.prediction.joint_prior import JointPrior, checked_inputs, fixed_parameters, graph_for, joint_prior
+from gpy_iterative.prediction.joint_prior import JointPrior, checked_inputs, graph_for, joint_prior
 from gpy_iterative.prediction.new_observations import (
     check_tensors,
     check_without_gradients,
     check_without_input_transform,
     with_observations,
 )
+from gpy_iterative.prediction.own_lock import OwnLock
 from gpy_iterative.prediction.projection import ProjectionRecipe, scatter_rows
 from gpy_iterative.prediction.sample_paths import SamplePaths
-from gpy_iterative.prediction.snapshot import ModelSnapshot
+from gpy_iterative.prediction.snapshot import ModelSnapshot, evaluation_copies
 from gpy_iterative.prediction.strategy import PathwisePredictionStrategy
 from gpy_iterative.prediction.training_solves import PriorDraws, TrainingSolves
-from gpy_iterative.prediction.training_system import LikelihoodParams, evaluating, training_system
+from gpy_iterative.prediction.training_system import LikelihoodParams, training_system
 from gpy_iterative.prediction.variance_error import VarianceError, solved_variance
 from gpy_iterative.probes import RandomFeatures
 from gpy_iterative.progress import Progress, check_progress
@@ -82,7 +83,10 @@ class PathwisePosterior:
     `num_neighbours` are the levers.
 
     Hyperparameters, data, dtype or device that have changed since are noticed by value, and answered by one solve from
-    the old weights.
+    the old weights; so are public attributes of modules that are numbers or texts (a Matern kernel's `nu`).
+
+    What is evaluated are copies of the model's modules in evaluation mode: the model is not written on, and several threads
+    may ask at once. A module that only a closure holds is not copied, and keeps its mode.
 
     Raises:
         ValueError: options outside their range, NaN in data (see `observation_nan_policy`), shapes that do not fit.
@@ -135,6 +139,7 @@ class PathwisePosterior:
         self._seed, self._progress = _seed(generator), progress
         enough = prior is not None and prior[0].num_frequencies >= MIN_FREQUENCIES
         self._prior_draws = PriorDraws(*prior) if prior is not None and enough else None
+        self._lock = OwnLock()
         self._snapshot, self._solves = self._solved(initial_weights)
 
     @property
@@ -153,15 +158,33 @@ class PathwisePosterior:
 
     def refresh(self) -> None:
         """Solves again, from the old weights, where anything has changed; does nothing where nothing has."""
-        with evaluating(self._model, self.likelihood):
-            if not self._snapshot.describes(self._model, self.likelihood):
-                self._snapshot, self._solves = self._solved(self._solves.start)
+        self._current()
 
     @property
     def solves(self) -> TrainingSolves:
         """The training solves at the hyperparameters and data of now."""
-        self.refresh()
-        return self._solves
+        return self._current()[1]
+
+    def _current(self) -> tuple[ModelSnapshot, TrainingSolves]:
+        with self._lock:
+            if not self._snapshot.describes(self._model, self.likelihood):
+                self._snapshot, self._solves = self._solved(self._solves.start)
+            return self._snapshot, self._solves
+
+    def forget_caches(self) -> None:
+        """Clears what the model's own kernels keep in evaluation mode, where it is from other hyperparameters.
+
+        Predictions make no use of it; whoever evaluates the model itself does.
+        """
+        if self._has_stale_caches:
+            for module in self._model.modules():
+                if isinstance(module, Kernel):
+                    module._clear_cache()
+            self._has_stale_caches = False
+
+    def check_grids(self) -> None:
+        """Raises ValueError where a kernel without `grid_bounds` has another grid now than at the training inputs."""
+        self._current()[0].check_grids(self._model)
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
         """The latent posterior at test inputs [*b, t, d], one tensor for each of the model's inputs.
@@ -173,15 +196,20 @@ class PathwisePosterior:
         Raises:
             ValueError: inputs that do not fit the training inputs, or are not finite.
         """
-        with evaluating(self._model, self.likelihood), graph_for(inputs), fixed_parameters(self._model):
-            joint = self._joint(*inputs)
-            return joint.distribution(*self.condition(joint.mean, joint.test_test, joint.test_train))
+        snapshot, solves = self._current()
+        with graph_for(inputs):
+            joint = self._joint(snapshot, solves, inputs)
+            return joint.distribution(*self._conditioned(solves, joint.mean, joint.test_test, joint.test_train))
 
     def condition(
         self, mean: Tensor, test_test: LinearOperator, test_train: LinearOperator
     ) -> tuple[Tensor, LinearOperator]:
         """Posterior mean [*b, t] and lazy covariance [*b, t, t] from the blocks of a joint prior, see `JointPrior`."""
-        solves = self.solves
+        return self._conditioned(self.solves, mean, test_test, test_train)
+
+    def _conditioned(
+        self, solves: TrainingSolves, mean: Tensor, test_test: LinearOperator, test_train: LinearOperator
+    ) -> tuple[Tensor, LinearOperator]:
         update = product(test_train, solves.weights.unsqueeze(-1)).squeeze(-1)
         mean = mean + update.reshape(*torch.broadcast_shapes(mean.shape, test_test.shape[:-1]))
         if gpytorch.settings.skip_posterior_variances.on():
@@ -201,39 +229,38 @@ class PathwisePosterior:
             ValueError: num_paths below 1.
         """
         check_count("num_paths", num_paths)
-        solves = self.solves
-        draws = self._prior_draws = solves.prior_draws(num_paths, self._num_frequencies, self._prior_draws)
+        with self._lock:
+            snapshot, solves = self._current()
+            draws = self._prior_draws = solves.prior_draws(num_paths, self._num_frequencies, self._prior_draws)
         # The functions outlive an inference mode around this call, and are differentiable outside of it.
-        with torch.inference_mode(False), torch.no_grad(), evaluating(self._model, self.likelihood):
-            model = copy.deepcopy(self._model)
+        with torch.inference_mode(False), torch.no_grad():
             solutions = draws.solutions[..., :num_paths]
             update = solves.weights.unsqueeze(-1) - scatter_rows(solutions, solves.system.observed)
-        return SamplePaths(model, draws, update, self._products)
+        return SamplePaths(snapshot, draws, update, self._products)
 
     def variance_error(self, *inputs: Tensor, num_points: int = 32) -> VarianceError:
         """Measures latent variances at random ones of the test inputs, [*b, t, d], by direct solves.
 
         Cost: one solve with num_points columns. VarianceWarning when the median |log ratio| is above 0.25.
         """
-        points = checked_inputs(list(self._model.train_inputs or ()), inputs)
-        solves = self.solves
+        snapshot, solves = self._current()
+        points = checked_inputs(list(snapshot.model.train_inputs or ()), inputs)
         if not solves.system.batch_shape:
             batch = torch.broadcast_shapes(*(x.shape[:-2] for x in points))
             points = [x.expand(*batch, *x.shape[-2:]).reshape(-1, x.shape[-1]) for x in points]
         chosen = torch.randperm(points[0].shape[-2], generator=torch.Generator().manual_seed(self._seed))[:num_points]
         points = [x[..., chosen.to(x.device), :] for x in points]
-        with torch.no_grad(), evaluating(self._model, self.likelihood):
-            joint = self._joint(*points)
-            _, covariance = self.condition(joint.mean, joint.test_test, joint.test_train)
+        with torch.no_grad():
+            joint = self._joint(snapshot, solves, points)
+            _, covariance = self._conditioned(solves, joint.mean, joint.test_test, joint.test_train)
             prior_variance = joint.test_test.diagonal(dim1=-2, dim2=-1)
             exact = solved_variance(solves.system, solves.projection(), prior_variance, joint.test_train.to_dense())
             error = VarianceError.between(covariance.diagonal(dim1=-2, dim2=-1), exact)
         if error.median > LARGE_VARIANCE_ERROR:
-            warnings.warn(
+            warn(
                 f"Predictive variances are off by a factor of {math.exp(error.median):.2f} in the median. Raise rank "
                 f"(now {self._recipe.rank}) or num_neighbours (now {self._recipe.num_neighbours}).",
                 VarianceWarning,
-                stacklevel=2,
             )
         return error
 
@@ -279,12 +306,13 @@ class PathwisePosterior:
         """
         check_without_gradients(inputs)
         # What is solved now may be differentiated through later.
-        with torch.inference_mode(False), torch.no_grad(), evaluating(self._model, self.likelihood):
-            solves = self.solves
+        with torch.inference_mode(False), torch.no_grad(), self._lock:
+            _, solves = self._current()
             event_dims = len(solves.system.prior.event_shape)
             posterior = copy.copy(self)
+            posterior._lock = OwnLock()
             posterior._model, posterior.likelihood = with_observations(
-                self._model, self.likelihood, event_dims, inputs, targets, noise
+                *evaluation_copies(self._model, self.likelihood), event_dims, inputs, targets, noise
             )
             posterior._params = self._params.moved_to(posterior._model)
             posterior._snapshot, posterior._solves = posterior._solved(None, solves)
@@ -300,18 +328,19 @@ class PathwisePosterior:
         """What the solve for the mean took; 0 epochs where H was factored."""
         return self.solves.stats
 
-    def _joint(self, *inputs: Tensor) -> JointPrior:
-        return joint_prior(self._model, inputs, self.solves.system.batch_shape, self._products)
+    def _joint(self, snapshot: ModelSnapshot, solves: TrainingSolves, inputs: Sequence[Tensor]) -> JointPrior:
+        model, _ = snapshot.copies()
+        return joint_prior(model, inputs, solves.system.batch_shape, self._products)
 
     @torch.inference_mode(False)  # what is solved now may be differentiated through later
     @torch.no_grad()
     def _solved(
         self, initial_weights: Tensor | None, known: TrainingSolves | None = None
     ) -> tuple[ModelSnapshot, TrainingSolves]:
-        with evaluating(self._model, self.likelihood):
-            snapshot = ModelSnapshot.of(self._model, self.likelihood)
-            params, kwargs = self._params.current(self._model), self._params.current_kwargs(self._model)
-            system = training_system(self._model, self.likelihood, params, self._products, kwargs)
+        snapshot = ModelSnapshot.of(self._model, self.likelihood)
+        model, likelihood = snapshot.model, snapshot.likelihood
+        params, kwargs = self._params.current(model), self._params.current_kwargs(model)
+        system = training_system(model, likelihood, params, self._products, kwargs)
         solver = default_solver(system.operator) if self._solver is None else self._solver
         solves = TrainingSolves(
             system,
@@ -323,14 +352,15 @@ class PathwisePosterior:
             known=known,
             progress=self._progress,
         )
+        snapshot.hand_back(self._model, self.likelihood)
+        self._has_stale_caches = True
         logger.info("posterior of %d data: %s", system.operator.shape[-1], solves.stats)
         return snapshot, solves
 
 
 def _seed(generator: torch.Generator | int | None) -> int:
     """The seed given, or one draw: all others follow from it, in whatever order variances and paths are asked for."""
-    if generator is None:
-        return 0
-    if isinstance(generator, int):
-        return generator
+    generator = generator_or_seed(generator)
+    if not isinstance(generator, torch.Generator):
+        return generator or 0
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))

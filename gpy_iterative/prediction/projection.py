@@ -85,22 +85,23 @@ class Projection:
     local: LocalPart | None
 
     def variance(self, prior_variance: Tensor, test_train: LinearOperator) -> Tensor:
-        """var(x) [*batch, t], never negative.
+        """var(x) [*batch, t], never below the rounding error of k(x, x).
 
         Args:
             prior_variance: k(x, x) [*batch, t].
             test_train: K(x, X) [*batch, t, n], or [batch * t, n] with all points in one list.
         """
         coefficients = self._coefficients(test_train)
-        explained = coefficients.square().sum(-1)
+        # A small variance is the difference of two numbers that may agree in all digits of float32 but the last.
+        explained = torch.linalg.vector_norm(coefficients, dim=-1, dtype=torch.float64).square()
         if self.local is not None and explained.numel():
             neighbours = _Neighbours(self.local, test_train, coefficients, coefficients.shape[:-1])
             explained = explained + neighbours.explained_variance()
-        variance = prior_variance - explained.reshape(prior_variance.shape)
-        return variance.clamp_min(0).to(prior_variance.dtype)
+        variance = prior_variance.double() - explained.reshape(prior_variance.shape)
+        return variance.to(prior_variance.dtype).maximum(_least_variance(prior_variance))
 
     def covariance(self, prior_covariance: Tensor, test_train: LinearOperator) -> Tensor:
-        """The covariance [*batch, t, t] of the predictors' errors: positive semi-definite, its diagonal as `variance`.
+        """The covariance [*batch, t, t] of the errors: semi-definite up to rounding, with `variance` on its diagonal.
 
         Args:
             prior_covariance: K(x, x), dense.
@@ -108,10 +109,13 @@ class Projection:
         """
         points = prior_covariance.shape[:-1]
         coefficients = self._coefficients(test_train).reshape(*points, self.basis.shape[-1])
-        covariance = (prior_covariance - coefficients @ coefficients.mT).to(prior_covariance.dtype)
-        if self.local is None or not points.numel():
-            return covariance
-        return covariance - _Neighbours(self.local, test_train, coefficients, points).explained_covariance()
+        exact = coefficients.double()
+        covariance = prior_covariance.double() - exact @ exact.mT
+        if self.local is not None and points.numel():
+            covariance = covariance - _Neighbours(self.local, test_train, coefficients, points).explained_covariance()
+        variance, least = (matrix.diagonal(dim1=-2, dim2=-1) for matrix in (covariance, prior_covariance))
+        raised = (_least_variance(least).double() - variance).clamp_min(0)
+        return (covariance + torch.diag_embed(raised)).to(prior_covariance.dtype)
 
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
         """K(x, X) A [*batch, t, r]; in the precision of A where it is complete, and small variances are differences."""
@@ -134,10 +138,8 @@ class Projection:
             rows: its new rows, [*b, k, m].
             observed: [n] of all data, or None.
 
-        With B = A^T H_Xf the new part of the basis is [-A B; I] L^-T, where L L^T = H_ff - B^T B.
-
-        None where a datum adds no more than rounding leaves of L: the projection has to be made anew, or it would
-        explain more than there is.
+        With B = A^T H_Xf the new part of the basis is [-A B; I] L^-T, where L L^T = H_ff - B^T B, to which rounding is
+        added as noise. None where even that has no Cholesky factor: the projection has to be made anew.
         """
         assert self.local is not None
         size = rows.shape[-1] - rows.shape[-2]
@@ -147,9 +149,9 @@ class Projection:
         image = rows[..., :size] @ known  # B^T
         rest = rows[..., size:].double() - image.double() @ image.mT.double()
         before = self.local.image.expand(*batch, size, rank)
+        rest.diagonal(dim1=-2, dim2=-1).add_(_rounding(before).unsqueeze(-1))
         lower, info = torch.linalg.cholesky_ex(0.5 * (rest + rest.mT))
-        pivots = lower.diagonal(dim1=-2, dim2=-1).square()
-        if info.any() or bool((pivots < _rounding(before).unsqueeze(-1)).any()):
+        if info.any():
             return None
         identity = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device).expand(rest.shape)
         added = _solve_right_(torch.cat([-known @ image.mT, identity], dim=-2), lower)
@@ -265,8 +267,8 @@ class _Neighbours:
             self.index = score.topk(local.num_neighbours, dim=-1).indices
             image = _rows(self.image, self.index)
             self.blocks = self._blocks(self.index, image).double()
-            # What rounding has left of R counts as noise: weights then stay so small that it does not add up.
-            self.blocks.diagonal(dim1=-2, dim2=-1).add_(_rounding(self.image)[..., None, None])
+            self.rounding = _rounding(self.image)[..., None, None]
+            self.blocks.diagonal(dim1=-2, dim2=-1).add_(self.rounding)
             self.lower = jittered_factor(self.blocks)
         self.correlation = self._rest_at(self.index, image).double()
         self.weights = torch.cholesky_solve(self.correlation.unsqueeze(-1), self.lower).squeeze(-1)
@@ -274,13 +276,14 @@ class _Neighbours:
     def explained_variance(self) -> Tensor:
         """2 g^T k' - g^T R g, [*batch, t]: right also for weights that rounding has touched."""
         image = (self.blocks @ self.weights.unsqueeze(-1)).squeeze(-1)
-        return (self.weights * (2 * self.correlation - image)).sum(-1).to(self.rest.dtype)
+        return (self.weights * (2 * self.correlation - image)).sum(-1)
 
     def explained_covariance(self) -> Tensor:
         """G^T K' + K'^T G - G^T R G, [*batch, t, t]."""
         is_small = self.index.shape[-1] * self.index.shape[-2] <= MAX_PAIRWISE
         cross, square = self._pairwise() if is_small else self._by_products()
-        return (cross + cross.mT - square).to(self.rest.dtype)
+        rounding = self.rounding * self.weights.square().sum(-1, keepdim=True)
+        return cross + cross.mT - square - torch.diag_embed(rounding.squeeze(-1))
 
     def _pairwise(self) -> tuple[Tensor, Tensor]:
         """K'^T G and G^T R G through the kernel between all neighbours of all points: (t k)^2 entries."""
@@ -295,7 +298,8 @@ class _Neighbours:
         """The same through one product with H and one with K(x, X), a column a point."""
         columns = torch.zeros_like(self.rest).scatter(-1, self.index, self.weights.to(self.rest.dtype)).mT
         images = self.image.mT @ columns
-        square = columns.mT @ product(self.local.operator, columns) - images.mT @ images
+        square = columns.mT.double() @ product(self.local.operator, columns).double()
+        square = square - images.mT.double() @ images.double()
         columns = scatter_rows(columns, self.local.observed)
         if self.test_train.dim() > len(self.points):
             cross = product(self.test_train, columns)
@@ -305,7 +309,7 @@ class _Neighbours:
             cross = listed.reshape(-1, size, listed.shape[-1] // size, size)
             member = torch.arange(cross.shape[0], device=cross.device)
             cross = cross[member, :, member].reshape(*self.points, size)
-        return cross - self.coefficients @ images, square
+        return cross.double() - self.coefficients.double() @ images.double(), square
 
     def _rest_at(self, index: Tensor, image: Tensor) -> Tensor:
         """Each point's k' at data of its own, [*batch, t, k], with a graph where there is one."""
@@ -329,6 +333,8 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
     gram = torch.zeros(basis.shape[-1], basis.shape[-1], dtype=torch.float64, device=basis.device)
     for left, right in zip(basis.split(CHUNK), image.split(CHUNK), strict=True):
         gram += left.mT.double() @ right.double()
+    if basis.shape[-1]:
+        gram.diagonal().add_(_rounding(image / gram.diagonal().sqrt().to(image)))
     lower = psd_safe_cholesky(0.5 * (gram + gram.mT))
     return _solve_right_(basis, lower), _solve_right_(image, lower)
 
@@ -344,9 +350,20 @@ def _rounding(image: Tensor) -> Tensor:
     """What rounding leaves of R, [*b], from H A [*b, n, r]: eps times the largest eigenvalue of H.
 
     That eigenvalue is about the largest |H a|^2 of a column with a^T H a = 1.
+
+    It counts as noise wherever weights are made: they are then those of a covariance that is larger than H by more than
+    rounding has taken from it, and stay so small that rounding does not add up.
     """
-    largest = torch.linalg.vector_norm(image, dim=-2).amax(-1).square()
+    norms = torch.linalg.vector_norm(image, dim=-2)
+    if not norms.shape[-1]:  # of a prior that is zero
+        return norms.double().sum(-1)
+    largest = norms.amax(-1).square()
     return (torch.finfo(image.dtype).eps * largest).double()
+
+
+def _least_variance(prior_variance: Tensor) -> Tensor:
+    """What prior variances leave of a difference at least: their rounding error."""
+    return torch.finfo(prior_variance.dtype).eps * prior_variance.detach()
 
 
 def jittered_factor(blocks: Tensor) -> Tensor:

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import torch
-from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.linear_operators import KernelProducts, kernel_terms
 from gpy_iterative.prediction.blocks import product
 from gpy_iterative.prediction.joint_prior import checked_inputs, joint_prior
+from gpy_iterative.prediction.snapshot import ModelSnapshot
 from gpy_iterative.prediction.training_solves import PriorDraws
 from gpy_iterative.prediction.training_system import prior_at
 
@@ -25,14 +25,14 @@ class SamplePaths:
     Wilson et al. 2021, "Pathwise conditioning of Gaussian processes"; Lin et al. 2024, section 3.
 
     Args:
-        model: the functions' own copy, in evaluation mode.
+        snapshot: the model at the time when they were drawn.
         prior: samples of the prior.
         update: v_y - v_j [*b, n, k].
         products: how kernel products are computed.
     """
 
-    def __init__(self, model: ExactGP, prior: PriorDraws, update: Tensor, products: KernelProducts) -> None:
-        self._model = model.requires_grad_(False)
+    def __init__(self, snapshot: ModelSnapshot, prior: PriorDraws, update: Tensor, products: KernelProducts) -> None:
+        self._snapshot = snapshot
         self._distribution = prior.distribution
         weights = prior.draws["weights"][..., : update.shape[-1]]
         self._draws = {name: tensor for name, tensor in prior.draws.items() if name.startswith("features.")}
@@ -51,10 +51,11 @@ class SamplePaths:
         thousand rows of features. ValueError for inputs that do not fit the training inputs.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
-            points = checked_inputs(list(self._model.train_inputs or ()), inputs)
-            joint = joint_prior(self._model, points, self._update.shape[:-2], self._products)
+            model, _ = self._snapshot.copies()
+            points = checked_inputs(list(model.train_inputs or ()), inputs)
+            joint = joint_prior(model, points, self._update.shape[:-2], self._products)
             update = product(joint.test_train, self._update)
-            terms = kernel_terms(prior_at(self._model, points).lazy_covariance_matrix)
+            terms = kernel_terms(prior_at(model, points).lazy_covariance_matrix)
             parts = []
             for start in range(0, max(points[0].shape[-2], 1), CHUNK_POINTS):
                 rows = [replace(term, inputs=term.inputs[..., start : start + CHUNK_POINTS, :]) for term in terms]

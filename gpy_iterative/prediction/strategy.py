@@ -19,7 +19,8 @@ class PathwisePredictionStrategy:
 
     `model(x)` then equals `posterior(x)`, through everything that is built on it (BoTorch's `model.posterior`,
     acquisition functions). GPyTorch itself evaluates the t x n block of the joint prior on the way, where
-    `posterior(x)` does not. `model.train()` and `model.set_train_data` remove it, as they do with GPyTorch's own.
+    `posterior(x)` does not; and where a `GridInterpolationKernel` has no `grid_bounds`, K(x, x) is on a grid of the test
+    inputs' own. `model.train()` and `model.set_train_data` remove it, as they do with GPyTorch's own.
     """
 
     def __init__(self, posterior: "PathwisePosterior") -> None:
@@ -37,13 +38,20 @@ class PathwisePredictionStrategy:
 
     @property
     def train_prior_dist(self) -> MultivariateNormal:
-        """The prior at the training inputs."""
-        return self._posterior.solves.system.prior
+        """The prior at the training inputs. GPyTorch asks for its shape before it evaluates the model's kernels."""
+        prior = self._posterior.solves.system.prior
+        self._posterior.forget_caches()
+        return prior
 
     def exact_prediction(
         self, test_mean: Tensor, test_test_covar: LinearOperator | Tensor, test_train_covar: LinearOperator | Tensor
     ) -> tuple[Tensor, LinearOperator]:
-        """Mean [*b, t] and lazy covariance [*b, t, t] from the blocks of the joint prior that GPyTorch has made."""
+        """Mean [*b, t] and lazy covariance [*b, t, t] from the blocks of the joint prior that GPyTorch has made.
+
+        Raises ValueError where GPyTorch has made them with another grid (see `GridInterpolationKernel`) than that of the
+        training data.
+        """
+        self._posterior.check_grids()
         return self._posterior.condition(
             test_mean, to_linear_operator(test_test_covar), to_linear_operator(test_train_covar)
         )

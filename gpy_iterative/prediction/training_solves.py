@@ -1,14 +1,14 @@
 """Everything that is solved for one set of hyperparameters and training data, each thing when it is first needed."""
 
 import time
-import warnings
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.errors import ConvergenceWarning, warn
 from gpy_iterative.prediction.enlarged_system import has_grown_from, locally_corrected, new_rows, padded
+from gpy_iterative.prediction.own_lock import OwnLock
 from gpy_iterative.prediction.projection import (
     Projection,
     ProjectionRecipe,
@@ -104,6 +104,7 @@ class TrainingSolves:
         self.system, self.solver = system, solver
         self._recipe, self._seed, self._progress = recipe, seed, progress
         self._is_exact = isinstance(solver, Cholesky) or system.operator.shape[-1] <= exact_below
+        self._lock = OwnLock()  # what is made when it is first needed, one thread makes for all
         self._cholesky: CholeskyFactor | None = None
         self._projection: Projection | None = None
         self._prior_draws: PriorDraws | None = None
@@ -147,12 +148,13 @@ class TrainingSolves:
     @torch.no_grad()
     def projection(self) -> Projection:
         """Where variances come from; cost see `ProjectionRecipe`, once."""
-        if self._projection is None:
-            if self._is_exact:
-                self._projection = exact_projection(self.cholesky(), self.system.observed)
-            else:
-                self._projection = self._recipe.build(self.system.operator, self.system.observed)
-        return self._projection
+        with self._lock:
+            if self._projection is None:
+                if self._is_exact:
+                    self._projection = exact_projection(self.cholesky(), self.system.observed)
+                else:
+                    self._projection = self._recipe.build(self.system.operator, self.system.observed)
+            return self._projection
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -168,6 +170,10 @@ class TrainingSolves:
         Raises:
             SpectralDensityMissingError: a kernel has no random features.
         """
+        with self._lock:
+            return self._extended_draws(count, num_frequencies, start)
+
+    def _extended_draws(self, count: int, num_frequencies: int, start: PriorDraws | None) -> PriorDraws:
         if self._prior_draws is None and start is not None and start.fits(self.system):
             self._prior_draws = self._solved(start.distribution, start.draws, start)
         known = self._prior_draws
@@ -226,10 +232,11 @@ class TrainingSolves:
     @torch.no_grad()
     def cholesky(self) -> CholeskyFactor:
         """The dense factor of H, made once."""
-        if self._cholesky is None:
-            solver = self.solver if isinstance(self.solver, Cholesky) else Cholesky()
-            self._cholesky = solver.factorize(self.system.operator)
-        return self._cholesky
+        with self._lock:
+            if self._cholesky is None:
+                solver = self.solver if isinstance(self.solver, Cholesky) else Cholesky()
+                self._cholesky = solver.factorize(self.system.operator)
+            return self._cholesky
 
     @torch.no_grad()
     def _solved(self, distribution: RandomFeatures, draws: Draws, start: PriorDraws | None) -> PriorDraws:
@@ -262,12 +269,12 @@ def _fitting(weights: Tensor | None, system: TrainingSystem) -> Tensor | None:
 
 
 def warn_unless_converged(solution: Solution) -> None:
-    """A ConvergenceWarning with advice, at the caller's caller's caller."""
+    """A ConvergenceWarning with advice."""
     if solution.status is not SolveStatus.CONVERGED:
         norms = ", ".join(f"{name} {norm:.2g}" for name, norm in solution.stats.residual_norms.items())
-        warnings.warn(
+        advice = solution.status.advice_for(solution.value.dtype)
+        warn(
             f"A linear solve for predictions ended with status {solution.status.name.lower()} after "
-            f"{solution.stats.epochs:.1f} epochs (relative residuals: {norms}). {solution.status.advice}",
+            f"{solution.stats.epochs:.1f} epochs (relative residuals: {norms}). {advice}",
             ConvergenceWarning,
-            stacklevel=4,
         )

@@ -1,7 +1,8 @@
 """The linear system of the training data, H = K + D and y - mean, in evaluation mode and cut off from autograd."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from gpy_iterative.linear_operators import (
     observed_data,
 )
 from gpy_iterative.prediction.shared_columns import unexpanded
-from gpy_iterative.prediction.snapshot import same_tensor
+from gpy_iterative.prediction.snapshot import evaluation_copies, same_tensor
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def training_system(
     products: KernelProducts,
     kwargs: Mapping[str, Any] | None = None,
 ) -> TrainingSystem:
-    """The system at the current hyperparameters; model and likelihood are in evaluation mode.
+    """The system of a model and a likelihood that nothing changes, see `ModelSnapshot`.
 
     Raises:
         ValueError: a model without training data, inputs that are not finite, targets of another shape than the prior,
@@ -103,8 +104,7 @@ def training_system(
     is_shared = batch[len(batch) - len(operator.batch_shape) :] == operator.batch_shape
     if not is_shared:
         operator = operator.expand(*batch, *operator.matrix_shape)
-    # Copies: a lazy solve later must see the hyperparameters of now.
-    return TrainingSystem(prior, operator.detach().clone(), residual.expand(*batch, residual.shape[-1]), observed)
+    return TrainingSystem(prior, operator.detach(), residual.expand(*batch, residual.shape[-1]), observed)
 
 
 def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
@@ -124,26 +124,6 @@ def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
     return prior
 
 
-@contextmanager
-def evaluating(model: ExactGP, likelihood: Likelihood) -> Iterator[None]:
-    """Evaluation mode inside; outside, every module is in the mode that it was in."""
-    whole = (model, likelihood)
-    before = [(module, module.training) for root in whole for module in root.modules()]
-    were_training = [root.training for root in whole]
-    for root in whole:
-        if root.training:
-            root.eval()
-    try:
-        yield
-    finally:
-        # By `train`, which models override. It takes everything below along: layers that were left out of training too.
-        for root, was_training in zip(whole, were_training, strict=True):
-            if root.training != was_training:
-                root.train(was_training)
-        for module, was_training in before:
-            module.training = was_training
-
-
 class LikelihoodParams:
     """The likelihood's extra arguments, with training inputs recognised among them.
 
@@ -155,23 +135,24 @@ class LikelihoodParams:
         params: as passed to the marginal log likelihood; empty is what GPyTorch passes when it predicts, the list of
             training inputs.
         model: whose training inputs are looked for among them.
-        inputs: the training inputs when they were passed; None is those of now.
         kwargs: as passed to the marginal log likelihood.
 
-    Tensors are kept without their graph.
+    Tensors are copied, without their graph.
     """
 
-    def __init__(
-        self,
-        params: Sequence[Any],
-        model: ExactGP,
-        inputs: Sequence[Tensor] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        known = unexpanded((model.train_inputs or ()) if inputs is None else inputs)
+    @torch.inference_mode(False)
+    def __init__(self, params: Sequence[Any], model: ExactGP, kwargs: Mapping[str, Any] | None = None) -> None:
+        known = unexpanded(model.train_inputs or ())
         self._forms = [[tensor.detach().clone() for tensor in form] for form in _forms(model, known)]
         self._params = _map_leaves(self._placed, tuple(params) or (list(known),))
         self._kwargs = _map_leaves(self._placed, dict(kwargs or {}))
+
+    @classmethod
+    def given(
+        cls, params: Sequence[Any], model: ExactGP, kwargs: Mapping[str, Any] | None = None
+    ) -> "LikelihoodParams | None":
+        """None where there are no arguments."""
+        return cls(params, model, kwargs) if params or kwargs else None
 
     def current(self, model: ExactGP) -> tuple[Any, ...]:
         """The arguments for the model's training inputs of now.
@@ -189,6 +170,52 @@ class LikelihoodParams:
         """Those of another model, with its training inputs in the place of these. Raises ValueError as `current`."""
         return LikelihoodParams(self.current(model), model, kwargs=self.current_kwargs(model))
 
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Moves or converts all tensors, as `nn.Module._apply` does with the training inputs."""
+        move = lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf
+        self._forms, self._params, self._kwargs = _map_leaves(move, [self._forms, self._params, self._kwargs])
+
+    def equals(self, other: "LikelihoodParams | None") -> bool:
+        """Whether these are the same arguments at the same training inputs, by value."""
+        return other is not None and _same_leaves(vars(self), vars(other))
+
+    def to_bytes(self) -> Tensor:
+        """A tensor of bytes, for a training state. Raises ValueError for arguments that no such state can hold."""
+
+        def check(leaf: Any) -> None:
+            if not isinstance(leaf, Tensor | _TrainingInput | bool | int | float | str | None):
+                raise ValueError(
+                    f"A training state holds arguments of the likelihood that are tensors, numbers or strings, no "
+                    f"{type(leaf).__name__}: pass a tensor, or make it an attribute of the likelihood."
+                )
+
+        _map_leaves(check, [self._params, self._kwargs])
+        file = io.BytesIO()
+        torch.save(vars(self), file)
+        return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+    @classmethod
+    def from_bytes(cls, data: Tensor) -> "LikelihoodParams":
+        """The inverse of `to_bytes`. Raises ValueError for anything else."""
+        try:
+            with torch.serialization.safe_globals([_TrainingInput]):
+                found = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+            params = cls.__new__(cls)
+            params._forms, params._params, params._kwargs = (found[name] for name in ("_forms", "_params", "_kwargs"))
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            KeyError,
+            EOFError,
+            RuntimeError,
+            pickle.UnpicklingError,
+        ) as error:
+            raise ValueError(
+                "The training state's arguments of the likelihood cannot be read: take it from training_state()."
+            ) from error
+        return params
+
     def _placed(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
@@ -196,7 +223,7 @@ class LikelihoodParams:
             for index, known in enumerate(form):
                 if same_tensor(*unexpanded([leaf]), known):
                     return _TrainingInput(index)
-        return leaf.detach()
+        return leaf.detach().clone()
 
     def _followed(self, value: Any, model: ExactGP) -> Any:
         now = unexpanded(model.train_inputs or ())
@@ -208,7 +235,8 @@ class LikelihoodParams:
             if isinstance(leaf, Tensor) and not is_known:
                 raise ValueError(
                     "The training inputs have changed, and the likelihood has an argument that is none of them: its "
-                    "new value is unknown. Make a new posterior, with params=... for the new data."
+                    "new value is unknown. Call the marginal log likelihood with it, or make a new posterior, with "
+                    "params=... for the new data."
                 )
             return leaf
 
@@ -229,8 +257,8 @@ def _forms(model: ExactGP, inputs: list[Tensor]) -> list[list[Tensor]]:
     if transform is None or getattr(model, "input_transform", None) is None:
         return [inputs]
     if model.training:
-        with evaluating(model, model.likelihood):
-            return [inputs, [transform(tensor) for tensor in inputs]]
+        model, _ = evaluation_copies(model, model.likelihood)
+        return [inputs, [model.transform_inputs(tensor) for tensor in inputs]]
     original = getattr(model, "_original_train_inputs", None)
     if original is None:
         return [inputs]
@@ -243,3 +271,15 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _map_leaves(function, item) for name, item in value.items()}
     return function(value)
+
+
+def _same_leaves(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return same_tensor(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_same_leaves, left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same_leaves(left[name], right[name]) for name in left)
+    return left is right or (isinstance(left, _TrainingInput | bool | int | float | str) and left == right)

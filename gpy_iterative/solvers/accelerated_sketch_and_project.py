@@ -19,6 +19,7 @@ from gpy_iterative.linear_operators import dense_rows
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, Nystrom
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.block_cholesky import block_cholesky, block_solve
+from gpy_iterative.solvers.curvature import lowest_curvature
 from gpy_iterative.solvers.descent import WayBack, largest_eigenvalue, row_permutation
 from gpy_iterative.solvers.linear_system import Given
 
@@ -31,6 +32,7 @@ class _State:
         ahead, ahead_residual: z, where a block is solved.
         momentum, momentum_residual: v.
         convexity: what the weights are made of; None once acceleration was given up.
+        curvature: the lowest of all blocks'.
     """
 
     ahead: Tensor
@@ -41,6 +43,7 @@ class _State:
     convexity: float | None
     diverged: bool
     generator: torch.Generator
+    curvature: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,6 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
 
     Raises (from `solve`):
         NonFiniteError: as every solver, or a block has entries that are not finite.
-        NotPositiveDefiniteError: a block has no Cholesky factor even with a relative jitter of 1e-4.
     """
 
     block_size: int = 512
@@ -85,13 +87,16 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         return self._begin(iterate, self._convexity(operator), generator)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
-        return self._begin(iterate, state.convexity, state.generator)
+        return replace(self._begin(iterate, state.convexity, state.generator), curvature=state.curvature)
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
         rows = row_permutation(operator, state.generator)[: self.block_size]
         matrix = dense_rows(operator, rows)
-        update = self._solve_block(matrix[:, rows], state.ahead_residual[rows], state.generator)
+        update, curvature = self._solve_block(matrix[:, rows], state.ahead_residual[rows], state.generator)
         image = matrix.mT @ update
+        if self.rank is not None:  # an approximation sees what its update goes along
+            curvature = min(curvature, float(lowest_curvature(update, (update * image[rows]).sum(0))))
+        state = replace(state, curvature=min(state.curvature, curvature))
         iterate.value.copy_(state.ahead)
         iterate.value[rows] += update
         torch.sub(state.ahead_residual, image, out=iterate.residual)
@@ -134,14 +139,20 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         torch.lerp(iterate.value, state.momentum, share, out=state.ahead)
         torch.lerp(iterate.residual, state.momentum_residual, share, out=state.ahead_residual)
 
-    def _solve_block(self, block: Tensor, residual: Tensor, generator: torch.Generator) -> Tensor:
+    def curvature(self, state: _State) -> float:
+        return state.curvature
+
+    def _solve_block(self, block: Tensor, residual: Tensor, generator: torch.Generator) -> tuple[Tensor, float]:
+        """The block's inverse, or its approximation's, times the residual, and the curvature that was seen."""
         if self.rank is None or self.rank >= len(block):
-            return block_solve(block_cholesky(block), residual)
+            factor, curvature = block_cholesky(block)
+            return block_solve(factor, residual), curvature
         approximation = Nystrom(self.rank).build(DenseLinearOperator(block), generator=generator)
         left = block - approximation.factor @ approximation.factor.mT
         largest, _ = largest_eigenvalue(DenseLinearOperator(left), generator)
         damping = max(largest, torch.finfo(block.dtype).eps * float(block.diagonal().max()))
-        return LowRankPlusDiagonal(approximation.factor, torch.full_like(residual[:, 0], damping)).solve(residual)
+        damped = LowRankPlusDiagonal(approximation.factor, torch.full_like(residual[:, 0], damping))
+        return damped.solve(residual), math.inf
 
     def _begin(self, iterate: Iterate, convexity: float | None, generator: torch.Generator) -> _State:
         return _State(
@@ -158,7 +169,8 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
     def _give_up(self, iterate: Iterate, state: _State) -> _State:
         """Back to where the round began, without acceleration."""
         state.way_back.take(iterate)
-        return replace(self._begin(iterate, None, state.generator), diverged=state.convexity is None)
+        begun = self._begin(iterate, None, state.generator)
+        return replace(begun, diverged=state.convexity is None, curvature=state.curvature)
 
     def _convexity(self, operator: LinearOperator) -> float:
         largest = min(self.block_size / operator.shape[-1], 1.0)

@@ -32,7 +32,10 @@ MAX_FACTOR_BYTES = 2**29
 
 @dataclass(frozen=True)
 class _State:
-    """What the finish begins with, block factors by their number, blocks already chosen, the pace; then its own state."""
+    """What the finish begins with, block factors by their number, blocks already chosen, the pace; then its own state.
+
+    `curvature` is the lowest of all blocks'.
+    """
 
     size: int
     given: Given
@@ -41,6 +44,7 @@ class _State:
     factors: dict[int, BlockFactor] = field(default_factory=dict)
     chosen: tuple[int, ...] = ()
     finishing: Any = None
+    curvature: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +67,9 @@ class AlternatingProjections(IterativeSolver[_State]):
 
     Raises (from `solve`):
         NonFiniteError: as every solver, or a block has entries that are not finite.
-        NotPositiveDefiniteError: a block has no Cholesky factor even with a relative jitter of 1e-4. Less jitter than
-            that changes how the solution is approached, and not the solution.
+
+    A block that has no Cholesky factor gets as much jitter as it needs, which changes how the solution is approached and
+    not the solution; where that is beyond rounding, the status is INDEFINITE.
 
     Examples:
         >>> solver = gpi.solvers.AlternatingProjections(max_epochs=10)  # a budget: what it leaves is in `mll.report`
@@ -95,10 +100,12 @@ class AlternatingProjections(IterativeSolver[_State]):
             return replace(state, finishing=self.finish.step(operator, iterate, state.finishing))
         chosen, *later = state.chosen or self._worst_blocks(iterate.residual)
         block = slice(chosen * self.block_size, min((chosen + 1) * self.block_size, state.size))
-        update = self._factor(operator, chosen, block, state.factors).solve(iterate.residual[block])
+        factor = self._factor(operator, chosen, block, state.factors)
+        update = factor.solve(iterate.residual[block])
         iterate.value[block] += update
         iterate.residual -= columns_matmul(operator, block, update)
-        return replace(state, steps=state.steps + 1, chosen=tuple(later))
+        curvature = min(state.curvature, factor.curvature)
+        return replace(state, steps=state.steps + 1, chosen=tuple(later), curvature=curvature)
 
     def after_step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
         share = self._share(state)
@@ -124,6 +131,11 @@ class AlternatingProjections(IterativeSolver[_State]):
         if self.finish is not None and state.finishing is not None:
             work += self.finish.work_of_setup(state.finishing)
         return work
+
+    def curvature(self, state: _State) -> float:
+        if self.finish is None or state.finishing is None:
+            return state.curvature
+        return min(state.curvature, self.finish.curvature(state.finishing))
 
     def _factor(
         self, operator: LinearOperator, number: int, block: slice, factors: dict[int, BlockFactor]

@@ -18,17 +18,22 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_fraction
 from gpy_iterative.linear_operators import lower_precision
+from gpy_iterative.linear_operators.precision import EPS
 from gpy_iterative.preconditioners import LowRankPlusDiagonal
 from gpy_iterative.solvers.columns import Columns, Iterate
+from gpy_iterative.solvers.curvature import is_negative
 from gpy_iterative.solvers.linear_system import Given, LinearSystem, check_system
 from gpy_iterative.solvers.refined_columns import RefinedColumns
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
+from gpy_iterative.worker_threads import divided
 
 State = TypeVar("State")
 logger = logging.getLogger(__name__)
 
 #: A round that lowers the worst column by less than this does not lower it at all.
 LEAST_PROGRESS = 0.01
+#: Where the matrix is not positive definite, residuals that grow by more than this do not come back.
+DIVERGENCE = 1e3
 
 
 class Solver(ABC):
@@ -160,6 +165,14 @@ class IterativeSolver(Solver, Generic[State]):
         """Whether no step can help any more."""
         return False
 
+    def curvature(self, state: State) -> float:
+        """A bound above the smallest eigenvalue of H, from the directions or blocks that the steps have met.
+
+        Infinite where they look at none.
+        """
+        return math.inf
+
+    @divided()
     def _solve_columns(self, system: LinearSystem) -> Solution:
         system.check_guess()
         if not system.operator.batch_shape:
@@ -175,6 +188,7 @@ class IterativeSolver(Solver, Generic[State]):
     def _solve_one(self, system: LinearSystem) -> Solution:
         start = time.perf_counter()
         operator, preconditioner, callback = system.operator, system.preconditioner, system.callback
+        eps = torch.finfo(operator.dtype).eps
         lowered = lower_precision(operator)
         if lowered is None:
             columns = Columns(
@@ -188,7 +202,8 @@ class IterativeSolver(Solver, Generic[State]):
             )
         else:
             columns = RefinedColumns(system, *lowered, stopping=self.stopping, recursive=self.recursive)
-            operator, _ = lowered  # from here on, what the iterations compute with
+            operator, precision = lowered  # from here on, what the iterations compute with
+            eps = EPS[precision]
             preconditioner = None if preconditioner is None else preconditioner.to(operator.dtype)
         # A budget of whole steps is not missed by the rounding of their fractions of an epoch.
         budget = self.max_epochs * (1 + 1e-9)
@@ -222,11 +237,14 @@ class IterativeSolver(Solver, Generic[State]):
                         break
                     state = self.narrow(state, kept)
                 state = self.after_step(operator, iterate, state)
-                diverged = self.has_diverged(state)
+                grown = iterate.shortfall > DIVERGENCE * shortfall and is_negative(self.curvature(state), operator, eps)
+                diverged = grown or self.has_diverged(state)
                 if diverged:
                     break
             columns.end(iterate, iterations)
-        if columns.is_done():
+        if state is not None and is_negative(self.curvature(state), operator, eps):
+            status = SolveStatus.INDEFINITE
+        elif columns.is_done():
             status = SolveStatus.CONVERGED
         elif diverged:
             status = SolveStatus.DIVERGED

@@ -35,18 +35,19 @@ class ConjugateDirections:
         direction = (residual if preconditioner is None else preconditioner.solve(residual)).clone()
         return cls(direction, (residual * direction).sum(0), preconditioner)
 
-    def advance(self, operator: LinearOperator, residual: Tensor) -> tuple[Self, Tensor]:
-        """One step, a product with H: the next directions, and how far [s] the solution goes along these ones.
+    def advance(self, operator: LinearOperator, residual: Tensor) -> tuple[Self, Tensor, Tensor]:
+        """One step, a product with H: the next directions, how far [s] the solution goes along these ones, and d^T H d [s].
 
         The solution's change is `direction * length`, which is left to the caller. The residual is overwritten.
         """
         image = operator._matmul(self.direction)
-        length = _ratio(self.product, (self.direction * image).sum(0))
+        energy = (self.direction * image).sum(0)
+        length = _ratio(self.product, energy)
         residual.addcmul_(image, -length)
         preconditioned = residual if self.preconditioner is None else self.preconditioner.solve(residual)
         product = (residual * preconditioned).sum(0)
         direction = torch.addcmul(preconditioned, _ratio(product, self.product), self.direction)
-        return type(self)(direction, product, self.preconditioner), length
+        return type(self)(direction, product, self.preconditioner), length, energy
 
     def narrow(self, columns: Tensor) -> Self:
         """Some of the columns."""

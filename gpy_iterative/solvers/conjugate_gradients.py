@@ -6,6 +6,7 @@ Gardner et al. 2018 (batched, with a pivoted Cholesky preconditioner); random pi
 
 from dataclasses import dataclass, field, replace
 
+import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
@@ -13,15 +14,17 @@ from gpy_iterative.checks import check_instance
 from gpy_iterative.preconditioners import PreconditionerRecipe, RandomlyPivotedCholesky
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.conjugate_directions import ConjugateDirections
+from gpy_iterative.solvers.curvature import lowest_curvature
 from gpy_iterative.solvers.linear_system import Given
 
 
 @dataclass(frozen=True)
 class _State:
-    """The recurrence, and how much of the matrix it took to build its preconditioner here."""
+    """The recurrence, how much of the matrix it took to build its preconditioner here, and the lowest curvature so far."""
 
     directions: ConjugateDirections
     setup: float
+    curvature: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +59,18 @@ class ConjugateGradients(IterativeSolver[_State]):
         if preconditioner is None and self.preconditioner is not None:
             preconditioner = self.preconditioner.build(operator, generator=given.generator)
             setup = preconditioner.build_epochs
-        return _State(ConjugateDirections.begin(iterate.residual, preconditioner), setup)
+        curvature = torch.full_like(iterate.residual[0, 0], torch.inf)
+        return _State(ConjugateDirections.begin(iterate.residual, preconditioner), setup, curvature)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
         return replace(state, directions=ConjugateDirections.begin(iterate.residual, state.directions.preconditioner))
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
-        following, length = state.directions.advance(operator, iterate.residual)
-        iterate.value.addcmul_(state.directions.direction, length)
-        return replace(state, directions=following)
+        direction = state.directions.direction
+        following, length, energy = state.directions.advance(operator, iterate.residual)
+        iterate.value.addcmul_(direction, length)
+        curvature = torch.minimum(state.curvature, lowest_curvature(direction, energy))
+        return replace(state, directions=following, curvature=curvature)
 
     def narrow(self, state: _State, columns: Tensor) -> _State:
         return replace(state, directions=state.directions.narrow(columns))
@@ -74,3 +80,6 @@ class ConjugateGradients(IterativeSolver[_State]):
 
     def work_of_setup(self, state: _State) -> float:
         return state.setup
+
+    def curvature(self, state: _State) -> float:
+        return float(state.curvature)

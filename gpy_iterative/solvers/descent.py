@@ -14,6 +14,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, check_positive
 from gpy_iterative.solvers.base import Iterate, IterativeSolver
 from gpy_iterative.solvers.columns import reads_every
+from gpy_iterative.solvers.curvature import lowest_curvature
 from gpy_iterative.solvers.linear_system import Given
 
 #: The largest eigenvalue is known well enough when a power iteration raises it by less than this part.
@@ -71,7 +72,8 @@ class Descent:
         learning_rate: of the next step.
         halvings: how often it was halved in this round.
         generator: of the batches.
-        setup: epochs that the first learning rate took to choose.
+        setup: epochs that the learning rates took to choose.
+        curvature: the lowest along which a round grew.
     """
 
     way_back: WayBack
@@ -79,6 +81,7 @@ class Descent:
     halvings: int
     generator: torch.Generator
     setup: float
+    curvature: float = math.inf
 
     def anew(self, iterate: Iterate) -> "Descent":
         """For a round that begins at the iterate."""
@@ -90,10 +93,21 @@ class Descent:
         # What no step size keeps finite is for the loop to report.
         return not (growth <= 1 or (not math.isfinite(growth) and self.halvings == MAX_HALVINGS))
 
-    def halved(self, iterate: Iterate) -> "Descent":
-        """With half the step size. Takes the iterate back to where the round began."""
+    def halved(self, operator: LinearOperator, iterate: Iterate) -> "Descent":
+        """With half the step size. Takes the iterate back to where the round began.
+
+        What has grown is what the step was too large for, or what no step size shrinks: a product tells which.
+        """
+        grown = iterate.value - self.way_back.value
+        curvature = float(lowest_curvature(grown, (grown * operator._matmul(grown)).sum(0)))
         self.way_back.take(iterate)
-        return replace(self.anew(iterate), learning_rate=self.learning_rate / 2, halvings=self.halvings + 1)
+        return replace(
+            self.anew(iterate),
+            learning_rate=self.learning_rate / 2,
+            halvings=self.halvings + 1,
+            setup=self.setup + 1,
+            curvature=min(self.curvature, curvature),
+        )
 
     def narrow(self, columns: Tensor) -> "Descent":
         """For some of the columns."""
@@ -166,11 +180,14 @@ class StochasticDescent(IterativeSolver[State]):
     def has_diverged(self, state: State) -> bool:
         return state.descent.halvings > MAX_HALVINGS
 
-    def _within_bounds(self, iterate: Iterate, state: State, residual: Tensor) -> State:
+    def curvature(self, state: State) -> float:
+        return state.descent.curvature
+
+    def _within_bounds(self, operator: LinearOperator, iterate: Iterate, state: State, residual: Tensor) -> State:
         """The state after a step: back where the round began, with half the step size, where residuals [n, s] grew."""
         if not state.descent.went_too_far(residual):
             return state
-        return self._anew(iterate, state, state.descent.halved(iterate))
+        return self._anew(iterate, state, state.descent.halved(operator, iterate))
 
     def _stability_limit(self, operator: LinearOperator, largest: float) -> float:
         size = operator.shape[-1]

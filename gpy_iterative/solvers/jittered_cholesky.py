@@ -1,12 +1,10 @@
 """Cholesky factors of matrices that rounding may have left without one."""
 
-import warnings
-
 import torch
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
-from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
+from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError, float64_first, warn
 
 #: Multiples of the largest diagonal entry that are added to the diagonal, tried in turn.
 JITTERS = (0.0, 1e-8, 1e-6, 1e-4)
@@ -40,14 +38,13 @@ def jittered_cholesky(matrix: Tensor, name: str) -> tuple[Tensor, float]:
     )
 
 
-def warned_cholesky(matrix: Tensor, name: str) -> Tensor:
-    """`jittered_cholesky`, which says so where it took a jitter."""
+def warned_cholesky(matrix: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """`jittered_cholesky` of a matrix whose entries were computed in a dtype, which says so where it took a jitter."""
     factor, jitter = jittered_cholesky(matrix, name)
     if jitter:
-        warnings.warn(
-            f"A jitter of {jitter:g} times the largest diagonal entry was added to factor {name[:1].lower()}{name[1:]}. A "
-            "noise constraint that keeps the noise away from zero avoids it, or float64.",
+        warn(
+            f"A jitter of {jitter:g} times the largest diagonal entry was added to factor {name[:1].lower()}{name[1:]}. To "
+            f"avoid it {float64_first(dtype)}keep the noise away from zero (a noise constraint), or drop near-duplicates.",
             NumericalWarning,
-            stacklevel=3,
         )
     return factor

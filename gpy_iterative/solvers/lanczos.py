@@ -12,7 +12,9 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, NystromFactor, PivotedCholeskyFactor
+from gpy_iterative.solvers.curvature import is_negative
 from gpy_iterative.solvers.quadrature_shares import LEAST_PRODUCTS, QuadratureShares, Rules
+from gpy_iterative.worker_threads import divided
 
 #: The share of the bracket between upper and lower quadrature that counts as the error of their mean. Measured on
 #: kernel systems of noise .02 to 1, the error is between a fourth and a thirteenth of the bracket.
@@ -33,14 +35,17 @@ class LogDeterminant:
 
     Attributes:
         shares: what an estimate for a similar system can start from.
+        is_indefinite: whether Ritz values were negative beyond rounding; the log-determinant then means nothing.
     """
 
     mean: Tensor
     sem: Tensor
     shares: QuadratureShares
+    is_indefinite: bool = False
 
 
 @torch.no_grad()
+@divided()
 def stochastic_logdet(
     operator: LinearOperator,
     probes: Tensor,
@@ -112,6 +117,7 @@ def stochastic_logdet(
         change = (samples - last).mean(-1).abs() if iteration else torch.full_like(base, torch.inf)
         error = ((upper - lower) * squared_norm).mean(-1).abs().div(BRACKET_SHARE).maximum(change)
         if _is_enough(error, samples, size, tolerance):
+            learned = QuadratureShares.learned(rules, samples, error, shares)
             break
         if shares is not None and shares.serve(rules):
             expected, doubt = shares.estimate(rules)
@@ -120,13 +126,20 @@ def stochastic_logdet(
             is_enough = not shares.are_worn and _is_enough(counted, expected, size, tolerance)
             is_last = iteration + 1 == most
             if is_enough or (is_last and bool((inherited < error).all())):
-                return _estimate(base, expected, inherited, shares.used(len(rules)))
+                samples, error, learned = expected, inherited, shares.used(len(rules))
+                break
         offdiagonals.append(beta)
-    return _estimate(base, samples, error, QuadratureShares.learned(rules, samples, error, shares))
-
-
-def _estimate(base: Tensor, samples: Tensor, error: Tensor, shares: QuadratureShares) -> LogDeterminant:
-    return LogDeterminant(base + samples.mean(-1), torch.hypot(_sem(samples), error), shares)
+    else:
+        learned = QuadratureShares.learned(rules, samples, error, shares)
+    matrix = _tridiagonal(diagonals, offdiagonals[: len(diagonals) - 1])
+    # A Ritz value is x^T H x / x^T P x, and P nowhere smaller than its diagonal.
+    smallest = torch.linalg.eigvalsh(matrix)[..., 0].amin(-1) * preconditioner.diagonal.amin(-1)
+    return LogDeterminant(
+        base + samples.mean(-1),
+        torch.hypot(_sem(samples), error),
+        learned,
+        is_negative(float(smallest.min()), operator, torch.finfo(operator.dtype).eps),
+    )
 
 
 def _is_enough(error: Tensor, samples: Tensor, size: int, tolerance: float | None) -> bool:

@@ -13,12 +13,13 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_fraction
-from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, PreconditionerRecipe
 from gpy_iterative.solvers.conjugate_directions import ConjugateDirections
 from gpy_iterative.solvers.linear_system import check_system
 from gpy_iterative.solvers.solution import ColumnGroup, Solution, SolveStats, SolveStatus
 from gpy_iterative.truncation import Truncation, check_truncation, draw_stops, survival_table, within
+from gpy_iterative.worker_threads import divided
 
 #: Relative residual at which a column has converged: its further terms are zero. It must not depend on J.
 DEFAULT_TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-10}
@@ -34,6 +35,7 @@ class Series:
         products: r_{j-1}^T P^-1 r_{j-1} [J, t], likewise.
         steps: how many each column took, [t].
         converged: whether a column ended before its last J, at the tolerance or at the floor of its arithmetic, [t].
+        indefinite: which columns ended at a direction of no positive curvature, before the floor of the arithmetic, [t].
         norms: relative residual norms where the columns ended, [t], float64: what is left of the error when no J went on.
         seconds: wall-clock time.
     """
@@ -43,8 +45,16 @@ class Series:
     products: Tensor
     steps: Tensor
     converged: Tensor
+    indefinite: Tensor
     norms: Tensor
     seconds: float
+
+    @property
+    def status(self) -> SolveStatus:
+        """Of the whole run."""
+        if self.indefinite.any():
+            return SolveStatus.INDEFINITE
+        return SolveStatus.CONVERGED if self.converged.all() else SolveStatus.TRUNCATED
 
     @property
     def energies(self) -> Tensor:
@@ -58,6 +68,7 @@ class Series:
 
 
 @torch.no_grad()
+@divided()
 def conjugate_gradient_series(
     operator: LinearOperator,
     rhs: Tensor,
@@ -89,7 +100,6 @@ def conjugate_gradient_series(
     Raises:
         ValueError: a tolerance outside (0, 1).
         NonFiniteError: a NaN or an infinity appeared.
-        NotPositiveDefiniteError: a direction of negative curvature, before the arithmetic's floor was reached.
     """
     start = time.perf_counter()
     size, num_columns = rhs.shape
@@ -110,6 +120,7 @@ def conjugate_gradient_series(
     sums = rhs.new_zeros(size, len(stops))
     steps = torch.zeros(num_columns, dtype=torch.long)
     converged = norms <= tolerance
+    indefinite = torch.zeros_like(converged)
     lengths, products = [], []
 
     opened = (~converged).nonzero().squeeze(-1)  # the columns of the block
@@ -120,11 +131,12 @@ def conjugate_gradient_series(
     step = 0
     while len(opened):
         step += 1
-        following, length = directions.advance(operator, residual)
+        following, length, _ = directions.advance(operator, residual)
         # One read of the device a step.
         read = torch.stack([torch.linalg.vector_norm(residual, dim=0), length, following.product]).double().cpu()
         _check_finite(read.sum(0), step, opened)
-        took = _positive(read[1], norms[opened], floor, step, opened)
+        took = read[1] > 0
+        indefinite[opened] = ~took & (norms[opened] > floor)
         taken = torch.where(took, read[1], torch.zeros_like(read[1]))
         running.addcmul_(directions.direction, (taken * weights[step - 1]).to(rhs))
 
@@ -132,7 +144,9 @@ def conjugate_gradient_series(
         steps[opened] += took.long()
         lengths.append(torch.zeros(num_columns, dtype=torch.float64).index_copy(0, opened, taken))
         products.append(torch.zeros(num_columns, dtype=torch.float64).index_copy(0, opened, product))
-        goes_on = took & (norms[opened] > tolerance) & _positive(read[2], norms[opened], floor, step, opened)
+        goes_on = took & (norms[opened] > tolerance)
+        indefinite[opened] |= goes_on & (read[2] <= 0) & (norms[opened] > floor)
+        goes_on &= read[2] > 0
         converged[opened] = ~goes_on
         place = torch.full((num_columns,), -1)
         place[opened] = torch.arange(len(opened))
@@ -155,23 +169,10 @@ def conjugate_gradient_series(
         products=energy_scale * torch.stack(products) if products else torch.zeros(0, num_columns, dtype=torch.float64),
         steps=steps,
         converged=converged,
+        indefinite=indefinite,
         norms=norms,
         seconds=time.perf_counter() - start,
     )
-
-
-def _positive(values: Tensor, norms: Tensor, floor: float, step: int, columns: Tensor) -> Tensor:
-    """Which of the values [s] are positive. NotPositiveDefiniteError for one that is not, above the floor."""
-    positive = values > 0
-    wrong = ~positive & (norms > floor)
-    if wrong.any():
-        column = int(columns[wrong.nonzero()[0]])
-        raise NotPositiveDefiniteError(
-            f"Step {step} of a conjugate gradient series met a direction of no positive curvature in column {column} "
-            f"(relative residual {float(norms[wrong][0]):.2g}): the system, or its preconditioner, is not positive "
-            "definite in this arithmetic. Use float64, keep the noise away from zero (a noise constraint), or add jitter."
-        )
-    return positive
 
 
 def _check_finite(values: Tensor, step: int, columns: Tensor) -> None:
@@ -212,7 +213,7 @@ def russian_roulette_solve(
         ValueError: shapes, dtypes or devices that do not fit, a batch, an option outside its range, or a truncation that
             contradicts itself.
         TypeError: a truncation without the two methods.
-        NonFiniteError, NotPositiveDefiniteError: as `conjugate_gradient_series`.
+        NonFiniteError: as `conjugate_gradient_series`.
     """
     check_truncation(truncation)
     block = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
@@ -243,5 +244,4 @@ def russian_roulette_solve(
     value = series.sums
     if rhs.dim() == 1:
         value, residual = value.squeeze(-1), residual.squeeze(-1)
-    status = SolveStatus.CONVERGED if bool(series.converged.all()) else SolveStatus.TRUNCATED
-    return Solution(value, residual, status, stats)
+    return Solution(value, residual, series.status, stats)

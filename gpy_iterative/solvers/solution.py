@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 
@@ -21,18 +22,28 @@ class SolveStatus(Enum):
         "KernelProducts(precision='native')."
     )
     STAGNATED = (
-        "The residual stopped falling above the tolerance: the arithmetic allows no more. Use float64, loosen the "
-        "tolerance, keep the noise away from zero (a noise constraint), or leave KernelProducts(precision='native')."
+        "The residual stopped falling above the tolerance: the arithmetic allows no more. Loosen the tolerance, "
+        "keep the noise away from zero (a noise constraint), or leave KernelProducts(precision='native')."
     )
     DIVERGED = (
         "The residual grew even at the smallest step size that was tried. Lower learning_rate, or take "
         "AlternatingProjections or ConjugateGradients."
     )
+    INDEFINITE = (
+        "A direction of negative curvature was met: the matrix is not positive definite, and the solution means little. "
+        "Either the kernel is not positive definite (some are so in few dimensions only, as CosineKernel is in one), or "
+        "rounding has made its matrix so: keep the noise away from zero (a noise constraint)."
+    )
 
     @property
     def advice(self) -> str:
         """One or two sentences for a user."""
-        return self.value
+        return self.advice_for(None)
+
+    def advice_for(self, dtype: torch.dtype | None) -> str:
+        """As `advice`, for a solve in a dtype: without a word of float64 where it is that."""
+        is_rounding = self in (SolveStatus.STAGNATED, SolveStatus.INDEFINITE)
+        return self.value + (" Or use float64." if is_rounding and dtype != torch.float64 else "")
 
 
 @dataclass(frozen=True)

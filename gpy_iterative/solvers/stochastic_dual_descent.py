@@ -71,7 +71,7 @@ class StochasticDualDescent(StochasticDescent[_State]):
         state.residual.sub_(state.image)
         iterate.value.lerp_(state.position, self.averaging)
         iterate.residual.lerp_(state.residual, self.averaging)
-        return self._within_bounds(iterate, state, state.residual)
+        return self._within_bounds(operator, iterate, state, state.residual)
 
     def narrow(self, state: _State, columns: Tensor) -> _State:
         return replace(

@@ -52,7 +52,7 @@ class StochasticGradientDescent(StochasticDescent[_State]):
         iterate.value += state.momentum
         iterate.residual[rows] = -gradient
         state = replace(state, position=state.position + self.batch_size)
-        return self._within_bounds(iterate, state, iterate.residual)
+        return self._within_bounds(operator, iterate, state, iterate.residual)
 
     def narrow(self, state: _State, columns: Tensor) -> _State:
         return replace(state, descent=state.descent.narrow(columns), momentum=state.momentum[:, columns])

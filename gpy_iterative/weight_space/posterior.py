@@ -1,6 +1,5 @@
 """Predictions from the weights: no solve, no kernel matrix."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +10,12 @@ from gpytorch.models import ExactGP
 from linear_operator.operators import DiagLinearOperator, RootLinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, checked_seed
 from gpy_iterative.prediction import (
     LikelihoodParams,
     ModelSnapshot,
+    OwnLock,
     checked_inputs,
-    evaluating,
-    fixed_parameters,
     graph_for,
     prior_at,
 )
@@ -63,17 +61,21 @@ class WeightSpacePosterior:
         check_count("chunk_size", chunk_size)
         check_progress(progress)
         self.model, self.likelihood = model, likelihood
-        self._params, self._seed, self._chunk_size = LikelihoodParams(params, model), seed, chunk_size
-        self._kwargs, self._progress = dict(kwargs or {}), progress
+        self._params = LikelihoodParams(params, model, kwargs)
+        self._seed, self._chunk_size, self._progress = checked_seed(seed), chunk_size, progress
+        self._lock = OwnLock()
         self._snapshot, self._weights = self._solved()
 
     @property
     def weights(self) -> WeightDistribution:
         """N(v, S) of the centred weights at the hyperparameters and data of now, in float64."""
-        with evaluating(self.model, self.likelihood):
+        return self._current()[1]
+
+    def _current(self) -> tuple[ModelSnapshot, WeightDistribution]:
+        with self._lock:
             if not self._snapshot.describes(self.model, self.likelihood):
                 self._snapshot, self._weights = self._solved()
-        return self._weights
+            return self._snapshot, self._weights
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
         """The latent posterior at test inputs [*b, t, d], one tensor for each of the model's inputs.
@@ -85,10 +87,11 @@ class WeightSpacePosterior:
         Raises:
             ValueError: inputs that do not fit the training inputs, or are not finite.
         """
-        weights = self.weights
-        points = checked_inputs(list(self.model.train_inputs or ()), inputs)
-        with evaluating(self.model, self.likelihood), graph_for(inputs), fixed_parameters(self.model):
-            prior = prior_at(self.model, points)
+        snapshot, weights = self._current()
+        model, _ = snapshot.copies()
+        points = checked_inputs(list(model.train_inputs or ()), inputs)
+        with graph_for(inputs):
+            prior = prior_at(model, points)
             mean, root, jitter = _projected(prior, weights.mean.unsqueeze(-1), weights.root)
             covariance = RootLinearOperator(root)
             return MultivariateNormal(
@@ -101,14 +104,14 @@ class WeightSpacePosterior:
         The first functions of a larger number are those of a smaller one. Cost m^2 num_paths.
         """
         check_count("num_paths", num_paths)
-        weights = self.weights
+        snapshot, weights = self._current()
         generator = torch.Generator().manual_seed(self._seed)
         # One by one: the first of many draws at once are not those of fewer.
         draws = [torch.randn(len(weights.mean), generator=generator, dtype=torch.float64) for _ in range(num_paths)]
         # The functions outlive an inference mode around this call, and are differentiable outside of it.
-        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model, self.likelihood):
+        with torch.inference_mode(False), torch.no_grad():
             samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1).to(weights.root)
-            return WeightSpacePaths(copy.deepcopy(self.model), samples)
+            return WeightSpacePaths(snapshot, samples)
 
     @torch.inference_mode(False)  # what is computed now may be differentiated through later
     @torch.no_grad()
@@ -116,31 +119,34 @@ class WeightSpacePosterior:
         model, likelihood = self.model, self.likelihood
         if model.train_inputs is None or model.train_targets is None:
             raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
-        with evaluating(model, likelihood):
-            snapshot = ModelSnapshot.of(model, likelihood)
-            prior = prior_at(model, list(model.train_inputs))
-            params = self._params.current(model)
-            problem = WeightSpaceProblem(likelihood, prior, model.train_targets, *params, **self._kwargs)
-            problem.progress = self._progress
-            return snapshot, posterior_weights(problem, chunk_size=self._chunk_size)
+        snapshot = ModelSnapshot.of(model, likelihood)
+        model, likelihood = snapshot.model, snapshot.likelihood
+        prior = prior_at(model, list(model.train_inputs))
+        params, kwargs = self._params.current(model), self._params.current_kwargs(model)
+        problem = WeightSpaceProblem(likelihood, prior, model.train_targets, *params, **kwargs)
+        problem.progress = self._progress
+        weights = posterior_weights(problem, chunk_size=self._chunk_size)
+        snapshot.hand_back(self.model, self.likelihood)
+        return snapshot, weights
 
 
 class WeightSpacePaths:
     """f_j(x) = m(x) + u(x)^T v_j: the same functions at every call, differentiable in x.
 
     Args:
-        model: the functions' own copy, in evaluation mode.
+        snapshot: the model at the time when they were drawn.
         samples: v_j, [m, k].
     """
 
-    def __init__(self, model: ExactGP, samples: Tensor) -> None:
-        self._model, self._samples = model.requires_grad_(False), samples
+    def __init__(self, snapshot: ModelSnapshot, samples: Tensor) -> None:
+        self._snapshot, self._samples = snapshot, samples
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Values [k, *b, t] at inputs [*b, t, d]."""
-        points = checked_inputs(list(self._model.train_inputs or ()), inputs)
+        model, _ = self._snapshot.copies()
+        points = checked_inputs(list(model.train_inputs or ()), inputs)
         with graph_for(inputs):
-            values, _, _ = _projected(prior_at(self._model, points), self._samples)
+            values, _, _ = _projected(prior_at(model, points), self._samples)
         return values.movedim(-1, 0)
 
 

@@ -6,11 +6,13 @@ import math
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from gpytorch.distributions import MultivariateNormal
 
 from benchmarks import datasets, metrics
+from benchmarks.busy_processes import busy_processes
 from benchmarks.cases.step import relative_errors
 from benchmarks.datasets import MissingDataError, Split, airport_weather, load, standardise
 from benchmarks.metrics import prediction_scores, regression_scores
@@ -121,3 +123,10 @@ def test_flat_parameters_round_trip() -> None:
     values = torch.arange(model.flat_parameters().numel()).float()
     model.set_flat_parameters(values)
     assert torch.equal(model.flat_parameters(), values)
+
+
+def test_busy_processes_are_there_and_gone():
+    with busy_processes(2):
+        children = psutil.Process().children()
+        assert len([child for child in children if "while True: pass" in child.cmdline()]) == 2
+    assert not [child for child in psutil.Process().children() if "while True: pass" in child.cmdline()]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from benchmarks import command_line, runner, runs
@@ -21,6 +22,23 @@ def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict[s
     monkeypatch.setattr(command_line, "run_apart", lambda case, name, **options: dict(outcomes.get(name, BROKEN)))
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
     return outcomes
+
+
+def commands_with_names() -> list[str]:
+    commands = typer.main.get_group(app).commands
+    return [name for name, command in commands.items() if any("--only" in p.opts for p in command.params)]
+
+
+@pytest.mark.parametrize("command", commands_with_names())
+def test_an_unknown_name_ends_a_command_before_anything_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(command_line, "run_apart", lambda case, name, **options: ran.append(name))
+    monkeypatch.setattr(runs, "run_apart", lambda case, name, **options: ran.append(name))
+    result = CliRunner(env={"COLUMNS": "2000"}).invoke(app, [command, "--only", "ours?", "--only", "theirs?"])
+    assert result.exit_code == 2
+    assert "ours?; theirs?: no such name. There are: " in result.output
+    assert any(name in result.output for name in ("ours", "Laplace", "standard, cold", "CG"))
+    assert ran == []
 
 
 @pytest.mark.parametrize("command", ["variance", "gradient-quality", "solvers", "feature-order", "bias"])

@@ -16,15 +16,15 @@ def measured(group: Any) -> dict[str, Any]:
 
 
 def test_a_product_communicates_its_result_once(processes: Processes) -> None:
-    """One checksum a rank travels along; the derivative's two sums of values are float64."""
+    """Two numbers a rank go ahead of it; the derivative's two sums of values are float64."""
     for size in (2, 3):
         for found in processes.run(measured, size=size):
             for name in ("product", "product, kept tiles"):
-                assert found[name]["messages"] == 1
-                assert found[name]["bytes"] == 4 * (N * S + size)
+                assert found[name]["messages"] == 2
+                assert found[name]["bytes"] == 4 * N * S + 8 * 2 * size
                 assert len(found[name]["seconds"]) == 2
-            assert found["derivative"]["messages"] == 2
-            assert found["derivative"]["bytes"] == 4 * (N * D + size) + 8 * (2 + size)
+            assert found["derivative"]["messages"] == 3
+            assert found["derivative"]["bytes"] == 4 * N * D + 8 * (2 + 2 * size)
     assert measured(None)["product"]["bytes"] == 0
 
 

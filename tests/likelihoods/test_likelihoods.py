@@ -102,6 +102,28 @@ def test_tails() -> None:
     assert counts.gradient(low).item() == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("z", [-12.1, -30.0, -1e3, -1e4, -1e5, -1e8])
+def test_probit_tails_through_three_derivatives(z: float) -> None:
+    """-z - 1/z + 2/z^3 - 10/z^5 and its derivatives, of which a difference of size z would leave nothing."""
+    f = torch.tensor([[z]], dtype=torch.float64, requires_grad=True)
+    likelihood = PointwiseLikelihood(gl.BernoulliLikelihood(), torch.ones(1), 1)
+    hessian = likelihood.hessian(f)
+    (third,) = torch.autograd.grad(hessian.sum(), f)
+    x = 1 / z**2
+    assert likelihood.gradient(f).item() == pytest.approx(-z * (1 + x - 2 * x**2 + 10 * x**3 - 74 * x**4), rel=1e-6)
+    assert hessian.item() == pytest.approx(1 - x + 6 * x**2 - 50 * x**3 + 518 * x**4, rel=1e-6)
+    assert third.item() == pytest.approx(2 * x * (1 - 12 * x + 150 * x**2 - 2072 * x**3) / z, rel=1e-3)
+
+
+def test_a_wrong_promise_of_concavity_is_told_as_one() -> None:
+    """Where "auto" has taken the Hessian, "auto" is no advice."""
+    register_curvature(Bent, lambda _, f, y: 0.1 * (y - f[:, 0]).square(), log_concave=True)
+    bent = PointwiseLikelihood(Bent(), torch.tensor([0.1, -1.0]), 1)
+    for kind, advice in (("auto", "registered as log-concave"), ("hessian", "Use curvature='auto'")):
+        with pytest.raises(UnsupportedLikelihoodError, match=rf"not concave at latent values up to 4: .*{advice}"):
+            bent.curvature(torch.tensor([[0.0], [4.0]], dtype=torch.float64), kind, NO_FLOOR)
+
+
 def test_fisher_information_is_the_expected_hessian() -> None:
     f = torch.tensor([[0.3]], dtype=torch.float64)
     labels = [PointwiseLikelihood(gl.BernoulliLikelihood(), torch.tensor([label]), 1) for label in (0.0, 1.0)]
@@ -155,6 +177,13 @@ class Coupled(gl.Likelihood):
 
     def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> torch.distributions.MultivariateNormal:
         return torch.distributions.MultivariateNormal(function_samples, torch.eye(len(function_samples)).double())
+
+
+class Bent(gl.likelihood._OneDimensionalLikelihood):
+    """Registered as what it is not."""
+
+    def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Normal:
+        raise AssertionError("the registered density is used")
 
 
 class Logistic(gl.likelihood._OneDimensionalLikelihood):
@@ -286,8 +315,6 @@ def test_own_likelihoods_as_gpytorch_uses_them() -> None:
     for call in (LogitBernoulliLikelihood().expected_log_prob, LogitBernoulliLikelihood().log_marginal):
         with pytest.raises(ValueError, match=r"labels must be 0 or 1 \(not -1 and 1\), but there is a -1"):
             call(torch.tensor([1.0, -1.0]).double(), latent)
-    with pytest.raises(ValueError, match="num_quadrature"):
-        LogitBernoulliLikelihood(num_quadrature=0)
 
 
 @pytest.mark.parametrize("latent", [-1e3, -40.0, 800.0, 1e5])

@@ -14,8 +14,8 @@ from gpy_iterative.likelihoods.quadrature import dense_marginal, log_concave_mar
 Function = Callable[[Tensor], Tensor]
 
 
-def poisson(count: float) -> tuple[Function, Function, Function]:
-    return lambda f: count * f - f.exp() - math.lgamma(count + 1), lambda f: count - f.exp(), torch.exp
+def poisson(count: float) -> tuple[Function, Function]:
+    return lambda f: count * f - f.exp() - math.lgamma(count + 1), lambda f: count - f.exp()
 
 
 def on_a_grid(log_density: Function, mean: Tensor, deviation: float) -> Tensor:
@@ -24,22 +24,16 @@ def on_a_grid(log_density: Function, mean: Tensor, deviation: float) -> Tensor:
     return torch.logsumexp(weights + log_density(mean + deviation * grid), 0)
 
 
-LOGIT: tuple[Function, Function, Function] = (
-    logsigmoid,
-    lambda f: torch.sigmoid(-f),
-    lambda f: torch.sigmoid(f) * torch.sigmoid(-f),
-)
+LOGIT: tuple[Function, Function] = (logsigmoid, lambda f: torch.sigmoid(-f))
 MEANS = torch.tensor([-3.0, 0.0, 1.0, 5.0], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("deviation", [1.0, 3.0, 10.0])
+@pytest.mark.parametrize("deviation", [1.0, 3.0, 10.0, 30.0, 100.0])
 @pytest.mark.parametrize("functions", [LOGIT, poisson(0.0), poisson(3.0), poisson(280.0)])
-def test_narrow_densities_do_not_fall_between_the_nodes(
-    functions: tuple[Function, Function, Function], deviation: float
-) -> None:
+def test_narrow_densities_do_not_fall_between_the_nodes(functions: tuple[Function, Function], deviation: float) -> None:
     variance = torch.full_like(MEANS, deviation**2)
-    found = log_concave_marginal(*functions, MEANS, variance, 101)
-    torch.testing.assert_close(found, on_a_grid(functions[0], MEANS, deviation), rtol=0, atol=3e-3)
+    found = log_concave_marginal(*functions, MEANS, variance)
+    torch.testing.assert_close(found, on_a_grid(functions[0], MEANS, deviation), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("noise", [1e-8, 1e-3, 1.0, 1e4])
@@ -48,28 +42,24 @@ def test_normal_densities_are_exact(noise: float) -> None:
     found = log_concave_marginal(
         lambda f: Normal(f, noise**0.5).log_prob(torch.tensor(0.7)),
         lambda f: (0.7 - f) / noise,
-        lambda f: torch.full_like(f, 1 / noise),
         MEANS,
         variance,
-        5,
     )
     exact = Normal(MEANS, (variance + noise).sqrt()).log_prob(torch.tensor(0.7))
-    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, exact, rtol=1e-7, atol=1e-7)
 
 
 def test_no_variance_is_the_density_itself() -> None:
     nothing = torch.zeros_like(MEANS)
-    torch.testing.assert_close(log_concave_marginal(*poisson(3.0), MEANS, nothing, 101), poisson(3.0)[0](MEANS))
+    torch.testing.assert_close(log_concave_marginal(*poisson(3.0), MEANS, nothing), poisson(3.0)[0](MEANS))
     torch.testing.assert_close(dense_marginal(poisson(3.0)[0], MEANS, nothing), poisson(3.0)[0](MEANS))
     empty = MEANS[:0]
-    assert (
-        log_concave_marginal(*LOGIT, empty, empty, 101).shape == dense_marginal(logsigmoid, empty, empty).shape == (0,)
-    )
+    assert log_concave_marginal(*LOGIT, empty, empty).shape == dense_marginal(logsigmoid, empty, empty).shape == (0,)
 
 
 def test_derivatives_are_those_of_the_integral() -> None:
     mean, variance = MEANS.clone().requires_grad_(), torch.full_like(MEANS, 4.0).requires_grad_()
-    torch.autograd.gradcheck(lambda m, v: log_concave_marginal(*poisson(3.0), m, v, 101), (mean, variance), atol=1e-5)
+    torch.autograd.gradcheck(lambda m, v: log_concave_marginal(*poisson(3.0), m, v), (mean, variance), atol=1e-5)
 
 
 def test_dense_nodes_serve_densities_with_two_ends() -> None:

@@ -51,6 +51,28 @@ def test_which_operator_stands_for_which_kernel() -> None:
     assert isinstance(operator_for(Override()), GenericKernelLinearOperator)
 
 
+def grid_kernel(**options) -> kernels.Kernel:
+    return kernels.GridInterpolationKernel(kernels.RBFKernel(), grid_size=8, num_dims=3, **options).double()
+
+
+def test_inputs_outside_of_a_fixed_grid_are_named() -> None:
+    x, _ = data(20)
+    kernel = kernels.ScaleKernel(grid_kernel(grid_bounds=[(-2.2, 2.2)] * 3)).double()
+    kernel_operator(kernel(x), PRODUCTS)
+    with pytest.raises(ValueError, match=r"from -?\d.* to 5 \(dimension 1\) .* grid_bounds"):
+        kernel_operator(kernel(x, x.index_fill(1, torch.tensor([1]), 5.0)), PRODUCTS)
+
+
+def test_a_grid_that_follows_its_inputs_is_refused_in_blocks() -> None:
+    """Every block would have a grid of its own; in sums and scales the kernel is evaluated at all inputs at once."""
+    x, _ = data(20)
+    kernel_operator((grid_kernel() + kernels.ScaleKernel(grid_kernel())).double()(x), PRODUCTS)
+    kernel = grid_kernel() * kernels.PeriodicKernel().double()
+    with pytest.raises(ValueError, match=r"ProductKernel .* grid_bounds"):
+        kernel_operator(kernel(x), PRODUCTS)
+    assert not kernel.kernels[0].has_initialized_grid
+
+
 def test_scale_of_scale_folds_into_one_outputscale() -> None:
     kernel = kernels.ScaleKernel(kernels.ScaleKernel(kernels.RBFKernel()))
     operator = operator_for(kernel)

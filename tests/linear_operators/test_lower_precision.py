@@ -8,6 +8,7 @@ from collections.abc import Callable
 import gpytorch
 import pytest
 import torch
+from gpytorch import kernels
 from linear_operator import LinearOperator
 from linear_operator.operators import (
     BlockInterleavedLinearOperator,
@@ -423,7 +424,6 @@ def test_the_switch_of_tf32_is_put_back() -> None:
     [
         ("float32", torch.float32, r"float64.*leave 'native'"),
         ("tf32", torch.float64, "CUDA.*leave 'native'"),
-        ("bfloat16", torch.bfloat16, "leave 'native'"),
     ],
 )
 def test_what_the_inputs_do_not_allow_is_refused_with_a_remedy(precision: str, dtype: torch.dtype, remedy: str) -> None:
@@ -435,6 +435,15 @@ def test_what_the_inputs_do_not_allow_is_refused_with_a_remedy(precision: str, d
     for kernel in (gpytorch.kernels.RBFKernel(), gpytorch.kernels.PeriodicKernel()):
         with pytest.raises(ValueError, match=rf"precision='{precision}'.*{remedy}"):
             kernel_operator(kernel.to(dtype)(x), products)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("precision", ["native", "bfloat16"])
+@pytest.mark.parametrize("kernel", [kernels.RBFKernel, kernels.PeriodicKernel, kernels.LinearKernel])
+def test_half_precision_is_for_kept_tiles_alone(dtype: torch.dtype, precision: str, kernel: type) -> None:
+    x = torch.ones(3, 1, dtype=dtype)
+    with pytest.raises(ValueError, match=r"need float32 or float64, .*model\.float\(\).*precision='bfloat16'"):
+        kernel_operator(kernel().to(dtype)(x), KernelProducts(precision=precision))
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bfloat16", "float16"])

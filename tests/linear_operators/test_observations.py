@@ -21,7 +21,7 @@ def test_operator_equals_gpytorchs_matrix_with_gradients(name: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(operator._matmul(rhs), expected @ rhs)
         torch.testing.assert_close(operator.to_dense(), expected)
-    theirs = torch.autograd.grad((rhs * (expected @ rhs)).sum(), parameters, allow_unused=True)
+    theirs = torch.autograd.grad((rhs * (expected @ rhs)).sum(), parameters, allow_unused=True, retain_graph=True)
     pairs = [
         (tensor, gradient)
         for tensor, gradient in zip(

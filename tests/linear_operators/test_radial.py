@@ -276,12 +276,18 @@ def test_derivatives_are_kept_beside_the_tiles(function: RadialFunction, monkeyp
 def test_derivatives_are_kept_only_where_there_is_a_gradient_and_room() -> None:
     one = sum(rows * columns for rows, columns in ((8, 8), (8, 8), (8, 7), (8, 8), (8, 7), (7, 7))) * 8
     rhs = inputs(23, 2).double()
-    for memory, kept in ((None, one), (2 * one, one), (2 * one - 1, one - 7 * 7 * 8), (one, 0)):
+    # Which derivative finds no room depends on the order in which threads ask: the smallest tile's, or the largest one's.
+    for memory, least, most in (
+        (None, one, one),
+        (2 * one, one, one),
+        (2 * one - 1, one - 8 * 8 * 8, one - 7 * 7 * 8),
+        (one, 0, 0),
+    ):
         operator = operator_of(MATERN32, KernelProducts(tile_size=8, cache_memory=memory))
         with torch.no_grad():
             operator._matmul(rhs)
             assert operator.cache.own_bytes == one  # tiles displace derivatives, and not the other way round
-            assert operator.cache.derivatives().own_bytes == kept
+            assert least <= operator.cache.derivatives().own_bytes <= most
         constant = operator_of(MATERN32, KernelProducts(tile_size=8, cache_memory=memory)).detach()
         constant._matmul(rhs)
         assert constant.cache.num_bytes == one
@@ -325,22 +331,31 @@ def test_compiled_tiles_are_the_same_tiles() -> None:
         found, wanted = (operator._bilinear_derivative(rhs, rhs.flip(0)) for operator in (compiled, eager))
     for derivative, reference in zip(found, wanted, strict=True):
         torch.testing.assert_close(derivative, reference)
+    # PyTorch's graph cache would hand loops of this processor's width to processes on others, which they serve wrongly.
+    kept = torch.compiler.save_cache_artifacts()
+    assert kept is None or not kept[1].inductor_artifacts
 
 
 def test_functions_and_dtypes_have_compilations_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the backend, one piece of code is compiled eight times; what would be the ninth runs pass by pass."""
+    """Whatever the backend, one piece of code is compiled eight times; what would be the ninth runs pass by pass.
+
+    What is compiled for one thread is not for several, and threads that are first at once would compile one each.
+    """
     fused = (radial_tiles._fused_value, radial_tiles._fused_value_and_derivative)
     for evaluate in fused:
         monkeypatch.setattr(radial_tiles, evaluate.__name__, functools.cache(evaluate.__wrapped__))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     products = KernelProducts(tile_size=8, compile=True)
     every = [(function, dtype, (8, 2)) for function in FUNCTIONS for dtype in (torch.float32, torch.float64)]
-    # A last tile of one row, or of several, and batch dimensions.
-    every += [(MATERN32, torch.float32, shape) for shape in ((25, 2), (31, 2), (2, 25, 2), (2, 31, 2))]
+    # A tile alone, a last tile of one row, or of several, and batch dimensions.
+    shapes = ((1, 2), (5, 2), (25, 2), (31, 2), (2, 25, 2), (2, 31, 2), (2, 2, 31, 2))
+    every += [(function, torch.float32, shape) for function in (MATERN32, RATIONAL_QUADRATIC) for shape in shapes]
     with torch.no_grad(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for function, dtype, shape in every:
             x, scale = inputs(*shape).to(dtype), torch.ones(shape[:-2], dtype=dtype)
-            alpha = torch.ones(1, dtype=dtype) if function is RATIONAL_QUADRATIC else None
+            alpha = None
+            if function is RATIONAL_QUADRATIC:
+                alpha = 1 + torch.arange(scale.numel(), dtype=dtype).view(*scale.shape, 1)
             operator = RadialKernelLinearOperator(x, scale, function=function, alpha=alpha, products=products)
             rhs = inputs(*shape[:-1], 1).to(dtype)
             torch.testing.assert_close(operator._matmul(rhs), dense(operator) @ rhs, rtol=1e-4, atol=1e-4)
@@ -418,3 +433,32 @@ def test_dense_matrices_with_a_graph_keep_the_digits_of_neighbours_far_away() ->
     (gradient,) = torch.autograd.grad(operator.to_dense().sum(), x1)
     (expected,) = torch.autograd.grad(dense(exact).sum(), x1)
     torch.testing.assert_close(gradient, expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("function", [MATERN12, MATERN32, MATERN52, RBF])
+@pytest.mark.parametrize("scales_only", [True, False])
+@pytest.mark.parametrize("spread", [200.0, 20_000.0])
+def test_float32_derivatives_of_inputs_that_span_thousands_of_lengthscales(
+    function: RadialFunction, scales_only: bool, spread: float
+):
+    """The weighted sum of (x_i - x_j)^2 of neighbours, beside which the squares of x are 10^8 times as large."""
+    generator = torch.Generator().manual_seed(0)
+    x = 24 * torch.rand(300, 2, generator=generator)
+    x[150:, 0] += spread
+    x = x - x.mean(0)
+    left, right = torch.rand(2, 300, 4, generator=generator)  # positive: the terms do not cancel
+
+    def derivative(dtype: torch.dtype) -> Tensor:
+        x1 = x.to(dtype).requires_grad_()
+        operator = RadialKernelLinearOperator(
+            x1,
+            torch.ones((), dtype=dtype),
+            function=function,
+            products=KernelProducts(tile_size=64),
+            scales_only=scales_only,
+        )
+        found = operator._bilinear_derivative(left.to(dtype), right.to(dtype))[0]
+        return ((found * x1).sum(0) if scales_only else found).detach().double()
+
+    truth = derivative(torch.float64)
+    torch.testing.assert_close(derivative(torch.float32), truth, rtol=0, atol=1e-3 * float(truth.norm()))

@@ -187,8 +187,8 @@ def nearly_same(group: Any, which: str) -> Any:
     [
         ("one input", "other inputs or hyperparameters"),
         ("order of the rows", "other inputs or hyperparameters"),
-        ("number of rows", r"another shape or tile size \(here: shape \(4[54], 4[54]\)"),
-        ("tile size", "another shape or tile size"),
+        ("number of rows", r"something else to compute \(here: a kernel matrix of shape \(4[54], 4[54]\)"),
+        ("tile size", r"something else to compute \(here: .* rows in tiles of [89]\)"),
         ("sign of a vector", "other vectors"),
         ("order of signs", "other vectors"),
     ],

@@ -38,6 +38,32 @@ def test_neighbours_keep_their_distance(spreads: list[float]) -> None:
     torch.testing.assert_close(torch.cat([*strip.double() / 3], dim=-1), truth[256:, :256], rtol=1e-4, atol=ERROR)
 
 
+@pytest.mark.parametrize("scale", [5.0, torch.tensor([[[5.0]]])])
+def test_differences_of_far_coordinates_are_those_of_the_inputs(scale: float | Tensor) -> None:
+    """A root of the scale, which would move points by a thousandth of a lengthscale, is not taken into the coordinates."""
+    x1 = 10_000 + points(0, 200, [30.0])
+    x2 = x1 + points(1, 200, [0.1])
+    tiles, everything = blocks(200, 128), torch.arange(200)
+    distances = SquaredDistances(x1, x2, scale, rows=tiles, columns=tiles)
+    truth = 5 * exact(x1, x2)
+    torch.testing.assert_close(distances.block(everything, everything).double().squeeze(0), truth, rtol=1e-6, atol=0)
+    shape = (*distances.batch_shape, 1, 72, 128)
+    strip = distances.strip(1, range(1), out=torch.empty(shape), scratch=torch.empty(shape))
+    torch.testing.assert_close(strip.double().view(72, 128), truth[128:, :128], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_few_coordinates_before_a_kink(dims: int) -> None:
+    x1 = points(0, 100, [1.0] * dims)
+    x2 = x1 + points(1, 100, [1e-4] * dims)
+    tiles, everything = blocks(100, 128), torch.arange(100)
+    distances = SquaredDistances(x1, x2, 1.0, has_kink=True, rows=tiles, columns=tiles)
+    assert len(distances.apart) == (dims if dims <= 2 else 0)
+    if dims <= 2:
+        found = distances.block(everything, everything).double()
+        torch.testing.assert_close(found, exact(x1, x2), rtol=1e-6, atol=0)
+
+
 def test_blocks_of_a_batch_and_of_single_rows() -> None:
     x = torch.stack([points(0, 20, [900.0, 1.0]), points(1, 20, [1.0, 1.0])])
     tiles = blocks(20, 8)

@@ -87,6 +87,41 @@ class SummedBatch(Regression):
         return MultivariateNormal(self.mean_module(x), self.covar_module(x.mT.unsqueeze(-1)).sum(-3))
 
 
+class UserKernel(kernels.Kernel):
+    """Somebody's own: for two lists of points, and for no batches of them."""
+
+    has_lengthscale = True
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
+        distances = ((x1[:, None] - x2[None]) / self.lengthscale).abs().sum(-1)
+        return torch.exp(-distances.diagonal() if diag else -distances)
+
+
+class BorrowingKernel(kernels.Kernel):
+    """Uses a network and an amplitude that it does not own."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.borrowed = [network]
+
+    def forward(self, x1: Tensor, x2: Tensor, **params: Any) -> Tensor:
+        left, right = self.borrowed[0](x1), self.borrowed[0](x2)
+        return self.amplitude * self.covar_dist(left, right, square_dist=True, **params).neg().exp()
+
+
+class LendingRegression(Regression):
+    """A network that mean and kernel share, and an amplitude that the model hands to its kernel at every call."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: Any):
+        network = torch.nn.Sequential(torch.nn.Linear(x.shape[-1], 3), torch.nn.Tanh())
+        super().__init__(x, y, likelihood, BorrowingKernel(network) + kernels.RBFKernel())
+        self.network, self.amplitude = network, torch.nn.Parameter(torch.tensor(0.4))
+
+    def forward(self, x: Tensor) -> MultivariateNormal:
+        amplitude = self.covar_module.kernels[0].amplitude = self.amplitude.exp()
+        return MultivariateNormal(amplitude * self.network(x).sum(-1), self.covar_module(x))
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its likelihood, and how the mll is called."""
@@ -182,6 +217,14 @@ def _deep() -> Case:
     model = DeepKernelRegression(x, y, likelihood).double()
     for parameter in model.parameters():
         parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return Case(model, likelihood, x, y)
+
+
+def _lending() -> Case:
+    x, y = data()
+    likelihood = GaussianLikelihood()
+    model = LendingRegression(x, y, likelihood).double()
+    _move(model)
     return Case(model, likelihood, x, y)
 
 
@@ -295,5 +338,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "dirichlet-classification": _dirichlet_classification,
     "heteroskedastic": _heteroskedastic,
     "random-fourier-features": lambda: regression(_fourier_features()),
+    "borrowed tensors": _lending,
+    "user's own": _scaled(UserKernel),
     "piecewise-polynomial": _scaled(lambda: kernels.PiecewisePolynomialKernel(q=2)),
 }

@@ -135,16 +135,6 @@ def test_the_likelihood_comes_first(mll_class: type) -> None:
         mll_class(case.model, case.model.likelihood)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_integer_inputs(wrapped: bool) -> None:
-    x, y = torch.arange(20).unsqueeze(-1), torch.zeros(20)
-    likelihood = gpytorch.likelihoods.GaussianLikelihood()
-    kernel = kernels.RBFKernel()
-    model = Regression(x, y, likelihood, kernels.ScaleKernel(kernel) if wrapped else kernel)
-    with pytest.raises(ValueError, match=r"RBFKernel needs .* got torch\.int64"):
-        gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)(model(x), y)
-
-
 def test_arrays_for_test_inputs() -> None:
     case, mll = case_and_mll()
     with pytest.raises(ValueError, match="tensors, got ndarray"):

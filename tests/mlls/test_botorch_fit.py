@@ -115,3 +115,18 @@ def test_the_posterior_of_a_model_that_transforms_its_inputs() -> None:
     grown = model.condition_on_observations(held_out, torch.zeros(len(held_out), 1, dtype=torch.float64))
     assert grown.posterior(held_out).mean.abs().max() < model.posterior(held_out).mean.abs().max()
     copy.deepcopy(mll)
+
+
+def test_a_training_state_belongs_to_the_inputs_before_their_transform() -> None:
+    model, _ = model_of("single")
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model)
+    state = mll.training_state()
+    model.eval()
+    mll.load_training_state(state)
+    state = mll.training_state()
+    model.train()
+    mll.load_training_state(state)
+    (inputs,) = model.train_inputs
+    model.set_train_data(inputs.flip(-2), model.train_targets, strict=False)
+    with pytest.raises(ValueError, match="fingerprint"):
+        mll.load_training_state(state)

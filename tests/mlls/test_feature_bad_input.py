@@ -5,6 +5,7 @@ import pytest
 import torch
 from gpytorch import kernels
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
+from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import BiasWarning, NonFiniteError, UnsupportedLikelihoodError
@@ -256,7 +257,7 @@ def test_dtypes_of_kernel_and_data() -> None:
         MLLS[0](likelihood, Regression(x, y, likelihood, kernels.LinearKernel()))
 
 
-@pytest.mark.parametrize("layer", [torch.nn.BatchNorm1d(5), torch.nn.Dropout(0.3)])
+@pytest.mark.parametrize("layer", [torch.nn.BatchNorm1d(5), torch.nn.Dropout(0.3), torch.nn.RReLU()])
 def test_layers_whose_features_are_the_batchs(layer: torch.nn.Module) -> None:
     extractor = torch.nn.Sequential(network(), layer)
     case = feature_case(gpi.kernels.DeepFeatureKernel(extractor, kernels.LinearKernel()), n=30)
@@ -268,6 +269,54 @@ def test_layers_whose_features_are_the_batchs(layer: torch.nn.Module) -> None:
     layer.train()
     with pytest.raises(ValueError, match="in training mode"):
         mll.refresh()
+
+
+def test_batch_normalisation_without_statistics_is_refused_in_every_mode() -> None:
+    extractor = torch.nn.Sequential(network(), torch.nn.BatchNorm1d(5, track_running_stats=False)).eval()
+    case = feature_case(gpi.kernels.DeepFeatureKernel(extractor, kernels.LinearKernel()), n=30)
+    with pytest.raises(ValueError, match="BatchNorm1d with track_running_stats=False"):
+        MLLS[0](case.likelihood, case.model)
+
+
+class Shifted(torch.nn.Module):
+    """Of its batch's mean, or by chance."""
+
+    def __init__(self, of_batch: bool) -> None:
+        super().__init__()
+        self.of_batch = of_batch
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if not self.training:
+            return x
+        return x - x.mean(-2, keepdim=True) if self.of_batch else x + 0.2 * torch.randn_like(x)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("of_batch", [True, False])
+def test_rows_that_depend_on_others_or_on_chance(of_batch: bool, inside: bool) -> None:
+    layer = Shifted(of_batch)
+    extractor = torch.nn.Sequential(network(), layer)
+    deep = gpi.kernels.DeepFeatureKernel(extractor, kernels.LinearKernel())
+    case = feature_case(deep if inside else kernels.LinearKernel(), n=30)
+    if not inside:
+        case.model.mean_module = torch.nn.Sequential(
+            extractor.double(), torch.nn.Linear(5, 1).double(), torch.nn.Flatten(0)
+        )
+    for make in MLLS:
+        mll = make(case.likelihood, case.model)
+        prior = case.model(case.x)
+        calls, position = layer.calls.clone(), torch.get_rng_state()
+        with pytest.raises(ValueError, match="first 2 data another mean or covariance beside other rows"):
+            mll(prior, case.y)
+        assert torch.equal(layer.calls, calls)
+        assert torch.equal(torch.get_rng_state(), position)
+        layer.eval()
+        mll(case.model(case.x), case.y)
+        layer.train()
+        with pytest.raises(ValueError, match="beside other rows"):
+            mll(case.model(case.x), case.y)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -286,7 +335,9 @@ def test_training_states_of_others(method: str) -> None:
             other = METHODS[name](case.likelihood, case.model, batch_size=8)
             others.append((other.training_state(), "with the options"))
     if method != "minibatch":
-        others.append((METHODS[method](case.likelihood, case.model, batch_size=8).training_state(), "other features"))
+        foreign = METHODS[method](case.likelihood, case.model, batch_size=8).training_state()
+        others.append((foreign, "num_features is"))
+        others.append((foreign | {"description": state["description"]}, "other features"))
     for other, match in others:
         with pytest.raises(ValueError, match=match):
             mll.load_training_state(other)

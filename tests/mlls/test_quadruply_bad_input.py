@@ -141,8 +141,6 @@ def test_likelihoods() -> None:
     logistic = gpi.likelihoods.LogitBernoulliLikelihood()
     with pytest.raises(ValueError, match="num_control_points=0"):
         QuadruplyStochasticELBO(logistic, model, num_control_points=10)
-    with pytest.raises(ValueError, match="num_quadrature"):
-        gpi.likelihoods.LogitBernoulliLikelihood(0)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +208,6 @@ def test_hyperparameters_that_are_not_finite() -> None:
 
 def test_states_of_other_runs() -> None:
     mll, model, x, y = make()
-    with pytest.raises(ValueError, match="no entry 'generator'"):
-        mll.load_training_state({})
     mll(model(x), y)
     state = mll.training_state()
     del state["control.total"]
@@ -277,11 +273,12 @@ def test_states_of_other_models() -> None:
     state = mll.training_state()
     other, _, _ = fourier_problem(num_dense_columns=2)
     into = QuadruplyStochasticELBO(gaussian_likelihood(0.2), other, **OPTIONS)
-    with pytest.raises(ValueError, match=r"another model: its 'total' has shape \(20, 1\)"):
+    before = into.training_state()
+    with pytest.raises(ValueError, match="number of dense columns is 0 in it and 2 here"):
         into.load_training_state(state)
-    assert into.training_state().keys() == {"generator"}
-    with pytest.raises(ValueError, match="another kind"):
-        into.load_training_state(state | {"generator": torch.zeros(3, dtype=torch.uint8)})
+    with pytest.raises(ValueError, match=r"another model: its 'total' has shape \(20, 1\)"):
+        into.load_training_state(state | {"description": before["description"]})
+    assert into.training_state().keys() == before.keys()
 
 
 def test_pickling_and_conversion() -> None:

@@ -384,6 +384,16 @@ def test_an_optimiser_that_moves_untouched_rows_is_told() -> None:
     assert control_error(mll) < 1e-12
 
 
+def test_dense_gradients_are_clipped_by_their_norm() -> None:
+    model, x, y = fourier_problem(m=80)
+    options = {"num_feature_samples": 8, "sparse_gradients": False, "generator": 0}
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, **options)
+    (-mll(model(x), y)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    norms = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(norms.norm().item(), 1e-3, rtol=1e-4, atol=0)
+
+
 def test_too_many_features_for_free_hyperparameters_are_told() -> None:
     for frozen, shared, expected in ((False, True, True), (False, False, True), (True, True, False)):
         model, x, y = fourier_problem(m=800, shared_diagonal=shared)
@@ -614,6 +624,26 @@ def test_what_is_known_survives_all_that_may_happen_before_a_step(name: str) -> 
     assert model.weights.mean.abs().max() > 0.05
 
 
+@pytest.mark.parametrize("when", ["between two evaluations", "before a step", "after a step"])
+def test_a_weight_that_is_set_by_hand_is_known(when: str) -> None:
+    mll, x, y = kept_problem(num_steps_per_batch=20)
+    optimizer = adagrad(mll.model)
+    for _ in range(3):
+        train(mll, x, y, optimizer, 2)
+        optimizer.zero_grad()
+        (-mll(mll.model(x), y)).backward()
+        watched, announced = known_latent(mll).watched, known_latent(mll).announced[-1].index
+        others = torch.arange(mll.model.weights.num_tail)
+        others = others[~torch.isin(others, torch.cat([watched, announced]))]
+        if when == "after a step":
+            optimizer.step()
+        with torch.no_grad():
+            mll.model.weights.tail_mean[others[7]] += 1
+        if when == "before a step":
+            optimizer.step()
+        assert state_error(mll, x, y) < 1e-12
+
+
 def test_what_is_known_survives_a_step_of_two_objectives() -> None:
     model, x, y = fourier_problem(n=150, m=4000)
     model.basis.requires_grad_(False)
@@ -665,6 +695,64 @@ def test_known_rows_leave_nothing_to_jensens_inequality(name: str) -> None:
         bound(own(x), target)
         assert bound.report.num_steps_per_batch > 1
         assert not bound.report.is_unbiased
+
+
+@pytest.mark.parametrize("sampled", [None, 8])
+def test_a_bound_from_all_features_is_reported_as_exact(sampled: int | None) -> None:
+    model, x, y = fourier_problem()
+    kernel = model.basis.kernel.requires_grad_(False)
+    nystrom = QuadruplyStochasticGP(gpi.models.NystromBasis(kernel, x[:20], 0 if sampled is None else 40))
+    mll = QuadruplyStochasticELBO(LIKELIHOODS["logistic"], nystrom, num_feature_samples=sampled, generator=0)
+    value = mll(nystrom(x), (y > 0).double())
+    assert mll.report.is_unbiased == (sampled is None)
+    if sampled is None:
+        torch.testing.assert_close(value, mll.exact_value(x, (y > 0).double()))
+
+
+#: Models whose training differs in what a step keeps.
+LOOKED_AT = {
+    "rows kept": {"num_steps_per_batch": 3},
+    "control points": {"num_control_points": 30},
+    "batches": {"num_control_points": 30},
+    "another likelihood": {"likelihood": LIKELIHOODS["logistic"]},
+    "free hyperparameters": {"free": True},
+    "weights of their own": {"shared_diagonal": False},
+}
+
+
+@pytest.mark.parametrize("name", list(LOOKED_AT))
+def test_a_look_without_gradients_changes_nothing_of_the_training(name: str) -> None:
+    found, values = [], []
+    for looks in (False, True):
+        options = dict(LOOKED_AT[name])
+        shared = options.pop("shared_diagonal", None)
+        model, x, y = fourier_problem(n=150, m=200, shared_diagonal=shared)
+        model.basis.requires_grad_(options.pop("free", False))
+        likelihood = options.pop("likelihood", gaussian_likelihood(NOISE).requires_grad_(False))
+        target = (y > 0).double() if isinstance(likelihood, gpi.likelihoods.LogitBernoulliLikelihood) else y
+        sizes = {"num_data": 150, "num_feature_samples": 40, "num_data_samples": 50}
+        mll = QuadruplyStochasticELBO(likelihood, model, generator=0, **sizes, **options)
+
+        @torch.no_grad()
+        def look(mll=mll, model=model, x=x, target=target) -> None:
+            values.extend(mll(model(x[rows]), target[rows]).item() for rows in (slice(None), torch.arange(149, -1, -1)))
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        trajectory = []
+        for step in range(8):
+            if looks:
+                look()
+            optimizer.zero_grad()
+            rows = slice(100) if name == "batches" and step % 2 else slice(None)
+            loss = -mll(model(x[rows]), target[rows])
+            loss.backward()
+            if looks:
+                look()
+            optimizer.step()
+            trajectory.append(loss.item())
+        found.append((trajectory, model.weights.mean.tolist(), model.weights.variance.tolist()))
+    assert found[0] == found[1]
+    assert len(set(values)) > len(values) / 2  # looks differ, as draws do
 
 
 def test_known_rows_train_better_than_sampled_residuals() -> None:

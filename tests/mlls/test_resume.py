@@ -10,12 +10,14 @@ import gpytorch
 import pytest
 import torch
 from gpytorch import kernels
+from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.models import QuadruplyStochasticOptimizer
 from gpy_iterative.solvers import AlternatingProjections, ConjugateGradients, LaplaceNewton, StochasticGradientDescent
 from gpy_iterative.truncation import AutomaticTruncation, ExponentialTruncation
+from tests.laplace_cases import Exposed, LaplaceModel, inputs
 from tests.laplace_cases import case as laplace_case
 from tests.mlls.feature_models import KERNELS, feature_case
 from tests.mlls.gaussian_models import CASES, regression
@@ -105,9 +107,7 @@ def _quadruply(basis: str, **options: Any) -> Callable[[int], Run]:
         sizes |= options
         mll = gpi.mlls.QuadruplyStochasticELBO(likelihood, model, generator=seed, **sizes)
         rates = {"hyper_learning_rate": 0.01, "num_frozen_steps": 0}
-        optimizer = QuadruplyStochasticOptimizer(
-            model, likelihood, num_data=len(x), num_data_samples=30, num_steps=20, **rates
-        )
+        optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data=len(x), num_steps=20, **rates)
         return Run(mll, optimizer, x, y)
 
     return make
@@ -154,7 +154,7 @@ RUNS: dict[str, Callable[[int], Run]] = {
     "laplace": _laplace("poisson-log", solver=LaplaceNewton(max_rank=5)),
     "laplace-softmax": _laplace("softmax", solver=LaplaceNewton()),
     "laplace-pathwise": _laplace("logit", solver=LaplaceNewton(), trace="pathwise", num_frequencies=10),
-    "laplace-elbo": _laplace("logit", objective="elbo"),
+    "laplace-elbo": _laplace("logit", objective="elbo", solver=LaplaceNewton(num_covariance_actions=5)),
     "quadruply": _quadruply("fourier"),
     "quadruply-nystrom": _quadruply("nystrom"),
     "quadruply-kept": _quadruply("fixed", num_steps_per_batch=3),
@@ -192,6 +192,67 @@ def test_without_its_state_it_is_another(name: str) -> None:
     resumed.mll.load_state_dict(saved["state"])
     resumed.optimizer.load_state_dict(saved["optimizer"])
     assert resumed.train(STEPS) != expected
+
+
+class NoiseArgument(gpytorch.likelihoods.GaussianLikelihood):
+    """Noise that is an argument, named or not."""
+
+    def _shaped_noise_covar(self, base_shape: torch.Size, *params: Any, noise: Any = None, **kwargs: Any) -> Any:
+        return DiagLinearOperator(params[0] if noise is None else noise)
+
+
+def _poisson(n: int) -> Any:
+    model = LaplaceModel(inputs(n), torch.arange(n).to(inputs(n)) % 4, Exposed())
+    return gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
+
+
+def _hutchinson(n: int) -> Any:
+    case = feature_case(kernels.ScaleKernel(kernels.RBFKernel()), n, likelihood=NoiseArgument())
+    return gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
+
+
+def _natural(n: int) -> Any:
+    case = feature_case(KERNELS["fourier"](), n, likelihood=NoiseArgument())
+    return METHODS["natural"](case.likelihood, case.model, batch_size=8, generator=0)
+
+
+@pytest.mark.parametrize("how", ["state", "to"])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(_poisson, None), (_hutchinson, None), (_hutchinson, "noise"), (_natural, None), (_natural, "noise")],
+)
+def test_arguments_of_the_likelihood_are_part_of_a_run(make: Callable[[int], Any], name: str | None, how: str) -> None:
+    """Predictions after a load, and in another dtype, take those of the last call."""
+    mll, fresh, values = make(40), make(40), torch.linspace(0.2, 3, 40, dtype=torch.float64)
+    x, y = mll.model.train_inputs[0], mll.model.train_targets
+    mll(mll.model(x), y, *([] if name else [values]), **({name: values} if name else {}))
+    test = 0.9 * x[:3]
+    expected = mll.posterior()(test).mean
+    if how == "state":
+        file = io.BytesIO()
+        torch.save(mll.training_state(), file)
+        file.seek(0)
+        fresh.load_training_state(torch.load(file, weights_only=True))
+        found = fresh.posterior()(test).mean
+    else:
+        found = mll.float().posterior()(test.float()).mean.double()
+    tolerance = 1e-6 if how == "state" else 1e-3
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_arguments_that_no_training_state_can_hold() -> None:
+    mll, noise = _hutchinson(20), torch.ones(20, dtype=torch.float64)
+    x, y = mll.model.train_inputs[0], mll.model.train_targets
+    mll(mll.model(x), y, noise, weights=[{"all": object()}])
+    with pytest.raises(ValueError, match="tensors, numbers or strings, no object"):
+        mll.training_state()
+    mll(mll.model(x), y, noise, [x, 3.0])
+    state = mll.training_state()
+    for odd in (torch.zeros(5, dtype=torch.uint8), torch.zeros(0), "text"):
+        with pytest.raises(ValueError, match=r"take it from training_state\(\)"):
+            mll.load_training_state(state | {"params": odd})
+    mll.load_training_state(state)
+    assert mll.training_state()["params"].equal(state["params"])
 
 
 def test_every_marginal_log_likelihood_is_here() -> None:

@@ -20,7 +20,7 @@ from gpy_iterative.truncation import AutomaticTruncation, ExponentialTruncation,
 from tests.mlls.gaussian_models import CASES, Case, Regression, data, regression
 from tests.mlls.test_estimator import ANY_KERNEL, exact, monte_carlo
 from tests.mlls.test_exact import value_and_gradients
-from tests.monte_carlo import assert_mean_within
+from tests.monte_carlo import assert_mean_within, assert_within
 
 RussianRoulette = gpi.mlls.RussianRouletteMarginalLogLikelihood
 TruncatedCG = gpi.mlls.TruncatedCGMarginalLogLikelihood
@@ -261,6 +261,40 @@ def test_a_truncation_too_steep_for_the_system_is_told_once() -> None:
     mll(case.model(case.x), case.y)  # a second warning would be an error here
 
 
+@pytest.mark.parametrize(
+    ("truncation", "category", "said"),
+    [
+        (ExponentialTruncation(10, 0.05, 10), gpi.errors.BiasWarning, r"10 steps.*residual.*biased"),
+        (FixedTruncation(2), gpi.errors.BiasWarning, r"2 steps.*residual.*biased"),
+        (ExponentialTruncation(3, 10.0), gpi.errors.VarianceWarning, "without bound.*bias"),
+    ],
+)
+def test_a_series_that_ends_unconverged_is_told_to_be_biased(truncation, category: type, said: str) -> None:
+    case = smooth_case()
+    case.likelihood.noise = 1e-3
+    mll = roulette(case, truncation=truncation, preconditioner=None)
+    with pytest.warns(category, match=said):
+        mll(case.model(case.x), case.y)
+
+
+def test_terms_that_do_not_fall_are_told_without_a_rate() -> None:
+    """Where terms do not fall there is no rate to advise."""
+    case = smooth_case()
+    case.likelihood.noise = 1e-3
+    mll = roulette(case, truncation=ExponentialTruncation(8, 3.0), preconditioner=None)
+    with pytest.warns(gpi.errors.VarianceWarning, match=r"in \d+ steps its terms do not fall. Raise min_steps"):
+        mll(case.model(case.x), case.y)
+
+
+def test_a_rate_that_leaves_no_random_step_is_refused_before_anything_is_drawn() -> None:
+    case = smooth_case(torch.float32)
+    mll = roulette(case, truncation=ExponentialTruncation(10, 14.0))
+    before = mll.training_state()
+    with pytest.raises(ValueError, match=r"rate must be at most 13\.6 in torch\.float32, got 14"):
+        mll(case.model(case.x), case.y)
+    assert all(torch.equal(before[key], value) for key, value in mll.training_state().items())
+
+
 def test_automatic_truncation_follows_the_last_step_alone() -> None:
     case = smooth_case()
     mll = roulette(case, truncation=AutomaticTruncation(), preconditioner=PivotedCholesky(RANK))
@@ -352,10 +386,10 @@ def test_frozen_draws_of_another_truncation_are_refused() -> None:
     frozen = roulette(case, resample=False)
     frozen(case.model(case.x), case.y)
     roulette(case, resample=False).load_training_state(frozen.training_state())
-    with pytest.raises(ValueError, match=r"min_steps=6.*min_steps=20"):
-        roulette(case, resample=False, truncation=other).load_training_state(frozen.training_state())
-    # Where every step draws anew, the truncation may change on the way.
-    roulette(case, truncation=other).load_training_state(roulette(case).training_state())
+    for resample in (False, True):
+        state = roulette(case, resample=resample).training_state()
+        with pytest.raises(ValueError, match=r"min_steps=6.*min_steps=20"):
+            roulette(case, resample=resample, truncation=other).load_training_state(state)
 
 
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.VarianceWarning")
@@ -445,7 +479,7 @@ def test_masked_targets_are_dropped() -> None:
         value = mll(case.model(case.x), masked.y).detach()
         with gpytorch.settings.fast_computations(False, False, False), torch.no_grad():
             expected = gpytorch.mlls.ExactMarginalLogLikelihood(case.likelihood, case.model)(case.model(case.x), y)
-    assert abs(float(value - expected)) < 4 * float(mll.report.value_sem) + 1e-6
+    assert_within(value, expected, mll.report.value_sem, max_sem=0.1, floor=1e-6)
 
 
 @pytest.mark.parametrize(

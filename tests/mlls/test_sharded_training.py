@@ -208,6 +208,32 @@ def test_ranks_that_were_given_something_else_take_no_step(processes: Processes,
         assert answer["unchanged"]
 
 
+def calls_of_its_own(group: Any, what: str) -> str:
+    """The last rank predicts, or takes a value without its gradient, where the others train on."""
+    case = matern()
+    mll = make_mll(case, "hutchinson", "cg", group)
+    optimizer = torch.optim.Adam(case.model.parameters(), lr=0.1)
+    step(case, mll, optimizer)
+    try:
+        if KernelProducts(process_group=group).ranks().rank == 1:
+            if what == "prediction":
+                mll.posterior()(case.x[:3]).mean.sum().backward()
+            else:
+                mll(case.model(case.x), case.y)
+                case.model.zero_grad()
+        step(case, mll, optimizer)
+    except gpi.errors.RanksDisagreeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["prediction", "value"])
+def test_ranks_that_make_other_calls_are_told(processes: Processes, what: str) -> None:
+    for answer in processes.run(calls_of_its_own, what, size=2):
+        assert "something else to compute (here: a sum of shape (" in answer
+    processes.run(calls_of_its_own, "prediction", size=2)  # and they are in step afterwards
+
+
 def laplace(group: Any, name: str, kind: str) -> dict[str, Tensor]:
     """The evidence of a likelihood that is not Gaussian, its gradient, and predictions from the mode."""
     problem = case(name, 40, kind, products=KernelProducts(tile_size=8, process_group=group))

@@ -270,3 +270,58 @@ def test_a_solver_of_the_users_own() -> None:
         for solver in (_Dense(), gpi.solvers.ConjugateGradients(tolerance=1e-9, probe_tolerance=1e-9))
     ]
     torch.testing.assert_close(values[0], values[1], rtol=1e-6, atol=1e-6)
+
+
+class RoughRBF(kernels.RBFKernel):
+    """With errors of 1e-5 in its entries, as float32 makes them where distances cancel, but on every processor the same."""
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params) -> Tensor:
+        value = super().forward(x1, x2, diag=diag, **params)
+        if diag:
+            return value
+        return value + 1e-5 * torch.sin(1e4 * (x1 @ x2.mT).square())
+
+
+def smooth_case(kernel: kernels.Kernel, dtype: torch.dtype, n: int = 400) -> Case:
+    x = 20 * torch.rand(n, 1, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    y, likelihood = torch.sin(x[:, 0]), gpytorch.likelihoods.GaussianLikelihood()
+    return Case(Regression(x, y, likelihood, kernels.ScaleKernel(kernel)).to(dtype), likelihood, x, y)
+
+
+@pytest.mark.parametrize("probes", ["preconditioned", "rademacher"])
+@pytest.mark.parametrize("solver", [gpi.solvers.ConjugateGradients(), gpi.solvers.AlternatingProjections()])
+def test_smooth_data_train_at_the_defaults(probes: str, solver: gpi.solvers.Solver) -> None:
+    # Of a hundred pivots thirty carry something, and from step to step others do.
+    case = smooth_case(kernels.RBFKernel(), torch.float32)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
+        case.likelihood, case.model, probes=probes, solver=solver, generator=0
+    )
+    adam(case, mll, 8)
+    assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
+
+
+def test_pivots_that_rounding_takes_away_are_reported_and_stay() -> None:
+    case = smooth_case(RoughRBF(), torch.float64)
+    base = case.model.covar_module.base_kernel
+    base.lengthscale = 0.1
+
+    def fresh(seed: int) -> gpi.mlls.HutchinsonMarginalLogLikelihood:
+        return gpi.mlls.HutchinsonMarginalLogLikelihood(
+            case.likelihood, case.model, solver=gpi.solvers.ConjugateGradients(), generator=seed
+        )
+
+    mll = fresh(0)
+    mll(case.model(case.x), case.y)
+    assert mll.report.probe_jitter is None
+    assert "jitter" not in str(mll.report)
+    pivots = mll.training_state()["probes.pivots"]
+    base.lengthscale = 2.0  # a dozen pivots carry something now
+    adam(case, mll, 2)
+    assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
+    assert 1e-5 < mll.report.probe_jitter < 1e-2
+    assert "jitter" in str(mll.report)
+    assert "probe jitter" in mll.report.table()
+    resumed = fresh(5)
+    resumed.load_training_state(mll.training_state())
+    assert torch.equal(resumed.training_state()["probes.pivots"], pivots)
+    assert torch.equal(resumed(case.model(case.x), case.y), mll(case.model(case.x), case.y))

@@ -307,3 +307,27 @@ def test_unregistered_structures_are_bases_too() -> None:
     periodic = gpytorch.kernels.PeriodicKernel().double()
     basis = gpi.models.NystromBasis(periodic, inputs(6))
     assert basis.num_features == basis.num_head_features
+
+
+@pytest.mark.parametrize("make", [InducingPointBasis, NystromBasis])
+def test_kernels_that_keep_matrices_follow_their_hyperparameters(make: type[FeatureBasis]) -> None:
+    """GPyTorch's kernel of inducing points keeps matrices in evaluation mode: features neither read nor leave any."""
+    base, x = rbf(), inputs()
+    kernel = kernels.InducingPointKernel(base, inputs(5), gpytorch.likelihoods.GaussianLikelihood()).double().eval()
+    basis = make(kernel, x[:4])
+
+    def features() -> list[Tensor]:
+        with torch.no_grad():
+            if make is InducingPointBasis:
+                return [basis.prior_precision(torch.arange(4)), basis.group_features(x, x[:, :0], torch.arange(4))]
+            head = basis.head_features(x)
+            return [head, basis.group_prior_variance(x, head)]
+
+    features()
+    base.base_kernel.lengthscale = 0.3
+    after = features()
+    assert not any(name.startswith("_cached") for name in vars(kernel))
+    kernel.train()
+    kernel.eval()
+    for found, wanted in zip(after, features(), strict=True):
+        torch.testing.assert_close(found, wanted)

@@ -1,6 +1,9 @@
 """Predictions against dense algebra, the deferred prior, known limits, and what the model refuses."""
 
 import copy
+import math
+import pickle
+from functools import partial
 
 import gpytorch
 import pytest
@@ -12,6 +15,7 @@ import gpy_iterative as gpi
 from gpy_iterative.mlls import QuadruplyStochasticELBO
 from gpy_iterative.models import (
     DeferredPrediction,
+    HeadNaturalGradient,
     InducingPointBasis,
     NystromBasis,
     QuadruplyStochasticGP,
@@ -166,7 +170,7 @@ def test_training_a_nystrom_model_by_natural_gradients() -> None:
     basis = NystromBasis(kernel, x[:60], 40)
     model = QuadruplyStochasticGP(basis)
     mll = QuadruplyStochasticELBO(likelihood, model, num_feature_samples=10, num_data_samples=100, generator=0)
-    optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data=400, num_data_samples=100, num_steps=150)
+    optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data=400, num_steps=150)
     for _ in range(150):
         optimizer.zero_grad()
         (-mll(model(x), y)).backward()
@@ -192,7 +196,7 @@ def test_natural_gradients_bear_outlying_rows_and_dense_columns(k: int) -> None:
     basis = NystromBasis(kernel, torch.cat([x[:900:20], x[900::2]]))
     model = QuadruplyStochasticGP(basis, num_dense_columns=k)
     mll = QuadruplyStochasticELBO(likelihood, model, num_data_samples=50, generator=0)
-    optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data=1000, num_data_samples=50, num_steps=120)
+    optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data=1000, num_steps=120)
     for _ in range(120):
         optimizer.zero_grad()
         (-mll(model(x), y)).backward()
@@ -200,6 +204,75 @@ def test_natural_gradients_bear_outlying_rows_and_dense_columns(k: int) -> None:
     head = basis.head_features(x)
     best, _ = best_weights(head, torch.eye(head.shape[1]).double(), y, 0.01, 0)
     assert float((head @ best - model.eval()(x).mean).square().mean().sqrt()) < 0.1
+
+
+def trained(model: QuadruplyStochasticGP, mll: QuadruplyStochasticELBO, x: Tensor, y: Tensor, steps: int) -> None:
+    optimizer = QuadruplyStochasticOptimizer(model, num_data=len(x), num_steps=steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (-mll(model(x), y)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["noises", "skewed", "small batches"])
+def test_natural_gradients_approach_the_optimum_whatever_a_row_weighs(kind: str) -> None:
+    # Features that are orthogonal on all data are far from it on a batch, or where noise variances differ by 10^4.
+    generator = torch.Generator().manual_seed(2)
+    uniform = torch.rand(1000, 2, generator=generator).double()
+    x = -(uniform.log() ** 2) if kind == "skewed" else uniform
+    truth = torch.sin(4 * x[:, 0]) * torch.cos(3 * x[:, 1])
+    noise = (
+        10 ** (-4 * uniform[torch.randperm(1000, generator=generator), 0]) if kind == "noises" else torch.tensor(0.01)
+    )
+    noise = noise.double().expand(1000).clone()
+    y = truth + noise.sqrt() * torch.randn(1000, generator=generator, dtype=torch.float64)
+    kernel = kernel_2d().requires_grad_(False)
+    kernel.base_kernel.lengthscale = 0.3
+    model = QuadruplyStochasticGP(NystromBasis(kernel, x[:150]))
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise)
+    mll = QuadruplyStochasticELBO(likelihood, model, num_data_samples=200 if kind == "noises" else 20, generator=0)
+    trained(model, mll, x, y, 200)
+    head = model.head_features(x)
+    precision = head.mT @ (head / noise.unsqueeze(-1)) + torch.eye(150).double()
+    best = head @ torch.linalg.solve(precision, head.mT @ (y / noise))
+    assert float((model.eval()(x).mean - best).square().mean().sqrt()) < 0.2
+
+
+@pytest.mark.parametrize("rate", [2.0, 20.0, 300.0])
+def test_natural_gradients_bear_counts(rate: float) -> None:
+    # exp(f) outgrows any curvature that was seen before the step.
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(500, 2, generator=generator).double()
+    log_rate = torch.sin(6 * x[:, 0]) + math.log(rate)
+    y = torch.poisson(log_rate.exp(), generator=generator)
+    kernel = kernel_2d().requires_grad_(False)
+    kernel.base_kernel.lengthscale = 0.5
+    model = QuadruplyStochasticGP(NystromBasis(kernel, x[:60]))
+    mll = QuadruplyStochasticELBO(gpi.likelihoods.PoissonLogLikelihood(), model, num_data_samples=100, generator=0)
+    trained(model, mll, x, y, 100)
+    assert float((model.eval()(x).mean - log_rate).square().mean().sqrt()) < 0.4
+
+
+def test_a_natural_gradient_is_of_all_rows_whose_gradients_it_sums() -> None:
+    # Two halves, each with half the loss, are one batch.
+    x, y = data(200)
+    kernel, likelihood = kernel_2d().requires_grad_(False), gaussian_likelihood(NOISE)
+    means = []
+    for parts in ([x], x.chunk(2)):
+        model = QuadruplyStochasticGP(NystromBasis(kernel, x[:40]))
+        set_weights(model, *weights_of(40, 0))
+        mll = QuadruplyStochasticELBO(likelihood, model, num_data=200, generator=0)
+        optimizer = HeadNaturalGradient(model.weights, num_data=200)
+        (-mll(model(x), y)).backward()  # forgotten
+        optimizer.zero_grad()
+        for part, target in zip(parts, y.chunk(len(parts)), strict=True):
+            (-mll(model(part), target) / len(parts)).backward()
+        copy.deepcopy(pickle.loads(pickle.dumps(model)))
+        optimizer.step()
+        means.append(model.weights.mean)
+        with pytest.raises(RuntimeError, match="before every step"):
+            optimizer.step()
+    torch.testing.assert_close(*means)
 
 
 @pytest.mark.parametrize("kind", ["random", "inducing", "relevance"])
@@ -235,7 +308,7 @@ def test_noise_is_learned_after_the_frozen_start() -> None:
         "hyper_learning_rate": 0.1,
         "final_fraction": 0.1,
     }
-    optimizer = QuadruplyStochasticOptimizer(model, likelihood, num_data_samples=100, **options)
+    optimizer = QuadruplyStochasticOptimizer(model, likelihood, **options)
     for step in range(200):
         optimizer.zero_grad()
         (-mll(model(x), y)).backward()
@@ -387,9 +460,57 @@ def test_a_prediction_does_not_mix_old_and_new_weights() -> None:
     torch.testing.assert_close(known.covariance_matrix, covariance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dense", [True, False])
+def test_rounding_of_a_prior_that_the_head_explains_is_no_change_of_weights(dtype: torch.dtype, dense: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.rand(100, 2, dtype=dtype)
+    kernel = kernels.RBFKernel().to(dtype).requires_grad_(False)
+    kernel.lengthscale = 1.0
+    basis = NystromBasis(kernel, x[:60])
+    model = QuadruplyStochasticGP(basis, num_dense_columns=basis.num_head_features if dense else 0).eval()
+    error = 100 * torch.finfo(dtype).eps
+    with torch.no_grad():
+        model.weights.head_log_diagonal.fill_(-7.0)
+        for size in (1, 7, 60, 100):
+            covariance, half = model(x[:size]).lazy_covariance_matrix, size // 2 + 1
+            variances, diagonal = covariance.diagonal(), covariance.to_dense().diagonal()
+            assert (diagonal >= 0).all()
+            assert (diagonal - variances).abs().max() <= error
+            assert (covariance[:half, :half].to_dense().diagonal() - variances[:half]).abs().max() <= error
+
+
+@pytest.mark.parametrize("lengthscale", [0.05, 3.0])
+@pytest.mark.parametrize("num_tail_features", [0, 20])
+def test_a_basis_made_before_its_hyperparameters_are_set_has_all_features(
+    lengthscale: float, num_tail_features: int
+) -> None:
+    torch.manual_seed(0)
+    x, y = torch.rand(60, 2), torch.randn(60)
+    predictions = []
+    for is_set_before in (True, False):
+        kernel = kernels.RBFKernel().requires_grad_(False)
+        set_kernel = partial(kernel.initialize, lengthscale=lengthscale)
+        if is_set_before:
+            set_kernel()
+        model = QuadruplyStochasticGP(NystromBasis(kernel, x[:40], num_tail_features))
+        likelihood = gaussian_likelihood(NOISE).float()
+        optimizer = QuadruplyStochasticOptimizer(model, num_data=60, num_steps=30)
+        set_kernel()
+        mll = QuadruplyStochasticELBO(likelihood, model, generator=0, num_data_samples=30)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (-mll(model(x), y)).backward()
+            optimizer.step()
+        predictions.append(model.eval()(x))
+    after, before = predictions
+    torch.testing.assert_close(after.mean, before.mean)
+    torch.testing.assert_close(after.variance, before.variance)
+
+
 def test_states_of_other_optimisers_change_nothing() -> None:
     model, *_ = fourier_problem(num_dense_columns=0, shared_diagonal=False)
-    options = {"num_steps": 10, "num_data": 20, "num_data_samples": 5}
+    options = {"num_steps": 10, "num_data": 20}
     ours = QuadruplyStochasticOptimizer(model, **options)
     likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
     other = QuadruplyStochasticOptimizer(model, likelihood, **options)
@@ -399,3 +520,69 @@ def test_states_of_other_optimisers_change_nothing() -> None:
         ours.load_state_dict(other.state_dict())
     assert ours.state_dict()["optimizers"][0]["param_groups"][0]["lr"] == before
     ours.load_state_dict(ours.state_dict())
+    for name, value in {"num_steps": 11, "num_data": 21, "final_fraction": 0.5, "num_frozen_steps": 3}.items():
+        of_another_run = QuadruplyStochasticOptimizer(model, **(options | {name: value}))
+        with pytest.raises(ValueError, match=f"run: .*{name} is {value} in it"):
+            ours.load_state_dict(of_another_run.state_dict())
+    for garbled in (None, {}, {"kinds": 3}, ours.state_dict() | {"more": 1}):
+        with pytest.raises(ValueError, match="take it from state_dict"):
+            ours.load_state_dict(garbled)
+    with pytest.raises(ValueError, match="no further parameters"):
+        ours.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+
+
+def small_training() -> tuple[QuadruplyStochasticELBO, QuadruplyStochasticOptimizer, Tensor, Tensor]:
+    x, y = data(60)
+    model, likelihood = QuadruplyStochasticGP(NystromBasis(kernel_2d(), x[:20], 40)), gaussian_likelihood(0.5)
+    model.basis.requires_grad_(False)
+    mll = QuadruplyStochasticELBO(likelihood, model, num_feature_samples=20, num_data_samples=30, generator=0)
+    options = {"num_data": 60, "num_steps": 8, "hyper_learning_rate": 0.1, "num_frozen_steps": 2}
+    return mll, QuadruplyStochasticOptimizer(model, likelihood, **options), x, y
+
+
+def losses_of(
+    mll: QuadruplyStochasticELBO, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, steps: int
+) -> list[float]:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = -mll(mll.model(x), y)
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(steps)]
+
+
+def test_the_optimiser_is_one_of_torchs() -> None:
+    """Closures, gradients that are zeroed, schedulers that change its rates, and pickles, from which training goes on."""
+    mll, optimizer, x, y = small_training()
+    losses = losses_of(mll, optimizer, x, y, 5)
+    optimizer.zero_grad(set_to_none=False)
+    gradients = [p.grad for p in (*mll.model.parameters(), *mll.likelihood.parameters()) if p.grad is not None]
+    assert gradients
+    assert not any(gradient.to_dense().any() for gradient in gradients)
+    mll, optimizer, x, y = small_training()
+    assert losses_of(mll, optimizer, x, y, 3) == losses[:3]
+    again, its_optimizer = pickle.loads(pickle.dumps((mll, optimizer)))
+    expected = losses_of(mll, optimizer, x, y, 2)
+    torch.testing.assert_close(losses_of(again, its_optimizer, x, y, 2), expected)
+    torch.testing.assert_close(again.model.weights.mean, mll.model.weights.mean)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    before = copy.deepcopy(mll.state_dict())
+    losses_of(mll, optimizer, x, y, 1)
+    scheduler.step()
+    assert all(torch.equal(before[name], value) for name, value in mll.state_dict().items())
+    pickle.dumps(optimizer)  # whose step the scheduler has wrapped
+
+
+def test_rates_fall_to_the_final_fraction() -> None:
+    mll, optimizer, x, y = small_training()
+    rates = []
+    for inner in optimizer.optimizers:
+        inner.register_step_pre_hook(lambda inner, *_: rates.append(inner.param_groups[0]["lr"]))
+    losses_of(mll, optimizer, x, y, 9)
+    head, tail, hyper = (torch.tensor(rates[start::3]) for start in range(3))
+    decay = 0.01 ** (torch.arange(9) / 8)
+    torch.testing.assert_close(head, 0.5 * decay)
+    torch.testing.assert_close(tail, 0.1 * decay)
+    torch.testing.assert_close(hyper, 0.1 * decay * (torch.arange(9) >= 2))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1, 0.1]

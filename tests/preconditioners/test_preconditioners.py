@@ -237,3 +237,44 @@ def test_what_is_not_finite() -> None:
 def test_rank_below_one() -> None:
     with pytest.raises(ValueError, match="rank"):
         PivotedCholesky(rank=0)
+
+
+def rounded(lengthscale: float, size: float, dtype: torch.dtype) -> NoisyLinearOperator:
+    """A smooth kernel, of numerical rank 12 or so, with symmetric errors of one size in its entries."""
+    x = torch.linspace(0, 10, 80).double()
+    errors = torch.randn(80, 80, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    kernel = torch.exp(-(x[:, None] - x[None]).square() / (2 * lengthscale**2)) + size * (errors + errors.mT)
+    return NoisyLinearOperator(DenseLinearOperator(kernel.to(dtype)), torch.full((80,), 1e-3, dtype=dtype))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e-4), (torch.float64, 1e-6), (torch.float64, 1e-4)])
+@pytest.mark.parametrize("recipe", [PivotedCholesky(rank=40), RandomlyPivotedCholesky(rank=40)])
+def test_pivots_that_carry_only_rounding_fade_out(dtype: torch.dtype, size: float, recipe: PivotedCholesky) -> None:
+    # Drawn where forty pivots carry something, used where a dozen do.
+    pivots = recipe.build(rounded(0.2, 0.0, torch.float64)).pivots
+    operator = rounded(2.0, size, dtype)
+    built = recipe.build(operator, pivots=pivots, correct_diagonal=True)
+    assert built.rank == 40
+    assert 0 < built.jitter < 50 * size
+    exact = rounded(2.0, 0.0, torch.float64).kernel.to_dense()
+    left = torch.linalg.eigvalsh(exact - built.factor.double() @ built.factor.double().mT)
+    # Nowhere far above the kernel, and where it carries something not far below.
+    assert left[0] > -50 * size
+    assert left[-1] < 100 * size + 1e-6
+    values = [recipe.build(rounded(2 + move, size, dtype), pivots=pivots).factor.double() for move in (0, 1e-5, 1e-3)]
+    assert (values[1] - values[0]).norm() < 0.1 * (values[2] - values[0]).norm() or dtype == torch.float32
+
+
+def test_pivots_of_a_kernel_that_has_become_zero() -> None:
+    pivots = PivotedCholesky(rank=10).build(system(20)).pivots
+    zero = NoisyLinearOperator(DenseLinearOperator(torch.zeros(20, 20).double()), system(20).noise)
+    built = PivotedCholesky(rank=10).build(zero, pivots=pivots)
+    assert not built.factor.any()
+    torch.testing.assert_close(built.diagonal, zero.noise)
+
+
+def test_jitter_is_raised_where_it_has_to_be_only() -> None:
+    operator = system()
+    pivots = PivotedCholesky(rank=20).build(operator).pivots
+    assert PivotedCholesky(rank=20).build(operator).jitter == 0
+    assert PivotedCholesky(rank=20).build(operator, pivots=pivots).jitter == 0

@@ -314,7 +314,7 @@ def test_stale_likelihood_arguments_are_refused() -> None:
     case = CASES["rbf"]()
     posterior = PathwisePosterior(case.model, case.likelihood, params=(torch.arange(40.0),))
     case.model.set_train_data(case.x + 1, case.y)
-    with pytest.raises(ValueError, match="Make a new posterior"):
+    with pytest.raises(ValueError, match="make a new posterior"):
         posterior(held_out_points())
 
 
@@ -425,3 +425,29 @@ def test_noise_that_the_training_was_given_by_name() -> None:
     known = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise)
     expected = PathwisePosterior(Regression(x, y, known, kernels.RBFKernel()).double(), known)(x[:5]).mean
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")  # sparse matrices of linear_operator
+@pytest.mark.filterwarnings("ignore:torch.sparse.SparseTensor:UserWarning")
+@pytest.mark.parametrize("exact_below", [0, 1000])
+def test_a_grid_without_bounds_stays_that_of_the_training_inputs(exact_below: int) -> None:
+    """Further points would move it for all of them; those that it does not reach are refused."""
+    kernel = kernels.GridInterpolationKernel(kernels.RBFKernel(), grid_size=10, num_dims=3)
+    case, x = regression(kernels.ScaleKernel(kernel)), held_out_points(4)
+    posterior = PathwisePosterior(case.model, case.likelihood, exact_below=exact_below)
+    edge, far = (torch.cat([x, torch.full((1, 3), value, dtype=torch.float64)]) for value in (2.2, 9.0))
+    with torch.no_grad():
+        expected = posterior(x)
+        beside = posterior(edge)
+        torch.testing.assert_close(beside.mean[:4], expected.mean)
+        torch.testing.assert_close(beside.variance[:4], expected.variance)
+        with pytest.raises(ValueError, match=r"to 9 .* grid_bounds"):
+            posterior(far)
+        posterior.install()
+        torch.testing.assert_close(case.model(x).mean, expected.mean)
+        for moved in (edge, far):
+            with pytest.raises(ValueError, match=r"grid_bounds.*posterior\(x\)"):
+                case.model(moved)
+        torch.testing.assert_close(case.model(x).mean, expected.mean)
+        torch.testing.assert_close(posterior(x).mean, expected.mean)
+    assert kernel.grid_is_dynamic

@@ -167,6 +167,16 @@ def test_entries_that_are_not_finite_raise() -> None:
         projection.variance(prior.diagonal(), cross)
 
 
+def test_a_prior_of_zero_has_no_variance() -> None:
+    operator, cross, _ = system()
+    operator = NoisyLinearOperator(to_linear_operator(torch.zeros(N, N, dtype=torch.float64)), operator.noise)
+    projection = ProjectionRecipe(rank=10, num_neighbours=3).build(operator)
+    nothing = to_linear_operator(torch.zeros_like(cross.to_dense()))
+    torch.testing.assert_close(
+        projection.variance(torch.zeros(T, dtype=torch.float64), nothing), torch.zeros(T).double()
+    )
+
+
 def test_float32() -> None:
     operator, cross, prior = system()
     single = NoisyLinearOperator(to_linear_operator(operator.kernel.to_dense().float()), operator.noise.float())
@@ -231,3 +241,23 @@ def test_rounding_never_makes_grown_projections_overconfident(seed: int) -> None
     inverse = torch.linalg.inv(matrix[:330, :330] + noise * torch.eye(330, dtype=torch.float64))
     exact = (matrix[330:, 330:] - rows @ inverse @ rows.mT).diagonal()
     assert (posterior(test.float()).variance / exact).min() > 0.9
+
+
+@pytest.mark.parametrize("exact_below", [0, 1000])
+@pytest.mark.parametrize("kernel", [gpytorch.kernels.MaternKernel(), gpytorch.kernels.RQKernel()])
+def test_sites_far_apart_in_float32(kernel: gpytorch.kernels.Kernel, exact_below: int) -> None:
+    """Data meet test points rounded as they met one another, with a gradient and without."""
+    generator = torch.Generator().manual_seed(0)
+    x = 10 * torch.rand(300, 1, generator=generator)
+    x[150:] += 20_000
+    points, found = torch.tensor([[3.0], [20_005.0]]), {}
+    for dtype in (torch.float64, torch.float32):
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        model = Regression(x.to(dtype), torch.sin(x[:, 0]).to(dtype), likelihood, kernel).to(dtype)
+        likelihood.noise = 0.05
+        posterior = PathwisePosterior(model, likelihood, exact_below=exact_below, rank=100)
+        found[dtype] = [
+            posterior(points.to(dtype).requires_grad_(has_gradient)).variance.double() for has_gradient in (False, True)
+        ]
+    for exact, single in zip(*found.values(), strict=True):
+        torch.testing.assert_close(single, exact, rtol=0.01, atol=0)

@@ -4,12 +4,14 @@ import copy
 import pickle
 from collections.abc import Callable
 
+import gpytorch
 import pytest
 import torch
+from gpytorch import kernels
 
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
-from tests.mlls.gaussian_models import CASES, Case
+from tests.mlls.gaussian_models import CASES, Case, Regression, data, regression
 from tests.prediction.test_posterior import dense, held_out_points
 
 SOLVERS = [Cholesky(), ConjugateGradients(tolerance=1e-10)]
@@ -62,6 +64,70 @@ def test_moved_numbers_are_refreshed(move: Callable[[Case], None], solver: Chole
     for prediction in (posterior(x), case.model(x)):
         torch.testing.assert_close(prediction.mean.detach(), mean, rtol=0, atol=1e-7)
         torch.testing.assert_close(prediction.covariance_matrix.detach(), covariance, rtol=0, atol=1e-8)
+
+
+def interpolated() -> kernels.Kernel:
+    base = kernels.ScaleKernel(kernels.RBFKernel())
+    return kernels.GridInterpolationKernel(base, grid_size=8, grid_bounds=[(-2.5, 2.5)] * 3)
+
+
+def induced() -> kernels.Kernel:
+    base = kernels.ScaleKernel(kernels.RBFKernel())
+    return kernels.InducingPointKernel(base, data(8)[0], gpytorch.likelihoods.GaussianLikelihood())
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")
+@pytest.mark.parametrize("make", [interpolated, induced])
+@pytest.mark.parametrize("calls_the_model", [False, True])
+def test_caches_of_kernels_do_not_outlive_hyperparameters(
+    make: Callable[[], kernels.Kernel], calls_the_model: bool
+) -> None:
+    """GPyTorch's kernels on grids and inducing points keep matrices in evaluation mode, until `train()`."""
+    case, x = regression(make()), held_out_points()
+    first = PathwisePosterior(case.model, case.likelihood)
+    first.install()
+    for posterior in (first, PathwisePosterior(case.model, case.likelihood)):
+        with torch.no_grad():
+            before = case.model(x).mean
+        case.model.covar_module.base_kernel.base_kernel.lengthscale = 1.0 + torch.rand(())
+        with torch.no_grad():
+            prediction = case.model(x) if calls_the_model else posterior(x)
+        mean, covariance = dense(Case(copy.deepcopy(case.model).train().eval(), case.likelihood, case.x, case.y), x)
+        assert (mean - before).abs().max() > 1e-3
+        torch.testing.assert_close(prediction.mean, mean, rtol=0, atol=1e-6)
+        torch.testing.assert_close(prediction.covariance_matrix, covariance, rtol=0, atol=1e-6)
+        posterior.install()
+
+
+def test_attributes_are_compared_too() -> None:
+    """A kernel's smoothness is a number like any other, though no parameter."""
+    case, x = CASES["matern-3/2"](), held_out_points()
+    posterior = PathwisePosterior(case.model, case.likelihood, solver=Cholesky())
+    case.model.covar_module.base_kernel.nu = 0.5
+    mean, covariance = dense(case, x)
+    torch.testing.assert_close(posterior(x).mean, mean)
+    torch.testing.assert_close(posterior(x).covariance_matrix, covariance)
+
+
+def test_what_a_model_notes_when_it_is_called_is_no_change() -> None:
+    class Noting(Regression):
+        calls, last = 0, torch.zeros(())
+
+        def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+            self.calls, self.last = self.calls + 1, x
+            return super().forward(x)
+
+    x, y = data()
+    model = Noting(x, y, gpytorch.likelihoods.GaussianLikelihood(), kernels.RBFKernel()).double()
+    model(x)
+    posterior = PathwisePosterior(model, model.likelihood)
+    posterior.install()
+    solves, calls = posterior.solves, model.calls
+    posterior(held_out_points())
+    assert model.calls == calls
+    model(held_out_points())
+    assert model.calls > calls
+    assert posterior.solves is solves
 
 
 def test_fixed_noise_is_compared_too() -> None:

@@ -11,7 +11,9 @@ from gpy_iterative.solvers import AlternatingProjections, Cholesky, ConjugateGra
 def test_default_follows_size_and_structure() -> None:
     x = torch.zeros(4000, 2)
     tiled = NoisyLinearOperator(RadialKernelLinearOperator(x, torch.tensor(1.0), function=MATERN32), torch.ones(4000))
-    assert isinstance(default_solver(tiled), AlternatingProjections)
+    solver = default_solver(tiled)
+    assert isinstance(solver, AlternatingProjections)
+    assert solver.finish.preconditioner.rank == 4000 // 16  # 500 columns would cost as much as six products
     assert isinstance(default_solver(tiled[:3000, :3000]), Cholesky)
     toeplitz = NoisyLinearOperator(ToeplitzLinearOperator(torch.ones(4000)), torch.ones(4000))
     assert isinstance(default_solver(toeplitz), ConjugateGradients)

@@ -6,7 +6,7 @@ from gpy_iterative.solvers.laplace.cholesky import LaplaceCholesky
 from gpy_iterative.solvers.laplace.default import EXACT_LATENTS, default_laplace_solver
 from gpy_iterative.solvers.laplace.newton import LaplaceNewton
 from gpy_iterative.solvers.laplace.refinement import refine
-from gpy_iterative.solvers.laplace.solution import LaplaceSolution, mode_advice
+from gpy_iterative.solvers.laplace.solution import LaplaceSolution
 from gpy_iterative.solvers.laplace.whitened import (
     WhitenedKernelLinearOperator,
     dense_factor,
@@ -25,7 +25,6 @@ __all__ = [
     "WhitenedKernelLinearOperator",
     "default_laplace_solver",
     "dense_factor",
-    "mode_advice",
     "nystrom_preconditioner",
     "refine",
     "whitened_system",

@@ -13,12 +13,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_fraction
-from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.checks import check_count, check_flag, check_fraction
+from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.likelihoods import (
     STEP_FLOOR,
     Curvature,
@@ -31,10 +32,12 @@ from gpy_iterative.linear_operators import LatentPrior
 from gpy_iterative.solvers.laplace.solution import LaplaceSolution
 from gpy_iterative.solvers.solution import SolveProgress, SolveStats, SolveStatus
 
-#: A step is halved until psi rises by this share of what its slope promises, or its length is below the least.
-ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
-#: Psi tells steps apart whose promise is so many times its rounding.
-TOLD = 100
+#: A step is halved until psi rises by this share of what its slope promises, or its length is below the least: from the
+#: prior mean, the first step for counts of 1e9 with a log link is some 1e9 times too long.
+ARMIJO, SHORTEST_STEP = 1e-4, torch.finfo(torch.float64).eps
+#: Psi tells steps apart whose promise is so many times its rounding, unless its terms are large and cancel: a difference
+#: of this part of it may be rounding, too.
+TOLD, UNTOLD = 100, 1e-6
 #: Steps in a row that improve neither psi nor its gradient: the arithmetic allows no more.
 PATIENCE = 3
 #: An improvement of the gradient's norm that counts.
@@ -126,7 +129,8 @@ class LaplaceSolver(ABC):
         tolerance: the mode is reached when |g - v| <= tolerance |g|; None lets the solver choose by dtype.
         line_search: halve steps that do not raise the log joint density enough. Without it counts overflow.
         curvature: "auto" is the negative Hessian where the likelihood is log-concave, else the Fisher information where
-            one is registered, else the Hessian's absolute value; "hessian", "fisher", "abs" insist.
+            one is registered, else the Hessian's absolute value, which Newton steps towards a mode take in both cases;
+            "hessian", "fisher", "abs" insist.
 
     Raises:
         ValueError: an option outside its range.
@@ -137,8 +141,13 @@ class LaplaceSolver(ABC):
     line_search: bool = True
     curvature: CurvatureKind = "auto"
 
+    #: What lets a mode take longer, and what besides lets a subspace do more.
+    _budget: ClassVar[str] = "max_outer"
+    _room: ClassVar[str] = ""
+
     def __post_init__(self) -> None:
         check_count("max_outer", self.max_outer)
+        check_flag("line_search", self.line_search)
         if self.tolerance is not None:
             check_fraction("tolerance", self.tolerance)
         check_curvature_kind(self.curvature)
@@ -154,6 +163,21 @@ class LaplaceSolver(ABC):
     @abstractmethod
     def _default_tolerance(self, dtype: torch.dtype) -> float:
         """Where `tolerance` is None."""
+
+    def advice(self, solution: LaplaceSolution, dtype: torch.dtype) -> str:
+        """One or two sentences for a user whose mode was not reached, with kernel products in a dtype."""
+        name = type(self).__name__
+        if solution.status is SolveStatus.BUDGET_EXHAUSTED:
+            lever = f"Raise {self._budget} of {name}, or loosen its tolerance."
+        else:
+            lever = (
+                f"The arithmetic{self._room and ', or the subspace,'} allows no more: {float64_first(dtype)}loosen the "
+                f"tolerance of {name}, {self._room}or keep outputscale and likelihood parameters in bounds."
+            )
+        return (
+            f"The mode was not reached in {solution.num_outer} Newton steps and {solution.num_kernel_products} kernel "
+            f"products: relative gradient {solution.stationarity:.2g}, status {solution.status.name.lower()}. {lever}"
+        )
 
     @torch.no_grad()
     def solve(
@@ -204,7 +228,9 @@ class LaplaceSolver(ABC):
                 break
             if outer == self.max_outer:
                 break
-            weights = likelihood.curvature(problem.by_point(iterate.f), self.curvature, STEP_FLOOR)
+            weights = likelihood.curvature(
+                problem.by_point(iterate.f), likelihood.step_kind(self.curvature), STEP_FLOOR
+            )
             following = self._damped(problem, iterate, *steps.step(iterate, weights))
             outer += 1
             if following is None:
@@ -269,15 +295,17 @@ class LaplaceSolver(ABC):
         condition): a step with a curvature that is not the Hessian may overshoot, and would do so for ever.
         """
         slope = float(iterate.error @ df)
-        length = 1.0
-        rounding = 10 * torch.finfo(torch.float64).eps * abs(iterate.log_joint)
+        length, magnitude = 1.0, abs(iterate.log_joint)
+        told = 10 * TOLD * torch.finfo(torch.float64).eps * magnitude
         while True:
             f, v = iterate.f + length * df, iterate.v + length * dv
-            joint = log_joint(problem, f, v)
-            if not self.line_search or joint >= iterate.log_joint + ARMIJO * length * slope - rounding:
+            promise, joint = length * slope, log_joint(problem, f, v)
+            rises = promise > told and joint >= iterate.log_joint + ARMIJO * promise
+            if rises or not self.line_search:
+                return evaluated(problem, f, v)
+            if joint >= iterate.log_joint - UNTOLD * magnitude:
                 following = evaluated(problem, f, v)
-                is_told = not self.line_search or length * slope > TOLD * rounding
-                if is_told or float(following.error @ df) >= (2 * ARMIJO - 1) * slope:
+                if float(following.error @ df) >= (2 * ARMIJO - 1) * slope:
                     return following
             length /= 2
             if length < SHORTEST_STEP:

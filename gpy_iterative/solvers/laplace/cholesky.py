@@ -20,6 +20,7 @@ class _DenseSteps(StepSolver):
     """
 
     def __init__(self, problem: Problem) -> None:
+        self.dtype = problem.prior.operator.dtype
         self.kernel = problem.prior.operator.to_dense().detach().double()
         if not torch.isfinite(self.kernel).all():
             raise NonFiniteError("The kernel matrix is not finite: check inputs and hyperparameters, or use float64.")
@@ -29,14 +30,14 @@ class _DenseSteps(StepSolver):
 
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
         inner = curvature.root_t((self.kernel @ iterate.error).unsqueeze(-1))
-        solved = torch.cholesky_solve(inner, dense_factor(self.kernel, curvature))
+        solved = torch.cholesky_solve(inner, dense_factor(self.kernel, curvature, self.dtype))
         dv = iterate.error - curvature.root(solved).squeeze(-1)
         return dv, self.kernel @ dv
 
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
         # Q = R L^-T: all of P = Q Q^T.
         identity = torch.eye(curvature.num_points * curvature.root_size).to(self.kernel)
-        inverse = torch.linalg.solve_triangular(dense_factor(self.kernel, curvature), identity, upper=False)
+        inverse = torch.linalg.solve_triangular(dense_factor(self.kernel, curvature, self.dtype), identity, upper=False)
         root = curvature.root(inverse.mT)
         return root, self.kernel @ root, torch.eye(root.shape[-1], dtype=torch.float64, device=root.device)
 

@@ -11,11 +11,12 @@ Uncertainty", algorithms 1 to 3; what differs, and why, is in the documentation 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_fraction, check_instance
+from gpy_iterative.checks import check_count, check_flag, check_fraction, check_instance
 from gpy_iterative.likelihoods import COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32, Curvature, CurvatureFloor
 from gpy_iterative.preconditioners import PreconditionerRecipe
 from gpy_iterative.solvers.laplace.actions import ActionState, Policy, PolicyName, policy_of
@@ -25,6 +26,7 @@ from gpy_iterative.solvers.laplace.compression import Compression, check_compres
 from gpy_iterative.solvers.laplace.literal import LiteralOptions, literal_solve
 from gpy_iterative.solvers.laplace.preconditioning import LatentFactor, NewtonPreconditioner, latent_factor
 from gpy_iterative.solvers.laplace.solution import LaplaceSolution
+from gpy_iterative.worker_threads import divided
 
 #: Relative change of f - m at which the paper's algorithm stops.
 LITERAL_TOLERANCE = 1e-2
@@ -82,12 +84,17 @@ class LaplaceNewton(LaplaceSolver):
     num_covariance_actions: int = 0
     literal: bool = False
 
+    _budget: ClassVar[str] = "max_outer or max_inner"
+    _room: ClassVar[str] = "raise its max_rank, "
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("max_inner", self.max_inner)
         check_count("max_rank", self.max_rank)
         check_fraction("forcing", self.forcing)
         check_count("num_covariance_actions", self.num_covariance_actions, least=0)
+        check_flag("recycle", self.recycle)
+        check_flag("literal", self.literal)
         check_compression(self.compression)
         policy_of(self.policy)
         check_instance("preconditioner", self.preconditioner, PreconditionerRecipe, "RandomlyPivotedCholesky(rank=100)")
@@ -136,6 +143,7 @@ class _SubspaceSteps(StepSolver):
             raise ValueError("The initial solution's actions are not orthonormal: it must come from this solver.")
         self.basis.replace(actions, solution.images)
 
+    @divided()
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
         options, error = self._options, iterate.error
         if not options.recycle:
@@ -159,6 +167,7 @@ class _SubspaceSteps(StepSolver):
                 self._used.clear()  # what was dropped may be taken again
         return dv, df
 
+    @divided()
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
         options, system = self._options, GalerkinSystem.of(self.basis, curvature)
         if not self.basis.count:

@@ -126,7 +126,7 @@ class NewtonPreconditioner:
         inner = factor.weighted_gram(curvature)
         inner.diagonal().add_(1)
         # Jitter where rounding calls for it changes a preconditioner only: to that of somewhat more noise.
-        return cls(factor, curvature, block_cholesky(inner))
+        return cls(factor, curvature, block_cholesky(inner)[0])
 
     def solve(self, weighted_residual: Tensor) -> Tensor:
         """(L L^T + W^+)^-1 r [n C] from W r [n C]."""

@@ -64,22 +64,6 @@ class LaplaceSolution(Solution):
         return self.stats.residual_norms["mode"]
 
 
-def mode_advice(solution: LaplaceSolution) -> str:
-    """One or two sentences for a user whose mode was not reached."""
-    steps = f"{solution.num_outer} Newton steps and {solution.num_kernel_products} kernel products"
-    if solution.status is SolveStatus.BUDGET_EXHAUSTED:
-        lever = "Raise max_outer or max_inner of the LaplaceNewton solver, or loosen its tolerance."
-    else:
-        lever = (
-            "The arithmetic, or the subspace, allows no more: use float64, loosen the tolerance, raise max_rank, or keep "
-            "outputscale and likelihood parameters in bounds."
-        )
-    return (
-        f"The mode was not reached in {steps}: relative gradient {solution.stationarity:.2g}, status "
-        f"{solution.status.name.lower()}. {lever}"
-    )
-
-
 def empty_columns(size: int, like: Tensor) -> Tensor:
     """[size, 0], float64."""
     return torch.empty(size, 0, dtype=torch.float64, device=like.device)

@@ -60,8 +60,8 @@ def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinear
     return NoisyLinearOperator(whitened, torch.ones(whitened.shape[-1], dtype=kernel.dtype, device=kernel.device))
 
 
-def dense_factor(kernel: Tensor, curvature: Curvature) -> Tensor:
-    """L L^T = I + R^T K R for a dense K [n C, n C] in float64.
+def dense_factor(kernel: Tensor, curvature: Curvature, dtype: torch.dtype) -> Tensor:
+    """L L^T = I + R^T K R for a dense K [n C, n C] in float64, computed in a dtype.
 
     Raises:
         NotPositiveDefiniteError: rounding left K so indefinite that no jitter helps.
@@ -69,7 +69,7 @@ def dense_factor(kernel: Tensor, curvature: Curvature) -> Tensor:
     inner = curvature.root_t(curvature.root_t(kernel).mT)
     inner = (inner + inner.mT) / 2
     inner.diagonal().add_(1)
-    return warned_cholesky(inner, "I + R^T K R at the mode")
+    return warned_cholesky(inner, "I + R^T K R at the mode", dtype)
 
 
 def nystrom_preconditioner(curvature: Curvature, actions: Tensor, images: Tensor, dtype: torch.dtype) -> NystromFactor:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpytorch.constraints import GreaterThan
+from gpytorch.likelihoods import StudentTLikelihood
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
@@ -58,6 +59,35 @@ def test_mode_is_stationary_and_full_rank_is_exact(name: str, kind: str) -> None
         torch.testing.assert_close(kernel @ solution.actions, solution.images, rtol=1e-8, atol=1e-9)
     torch.testing.assert_close(found.latent, exact.latent, rtol=1e-7, atol=1e-7)
     assert found.log_joint == pytest.approx(exact.log_joint, abs=1e-8)
+
+
+@pytest.mark.parametrize(("n", "count", "outputscale"), [(200, 1e4, 1.0), (40, 1e7, 50.0), (40, 1e8, 1.0)])
+def test_large_counts_with_a_log_link(n: int, count: float, outputscale: float) -> None:
+    """The first step is as many times too long as counts are large; later ones change psi by less than its rounding."""
+    x = torch.linspace(-2, 2, n, dtype=torch.float64).unsqueeze(-1)
+    y = (count * torch.exp(torch.sin(3 * x[:, 0]))).round()
+    prior, likelihood = poisson_problem(x, y, 0.5, outputscale)
+    exact, found = LaplaceCholesky().solve(prior, likelihood), LaplaceNewton().solve(prior, likelihood)
+    assert exact.stationarity < 1e-8
+    assert found.converged
+    for solution in (exact, found):
+        torch.testing.assert_close(solution.latent[:, 0], y.log(), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("solver", [LaplaceCholesky(), LaplaceNewton()])
+def test_modes_among_outliers_take_few_steps(solver: LaplaceCholesky | LaplaceNewton) -> None:
+    """Fisher information, which the covariance takes, is far from the Hessian there: its steps end far from the mode."""
+    x = torch.linspace(-2, 2, 60, dtype=torch.float64).unsqueeze(-1)
+    y = torch.sin(3 * x[:, 0]) + 0.01 * torch.cos(37 * x[:, 0])
+    y[::4] += 10 * torch.cos(5 * x[::4, 0])
+    student = StudentTLikelihood().double()
+    student.noise, student.deg_free = 1e-4, 4.0
+    prior = poisson_problem(x, y.abs().round(), 0.3, 1.0)[0]
+    solution = solver.solve(prior, PointwiseLikelihood(student, y, 1))
+    assert solution.converged
+    assert solution.num_outer <= 30
+    expected = PointwiseLikelihood(student, y, 1).curvature(solution.latent, "fisher", NO_FLOOR)
+    torch.testing.assert_close(solution.curvature.blocks(), expected.blocks())
 
 
 def test_unequal_class_kernels_need_the_range() -> None:

@@ -1,0 +1,161 @@
+"""A kernel as a function of its tensors, for each thread one of its own.
+
+`torch.func.functional_call` puts other tensors in the place of a module's parameters while it runs, and GPyTorch's way to
+evaluate a kernel at once is a setting of the whole process. Another thread would find both. So what is called is a copy
+of the kernel's modules, which shares all tensors and settings with them, and which evaluates without being told.
+"""
+
+import threading
+import types
+from functools import cache
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch.kernels import CylindricalKernel, Kernel
+from gpytorch.kernels.keops.keops_kernel import KeOpsKernel
+from gpytorch.lazy import LazyEvaluatedKernelTensor
+from linear_operator import LinearOperator, to_dense, to_linear_operator
+from torch import Tensor
+
+from gpy_iterative.linear_operators.module_copies import ModuleCopies
+from gpy_iterative.linear_operators.squared_distances import differentiable_squared_distances, needs_differences
+
+#: Held while a setting of the whole process is changed: two changes that overlap would leave it changed.
+GPYTORCH_SETTINGS = threading.RLock()
+
+
+class _Eager(Kernel):
+    """A kernel that is evaluated where it is called, and not when its values are wanted, with distances that are exact."""
+
+    def covar_dist(
+        self,
+        x1: Tensor,
+        x2: Tensor,
+        diag: bool = False,
+        last_dim_is_batch: bool = False,
+        square_dist: bool = False,
+        **params: Any,
+    ) -> Tensor:
+        """GPyTorch's, but exact where its rounding would leave little: in few dimensions, of inputs that stretch far."""
+        if diag or not needs_differences(x1, x2):
+            return super().covar_dist(x1, x2, diag, last_dim_is_batch, square_dist, **params)
+        if last_dim_is_batch:
+            x1, x2 = x1.mT.unsqueeze(-1), x2.mT.unsqueeze(-1)
+        squares = differentiable_squared_distances(x1, x2)
+        if torch.equal(x1, x2):
+            squares = squares.masked_fill(torch.eye(x1.shape[-2], dtype=torch.bool, device=x1.device), 0.0)
+        return squares if square_dist else squares.clamp_min(1e-30).sqrt()
+
+    def __call__(self, *inputs: Any, **options: Any) -> LinearOperator | Tensor:
+        result = super().__call__(*inputs, **options)
+        if not isinstance(result, LazyEvaluatedKernelTensor):
+            return result
+        given = {"diag": False, "last_dim_is_batch": result.last_dim_is_batch, **result.params}
+        return to_linear_operator(gpytorch.Module.__call__(self, result.x1, result.x2, **given))
+
+
+@cache
+def _eager(kind: type[Kernel]) -> type[Kernel]:
+    return types.new_class(kind.__name__, (kind, _Eager))  # a kernel's own `__call__` comes first
+
+
+def eager_copy(kernel: Kernel, own: tuple[str, ...] = ()) -> Kernel:
+    """A copy of the kernel's modules that evaluates where it is called; `own` as in `ModuleCopies`."""
+    kind = lambda kind: _eager(kind) if issubclass(kind, Kernel) else kind
+    copied = ModuleCopies(own=own, kind=kind).of(kernel)
+    clear_caches(copied)
+    return copied
+
+
+def clear_caches(module: torch.nn.Module) -> None:
+    """Forgets what GPyTorch's modules keep in evaluation mode, which does not follow their hyperparameters."""
+    for part in module.modules():
+        if isinstance(part, gpytorch.Module):
+            part._clear_cache()
+
+
+def evaluated(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> LinearOperator:
+    """The kernel's `forward` on inputs whose active dims are already selected, with all kernels in it evaluated."""
+    # gpytorch.Module.__call__, not the kernel's own: active dims are selected once, by the caller.
+    return to_linear_operator(gpytorch.Module.__call__(eager_copy(kernel), x1, x2, **options))
+
+
+def kernel_matrix(kernel: Kernel, x1: Tensor, x2: Tensor) -> Tensor:
+    """The dense k(x1, x2) of whole inputs, differentiable."""
+    return to_dense(eager_copy(kernel)(x1, x2))
+
+
+def kernel_diagonal(kernel: Kernel, x: Tensor) -> Tensor:
+    """The diagonal of k(x, x), differentiable."""
+    return eager_copy(kernel)(x, diag=True)
+
+
+class KernelFunction(torch.nn.Module):
+    """Holds the kernel under a name, and calls its `forward` on inputs whose active dims are already selected."""
+
+    def __init__(self, kernel: Kernel, own: tuple[str, ...], first_call: "_FirstCall") -> None:
+        super().__init__()
+        self._first_call = first_call
+        self.kernel = eager_copy(kernel, own)
+        self._changes_settings = any(isinstance(part, (KeOpsKernel, CylindricalKernel)) for part in kernel.modules())
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False) -> Tensor:
+        if not self._first_call.is_done:
+            with self._first_call.lock:
+                values = self._evaluated(x1, x2, diag)
+                self._first_call.is_done = True
+            return values
+        return self._evaluated(x1, x2, diag)
+
+    def _evaluated(self, x1: Tensor, x2: Tensor, diag: bool) -> Tensor:
+        if not self._changes_settings:
+            return self._dense(x1, x2, diag)
+        # Dense blocks are wanted: GPyTorch's KeOps kernels would compile several programs to make them. A cylindrical
+        # kernel enters a setting itself.
+        with GPYTORCH_SETTINGS, gpytorch.settings.use_keops(False):
+            return self._dense(x1, x2, diag)
+
+    def _dense(self, x1: Tensor, x2: Tensor, diag: bool) -> Tensor:
+        # gpytorch.Module.__call__, not the kernel's own: active dims are selected once, by the caller.
+        return to_dense(gpytorch.Module.__call__(self.kernel, x1, x2, diag=diag))
+
+
+class _FirstCall:
+    """Others wait for it: what a kernel draws when it is first called, one thread draws for all."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.is_done = False
+
+
+class KernelFunctions(threading.local):
+    """One kernel's functions, by thread.
+
+    Args:
+        own_buffers: whether they are called with other buffers than the kernel's, and not only with other parameters.
+        first_call: the same for all threads.
+    """
+
+    def __init__(self, own_buffers: bool, first_call: _FirstCall) -> None:
+        self._own_buffers, self._first_call = own_buffers, first_call
+        self._function: KernelFunction | None = None
+
+    def of(self, kernel: Kernel) -> KernelFunction:
+        """The calling thread's."""
+        if self._function is None:
+            own = ("_parameters", "_buffers") if self._own_buffers else ("_parameters",)
+            self._function = KernelFunction(kernel, own, self._first_call)
+        return self._function
+
+    # Copies and pickles of an operator make theirs anew.
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KernelFunctions":
+        return kernel_functions(own_buffers=self._own_buffers)
+
+    def __reduce__(self) -> tuple[Any, tuple[bool]]:
+        return kernel_functions, (self._own_buffers,)
+
+
+def kernel_functions(own_buffers: bool) -> KernelFunctions:
+    """Those of an operator; see `KernelFunctions`."""
+    return KernelFunctions(own_buffers, _FirstCall())

@@ -1,0 +1,139 @@
+"""Warnings: where they point and what they advise; options that are refused."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+from linear_operator.utils.warnings import NumericalWarning
+
+import gpy_iterative as gpi
+from gpy_iterative.errors import warn
+from gpy_iterative.solvers import ConjugateGradients, LaplaceCholesky, LaplaceNewton, SolveStatus
+from gpy_iterative.solvers.jittered_cholesky import warned_cholesky
+from tests.laplace_cases import LaplaceModel, case
+from tests.mlls.gaussian_models import Regression, data
+
+
+def short_of_a_mode() -> LaplaceModel:
+    problem = case("logit", n=20)
+    return LaplaceModel(problem.x, problem.y, problem.likelihood, solver=LaplaceNewton(max_outer=1))
+
+
+def training_by_laplace() -> None:
+    model = short_of_a_mode()
+    mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, solver=model.solver)
+    mll(model(*model.train_inputs), model.train_targets)
+
+
+def prediction_by_laplace() -> None:
+    model = short_of_a_mode().eval()
+    model.predict_proba(model.train_inputs[0])
+
+
+def refined_prediction() -> None:
+    model = case("logit", n=20).model.eval()
+    model.num_refinements, model.solver = 1, LaplaceNewton(max_outer=1, tolerance=1e-12)
+    model(model.train_inputs[0])
+
+
+def exact_model() -> Regression:
+    x, y = data(40)
+    return Regression(
+        x, y, gpytorch.likelihoods.GaussianLikelihood(), kernels.ScaleKernel(kernels.RBFKernel())
+    ).double()
+
+
+def training() -> None:
+    model = exact_model()
+    solver = ConjugateGradients(max_epochs=1, preconditioner=None)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, solver=solver)
+    mll(model(*model.train_inputs), model.train_targets)
+
+
+def prediction() -> None:
+    model = exact_model()
+    solver = ConjugateGradients(max_epochs=1, preconditioner=None)
+    posterior = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, solver=solver).posterior()
+    posterior(model.train_inputs[0][:3]).variance  # noqa: B018
+
+
+def roulette() -> None:
+    model = exact_model()
+    truncation = gpi.truncation.FixedTruncation(2)
+    mll = gpi.mlls.RussianRouletteMarginalLogLikelihood(model.likelihood, model, truncation=truncation)
+    mll(model(*model.train_inputs), model.train_targets)
+
+
+def from_within_torch() -> None:
+    """A decorator of PyTorch's between the user and what warns."""
+    torch.no_grad()(warn)("here", gpi.errors.BiasWarning)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        training_by_laplace,
+        prediction_by_laplace,
+        refined_prediction,
+        training,
+        prediction,
+        roulette,
+        from_within_torch,
+    ],
+)
+def test_warnings_point_at_the_line_of_the_user(call: Callable[[], None]) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    ours = [warning for warning in found if warning.category.__module__ == "gpy_iterative.errors"]
+    assert ours
+    first = call.__code__.co_firstlineno
+    for warning in ours:
+        assert warning.filename == __file__
+        assert first < warning.lineno <= max(line for *_, line in call.__code__.co_lines() if line)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_advice_is_of_the_solver_and_dtype_in_use(dtype: torch.dtype) -> None:
+    """No option that this solver does not have, and no word of float64 in float64."""
+    prior, likelihood = case("logit", n=20, dtype=dtype).prior(), case("logit", n=20, dtype=dtype).pointwise()
+    for solver, own in (
+        (LaplaceCholesky(max_outer=1), "of LaplaceCholesky"),
+        (LaplaceNewton(max_outer=1), "max_inner"),
+    ):
+        found = solver.solve(prior, likelihood)
+        texts = [
+            solver.advice(replace(found, status=status), dtype)
+            for status in (SolveStatus.BUDGET_EXHAUSTED, SolveStatus.STAGNATED)
+        ]
+        assert own in texts[0]
+        assert ("max_inner" in texts[0]) == ("max_rank" in texts[1]) == isinstance(solver, LaplaceNewton)
+        assert ("float64" in texts[1]) == (dtype == torch.float32)
+    for status in SolveStatus:
+        assert "float64" not in status.advice_for(torch.float64)
+
+
+def test_a_jitter_is_advised_float64_where_there_is_less() -> None:
+    singular = torch.ones(3, 3, dtype=torch.float64)
+    with pytest.warns(NumericalWarning, match=r"factor x. To avoid it use float64, keep the noise"):
+        warned_cholesky(singular, "X", torch.float32)
+    with pytest.warns(NumericalWarning, match=r"factor x. To avoid it keep the noise"):
+        warned_cholesky(singular, "X", torch.float64)
+
+
+@pytest.mark.parametrize(
+    "options", [{"line_search": "x"}, {"recycle": "x"}, {"literal": 1}], ids=lambda options: next(iter(options))
+)
+def test_flags_are_true_or_false(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be True or False"):
+        LaplaceNewton(**options)
+
+
+def test_deflate_is_true_or_false() -> None:
+    model = case("logit", n=10).model
+    with pytest.raises(ValueError, match="deflate must be True or False, got 'no'"):
+        gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, deflate="no")
