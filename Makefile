@@ -24,7 +24,7 @@ test-processors: .venv/ready
 
 # All pairs of kernels, structures, solvers, estimators, sizes, dtypes and inputs, thirty training steps each: hours.
 stress: .venv/ready
-	OMP_NUM_THREADS=1 $(PYTEST) $(TWO_WORKERS) tests/mlls/test_stress.py --stress
+	OMP_NUM_THREADS=1 $(PYTEST) $(TWO_WORKERS) tests/exact/test_stress.py --stress
 
 gpu-check: .venv/ready
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "No CUDA device here.")'

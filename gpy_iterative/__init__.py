@@ -9,14 +9,11 @@ from gpy_iterative import (
     models,
     preconditioners,
     prediction,
-    probes,
-    progress,
     solvers,
     spectral,
     truncation,
-    weight_space,
 )
-from gpy_iterative.initialization import initialize_from_subsets
+from gpy_iterative.exact.initialization import initialize_from_subsets
 
 #: Semantic version: the one place where it is set.
 __version__ = "0.1.0"
@@ -31,10 +28,7 @@ __all__ = [
     "models",
     "preconditioners",
     "prediction",
-    "probes",
-    "progress",
     "solvers",
     "spectral",
     "truncation",
-    "weight_space",
 ]

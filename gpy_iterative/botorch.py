@@ -10,7 +10,7 @@ import torch
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from gpy_iterative.prediction import SamplePaths
+from gpy_iterative.exact.prediction.sample_paths import SamplePaths
 
 try:
     from botorch.models.deterministic import DeterministicModel

@@ -20,7 +20,7 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-keops", action="store_true", help="fail where pykeops is not installed")
-    parser.addoption("--stress", action="store_true", help="train all pairs of levels in tests/mlls/test_stress.py")
+    parser.addoption("--stress", action="store_true", help="train all pairs of levels in tests/exact/test_stress.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpy_iterative.prediction import PathwisePosterior
 from tests.botorch_apart import deterministic, models, paths, search, thompson, transforms
-from tests.mlls.gaussian_models import data, regression
+from tests.exact.gaussian_models import data, regression
 from tests.monte_carlo import assert_mean_within
 
 BOUNDS = torch.tensor([[-20.0] * 3, [20.0] * 3], dtype=torch.float64)

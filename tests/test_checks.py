@@ -11,15 +11,16 @@ from gpytorch import kernels
 
 import gpy_iterative as gpi
 from gpy_iterative.checks import check_fraction, check_positive
+from gpy_iterative.exact.probes import Rademacher
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
-from tests.mlls.gaussian_models import regression
+from tests.exact.gaussian_models import regression
 
 COUNTS = [
     ("rank", gpi.preconditioners.PivotedCholesky),
     ("block_size", gpi.solvers.AlternatingProjections),
     ("batch_size", gpi.solvers.StochasticGradientDescent),
     ("tile_size", gpi.linear_operators.KernelProducts),
-    ("num_probes", gpi.probes.Rademacher),
+    ("num_probes", Rademacher),
     ("num_frequencies", gpi.spectral.RandomFourierFeatures),
 ]
 

@@ -12,10 +12,10 @@ from linear_operator.utils.warnings import NumericalWarning
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import warn
+from gpy_iterative.linear_solvers.jittered_cholesky import warned_cholesky
 from gpy_iterative.solvers import ConjugateGradients, LaplaceCholesky, LaplaceNewton, SolveStatus
-from gpy_iterative.solvers.jittered_cholesky import warned_cholesky
-from tests.laplace_cases import LaplaceModel, case
-from tests.mlls.gaussian_models import Regression, data
+from tests.exact.gaussian_models import Regression, data
+from tests.laplace.cases import LaplaceModel, case
 
 
 def short_of_a_mode() -> LaplaceModel:

@@ -14,10 +14,7 @@ from torch import Tensor
 
 from benchmarks.command_line import app, console, finish, show
 from benchmarks.datasets import load
-from gpy_iterative.linear_operators import KernelTerm, NoisyLinearOperator, RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial_functions import MATERN32
-from gpy_iterative.mlls.surrogate import surrogate
-from gpy_iterative.probes import (
+from gpy_iterative.exact.probes import (
     ExactPrior,
     Gaussian,
     Preconditioned,
@@ -25,7 +22,11 @@ from gpy_iterative.probes import (
     Rademacher,
     RandomFeatures,
 )
+from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.prior_parts import KernelTerm
+from gpy_iterative.linear_operators.radial.functions import MATERN32
 from gpy_iterative.solvers import Cholesky
+from gpy_iterative.training.surrogate import surrogate
 
 #: Row of the table -> distribution of a number of probes.
 DISTRIBUTIONS = {

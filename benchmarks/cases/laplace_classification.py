@@ -29,7 +29,7 @@ from benchmarks.runs import Measured, Run, SavedRuns
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table
 from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
-from gpy_iterative.likelihoods.predictive import LatentMarginals, PredictiveMethod, class_probabilities
+from gpy_iterative.laplace.likelihoods.predictive import LatentMarginals, PredictiveMethod, class_probabilities
 
 CASE = "laplace-classification"
 #: Points on which hyperparameters are learned before all are used.

@@ -18,10 +18,11 @@ from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.likelihoods import PointwiseLikelihood, PoissonLogLikelihood
-from gpy_iterative.linear_operators import KernelProducts, LatentPrior, RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial_functions import RBF
+from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.latent import LatentPrior
+from gpy_iterative.linear_operators.radial.functions import RBF
+from gpy_iterative.linear_solvers.solution import SolveProgress
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton
-from gpy_iterative.solvers.solution import SolveProgress
 
 #: Newton steps times inner steps.
 SCHEDULES = {"5x20": (5, 20), "10x10": (10, 10), "20x5": (20, 5), "100x1": (100, 1)}

@@ -8,7 +8,7 @@ import gpy_iterative as gpi
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, finish, run_contenders, succeeded_or_exit
 from benchmarks.runner import Outcome, contender
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial_functions import MATERN32
+from gpy_iterative.linear_operators.radial.functions import MATERN32
 
 
 @contender("memory", "ours")

@@ -38,12 +38,7 @@ from benchmarks.training import posterior_scores, take_step
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood, PathwiseMarginalLogLikelihood
 from gpy_iterative.preconditioners import PivotedCholesky
-from gpy_iterative.solvers import (
-    AlternatingProjections,
-    ConjugateGradients,
-    IterativeSolver,
-    StochasticGradientDescent,
-)
+from gpy_iterative.solvers import AlternatingProjections, ConjugateGradients, IterativeSolver, StochasticGradientDescent
 
 CASE = "pathwise"
 SOLVERS = ("CG", "AP", "SGD")

@@ -35,7 +35,7 @@ from benchmarks.runs import Measured, Run
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial_functions import MATERN32
+from gpy_iterative.linear_operators.radial.functions import MATERN32
 
 CASE = "product"
 BOUND = "GEMMs alone"

@@ -24,7 +24,7 @@ from benchmarks.models import MaternRegression
 from benchmarks.runner import Outcome, contender
 from benchmarks.training import take_step
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial_functions import MATERN32
+from gpy_iterative.linear_operators.radial.functions import MATERN32
 
 #: What is measured with each number of processes.
 MEASURED = ("product", "product, kept tiles", "derivative", "training step")

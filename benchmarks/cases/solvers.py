@@ -10,7 +10,7 @@ from benchmarks.command_line import app, console, finish, names_of, show
 from benchmarks.datasets import load
 from benchmarks.runner import Outcome
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial_functions import MATERN32
+from gpy_iterative.linear_operators.radial.functions import MATERN32
 from gpy_iterative.preconditioners import AutomaticRank, Nystrom, PivotedCholesky, RandomlyPivotedCholesky
 from gpy_iterative.solvers import (
     AcceleratedSketchAndProject,

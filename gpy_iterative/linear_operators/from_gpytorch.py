@@ -25,9 +25,9 @@ from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOpe
 from gpy_iterative.linear_operators.kernel_functions import evaluated
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.radial import RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial_functions import MATERN, RATIONAL_QUADRATIC, RBF
-from gpy_iterative.linear_operators.tile_cache import TileCaches
+from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF
+from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 #: Kernels whose own operator is cheap to evaluate and has a fast product.
 _STRUCTURED = (

@@ -18,10 +18,10 @@ from torch.func import functional_call
 from gpy_iterative.linear_operators.kernel_functions import kernel_functions
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.products import KernelProducts, LoweredProducts
-from gpy_iterative.linear_operators.tile_cache import TileCache
-from gpy_iterative.linear_operators.tile_weights import TileWeights
-from gpy_iterative.linear_operators.tiled import TiledLinearOperator
-from gpy_iterative.linear_operators.tiles import Tiles, blocks
+from gpy_iterative.linear_operators.tiles.cache import TileCache
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles.tiles import Tiles, blocks
+from gpy_iterative.linear_operators.tiles.weights import TileWeights
 from gpy_iterative.worker_threads import run
 
 #: Points of a block of which only the diagonal is wanted; entries that are evaluated for one wanted entry, at the most.

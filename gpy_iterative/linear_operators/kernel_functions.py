@@ -19,7 +19,7 @@ from linear_operator import LinearOperator, to_dense, to_linear_operator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
-from gpy_iterative.linear_operators.squared_distances import differentiable_squared_distances, needs_differences
+from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances, needs_differences
 
 #: Held while a setting of the whole process is changed: two changes that overlap would leave it changed.
 GPYTORCH_SETTINGS = threading.RLock()

@@ -13,7 +13,7 @@ from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.observations import masked_covariance
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.repeated import RepeatedKernelLinearOperator
-from gpy_iterative.linear_operators.tile_cache import TileCaches
+from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from linear_operator import LinearOperator
 
-from gpy_iterative.linear_operators.precision import EPS, Precision
-from gpy_iterative.linear_operators.tiled import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles.precision import EPS, Precision
 
 
 def lower_precision(operator: LinearOperator) -> tuple[LinearOperator, Precision] | None:

@@ -13,7 +13,7 @@ from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperat
 from torch import Tensor
 
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_operators.tiled import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 
 
 @singledispatch

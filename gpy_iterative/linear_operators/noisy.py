@@ -7,13 +7,8 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.bilinear_derivative import bilinear_derivative
-from gpy_iterative.linear_operators.partial_products import (
-    Rows,
-    columns_matmul,
-    dense_rows,
-    principal_block,
-    rows_matmul,
-)
+from gpy_iterative.linear_operators.partial_products import columns_matmul, dense_rows, principal_block, rows_matmul
+from gpy_iterative.linear_operators.tiles.tiles import Rows
 
 #: Rounding errors of the whole that the kernel's part of bilinear forms has at least, to be taken from a solve. An
 #: outputscale's gradient is then off by a thousandth of its terms at the most (float32, 1,500 points: by 6e-7 where the

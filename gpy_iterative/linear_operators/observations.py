@@ -21,7 +21,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators.from_gpytorch import added_diagonal, kernel_operator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tile_cache import TileCaches
+from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 
 def noise_operator(

@@ -16,8 +16,8 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-from gpy_iterative.linear_operators.tiled import TiledLinearOperator
-from gpy_iterative.linear_operators.tiles import Rows
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles.tiles import Rows
 
 
 @singledispatch

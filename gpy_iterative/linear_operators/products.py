@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators.keops import require_pykeops
-from gpy_iterative.linear_operators.precision import (
+from gpy_iterative.linear_operators.radial.keops import require_pykeops
+from gpy_iterative.linear_operators.tiles.precision import (
     NATIVE,
     Precision,
     TileArithmetic,
     check_precision,
     tile_arithmetic,
 )
-from gpy_iterative.linear_operators.sharded import Ranks, check_group
+from gpy_iterative.linear_operators.tiles.ranks import Ranks, check_group
 
 Backend = Literal["auto", "tiles", "keops"]
 

@@ -6,7 +6,8 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.partial_products import Rows, rows_matmul
+from gpy_iterative.linear_operators.partial_products import rows_matmul
+from gpy_iterative.linear_operators.tiles.tiles import Rows
 
 
 class RepeatedKernelLinearOperator(LinearOperator):

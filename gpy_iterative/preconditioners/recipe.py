@@ -8,7 +8,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 
 

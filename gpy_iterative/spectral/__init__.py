@@ -1,4 +1,8 @@
-"""Spectral densities of stationary kernels, and the random features they make."""
+"""Spectral densities of stationary kernels, and the random features drawn from them.
+
+Begin with `densities.py`, one registry entry a kernel; `features.py` makes features of whole priors. The room may
+import `linear_operators` and all below it.
+"""
 
 from gpy_iterative.spectral.densities import (
     Draws,

@@ -12,7 +12,7 @@ import torch
 from gpytorch import kernels
 from torch import Tensor
 
-from gpy_iterative.linear_operators import computes_the_same
+from gpy_iterative.linear_operators.from_gpytorch import computes_the_same
 
 Draws = dict[str, Tensor]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators import KernelTerm
+from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.summands import Summand, summands
 

@@ -10,7 +10,8 @@ from linear_operator.operators import RootLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import SpectralDensityMissingError
-from gpy_iterative.linear_operators import KernelTerm, active_inputs
+from gpy_iterative.linear_operators.from_gpytorch import active_inputs
+from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.spectral.densities import Draws, SpectralDensity, spectral_density
 
 #: Kernels whose `forward` is an explicit root Phi Phi^T; by exact type, as a subclass may compute anything.

@@ -10,7 +10,7 @@ import torch
 from benchmarks.cases import feature_kernels, feature_order, feature_step
 from benchmarks.datasets import Split
 from benchmarks.runs import Measured
-from tests.mlls.gaussian_models import data
+from tests.exact.gaussian_models import data
 
 
 def split() -> Split:

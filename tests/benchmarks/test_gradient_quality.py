@@ -7,7 +7,7 @@ import torch
 from benchmarks.cases import gradient_quality as benchmark
 from benchmarks.datasets import Split
 from benchmarks.models import MaternRegression
-from tests.mlls.gaussian_models import data
+from tests.exact.gaussian_models import data
 
 
 def test_the_exact_gradient_is_that_of_gpytorch() -> None:

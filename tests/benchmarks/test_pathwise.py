@@ -12,7 +12,7 @@ from benchmarks.models import MaternRegression
 from benchmarks.runner import CONTENDERS, Outcome
 from benchmarks.runs import Measured, Run
 from benchmarks.suite import Preset
-from tests.mlls.gaussian_models import data
+from tests.exact.gaussian_models import data
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from benchmarks.cases import quadruply_cost
 from benchmarks.datasets import Split
 from benchmarks.runner import CONTENDERS
 from benchmarks.suite import Preset
-from tests.mlls.gaussian_models import data
+from tests.exact.gaussian_models import data
 
 
 @pytest.fixture

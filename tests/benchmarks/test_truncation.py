@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from benchmarks import datasets, runner, runs
 from benchmarks.__main__ import app
 from benchmarks.cases import bias, truncation_cost, truncation_table
-from tests.mlls.gaussian_models import data
+from tests.exact.gaussian_models import data
 from tests.monte_carlo import assert_within
 
 

@@ -8,16 +8,12 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators import (
-    KernelProducts,
-    NoisyLinearOperator,
-    RadialKernelLinearOperator,
-    bilinear_derivative,
-)
-from gpy_iterative.linear_operators.radial_functions import MATERN32
-from gpy_iterative.linear_operators.radial_tiles import RadialTiles
+from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.bilinear_derivative import bilinear_derivative
+from gpy_iterative.linear_operators.radial.functions import MATERN32
+from gpy_iterative.linear_operators.radial.tiles import RadialTiles
+from tests.linear_operators.radial.test_operator import inputs
 from tests.linear_operators.test_matrix_derivative import generic, noise, radial
-from tests.linear_operators.test_radial import inputs
 
 CASES: dict[str, Callable[[], LinearOperator]] = {
     "radial": radial,

@@ -17,13 +17,13 @@ from gpy_iterative.linear_operators import (
     columns_matmul,
     dense_rows,
     kernel_operator,
-    lower_precision,
-    matrix_derivative,
     principal_block,
     rows_matmul,
 )
-from gpy_iterative.linear_operators.precision import EPS
-from gpy_iterative.linear_operators.radial_functions import MATERN12, MATERN32, MATERN52, RATIONAL_QUADRATIC, RBF
+from gpy_iterative.linear_operators.lower_precision import lower_precision
+from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
+from gpy_iterative.linear_operators.radial.functions import MATERN12, MATERN32, MATERN52, RATIONAL_QUADRATIC, RBF
+from gpy_iterative.linear_operators.tiles.precision import EPS
 from tests.devices import moved
 from tests.simulated_device import DEVICE, SimulatedDevice
 

@@ -17,11 +17,11 @@ from gpy_iterative.linear_operators import (
     GenericKernelLinearOperator,
     KernelProducts,
     RadialKernelLinearOperator,
-    TileCaches,
     kernel_operator,
     noisy_operator,
 )
-from tests.mlls.gaussian_models import CASES, Regression, data
+from gpy_iterative.linear_operators.tiles.cache import TileCaches
+from tests.exact.gaussian_models import CASES, Regression, data
 
 PRODUCTS = KernelProducts(tile_size=16)
 

@@ -11,15 +11,10 @@ from gpytorch import kernels
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
 from torch import Tensor
 
-from gpy_iterative.linear_operators import (
-    GenericKernelLinearOperator,
-    KernelProducts,
-    TileCache,
-    generic_kernel,
-    rows_matmul,
-    tiles,
-)
-from tests.linear_operators.test_radial import inputs
+from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts, generic_kernel, rows_matmul
+from gpy_iterative.linear_operators.tiles import tiles
+from gpy_iterative.linear_operators.tiles.cache import TileCache
+from tests.linear_operators.radial.test_operator import inputs
 
 
 class UserKernel(kernels.Kernel):

@@ -11,8 +11,9 @@ from linear_operator import to_linear_operator
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase
 from torch import Tensor
 
-from gpy_iterative.linear_operators import KernelProducts, RepeatedKernelLinearOperator, latent_prior, point_blocks
-from tests.laplace_cases import inputs
+from gpy_iterative.linear_operators import KernelProducts, RepeatedKernelLinearOperator, latent_prior
+from gpy_iterative.linear_operators.latent import point_blocks
+from tests.laplace.cases import inputs
 
 
 class TestRepeatedKernel(LinearOperatorTestCase, unittest.TestCase):

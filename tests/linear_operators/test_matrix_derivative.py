@@ -13,10 +13,10 @@ from gpy_iterative.linear_operators import (
     KernelProducts,
     NoisyLinearOperator,
     RadialKernelLinearOperator,
-    matrix_derivative,
 )
-from gpy_iterative.linear_operators.radial_functions import MATERN32
-from tests.linear_operators.test_radial import inputs
+from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
+from gpy_iterative.linear_operators.radial.functions import MATERN32
+from tests.linear_operators.radial.test_operator import inputs
 
 PRODUCTS = KernelProducts(tile_size=4)
 

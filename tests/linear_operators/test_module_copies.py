@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpy_iterative.linear_operators import ModuleCopies
+from gpy_iterative.linear_operators.module_copies import ModuleCopies
 
 APART = {"own": ("_parameters", "_buffers"), "apart": True}
 

@@ -7,8 +7,8 @@ from linear_operator.test.linear_operator_test_case import LinearOperatorTestCas
 from torch import Tensor
 
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial_functions import MATERN32
-from tests.linear_operators.test_radial import RADIAL_TOLERANCES, dense, inputs
+from gpy_iterative.linear_operators.radial.functions import MATERN32
+from tests.linear_operators.radial.test_operator import RADIAL_TOLERANCES, dense, inputs
 
 
 class _Conformance:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, noisy_operator
-from tests.mlls.gaussian_models import CASES
+from tests.exact.gaussian_models import CASES
 
 PRODUCTS = KernelProducts(tile_size=16)
 

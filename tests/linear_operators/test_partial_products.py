@@ -18,11 +18,11 @@ from gpy_iterative.linear_operators import (
     principal_block,
     rows_matmul,
 )
-from gpy_iterative.linear_operators import tiles as tiles_module
-from gpy_iterative.linear_operators.radial_functions import MATERN32, RBF
-from gpy_iterative.linear_operators.radial_tiles import RadialTiles
-from gpy_iterative.linear_operators.tiles import Tiles
-from tests.linear_operators.test_radial import inputs
+from gpy_iterative.linear_operators.radial.functions import MATERN32, RBF
+from gpy_iterative.linear_operators.radial.tiles import RadialTiles
+from gpy_iterative.linear_operators.tiles import tiles as tiles_module
+from gpy_iterative.linear_operators.tiles.tiles import Tiles
+from tests.linear_operators.radial.test_operator import inputs
 
 N = 21
 

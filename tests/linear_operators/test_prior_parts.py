@@ -6,8 +6,8 @@ from gpytorch import kernels
 from linear_operator.operators import DenseLinearOperator
 
 from gpy_iterative.errors import SpectralDensityMissingError
-from gpy_iterative.linear_operators import kernel_terms
-from tests.mlls.gaussian_models import data
+from gpy_iterative.linear_operators.prior_parts import kernel_terms
+from tests.exact.gaussian_models import data
 
 
 def test_terms_of_a_sum() -> None:

@@ -17,7 +17,7 @@ from gpy_iterative.linear_operators import (
     principal_block,
     rows_matmul,
 )
-from gpy_iterative.linear_operators.radial_functions import MATERN32, RATIONAL_QUADRATIC
+from gpy_iterative.linear_operators.radial.functions import MATERN32, RATIONAL_QUADRATIC
 
 SIZE, DIMENSION = 150, 3
 PRODUCTS = KernelProducts(tile_size=16)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts, NoisyLinearOperator
-from gpy_iterative.linear_operators.radial import RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial_functions import MATERN32
+from gpy_iterative.linear_operators.radial.functions import MATERN32
+from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.preconditioners import (
     AutomaticRank,
     Nystrom,

@@ -7,7 +7,7 @@ import torch
 from gpytorch import kernels
 from scipy import special, stats
 
-from gpy_iterative.linear_operators import kernel_terms
+from gpy_iterative.linear_operators.prior_parts import kernel_terms
 from gpy_iterative.spectral import (
     RandomFourierFeatures,
     SpectralDensity,
@@ -17,7 +17,7 @@ from gpy_iterative.spectral import (
     register_spectral_density,
     spectral_density,
 )
-from tests.mlls.gaussian_models import data
+from tests.exact.gaussian_models import data
 
 
 @pytest.fixture

@@ -5,13 +5,10 @@ import torch
 from gpytorch import kernels
 
 from gpy_iterative.errors import SpectralDensityMissingError
-from gpy_iterative.linear_operators import KernelTerm, kernel_terms
-from gpy_iterative.spectral import (
-    RandomFourierFeatures,
-    has_random_features,
-)
+from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
+from gpy_iterative.spectral import RandomFourierFeatures, has_random_features
 from gpy_iterative.spectral import features as spectral_features
-from tests.mlls.gaussian_models import data
+from tests.exact.gaussian_models import data
 
 KERNELS = {
     "rbf": lambda: kernels.RBFKernel(ard_num_dims=3),

@@ -1,0 +1,78 @@
+"""Whether tensors are still what they were: by version, at no cost, or by value.
+
+A version counts what is written to a tensor by torch's in-place operations. It does not count what goes through `.data`, as
+GPyTorch's `initialize` does: hyperparameters are compared by value.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def version(tensor: Tensor) -> object:
+    """A value that differs after every write to the tensor. Inference tensors count no writes: theirs always differs."""
+    return object() if tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True)
+class SeenVersions:
+    """Tensors recognised by identity and version. Keeps none of them alive.
+
+    A view counts as the same as another view of the same entries of the same tensor.
+    """
+
+    entries: tuple[tuple[weakref.ref[Tensor], object, object], ...] = ()
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> "SeenVersions":
+        """These tensors, as they are now."""
+        return cls(tuple((weakref.ref(_base(t)), version(t), _layout(t)) for t in tensors))
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the same tensors, and nothing has been written to them since."""
+        return len(tensors) == len(self.entries) and all(
+            reference() is _base(tensor) and known == version(tensor) and layout == _layout(tensor)
+            for (reference, known, layout), tensor in zip(self.entries, tensors, strict=True)
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SeenVersions, ()  # copies and pickles know nothing: versions are not copied with tensors
+
+
+@dataclass(frozen=True)
+class SeenValues:
+    """Tensors recognised by shape, dtype, device and values, of which it keeps copies."""
+
+    values: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> "SeenValues":
+        """The values that these tensors have now."""
+        return cls(tuple(tensor.detach().clone() for tensor in tensors))
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors have the same values. Cost: one pass over them."""
+        return len(tensors) == len(self.values) and all(map(same_tensor, self.values, tensors))
+
+
+def same_tensor(left: Tensor, right: Tensor) -> bool:
+    """Equal shape, dtype, device and values; NaN equals NaN, since missing targets are NaN."""
+    if left is right:
+        return True
+    if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
+        return False
+    if torch.equal(left, right):
+        return True
+    return left.is_floating_point() and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _layout(tensor: Tensor) -> object:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()

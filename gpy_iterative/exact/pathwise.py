@@ -1,0 +1,96 @@
+"""Pathwise probes: right-hand sides drawn from the model itself, whose solves are posterior samples.
+
+Lin et al. 2024, "Improving Linear System Solvers for Hyperparameter Optimisation in Iterative Gaussian
+Processes" (arXiv 2405.18457), sections 3 and 4, with the bias of the random features removed.
+"""
+
+from typing import Literal
+
+import torch
+from gpytorch.likelihoods import Likelihood
+from gpytorch.models import ExactGP
+
+from gpy_iterative.checks import check_flag
+from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
+from gpy_iterative.exact.probes import ExactPrior, ProbeDistribution, RandomFeatures
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_solvers.base import Solver
+from gpy_iterative.training.progress import Progress
+
+#: Corrected estimates are unbiased for any number; more lower the variance, and take features and their inner matrix,
+#: n (2m)^2: of 3,724 rows .04 s for 200, .43 s for 1,000, where the solve of the probes takes .1 to .2 s.
+DEFAULT_NUM_FREQUENCIES = 200
+
+
+class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
+    """The marginal log likelihood of an exact Gaussian process, with probes that are samples of its prior.
+
+    The probes xi = Phi(X) w + sqrt(noise) e have covariance S = Phi Phi^T + D, known exactly, and
+    tr(H^-1 dH) = E[(H^-1 xi)^T dH (S^-1 xi)] holds for any number of frequencies.
+
+    Args:
+        likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
+        model: a `gpytorch.models.ExactGP` whose kernel has a registered spectral density.
+        num_probes: probe vectors.
+        num_frequencies: random frequencies a kernel term, for prior="features"; None takes 200.
+        prior: "features" (random Fourier features), or "exact" (a Cholesky factor of the prior, for small n).
+        corrected: True weights by S^-1 xi, which is unbiased; False takes S = H as published, whose error for a
+            frozen set of frequencies does not fall with the number of probes.
+        warm_start: "extrapolated" starts each solve at twice the last solution less the one before, "previous"
+            at the last; both keep the draws frozen. False draws anew and starts at zero, every step.
+        solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
+        products: how kernel products are computed.
+        generator: a generator, or the seed of one. The global generator is never touched.
+        progress: True shows a bar for every solve; a callable gets every `gpy_iterative.training.progress.ProgressReport`.
+
+    Raises:
+        UnsupportedLikelihoodError: the likelihood is not Gaussian.
+        SpectralDensityMissingError: at the first step, a kernel without a spectral density (`prior="features"`).
+        ValueError: an option outside its range, training inputs that are not finite.
+        TypeError: a model that is no ExactGP; a solver, products or progress of another type.
+
+    Examples:
+        >>> model = MyExactGP(train_x, train_y, likelihood)
+        >>> mll = gpi.mlls.PathwiseMarginalLogLikelihood(likelihood, model, num_probes=8, generator=0)
+        >>> (-mll(model(train_x), train_y)).backward()
+        >>> paths = mll.posterior().sample_paths(8)
+        >>> paths(test_x).shape
+        torch.Size([8, 20])
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        model: ExactGP,
+        *,
+        num_probes: int = 16,
+        num_frequencies: int | None = None,
+        prior: Literal["features", "exact"] = "features",
+        corrected: bool = True,
+        warm_start: Literal["extrapolated", "previous", False] = "extrapolated",
+        solver: Solver | None = None,
+        products: KernelProducts | None = None,
+        generator: torch.Generator | int | None = None,
+        progress: Progress = False,
+    ) -> None:
+        if prior not in ("features", "exact"):
+            raise ValueError(f"prior must be 'features' or 'exact', got {prior!r}.")
+        check_flag("corrected", corrected)
+        probes: ProbeDistribution
+        if prior == "exact":
+            if num_frequencies is not None:
+                raise ValueError(f"num_frequencies={num_frequencies} is for prior='features': an exact prior has none.")
+            probes = ExactPrior(num_probes=num_probes)
+        else:
+            frequencies = DEFAULT_NUM_FREQUENCIES if num_frequencies is None else num_frequencies
+            probes = RandomFeatures(num_probes=num_probes, num_frequencies=frequencies, corrected=corrected)
+        super().__init__(
+            likelihood,
+            model,
+            probes=probes,
+            warm_start=warm_start,
+            solver=solver,
+            products=products,
+            generator=generator,
+            progress=progress,
+        )

@@ -1,0 +1,119 @@
+"""The posterior covariance, which is not evaluated before somebody asks for a part of it."""
+
+from typing import Any, Protocol
+
+import torch
+from linear_operator import LinearOperator, to_linear_operator
+from torch import Tensor
+
+from gpy_iterative.exact.prediction.blocks import row_block, row_group
+from gpy_iterative.exact.prediction.projection import Projection
+from gpy_iterative.training.progress import Progress, reporting
+
+#: Numbers that one chunk of test points may hold: half a gigabyte in float64.
+CHUNK_NUMBERS = 2**26
+
+
+class ProjectionSource(Protocol):
+    """Whoever makes the projection, at the first call."""
+
+    def projection(self) -> Projection:
+        """The projection of n training data."""
+        ...
+
+
+class PosteriorCovarianceLinearOperator(LinearOperator):
+    """K(x, x) - K(x, X) H^-1 K(X, x), as good as the projection is.
+
+    Args:
+        test_test: K(x, x) [*batch, t, t].
+        test_train: K(x, X) [*batch, t, n], or [batch * t, n] with the points of all batch members in one list.
+        source: makes the projection of the data when it is first needed.
+        chunk_size: test points that are worked on at a time; None takes what fits half a gigabyte.
+        progress: True shows a bar for variances in chunks; a callable gets every report.
+
+    The diagonal is worked out in chunks and keeps t numbers; so a million test points are fine. Everything else is
+    dense: t^2 numbers. Differentiable in whatever the two blocks are.
+    """
+
+    def __init__(
+        self,
+        test_test: LinearOperator,
+        test_train: LinearOperator,
+        *,
+        source: ProjectionSource,
+        chunk_size: int | None = None,
+        progress: Progress = False,
+    ) -> None:
+        super().__init__(test_test, test_train, source=source, chunk_size=chunk_size, progress=progress)
+        self.test_test, self.test_train = test_test, test_train
+        self._options = {"source": source, "chunk_size": chunk_size, "progress": progress}
+        self.source, self.chunk_size, self.progress = source, chunk_size, progress
+
+    def _size(self) -> torch.Size:
+        return self.test_test.shape
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return type(self)(self.test_test.mT, self.test_train, **self._options)
+
+    def _diagonal(self) -> Tensor:
+        projection = self.source.projection()
+        prior_variance = self.test_test.diagonal(dim1=-2, dim2=-1)
+        size, length = self.test_train.shape[-2], self._chunk_length(projection)
+        if size <= length:
+            return projection.variance(prior_variance, self.test_train)
+        # A list of points that stands for a batch is cut as a list, and shaped in the end.
+        flat = prior_variance.reshape(*self.test_train.batch_shape, size)
+        parts = []
+        with reporting(self.progress, "variances", "points", size) as tell:
+            for start in range(0, size, length):
+                rows = slice(start, min(start + length, size))
+                parts.append(projection.variance(flat[..., rows], row_block(self.test_train, rows)))
+                tell(rows.stop, {})
+        return torch.cat(parts, dim=-1).reshape(prior_variance.shape)
+
+    def to_dense(self) -> Tensor:
+        """The matrix [*batch, t, t]; memory O(t n + t^2), differentiable."""
+        kept: Tensor | None = self.__dict__.get("_dense")
+        if kept is not None:
+            return kept
+        dense = self.source.projection().covariance(self.test_test.to_dense(), self.test_train)
+        if not any(tensor.requires_grad for tensor in self.representation()):
+            self.__dict__["_dense"] = dense
+        return dense
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.to_dense() @ rhs
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        whole = all(isinstance(index, slice) and index == slice(None) for index in batch_indices)
+        if whole and isinstance(row_index, slice) and row_index == col_index and not self._is_list:
+            part = self.test_test[..., row_index, row_index], self.test_train[..., row_index, :]
+            return type(self)(*part, **self._options)
+        return to_linear_operator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        return self.to_dense()[(*batch_indices, row_index, col_index)]
+
+    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
+        return to_linear_operator(self.to_dense().expand(*batch_shape, *self.matrix_shape))
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return to_linear_operator(self.to_dense().unsqueeze(dim))
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        return to_linear_operator(self.to_dense().permute(*dims, -2, -1))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_dense"}
+
+    @property
+    def _is_list(self) -> bool:
+        return self.test_train.dim() < self.test_test.dim()
+
+    def _chunk_length(self, projection: Projection) -> int:
+        numbers = projection.numbers_per_point(self.test_train.shape[-1]) * self.test_train.batch_shape.numel()
+        length = self.chunk_size or CHUNK_NUMBERS // numbers
+        # Whole points: the rows of one point's outputs belong together.
+        group = row_group(self.test_train)
+        return max(length // group, 1) * group

@@ -1,0 +1,145 @@
+"""The prior of training and test points together, cut into the blocks that conditioning needs, none of them stored."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.models import ExactGP
+from linear_operator import LinearOperator, to_linear_operator
+from torch import Tensor
+
+from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.prior_parts import prior_parts
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.training.shared_columns import unexpanded
+from gpy_iterative.training.training_system import prior_at
+
+
+@dataclass(frozen=True)
+class JointPrior:
+    """The blocks of one set of test points, T outputs each.
+
+    Attributes:
+        mean: [*batch, t T].
+        test_train: K(x, X) [*batch, t T, n], or [batch * t T, n] where a batch of test points meets one model.
+        test_test: K(x, x) [*batch, t T, t T].
+        kind: MultivariateNormal, or the multitask class that the model's prior has.
+        event_shape: [t] or [t, T].
+    """
+
+    mean: Tensor
+    test_train: LinearOperator
+    test_test: LinearOperator
+    kind: type[MultivariateNormal]
+    event_shape: torch.Size
+
+    def distribution(self, mean: Tensor, covariance: LinearOperator) -> MultivariateNormal:
+        """A distribution at the test points from a flat mean [*batch, t T]."""
+        return self.kind(mean.reshape(*mean.shape[:-1], *self.event_shape), covariance)
+
+
+def joint_prior(
+    model: ExactGP, inputs: Sequence[Tensor], batch_shape: torch.Size, products: KernelProducts
+) -> JointPrior:
+    """The blocks at the model's current hyperparameters.
+
+    Args:
+        model: in evaluation mode.
+        inputs: test inputs [*batch, t, d], one tensor for each of the model's inputs; [t] is [t, 1].
+        batch_shape: of the training system. A model without one meets a batch of test points as one long list:
+            training inputs are not repeated.
+        products: how kernel products are computed; tiles of rectangular blocks are used once and never kept.
+
+    Raises:
+        ValueError: inputs of another number, dtype, device or number of columns than the training inputs.
+    """
+    train = unexpanded(model.train_inputs or ())
+    inputs = checked_inputs(train, inputs)
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in inputs))
+    inputs = [x.expand(*batch, *x.shape[-2:]) for x in inputs]
+    num_test = inputs[0].shape[-2]
+    is_list = bool(batch) and not batch_shape
+    points = [x.reshape(-1, x.shape[-1]) for x in inputs] if is_list else inputs
+    joint = prior_at(model, [stacked(x, test) for x, test in zip(train, points, strict=True)])
+
+    outputs = joint.event_shape[1:].numel()
+    size = train[0].shape[-2] * outputs
+    covariance = joint.lazy_covariance_matrix
+    once = replace(products, cache_memory=0)
+    test_train, test_test = covariance_blocks(covariance, size, once)
+    mean = joint.loc[..., size:]
+    if is_list:
+        test_test = kernel_operator(prior_at(model, inputs).lazy_covariance_matrix, once)
+        mean = mean.reshape(*batch, num_test * outputs)
+    else:
+        batch = torch.broadcast_shapes(batch_shape, joint.batch_shape)
+        mean, test_train = mean.expand(*batch, mean.shape[-1]), _expanded(test_train, batch)
+    test_test = _expanded(test_test, batch)
+    # Copies: variances are evaluated later, at the hyperparameters of now.
+    return JointPrior(
+        mean,
+        test_train.clone(),
+        test_test.clone(),
+        type(joint) if isinstance(joint, MultitaskMultivariateNormal) else MultivariateNormal,
+        torch.Size((num_test, *joint.event_shape[1:])),
+    )
+
+
+def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Test inputs [*batch, t, d] that fit the training inputs; ValueError otherwise."""
+    if len(inputs) != len(train):
+        raise ValueError(f"The model has {len(train)} training inputs; got {len(inputs)} test inputs.")
+    for x in inputs:
+        if not torch.is_tensor(x):
+            raise ValueError(
+                f"Test inputs must be tensors, got {type(x).__name__}: torch.as_tensor makes one of an array."
+            )
+    inputs = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
+    for x, known in zip(inputs, train, strict=True):
+        if x.shape[-1:] != known.shape[-1:]:
+            raise ValueError(f"Test inputs {tuple(x.shape)} do not fit the training inputs {tuple(known.shape)}.")
+        for what in ("dtype", "device"):
+            if getattr(x, what) != getattr(known, what):
+                raise ValueError(
+                    f"The test inputs have {what} {getattr(x, what)}, the training inputs {getattr(known, what)}."
+                )
+        if x.is_floating_point() and not torch.isfinite(x).all():
+            index = tuple((~torch.isfinite(x)).nonzero()[0].tolist())
+            raise ValueError(f"Test inputs must be finite, but x{list(index)} is {x[index].item()}.")
+    return inputs
+
+
+def graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:
+    """A graph where test inputs ask for one, none otherwise."""
+    return torch.set_grad_enabled(
+        torch.is_grad_enabled() and any(torch.is_tensor(x) and x.requires_grad for x in inputs)
+    )
+
+
+def stacked(train: Tensor, test: Tensor) -> Tensor:
+    """Test inputs below training inputs, [*b, n + t, d]."""
+    batch = torch.broadcast_shapes(train.shape[:-2], test.shape[:-2])
+    return torch.cat([train.expand(*batch, *train.shape[-2:]), test.expand(*batch, *test.shape[-2:])], dim=-2)
+
+
+def covariance_blocks(
+    covariance: LinearOperator, size: int, products: KernelProducts
+) -> tuple[LinearOperator, LinearOperator]:
+    """K(x, X) and K(x, x) of a joint covariance whose first `size` rows are the training data."""
+    if covariance.shape[-1] == size:
+        nothing = torch.zeros(*covariance.batch_shape, 0, size, dtype=covariance.dtype, device=covariance.device)
+        return to_linear_operator(nothing), to_linear_operator(nothing[..., :0])
+    has_jitter = prior_parts(covariance).diagonal is not None  # from the model's own forward; it stays on the diagonal
+    whole = kernel_operator(covariance, products) if has_jitter else None
+    if isinstance(whole, NoisyLinearOperator):
+        kernel, jitter = whole.kernel, whole.noise[..., size:]
+        return kernel[..., size:, :size], NoisyLinearOperator(kernel[..., size:, size:], jitter)
+    # GPyTorch's lazy blocks first, operators then: structure such as Kronecker products survives.
+    blocks = covariance[..., size:, :size], covariance[..., size:, size:]
+    return kernel_operator(blocks[0], products), kernel_operator(blocks[1], products)
+
+
+def _expanded(operator: LinearOperator, batch: torch.Size) -> LinearOperator:
+    return operator if operator.batch_shape == batch else operator.expand(*batch, *operator.matrix_shape)

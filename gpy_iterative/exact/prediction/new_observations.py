@@ -1,0 +1,146 @@
+"""New observations of a model: checked, and put behind its old ones in a copy of the model."""
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
+from gpytorch.likelihoods.noise_models import FixedGaussianNoise
+from gpytorch.models import ExactGP
+from torch import Tensor
+
+from gpy_iterative.checks import check_finite
+from gpy_iterative.exact.prediction.joint_prior import checked_inputs
+from gpy_iterative.training.shared_columns import unexpanded
+
+
+def check_tensors(*parts: Any) -> None:
+    """Raises TypeError for what is no tensor: arrays and lists have no dtype to compare, or another default."""
+    for part in parts:
+        if not isinstance(part, Tensor):
+            raise TypeError(
+                f"New inputs, targets and noise must be tensors, got {type(part).__name__}: "
+                "torch.as_tensor(..., dtype=model.train_targets.dtype) makes one."
+            )
+
+
+def check_without_gradients(parts: Iterable[Tensor]) -> None:
+    """Raises RuntimeError where gradients to new observations are asked for, which nothing here would answer."""
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        raise RuntimeError(
+            "Gradients do not flow to observations that an iterative posterior is conditioned on: detach them. "
+            "Acquisition functions that differentiate through fantasies (knowledge gradients) need GPyTorch's own "
+            "prediction strategy, which is dense: model.train(); model.eval() brings it back."
+        )
+
+
+def check_without_input_transform(model: ExactGP) -> None:
+    """Raises ValueError for a BoTorch model that keeps its inputs twice, before and after a transform of its own."""
+    if getattr(model, "input_transform", None) is not None:
+        raise ValueError(
+            "The model has an input_transform, and would lose what is added behind its back: install the posterior "
+            "(posterior.install()) and call model.condition_on_observations(X, Y), with X and Y not transformed."
+        )
+
+
+def with_observations(
+    model: ExactGP,
+    likelihood: Likelihood,
+    event_dims: int,
+    inputs: Sequence[Tensor],
+    targets: Tensor,
+    noise: Tensor | None,
+) -> tuple[ExactGP, Likelihood]:
+    """Copies of model and likelihood, in evaluation mode, with the new observations behind the old ones.
+
+    Args:
+        model: in evaluation mode.
+        likelihood: likewise.
+        event_dims: dimensions of one member's targets: 1, or 2 for multitask models.
+        inputs: [*b, m, d], one for each of the model's inputs.
+        targets: [*f, m] or [*f, m, T]; f, b and the model's batch broadcast.
+        noise: [*f, m] variances of the new targets, of a likelihood with fixed ones.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit the training data, numbers that are not finite (NaN targets
+            are missing ones under GPyTorch's `observation_nan_policy`), a noise that is missing, not positive, or not
+            asked for.
+    """
+    known, before = unexpanded(model.train_inputs or ()), model.train_targets
+    points = _checked_points(known, list(inputs))
+    count = points[0].shape[-2]
+    _check_targets(targets, before, count, event_dims)
+    _check_noise(noise, likelihood, targets)
+    batch = _broadcast(*(x.shape[:-2] for x in (*known, *points)))
+    noises = () if noise is None else (likelihood.noise_covar.noise.shape[:-1], noise.shape[:-1])
+    members = _broadcast(batch, before.shape[:-event_dims], targets.shape[:-event_dims], *noises)
+    stacked = [_stacked(old, new, batch, -2).detach() for old, new in zip(known, points, strict=True)]
+    model, likelihood = copy.deepcopy((model, likelihood))
+    for module in (*model.modules(), *likelihood.modules()):
+        module.training = False  # GPyTorch's InducingPointKernel copies itself into training mode
+    model.set_train_data(
+        [x.expand(*members, *x.shape[-2:]) for x in stacked],
+        _stacked(before, targets, members, -event_dims).detach(),
+        strict=False,
+    )
+    if noise is not None:
+        old = likelihood.noise_covar.noise
+        shape = _broadcast(old.shape[:-1], noise.shape[:-1])
+        likelihood.noise_covar = FixedGaussianNoise(noise=_stacked(old, noise, shape, -1).detach())
+    return model, likelihood
+
+
+def _checked_points(known: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    points = checked_inputs(known, inputs)
+    if len({x.shape[-2] for x in points}) > 1:
+        raise ValueError(f"The new inputs differ in their rows: {[tuple(x.shape) for x in points]}.")
+    return points
+
+
+def _check_targets(targets: Tensor, before: Tensor, count: int, event_dims: int) -> None:
+    wanted = (count, *before.shape[len(before.shape) - event_dims + 1 :])
+    if targets.dim() < event_dims or tuple(targets.shape[-event_dims:]) != wanted:
+        raise ValueError(
+            f"The new targets must have the shape [*f, {', '.join(map(str, wanted))}] of the new inputs and "
+            f"the old targets; got {tuple(targets.shape)}."
+        )
+    for what in ("dtype", "device"):
+        if getattr(targets, what) != getattr(before, what):
+            raise ValueError(
+                f"The new targets have {what} {getattr(targets, what)}, the training targets {getattr(before, what)}."
+            )
+    is_missing = torch.isnan(targets)
+    if gpytorch.settings.observation_nan_policy.value() == "ignore":
+        is_missing = torch.zeros_like(is_missing)
+    check_finite("targets", torch.where(is_missing, 0, targets))
+
+
+def _check_noise(noise: Tensor | None, likelihood: Likelihood, targets: Tensor) -> None:
+    name = type(likelihood).__name__
+    if not isinstance(likelihood, FixedNoiseGaussianLikelihood):
+        if noise is not None:
+            raise ValueError(f"{name} has a noise of its own: noise= is for a FixedNoiseGaussianLikelihood.")
+        return
+    if noise is None:
+        raise ValueError(f"{name} needs the variances of the new observations: noise=[*f, m].")
+    wanted, given = ((tuple(part.shape), part.dtype, part.device) for part in (targets, noise))
+    if noise.shape[-1:] != targets.shape[-1:] or given[1:] != wanted[1:]:
+        raise ValueError("noise must fit the new targets {}, {} on {}; got {}, {} on {}.".format(*wanted, *given))
+    check_finite("noise", noise)
+    if bool((noise <= 0).any()):
+        raise ValueError(f"noise must be positive, got {noise.min().item()}.")
+
+
+def _broadcast(*shapes: torch.Size) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError as error:
+        listed = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(f"The batches of old and new observations do not broadcast: {listed}.") from error
+
+
+def _stacked(old: Tensor, new: Tensor, batch: torch.Size, dim: int) -> Tensor:
+    """Old and new along a dimension, both expanded to a batch."""
+    return torch.cat([part.expand(*batch, *part.shape[dim:]) for part in (old, new)], dim=dim)

@@ -1,0 +1,419 @@
+"""What the data say about the function at x, through a few projections of them: predictive variances without solves.
+
+The best linear predictor of f(x) from the data y has the weights H^-1 k_x. Any other weights g have the error variance
+
+    E (f(x) - g^T y)^2 = k(x, x) - 2 g^T k_x + g^T H g  =  var(x) + |g - H^-1 k_x|_H^2,
+
+never less than var(x), and off by the square of what is wrong with g. Here g is the best in a space of two parts:
+
+* the span of `rank` vectors C that all x share, from a pivoted Cholesky factor of K: the smooth part of the data. With
+  A^T H A = I on that span, its weights are A A^T k_x.
+* the `num_neighbours` observations that, past those projections, x is most correlated with: the local part. With
+  R = H - H A A^T H and k' = k_x - H A A^T k_x, its weights are R_NN^-1 k'_N, for a set N of x's own.
+
+Long-range and short-range dependence each need one part and defeat the other. Nothing is sampled and no system of the size
+of the data is solved, so small noise and bad conditioning cost nothing.
+
+Galerkin projections of Gaussian processes: Wenger et al. 2022, "Posterior and computational uncertainty in Gaussian
+processes". Global plus local: Sang and Huang 2012, "A full scale approximation of covariance functions for large
+spatial data sets".
+"""
+
+from dataclasses import dataclass
+
+import torch
+from linear_operator import LinearOperator
+from linear_operator.utils.cholesky import psd_safe_cholesky
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.exact.prediction.blocks import dense, entries, principal_blocks, product
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_solvers.cholesky import CholeskyFactor
+from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
+
+#: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
+MAX_PAIRWISE = 2048
+#: Relative jitters, tried in turn on a covariance of neighbours that has no Cholesky factor. In float32, little noise may
+#: leave hardly more than rounding errors past the projections: the last ones then take little from the neighbours.
+JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+#: Rows that are converted to float64 at a time.
+CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """What the neighbours of a point are looked up in; all over the m observed of n data.
+
+    Attributes:
+        operator: H [*b, m, m].
+        image: H A [*b, m, r].
+        deviation: standard deviations of the data past the projections, diag(R)^1/2 [*b, m].
+        num_neighbours: at the most.
+        observed: [n], or None for all.
+    """
+
+    operator: LinearOperator
+    image: Tensor
+    deviation: Tensor
+    num_neighbours: int
+    observed: Tensor | None
+
+    @classmethod
+    def of(cls, operator: LinearOperator, image: Tensor, num_neighbours: int, observed: Tensor | None) -> "LocalPart":
+        """What lies past the projections with the image H A."""
+        diagonal = operator.diagonal(dim1=-2, dim2=-1)
+        # Data inside the span have nothing left to tell; rounding must not make them look telling.
+        # Norms, here and below, and not sums of squares, which would all be in memory at once.
+        explained = torch.linalg.vector_norm(image, dim=-1).square()
+        rest = torch.maximum(diagonal - explained, 1e-4 * _noise_floor(operator, diagonal))
+        return cls(operator, image, rest.sqrt(), num_neighbours, observed)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Predictive covariances from the blocks K(x, x) and K(x, X) of a joint prior.
+
+    Attributes:
+        basis: A [*b, n, r], zero where a datum is not observed.
+        local: None where A is complete: then A A^T = H^-1, and everything is exact.
+    """
+
+    basis: Tensor
+    local: LocalPart | None
+
+    def variance(self, prior_variance: Tensor, test_train: LinearOperator) -> Tensor:
+        """var(x) [*batch, t], never below the rounding error of k(x, x).
+
+        Args:
+            prior_variance: k(x, x) [*batch, t].
+            test_train: K(x, X) [*batch, t, n], or [batch * t, n] with all points in one list.
+        """
+        coefficients = self._coefficients(test_train)
+        # A small variance is the difference of two numbers that may agree in all digits of float32 but the last.
+        explained = torch.linalg.vector_norm(coefficients, dim=-1, dtype=torch.float64).square()
+        if self.local is not None and explained.numel():
+            neighbours = _Neighbours(self.local, test_train, coefficients, coefficients.shape[:-1])
+            explained = explained + neighbours.explained_variance()
+        variance = prior_variance.double() - explained.reshape(prior_variance.shape)
+        return variance.to(prior_variance.dtype).maximum(_least_variance(prior_variance))
+
+    def covariance(self, prior_covariance: Tensor, test_train: LinearOperator) -> Tensor:
+        """The covariance [*batch, t, t] of the errors: semi-definite up to rounding, with `variance` on its diagonal.
+
+        Args:
+            prior_covariance: K(x, x), dense.
+            test_train: as in `variance`.
+        """
+        points = prior_covariance.shape[:-1]
+        coefficients = self._coefficients(test_train).reshape(*points, self.basis.shape[-1])
+        exact = coefficients.double()
+        covariance = prior_covariance.double() - exact @ exact.mT
+        if self.local is not None and points.numel():
+            covariance = covariance - _Neighbours(self.local, test_train, coefficients, points).explained_covariance()
+        variance, least = (matrix.diagonal(dim1=-2, dim2=-1) for matrix in (covariance, prior_covariance))
+        raised = (_least_variance(least).double() - variance).clamp_min(0)
+        return (covariance + torch.diag_embed(raised)).to(prior_covariance.dtype)
+
+    def _coefficients(self, test_train: LinearOperator) -> Tensor:
+        """K(x, X) A [*batch, t, r]; in the precision of A where it is complete, and small variances are differences."""
+        if not self.is_exact:
+            return product(test_train, self.basis.to(test_train.dtype))
+        if self.basis.dtype == test_train.dtype:
+            return product(test_train, self.basis)
+        return dense(test_train).to(self.basis.dtype) @ self.basis
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether A is complete."""
+        return self.local is None
+
+    def extended(self, operator: LinearOperator, rows: Tensor, observed: Tensor | None) -> "Projection | None":
+        """For further data behind the old ones, which join a basis that is not complete: n r k multiply-adds for k.
+
+        Args:
+            operator: H [*b, m, m] of all observed data.
+            rows: its new rows, [*b, k, m].
+            observed: [n] of all data, or None.
+
+        With B = A^T H_Xf the new part of the basis is [-A B; I] L^-T, where L L^T = H_ff - B^T B, to which rounding is
+        added as noise. None where even that has no Cholesky factor: the projection has to be made anew.
+        """
+        assert self.local is not None
+        size = rows.shape[-1] - rows.shape[-2]
+        batch, rank = rows.shape[:-2], self.basis.shape[-1]
+        known = self.basis if observed is None else self.basis[..., observed[: self.basis.shape[-2]], :]
+        known = known.expand(*batch, size, rank)
+        image = rows[..., :size] @ known  # B^T
+        rest = rows[..., size:].double() - image.double() @ image.mT.double()
+        before = self.local.image.expand(*batch, size, rank)
+        rest.diagonal(dim1=-2, dim2=-1).add_(_rounding(before).unsqueeze(-1))
+        lower, info = torch.linalg.cholesky_ex(0.5 * (rest + rest.mT))
+        if info.any():
+            return None
+        identity = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device).expand(rest.shape)
+        added = _solve_right_(torch.cat([-known @ image.mT, identity], dim=-2), lower)
+        basis = torch.cat([pad(known, (0, 0, 0, rows.shape[-2])), added], dim=-1)
+        before = torch.cat([before, image], dim=-2)
+        image = torch.cat([before, _solve_right_(rows.mT - before @ image.mT, lower)], dim=-1)
+        local = LocalPart.of(operator, image, self.local.num_neighbours, observed)
+        return Projection(scatter_rows(basis, observed), local)
+
+    def numbers_per_point(self, num_data: int) -> int:
+        """Memory for one test point, to cut many into chunks."""
+        rank = self.basis.shape[-1]
+        if self.local is None:
+            return rank
+        neighbours = min(self.local.num_neighbours, num_data)
+        return rank + 2 * num_data + neighbours * (2 * neighbours + 2 * rank)
+
+
+@dataclass(frozen=True)
+class ProjectionRecipe:
+    """How a projection is made where H is too large to factor.
+
+    Args:
+        rank: r, projections that all test points share; clamped at n.
+        num_neighbours: observations in each test point's own part; clamped at n.
+
+    Raises:
+        ValueError: an option below 1.
+    """
+
+    rank: int = 1024
+    num_neighbours: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "num_neighbours"):
+            check_count(name, getattr(self, name))
+
+    @torch.no_grad()
+    def build(self, operator: LinearOperator, observed: Tensor | None = None) -> Projection:
+        """The projection for H [*b, m, m] of the observed data.
+
+        Cost for each batch member: r kernel rows, one product with r columns, and a few times n r^2 multiply-adds.
+        Memory: about four blocks [n, r], two of which are kept.
+        """
+        batch = operator.batch_shape
+        members = [_galerkin_basis(operator[index], self.rank) for index in _indices(batch)] if batch else []
+        if members:
+            # Factors that ended early are filled up with zero columns, which change nothing.
+            rank = max(basis.shape[-1] for basis, _ in members)
+            basis, image = (
+                torch.stack([pad(part, (0, rank - part.shape[-1])) for part in parts]).reshape(*batch, -1, rank)
+                for parts in zip(*members, strict=True)
+            )
+        else:
+            basis, image = _galerkin_basis(operator, self.rank)
+        size = operator.shape[-1]
+        if basis.shape[-1] >= size:
+            return Projection(scatter_rows(basis, observed), None)
+        local = LocalPart.of(operator, image, min(self.num_neighbours, size), observed)
+        return Projection(scatter_rows(basis, observed), local)
+
+
+def exact_projection(factor: CholeskyFactor, observed: Tensor | None = None) -> Projection:
+    """A = L^-T of a Cholesky factor: complete, n^2 numbers in its float64."""
+    identity = torch.eye(factor.lower.shape[-1], dtype=factor.lower.dtype, device=factor.lower.device)
+    basis = factor.whiten(identity.expand(factor.lower.shape)).mT
+    return Projection(scatter_rows(basis, observed), None)
+
+
+def extended_exact_projection(known: Projection, factor: CholeskyFactor, observed: Tensor | None) -> Projection:
+    """The same where `factor` has grown from that of `known`, for 2 n^2 multiply-adds a new datum in place of n^3 / 3.
+
+    L^-T is upper triangular: its old columns stay, zeros below them, and the new ones are solved for in float64.
+    """
+    size, lower = factor.lower.shape[-1], factor.lower
+    before = known.basis if observed is None else known.basis[..., observed[: known.basis.shape[-2]], :]
+    before = before.expand(*lower.shape[:-2], *before.shape[-2:])
+    count = size - before.shape[-1]
+    new = torch.eye(size, dtype=lower.dtype, device=lower.device)[:, size - count :]
+    added = torch.linalg.solve_triangular(lower.mT, new.expand(*lower.shape[:-1], count), upper=True)
+    basis = torch.cat([pad(before, (0, 0, 0, count)), added], dim=-1)
+    return Projection(scatter_rows(basis, observed), None)
+
+
+def scatter_rows(columns: Tensor, observed: Tensor | None) -> Tensor:
+    """[*b, m, s] to [*b, n, s], with zeros for what is not observed: products with K(x, X) then ignore it."""
+    if observed is None:
+        return columns
+    result = columns.new_zeros(*columns.shape[:-2], observed.shape[-1], columns.shape[-1])
+    result[..., observed, :] = columns
+    return result
+
+
+class _Neighbours:
+    """The local part of some test points: which data, k' there, and their weights.
+
+    Args:
+        local: of the projection.
+        test_train: K(x, X), which may list the points of a batch.
+        coefficients: A^T k_x [*batch, t, r].
+        points: [*batch, t].
+    """
+
+    def __init__(self, local: LocalPart, test_train: LinearOperator, coefficients: Tensor, points: torch.Size) -> None:
+        self.local, self.test_train, self.coefficients, self.points = local, test_train, coefficients, points
+        self.has_graph = coefficients.requires_grad
+        self.image = local.image.to(coefficients.dtype)
+        with torch.no_grad():
+            rest = dense(test_train)
+            rest = rest if local.observed is None else rest[..., local.observed]
+            self.rest = rest.reshape(*points, -1) - coefficients @ self.image.mT
+            score = self.rest.abs() / local.deviation.to(self.rest.dtype).unsqueeze(-2)
+            self.index = score.topk(local.num_neighbours, dim=-1).indices
+            image = _rows(self.image, self.index)
+            self.blocks = self._blocks(self.index, image).double()
+            self.rounding = _rounding(self.image)[..., None, None]
+            self.blocks.diagonal(dim1=-2, dim2=-1).add_(self.rounding)
+            self.lower = jittered_factor(self.blocks)
+        self.correlation = self._rest_at(self.index, image).double()
+        self.weights = torch.cholesky_solve(self.correlation.unsqueeze(-1), self.lower).squeeze(-1)
+
+    def explained_variance(self) -> Tensor:
+        """2 g^T k' - g^T R g, [*batch, t]: right also for weights that rounding has touched."""
+        image = (self.blocks @ self.weights.unsqueeze(-1)).squeeze(-1)
+        return (self.weights * (2 * self.correlation - image)).sum(-1)
+
+    def explained_covariance(self) -> Tensor:
+        """G^T K' + K'^T G - G^T R G, [*batch, t, t]."""
+        is_small = self.index.shape[-1] * self.index.shape[-2] <= MAX_PAIRWISE
+        cross, square = self._pairwise() if is_small else self._by_products()
+        rounding = self.rounding * self.weights.square().sum(-1, keepdim=True)
+        return cross + cross.mT - square - torch.diag_embed(rounding.squeeze(-1))
+
+    def _pairwise(self) -> tuple[Tensor, Tensor]:
+        """K'^T G and G^T R G through the kernel between all neighbours of all points: (t k)^2 entries."""
+        together = self.index.flatten(-2).unsqueeze(-2)
+        image = _rows(self.image, together)
+        blocks = self._blocks(together, image).squeeze(-3).double()
+        weights = _block_diagonal(self.weights)
+        rest = self._rest_at(together.expand(*self.points, -1), image)
+        return rest.double() @ weights, weights.mT @ (blocks @ weights)
+
+    def _by_products(self) -> tuple[Tensor, Tensor]:
+        """The same through one product with H and one with K(x, X), a column a point."""
+        columns = torch.zeros_like(self.rest).scatter(-1, self.index, self.weights.to(self.rest.dtype)).mT
+        images = self.image.mT @ columns
+        square = columns.mT.double() @ product(self.local.operator, columns).double()
+        square = square - images.mT.double() @ images.double()
+        columns = scatter_rows(columns, self.local.observed)
+        if self.test_train.dim() > len(self.points):
+            cross = product(self.test_train, columns)
+        else:  # a list of points for a batch: the blocks on the diagonal are what is wanted
+            size = self.points[-1]
+            listed = product(self.test_train, columns.movedim(-2, 0).flatten(1))
+            cross = listed.reshape(-1, size, listed.shape[-1] // size, size)
+            member = torch.arange(cross.shape[0], device=cross.device)
+            cross = cross[member, :, member].reshape(*self.points, size)
+        return cross.double() - self.coefficients.double() @ images.double(), square
+
+    def _rest_at(self, index: Tensor, image: Tensor) -> Tensor:
+        """Each point's k' at data of its own, [*batch, t, k], with a graph where there is one."""
+        if not self.has_graph:
+            return self.rest.gather(-1, index)
+        observed = self.local.observed
+        data = index if observed is None else observed.nonzero().squeeze(-1)[index]
+        rows = data.reshape(*self.test_train.shape[:-1], -1)
+        prior = entries(self.test_train, rows).reshape(index.shape)
+        return prior - (image @ self.coefficients.unsqueeze(-1)).squeeze(-1)
+
+    def _blocks(self, index: Tensor, image: Tensor) -> Tensor:
+        """R at an index [*batch, p, k]: [*batch, p, k, k]."""
+        return principal_blocks(self.local.operator, index).to(image.dtype) - image @ image.mT
+
+
+def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor]:
+    """A with A^T H A = I, in the span of a pivoted Cholesky factor, and H A: [n, r] each."""
+    basis = torch.linalg.qr(PivotedCholesky(rank=rank).build(operator).factor).Q.contiguous()
+    image = operator._matmul(basis)
+    gram = torch.zeros(basis.shape[-1], basis.shape[-1], dtype=torch.float64, device=basis.device)
+    for left, right in zip(basis.split(CHUNK), image.split(CHUNK), strict=True):
+        gram += left.mT.double() @ right.double()
+    if basis.shape[-1]:
+        gram.diagonal().add_(_rounding(image / gram.diagonal().sqrt().to(image)))
+    lower = psd_safe_cholesky(0.5 * (gram + gram.mT))
+    return _solve_right_(basis, lower), _solve_right_(image, lower)
+
+
+def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:
+    """The columns [*b, n, r] times L^-T, in place: in float64, rounded once."""
+    for rows in columns.split(CHUNK, dim=-2):
+        rows.copy_(torch.linalg.solve_triangular(lower, rows.mT.double(), upper=False).mT)
+    return columns
+
+
+def _rounding(image: Tensor) -> Tensor:
+    """What rounding leaves of R, [*b], from H A [*b, n, r]: eps times the largest eigenvalue of H.
+
+    That eigenvalue is about the largest |H a|^2 of a column with a^T H a = 1.
+
+    It counts as noise wherever weights are made: they are then those of a covariance that is larger than H by more than
+    rounding has taken from it, and stay so small that rounding does not add up.
+    """
+    norms = torch.linalg.vector_norm(image, dim=-2)
+    if not norms.shape[-1]:  # of a prior that is zero
+        return norms.double().sum(-1)
+    largest = norms.amax(-1).square()
+    return (torch.finfo(image.dtype).eps * largest).double()
+
+
+def _least_variance(prior_variance: Tensor) -> Tensor:
+    """What prior variances leave of a difference at least: their rounding error."""
+    return torch.finfo(prior_variance.dtype).eps * prior_variance.detach()
+
+
+def jittered_factor(blocks: Tensor) -> Tensor:
+    """Cholesky factors of covariances between data, [*, k, k], where weights from a nearby matrix are as welcome.
+
+    Rounding, and neighbours that say the same, may leave no positive definite matrix; jitter then makes weights that are a
+    little off, which costs the square of it (see the module's first formula).
+
+    Raises:
+        NonFiniteError: a block has entries that are not finite.
+    """
+    scale = blocks.diagonal(dim1=-2, dim2=-1).abs().amax(-1).clamp_min(torch.finfo(blocks.dtype).tiny)
+    added = torch.zeros_like(scale)
+    lower, info = torch.linalg.cholesky_ex(blocks)
+    for jitter in JITTERS:
+        if not info.any():
+            return lower
+        # Each block for itself: what a point gets must not depend on those it is asked for with.
+        added = torch.where(info > 0, jitter * scale, added)
+        lower, info = torch.linalg.cholesky_ex(blocks + torch.diag_embed(added.unsqueeze(-1).expand(blocks.shape[:-1])))
+    if not info.any():
+        return lower
+    raise NonFiniteError(
+        "The covariance between neighbouring data has no Cholesky factor: kernel values are not finite, or far from those "
+        "of a positive definite kernel. Check data and hyperparameters for extreme values."
+    )
+
+
+def _rows(matrix: Tensor, index: Tensor) -> Tensor:
+    """Rows of [*b, n, r] at an index [*batch, *b, p, k]: [*batch, *b, p, k, r]."""
+    shape = matrix.shape[:-2]
+    batch = [
+        torch.arange(size, device=index.device).view(-1, *[1] * (len(shape) - position + 1))
+        for position, size in enumerate(shape)
+    ]
+    return matrix[(*batch, index)]
+
+
+def _noise_floor(operator: LinearOperator, diagonal: Tensor) -> Tensor:
+    return operator.noise if isinstance(operator, NoisyLinearOperator) else diagonal
+
+
+def _block_diagonal(weights: Tensor) -> Tensor:
+    """[*batch, t, k] to [*batch, t k, t]: the weights of point i in column i, at its own rows."""
+    points, count = weights.shape[-2:]
+    result = weights.new_zeros(*weights.shape[:-2], points, count, points)
+    index = torch.arange(points, device=weights.device)
+    result[..., index, :, index] = weights.movedim(-2, 0)
+    return result.flatten(-3, -2)
+
+
+def _indices(batch_shape: torch.Size) -> list[tuple[int, ...]]:
+    return [tuple(index) for index in torch.ones(batch_shape).nonzero().tolist()]

@@ -1,0 +1,263 @@
+"""Probe vectors for the trace in a marginal likelihood's gradient.
+
+A probe distribution gives vectors xi with a known covariance S and, cheaply, S^-1 xi. Then, for any S,
+
+    tr(H^-1 dH) = E[(H^-1 xi)^T dH (S^-1 xi)].
+
+S = I is Hutchinson's estimator; an S that resembles H makes the same estimate with a fraction of its variance, which for
+Gaussian draws and A = H^-1 dH is tr(A^2) + tr(S A S^-1 A^T) a probe: |A|_F^2 + tr(A^2) for S = I, 2 tr(A^2), never more,
+for S = H. All randomness is drawn first, as plain tensors that know nothing of the hyperparameters; from the same draws
+the probes are a smooth function of them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.errors import SpectralDensityMissingError
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.prior_parts import KernelTerm
+from gpy_iterative.linear_solvers.cholesky import Cholesky
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
+from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky, PivotedCholeskyFactor
+from gpy_iterative.spectral.densities import Draws, draws_under
+from gpy_iterative.spectral.features import RandomFourierFeatures
+from gpy_iterative.worker_threads import divided
+
+Terms = Sequence[KernelTerm]
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Probe vectors and what they have to be multiplied by.
+
+    Attributes:
+        vectors: xi [*b, n, s].
+        dual: S^-1 xi [*b, n, s]; None where S = H, whose dual is the solution itself.
+        covariance: S, where it is low rank plus diagonal.
+    """
+
+    vectors: Tensor
+    dual: Tensor | None
+    covariance: LowRankPlusDiagonal | None = None
+
+    @classmethod
+    def of(cls, covariance: LowRankPlusDiagonal, factor_base: Tensor, diagonal_base: Tensor) -> Self:
+        """Samples of a covariance and their duals, from base vectors [*b, k, s] and [*b, n, s] of identity covariance."""
+        base = factor_base, diagonal_base
+        return cls(covariance.sample(*base), covariance.dual_sample(*base), covariance)
+
+
+def probe_jitter(*probes: Probes) -> float | None:
+    """How far the jitter of their covariances was raised, at the most; None where it was not."""
+    factors = (each.covariance for each in probes)
+    jitter = max((float(f.jitter.max()) for f in factors if isinstance(f, PivotedCholeskyFactor)), default=0.0)
+    return jitter or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeDistribution(ABC):
+    """Options of a probe distribution.
+
+    Args:
+        num_probes: s.
+
+    Raises:
+        ValueError: num_probes below 1.
+    """
+
+    num_probes: int
+
+    def __post_init__(self) -> None:
+        check_count("num_probes", self.num_probes)
+
+    @property
+    def needs_terms(self) -> bool:
+        """Whether the prior's kernels are needed, beyond its operator."""
+        return False
+
+    @property
+    def resembles_system(self) -> bool:
+        """Whether S, which the probes' duals know, resembles H, so that errors of their solves enter the trace once."""
+        return False
+
+    @abstractmethod
+    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+        """Randomness for a system H [*b, n, n] and the kernels of its prior."""
+
+    @abstractmethod
+    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+        """The probes of these draws at the operator's hyperparameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rademacher(ProbeDistribution):
+    """Independent signs: S = I with the least variance of all product distributions."""
+
+    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+        return {"base": random_signs(operator, operator.shape[-1], self.num_probes, generator)}
+
+    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+        return Probes(draws["base"], draws["base"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gaussian(ProbeDistribution):
+    """Independent normal numbers: S = I."""
+
+    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+        return {"base": standard_normal(operator, operator.shape[-1], self.num_probes, generator)}
+
+    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+        return Probes(draws["base"], draws["base"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preconditioned(ProbeDistribution):
+    """S = L L^T + diag(d): a pivoted Cholesky factor of K, its missing diagonal and the noise; from signs.
+
+    Args:
+        rank: of a greedily pivoted factor.
+        correct_diagonal: give S the diagonal of H.
+        recipe: for the factor, in place of `rank`.
+
+    The pivots are frozen with the signs, so that probes move smoothly with the hyperparameters. Cost: `rank` rows of the
+    kernel matrix, and n rank (rank + s) multiply-adds.
+    """
+
+    rank: int = 100
+    correct_diagonal: bool = True
+    recipe: PivotedCholesky | None = None
+
+    @property
+    def resembles_system(self) -> bool:
+        return True
+
+    @divided()
+    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+        factor = self._recipe().build(operator, correct_diagonal=self.correct_diagonal, generator=generator)
+        return {
+            "pivots": factor.pivots,
+            "factor_base": random_signs(operator, factor.rank, self.num_probes, generator),
+            "diagonal_base": random_signs(operator, operator.shape[-1], self.num_probes, generator),
+        }
+
+    @divided()
+    def probes(
+        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
+    ) -> Probes:
+        """See `ProbeDistribution.probes`; of others for the same operator, the factor is shared where it is the same."""
+        known = others.covariance if others is not None else None
+        factor = self._recipe().build(
+            operator,
+            pivots=draws["pivots"],
+            correct_diagonal=self.correct_diagonal,
+            known=known if isinstance(known, PivotedCholeskyFactor) else None,
+        )
+        return Probes.of(factor, draws["factor_base"], draws["diagonal_base"])
+
+    def _recipe(self) -> PivotedCholesky:
+        return PivotedCholesky(rank=self.rank) if self.recipe is None else self.recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFeatures(ProbeDistribution):
+    """Samples of the prior and its noise, xi = Phi(X) w + sqrt(noise) e, whose solves are posterior samples.
+
+    Args:
+        num_frequencies: m, for each kernel of the prior's sum.
+        corrected: True takes S = Phi Phi^T + D, the covariance that xi really has: unbiased for any m. False takes
+            S = H, as published by Lin et al. 2024: with frozen frequencies its error does not fall with s.
+
+    Cost an evaluation: n d m for the features; corrected, half of their n (2m)^2 Gram matrix and its Cholesky factor
+    beside, and the features in memory (n = 40,000 with m = 1,000 in float32: 320 MB). Uncorrected, a few thousand rows of
+    features are held at a time.
+    """
+
+    num_frequencies: int
+    corrected: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        RandomFourierFeatures(self.num_frequencies)  # validates
+
+    @property
+    def needs_terms(self) -> bool:
+        return True
+
+    @property
+    def resembles_system(self) -> bool:
+        return self.corrected
+
+    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+        noisy, terms = _prior(operator, terms)
+        features = RandomFourierFeatures(self.num_frequencies)
+        draws = {f"features.{name}": tensor for name, tensor in features.draw(terms, generator).items()}
+        return draws | {
+            "weights": standard_normal(noisy, features.num_features(terms), self.num_probes, generator),
+            "noise_base": standard_normal(noisy, noisy.shape[-1], self.num_probes, generator),
+        }
+
+    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+        noisy, terms = _prior(operator, terms)
+        noise = noisy.noise.detach()
+        if not self.corrected:
+            vectors = self.prior_sample(terms, draws) + noise.sqrt().unsqueeze(-1) * draws["noise_base"]
+            return Probes(vectors, None)
+        features = RandomFourierFeatures(self.num_frequencies).features(terms, draws_under("features", draws))
+        shape = torch.broadcast_shapes(noise.shape, features.shape[:-1])  # a batch of targets may meet one prior
+        covariance = LowRankPlusDiagonal(features.expand(*shape, features.shape[-1]), noise.expand(shape))
+        return Probes.of(covariance, draws["weights"], draws["noise_base"])
+
+    def prior_sample(self, terms: Terms, draws: Draws) -> Tensor:
+        """The functions behind the probes, Phi(x) w, at the inputs of the terms: [*b, t, s]; differentiable there."""
+        features = RandomFourierFeatures(self.num_frequencies)
+        return features.apply(terms, draws_under("features", draws), draws["weights"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactPrior(ProbeDistribution):
+    """Exact samples of the prior and its noise: S = H. Factors the dense matrix in float64, for small n."""
+
+    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+        return {
+            "base": standard_normal(operator, operator.shape[-1], self.num_probes, generator),
+            "noise_base": standard_normal(operator, operator.shape[-1], self.num_probes, generator),
+        }
+
+    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+        noisy, _ = _prior(operator, ())
+        # Kernel matrices are often singular to rounding: half of the noise goes into the factor, and no jitter is needed.
+        half = noisy.noise.detach() / 2
+        factor = Cholesky().factorize(NoisyLinearOperator(noisy.kernel, half))
+        sample = (factor.lower @ draws["base"].double()).to(draws["base"].dtype)
+        return Probes(sample + half.sqrt().unsqueeze(-1) * draws["noise_base"], None)
+
+
+def _prior(operator: LinearOperator, terms: Terms | None) -> tuple[NoisyLinearOperator, Terms]:
+    if not isinstance(operator, NoisyLinearOperator) or terms is None:
+        raise SpectralDensityMissingError(
+            "Prior samples need a kernel matrix plus a diagonal noise; this system is a "
+            f"{type(operator).__name__}. HutchinsonMarginalLogLikelihood takes any system."
+        )
+    return operator, terms
+
+
+def standard_normal(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """[*b, rows, columns], of the operator's batch, dtype and device."""
+    shape = (*operator.batch_shape, rows, columns)
+    draws = torch.randn(shape, generator=generator, device=generator.device, dtype=operator.dtype)
+    return draws.to(operator.device)
+
+
+def random_signs(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """[*b, rows, columns] of 1 and -1, of the operator's batch, dtype and device."""
+    shape = (*operator.batch_shape, rows, columns)
+    bits = torch.randint(0, 2, shape, generator=generator, device=generator.device)
+    return (2 * bits - 1).to(dtype=operator.dtype, device=operator.device)

@@ -1,0 +1,101 @@
+"""What a Gaussian marginal log likelihood refuses, before any work and with the reason."""
+
+import gpytorch
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods import _GaussianLikelihoodBase
+from torch import Tensor
+
+from gpy_iterative.checks import check_finite
+from gpy_iterative.errors import UnsupportedLikelihoodError
+from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
+from gpy_iterative.training.training_system import check_inputs, prior_at
+
+
+def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.nn.Module, mll: str) -> None:
+    """Raises UnsupportedLikelihoodError for a non-Gaussian likelihood and TypeError for a model that is no ExactGP, also
+    where the two are swapped.
+    """
+    if isinstance(likelihood, gpytorch.models.GP) and isinstance(model, gpytorch.likelihoods.Likelihood):
+        raise TypeError(f"The likelihood comes first: {mll}(likelihood, model).")
+    if not isinstance(likelihood, _GaussianLikelihoodBase):
+        raise UnsupportedLikelihoodError(
+            f"{mll} needs a Gaussian likelihood, got {type(likelihood).__name__}. Its marginal likelihood has no "
+            "closed form: use gpy_iterative.models.IterativeLaplaceGP with LaplaceMarginalLogLikelihood."
+        )
+    if not isinstance(model, gpytorch.models.ExactGP):
+        raise TypeError(f"{mll} needs a gpytorch.models.ExactGP, got {type(model).__name__}.")
+
+
+def check_prior(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
+    """Raises RuntimeError for the posterior at the training data, which evaluation mode gives in place of the prior."""
+    is_ours = isinstance(function_dist.lazy_covariance_matrix, PosteriorCovarianceLinearOperator)
+    if model.training and not is_ours:
+        return
+    if model.train_targets is None or not torch.equal(target, model.train_targets):
+        return
+    # GPyTorch's own has no mark; a prior, of `model.forward` or under `settings.prior_mode`, has the prior's mean.
+    if is_ours or not torch.equal(function_dist.mean, prior_at(model, list(model.train_inputs)).mean):
+        raise RuntimeError(
+            "This is the model's posterior at its training data, not its prior: the model is in evaluation mode, into "
+            "which mll.posterior() puts it, too. Call model.train() and likelihood.train() before training goes on."
+        )
+
+
+def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
+    """Shapes, dtypes and devices of what `mll(model(train_x), train_y)` was called with; looks at no data."""
+    if not isinstance(function_dist, MultivariateNormal):
+        raise RuntimeError(
+            "An exact marginal log likelihood works on the prior that an ExactGP returns, a MultivariateNormal; "
+            f"got {type(function_dist).__name__}."
+        )
+    if not isinstance(target, torch.Tensor):
+        raise ValueError(f"The targets must be a tensor [*b, n], got {type(target).__name__}.")
+    check_prior(model, function_dist, target)
+    event_shape, mean = function_dist.event_shape, function_dist.mean
+    if target.shape[-len(event_shape) :] != event_shape:
+        raise ValueError(
+            f"The target's last dimensions must be {tuple(event_shape)}, as the model's output; its shape is "
+            f"{tuple(target.shape)}." + (" Use target.squeeze(-1)." if target.shape[-1:] == (1,) else "")
+        )
+    if target.shape != mean.shape:
+        try:
+            torch.broadcast_shapes(target.shape, mean.shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"The target's shape {tuple(target.shape)} does not fit the model's output {tuple(mean.shape)}."
+            ) from error
+    for what in ("dtype", "device"):
+        ours, theirs = getattr(mean, what), getattr(target, what)
+        if ours != theirs:
+            raise ValueError(f"The model's output has {what} {ours}, the target {theirs}.")
+
+
+def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
+    """Shapes, dtypes, devices and finiteness of what `mll(model(train_x), train_y)` was called with.
+
+    NaN targets pass here under GPyTorch's `observation_nan_policy("mask")`; they are dropped later.
+    """
+    check_fit(model, function_dist, target)
+    check_inputs(model)
+    policy = gpytorch.settings.observation_nan_policy.value()
+    if policy == "fill":
+        raise ValueError(
+            "observation_nan_policy('fill') has no meaning for a marginal likelihood; use 'mask', which drops the rows."
+        )
+    if policy == "ignore" and torch.isnan(target).any():
+        index = tuple(torch.isnan(target).nonzero()[0].tolist())
+        raise ValueError(
+            f"target must be finite, but target{list(index)} is nan. If it is a missing observation, train and predict "
+            "under gpytorch.settings.observation_nan_policy('mask'), which drops it."
+        )
+    if policy == "ignore":
+        check_finite("target", target)
+    elif torch.isinf(target).any():
+        check_finite("target", target.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+
+
+def check_not_empty(num_observed: int) -> None:
+    """Raises ValueError where there are no data, or all of them are missing."""
+    if not num_observed:
+        raise ValueError("There is no observed target: a marginal likelihood needs at least one.")

@@ -1,0 +1,133 @@
+"""The marginal likelihood as a penalised minimax problem.
+
+Shoham and Avron, "Unbiased Stochastic Optimization for Gaussian Processes on Finite Dimensional RKHS", sections 3 and 4.1.
+"""
+
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from gpytorch.likelihoods import Likelihood
+from gpytorch.models import ExactGP
+from torch import Tensor
+
+from gpy_iterative.errors import BiasWarning, warn
+from gpy_iterative.features.base import FeatureMarginalLogLikelihood
+from gpy_iterative.features.weight_space.bound import surrogate
+from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
+from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, triangular_root
+
+#: "auto" is this many times the smallest strength at which the saddle point is exact.
+MARGIN = 1.2
+
+
+class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
+    """The marginal likelihood by stochastic gradient descent and ascent, for comparison with the paper.
+
+    An auxiliary matrix A stands for the weights' posterior precision P in log|P|, held there by the penalty
+    mu |A - P| / |A| (Frobenius norms), which is a maximum over |B| <= 1 of mu <B, A - P> / |A|: linear in P, so that
+    mini-batches have no bias. Weights and A are parameters of this module, to be trained with the others
+    (`Adam(mll.parameters())`); A's projection to eigenvalues of at least those of the prior, and the ascent in B with an
+    independent batch, are made at the start of the next call.
+
+    Args:
+        likelihood: Gaussian, with independent noise.
+        model: a `gpytorch.models.ExactGP` with one output, whose kernels have finite feature maps.
+        batch_size: rows a step; None is 256, or all data where there are fewer.
+        mu: strength of the penalty. "auto" is 1.2 |P| |P^-1| at every refresh: above |P| |P^-1|, which is at least m, the
+            saddle point is the exact likelihood; below, A = P is not even a local minimum. The paper has 1.
+        dual_step: length of the ascent in B along (A - P) / |A|.
+        generator: a generator, or the seed of one.
+
+    Slow where mu has to be large. `VariationalFeatureMarginalLogLikelihood` solves the same problem without it. Two batches
+    a step, and an eigendecomposition of m x m.
+
+    Differs from the paper: A and B start exactly at the saddle point (B within its ball); P is divided by the noise, and
+    A by the mean diagonal of the first P, which changes units and not the objective.
+
+    Warns:
+        BiasWarning: mu is below m.
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        model: ExactGP,
+        *,
+        batch_size: int | None = None,
+        mu: float | Literal["auto"] = "auto",
+        dual_step: float = 0.5,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        if mu != "auto" and not _is_positive(mu):
+            raise ValueError(f"mu must be positive and finite, or 'auto', got {mu!r}.")
+        if not _is_positive(dual_step):
+            raise ValueError(f"dual_step must be positive and finite, got {dual_step!r}.")
+        options = {"mu": mu, "dual_step": dual_step}
+        super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options=options)
+        if mu != "auto" and mu < self.num_features:
+            warn(
+                f"With mu = {mu} below the number of features, {self.num_features}, the optimum is not that of the "
+                "marginal likelihood: take mu='auto', or VariationalFeatureMarginalLogLikelihood.",
+                BiasWarning,
+            )
+        self.mu, self.dual_step = mu, dual_step
+        zeros, identity = self._blank_state()
+        self.mean = torch.nn.Parameter(zeros)
+        self.auxiliary = torch.nn.Parameter(identity)  # A over `scale`
+        self.register_buffer("dual", torch.zeros_like(identity), persistent=False)  # B
+        self.register_buffer("scale", torch.ones_like(zeros[0]), persistent=False)
+        self.register_buffer("strength", torch.ones_like(zeros[0]), persistent=False)
+        self.register_buffer("unsettled", torch.tensor(False, device=zeros.device), persistent=False)
+
+    def _start(self, problem: WeightSpaceProblem, chunk_size: int) -> None:
+        precision, moment = exact_statistics(problem, centred=False, chunk_size=chunk_size)
+        weights = WeightDistribution.from_precision(precision, moment)
+        inverse = weights.root @ weights.root.mT
+        exact_from = precision.norm() * inverse.norm()
+        strength = MARGIN * exact_from if self.mu == "auto" else torch.full_like(exact_from, self.mu)
+        scale = precision.diagonal().mean()
+        self._replace("mean", weights.mean)
+        self._replace("auxiliary", precision / scale)
+        self._replace("dual", _in_ball(-precision.norm() * inverse / strength))
+        self._replace("scale", scale)
+        self._replace("strength", strength)
+        self._replace("unsettled", torch.zeros_like(self.unsettled))
+
+    def _weights(self) -> WeightDistribution:
+        lower = triangular_root(_symmetric(self.auxiliary) * self.scale)
+        return WeightDistribution.from_precision_root(lower, self.mean)
+
+    def _step(self, problem: WeightSpaceProblem, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        batch, auxiliary = self._batch(problem, rows), _symmetric(self.auxiliary)
+        coupling = self.strength * self.dual / auxiliary.norm()
+        log_determinant = torch.logdet(auxiliary) + self.num_features * self.scale.log()
+        identity = torch.eye(self.num_features, dtype=coupling.dtype, device=coupling.device)
+        data = surrogate(batch, self.mean, -coupling / self.scale, identity)
+        loss = data + log_determinant + (coupling * auxiliary).sum()
+        return loss, {"unsettled": torch.ones_like(self.unsettled)}
+
+    def _has_unsettled(self) -> bool:
+        return bool(self.unsettled)
+
+    def _settle(self, problem: WeightSpaceProblem) -> None:
+        values, vectors = torch.linalg.eigh(_symmetric(self.auxiliary))
+        auxiliary = (vectors * values.clamp(min=1 / self.scale)) @ vectors.mT
+        size = self._size_of(problem.num_data)
+        rows = self._state.other_rows.draw(problem.num_data, size).to(auxiliary.device)
+        off = auxiliary - self._batch(problem, rows).precision() / self.scale
+        self._replace("auxiliary", auxiliary)
+        self._replace("dual", _in_ball(self.dual + self.dual_step * off / auxiliary.norm()))
+        self._replace("unsettled", torch.zeros_like(self.unsettled))
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.mT) / 2
+
+
+def _in_ball(matrix: Tensor) -> Tensor:
+    return matrix / matrix.norm().clamp(min=1)

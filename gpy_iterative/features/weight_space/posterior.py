@@ -1,0 +1,158 @@
+"""Predictions from the weights: no solve, no kernel matrix."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods import Likelihood
+from gpytorch.models import ExactGP
+from linear_operator.operators import DiagLinearOperator, RootLinearOperator
+from torch import Tensor
+
+from gpy_iterative.checks import check_count, checked_seed
+from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
+from gpy_iterative.features.weight_space.problem import WeightSpacePrior, WeightSpaceProblem
+from gpy_iterative.features.weight_space.weights import WeightDistribution, posterior_weights
+from gpy_iterative.training.likelihood_params import LikelihoodParams
+from gpy_iterative.training.own_lock import OwnLock
+from gpy_iterative.training.progress import Progress, check_progress
+from gpy_iterative.training.snapshot import ModelSnapshot
+from gpy_iterative.training.training_system import prior_at
+
+
+class WeightSpacePosterior:
+    """`posterior(x)` is the exact latent posterior at x; `likelihood(posterior(x))` adds the noise.
+
+    Args:
+        model: an ExactGP with training data, whose kernels have finite feature maps.
+        likelihood: Gaussian, with independent noise.
+        params: the likelihood's own arguments, as passed to the marginal log likelihood.
+        kwargs: likewise, such as `noise`; they belong to the training data of now.
+        seed: of the sample paths.
+        chunk_size: training rows that are evaluated at a time.
+        progress: True shows a bar for a pass over the data; a callable gets every
+            `gpy_iterative.training.progress.ProgressReport`.
+
+    Construction makes one pass over the training data, n m^2. t test points cost t m^2. Hyperparameters, data, dtype or
+    device that have changed since are noticed by value, and answered by another pass. Modes of model and likelihood stay
+    as they are; networks are evaluated in evaluation mode.
+
+    Raises:
+        ValueError: data that do not fit or are not finite, kernels without a finite feature map.
+        NonFiniteError: hyperparameters or features that are not finite.
+        UnsupportedLikelihoodError: a likelihood that is not Gaussian.
+    """
+
+    def __init__(
+        self,
+        model: ExactGP,
+        likelihood: Likelihood,
+        *,
+        params: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        chunk_size: int = 4096,
+        progress: Progress = False,
+    ) -> None:
+        check_count("chunk_size", chunk_size)
+        check_progress(progress)
+        self.model, self.likelihood = model, likelihood
+        self._params = LikelihoodParams(params, model, kwargs)
+        self._seed, self._chunk_size, self._progress = checked_seed(seed), chunk_size, progress
+        self._lock = OwnLock()
+        self._snapshot, self._weights = self._solved()
+
+    @property
+    def weights(self) -> WeightDistribution:
+        """N(v, S) of the centred weights at the hyperparameters and data of now, in float64."""
+        return self._current()[1]
+
+    def _current(self) -> tuple[ModelSnapshot, WeightDistribution]:
+        with self._lock:
+            if not self._snapshot.describes(self.model, self.likelihood):
+                self._snapshot, self._weights = self._solved()
+            return self._snapshot, self._weights
+
+    def __call__(self, *inputs: Tensor) -> MultivariateNormal:
+        """The latent posterior at test inputs [*b, t, d], one tensor for each of the model's inputs.
+
+        Returns:
+            A MultivariateNormal whose covariance is a root of m columns. Gradients flow to inputs that require them, and
+            to nothing else.
+
+        Raises:
+            ValueError: inputs that do not fit the training inputs, or are not finite.
+        """
+        snapshot, weights = self._current()
+        model, _ = snapshot.copies()
+        points = checked_inputs(list(model.train_inputs or ()), inputs)
+        with graph_for(inputs):
+            prior = prior_at(model, points)
+            mean, root, jitter = _projected(prior, weights.mean.unsqueeze(-1), weights.root)
+            covariance = RootLinearOperator(root)
+            return MultivariateNormal(
+                mean.squeeze(-1), covariance if jitter is None else covariance + DiagLinearOperator(jitter)
+            )
+
+    def sample_paths(self, num_paths: int) -> "WeightSpacePaths":
+        """Posterior samples as functions: `paths(x)` evaluates the same functions at any x, [num_paths, *b, t].
+
+        The first functions of a larger number are those of a smaller one. Cost m^2 num_paths.
+        """
+        check_count("num_paths", num_paths)
+        snapshot, weights = self._current()
+        generator = torch.Generator().manual_seed(self._seed)
+        # One by one: the first of many draws at once are not those of fewer.
+        draws = [torch.randn(len(weights.mean), generator=generator, dtype=torch.float64) for _ in range(num_paths)]
+        # The functions outlive an inference mode around this call, and are differentiable outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1).to(weights.root)
+            return WeightSpacePaths(snapshot, samples)
+
+    @torch.inference_mode(False)  # what is computed now may be differentiated through later
+    @torch.no_grad()
+    def _solved(self) -> tuple[ModelSnapshot, WeightDistribution]:
+        model, likelihood = self.model, self.likelihood
+        if model.train_inputs is None or model.train_targets is None:
+            raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
+        snapshot = ModelSnapshot.of(model, likelihood)
+        model, likelihood = snapshot.model, snapshot.likelihood
+        prior = prior_at(model, list(model.train_inputs))
+        params, kwargs = self._params.current(model), self._params.current_kwargs(model)
+        problem = WeightSpaceProblem(likelihood, prior, model.train_targets, *params, **kwargs)
+        problem.progress = self._progress
+        weights = posterior_weights(problem, chunk_size=self._chunk_size)
+        snapshot.hand_back(self.model, self.likelihood)
+        return snapshot, weights
+
+
+class WeightSpacePaths:
+    """f_j(x) = m(x) + u(x)^T v_j: the same functions at every call, differentiable in x.
+
+    Args:
+        snapshot: the model at the time when they were drawn.
+        samples: v_j, [m, k].
+    """
+
+    def __init__(self, snapshot: ModelSnapshot, samples: Tensor) -> None:
+        self._snapshot, self._samples = snapshot, samples
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Values [k, *b, t] at inputs [*b, t, d]."""
+        model, _ = self._snapshot.copies()
+        points = checked_inputs(list(model.train_inputs or ()), inputs)
+        with graph_for(inputs):
+            values, _, _ = _projected(prior_at(model, points), self._samples)
+        return values.movedim(-1, 0)
+
+
+def _projected(
+    prior: MultivariateNormal, vectors: Tensor, root: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Mean + U vectors [*b, t, k], U root [*b, t, m] and the jitter of the model's own forward, in the data's dtype."""
+    weight_space = WeightSpacePrior(prior)
+    basis = weight_space.features().basis.double()
+    values = prior.loc.unsqueeze(-1) + (basis @ vectors).to(prior.loc)
+    spread = basis if root is None else basis @ root
+    return values, spread.to(prior.loc), weight_space.jitter

@@ -1,0 +1,236 @@
+"""From a GPyTorch prior, likelihood and targets to batches of a linear model; evaluates what is asked for, and no more."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import Likelihood, _GaussianLikelihoodBase
+from linear_operator import LinearOperator
+from linear_operator.operators import ConstantDiagLinearOperator, DiagLinearOperator
+from torch import Tensor
+
+from gpy_iterative.checks import check_finite
+from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
+from gpy_iterative.features.feature_maps import concatenated, feature_map, has_feature_map
+from gpy_iterative.features.finite_feature_kernel import WeightSpaceFeatures
+from gpy_iterative.linear_operators.from_gpytorch import check_kernel_dtype, operator_of_kernel
+from gpy_iterative.linear_operators.observations import check_noise, noise_operator
+from gpy_iterative.linear_operators.prior_parts import KernelTerm, prior_parts
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.training.progress import Progress, reporting
+
+
+@dataclass(frozen=True)
+class FeatureBatch:
+    """Some rows of a linear model, in float64, with the graph to all parameters.
+
+    Attributes:
+        basis: u_i, [b, m].
+        variances: c, of the weights a priori, [m].
+        residual: y_i - mean_i, [b].
+        noise: s_i, [b].
+        weight: n / b: what a sum over the batch is multiplied with to estimate the sum over all data.
+    """
+
+    basis: Tensor
+    variances: Tensor
+    residual: Tensor
+    noise: Tensor
+    weight: float
+
+    def uncentred(self) -> "FeatureBatch":
+        """The same model with features of their own scale and weights of variance 1."""
+        features = WeightSpaceFeatures(self.basis, self.variances).scaled()
+        return replace(self, basis=features, variances=torch.ones_like(self.variances))
+
+    def gram(self) -> Tensor:
+        """Weight * sum_i u_i u_i^T / s_i, [m, m]."""
+        return self.weight * (self.basis.mT @ (self.basis / self.noise.unsqueeze(-1)))
+
+    def moment(self) -> Tensor:
+        """Weight * sum_i u_i r_i / s_i, [m]."""
+        return self.weight * (self.basis.mT @ (self.residual / self.noise))
+
+    def precision(self) -> Tensor:
+        """An unbiased estimate of the weights' posterior precision P, [m, m]."""
+        return torch.diag(1 / self.variances) + self.gram()
+
+
+class WeightSpacePrior:
+    """The kernels of a prior as features.
+
+    Args:
+        function_dist: the prior, whose kernels are not evaluated yet.
+
+    Raises:
+        ValueError: covariances that the model has built already, kernels and inputs of different dtypes.
+    """
+
+    def __init__(self, function_dist: MultivariateNormal) -> None:
+        parts = prior_parts(function_dist.lazy_covariance_matrix)
+        if parts.others:
+            raise ValueError(
+                f"The prior covariance contains a {type(parts.others[0]).__name__} and not only kernels that can be "
+                "evaluated at some of the inputs: let the model's forward return MultivariateNormal(mean, "
+                "kernel(x)), with sums and products inside of the kernel. (In evaluation mode model(x) is the posterior: "
+                "call model.train() before training goes on.)"
+            )
+        self.terms, self.jitter = parts.terms, parts.diagonal
+        for term in self.terms:
+            check_kernel_dtype(term.kernel, term.inputs)
+
+    def check_kernels(self) -> None:
+        """Raises ValueError where a kernel has no finite feature map."""
+        for term in self.terms:
+            feature_map(term.kernel)
+
+    def features(self, rows: Tensor | None = None) -> WeightSpaceFeatures:
+        """Basis [*b, n, m] and variances [m] at the inputs, or at some of their rows; in the data's dtype."""
+        return concatenated([_term_features(term, rows) for term in self.terms])
+
+    def covariance(self, rows: Tensor) -> Tensor:
+        """K [b, b] of some rows in float64, for any kernel: a dense matrix, from features where there are some."""
+        return torch.stack([_term_covariance(term, rows).double() for term in self.terms]).sum(0)
+
+    def check_inputs(self) -> None:
+        """Raises ValueError with the first input that is not finite."""
+        for term in self.terms:
+            check_finite("inputs", term.inputs)
+
+
+class WeightSpaceProblem:
+    """A prior at all training inputs with noise and targets, seen as a linear model.
+
+    Args:
+        likelihood: Gaussian, with independent noise.
+        function_dist: the prior `model(train_x)`, [n].
+        target: [n].
+        params: the likelihood's own arguments.
+        kwargs: likewise.
+
+    Attributes:
+        progress: what is told of every pass over all data, see `gpy_iterative.training.progress`.
+
+    Raises:
+        ValueError: as WeightSpacePrior, and for a batch of priors or a multitask prior.
+        UnsupportedLikelihoodError: a likelihood that is not Gaussian.
+    """
+
+    def __init__(
+        self, likelihood: Likelihood, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any
+    ) -> None:
+        if not isinstance(likelihood, _GaussianLikelihoodBase):
+            raise UnsupportedLikelihoodError(
+                f"Weights have a posterior in closed form under Gaussian noise, not with a {type(likelihood).__name__}: "
+                "use gpy_iterative.models.IterativeLaplaceGP, or QuadruplyStochasticGP for many data."
+            )
+        if isinstance(function_dist, MultitaskMultivariateNormal) or function_dist.loc.dim() != 1:
+            raise ValueError(
+                f"One output and one model are supported, not a {type(function_dist).__name__} of shape "
+                f"{tuple(function_dist.mean.shape)}. Independent outputs: one model each, with SumMarginalLogLikelihood."
+            )
+        if target.shape != function_dist.loc.shape:
+            raise ValueError(
+                f"The target's shape {tuple(target.shape)} is not the prior's, {tuple(function_dist.loc.shape)}: one model "
+                "for each of several sets of targets."
+            )
+        self.prior = WeightSpacePrior(function_dist)
+        for term in self.prior.terms:
+            if term.inputs.dim() != 2 or term.kernel.batch_shape:
+                raise ValueError(
+                    f"A batch of kernels is not supported: {type(term.kernel).__name__} has batch shape "
+                    f"{tuple(term.kernel.batch_shape)}, its inputs {tuple(term.inputs.shape)}."
+                )
+        self.progress: Progress = False
+        self._distribution, self._target = function_dist, target
+        self._likelihood, self._params, self._kwargs = likelihood, params, kwargs
+
+    @property
+    def num_data(self) -> int:
+        """How many data, n."""
+        return self._distribution.loc.shape[-1]
+
+    def batch(self, rows: Tensor) -> FeatureBatch:
+        """The rows [b] as an estimate of all data; evaluates networks and kernels at these alone.
+
+        Raises:
+            ValueError: data or noise that are not finite, noise that is not positive.
+            NonFiniteError: features or mean values that are not finite.
+        """
+        return self._batch(rows, self._noise_covariance())
+
+    def _batch(self, rows: Tensor, noise_covariance: LinearOperator) -> FeatureBatch:
+        features = self.prior.features(rows)
+        residual, noise = self._residual_and_noise(rows, noise_covariance)
+        if not torch.isfinite(features.basis).all() or not torch.isfinite(features.variances).all():
+            self.prior.check_inputs()
+            raise NonFiniteError(
+                "The kernel's features are not finite. A smaller learning rate, or bounds on the hyperparameters, keep "
+                "the optimiser from leaving the domain."
+            )
+        return FeatureBatch(
+            features.basis.double(), features.variances.double(), residual, noise, self.num_data / max(len(rows), 1)
+        )
+
+    def residual_and_noise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets less mean [b] and noise variances [b] at these rows, in float64. Raises as `batch` does."""
+        return self._residual_and_noise(rows, self._noise_covariance())
+
+    def _residual_and_noise(self, rows: Tensor, noise_covariance: LinearOperator) -> tuple[Tensor, Tensor]:
+        target, mean = self._target[rows], self._distribution.loc[rows]
+        if not torch.isfinite(target).all():
+            check_finite("target", self._target)
+        if not torch.isfinite(mean).all():
+            self.prior.check_inputs()
+            raise NonFiniteError(
+                "The mean function's values are not finite. A smaller learning rate, or bounds on its parameters, keep the "
+                "optimiser from leaving the domain."
+            )
+        return (target - mean).double(), self._noise(rows, noise_covariance).double()
+
+    def batches(self, chunk_size: int) -> Iterator[FeatureBatch]:
+        """All rows, in order, each with weight 1."""
+        noise_covariance = (
+            self._noise_covariance()
+        )  # once: where it depends on the inputs, it is evaluated at all of them
+        with reporting(self.progress, "pass", "rows", self.num_data) as tell:
+            done = 0
+            for rows in torch.arange(self.num_data, device=self._distribution.loc.device).split(chunk_size):
+                yield replace(self._batch(rows, noise_covariance), weight=1.0)
+                done += len(rows)
+                tell(done, {})
+
+    def _noise_covariance(self) -> LinearOperator:
+        return noise_operator(self._likelihood, self._distribution, *self._params, **self._kwargs)
+
+    def _noise(self, rows: Tensor, covariance: LinearOperator) -> Tensor:
+        noise = _rows_of_diagonal(covariance, rows, self._likelihood)
+        if not (torch.isfinite(noise) & (noise > 0)).all():
+            check_noise(covariance.diagonal(dim1=-1, dim2=-2))  # of all data: the index that it names is theirs
+        return noise if self.prior.jitter is None else noise + self.prior.jitter[rows]
+
+
+def _term_features(term: KernelTerm, rows: Tensor | None) -> WeightSpaceFeatures:
+    features = feature_map(term.kernel)(term.inputs if rows is None else term.inputs[rows])
+    return features if term.scale is None else replace(features, variances=features.variances * term.scale)
+
+
+def _term_covariance(term: KernelTerm, rows: Tensor) -> Tensor:
+    if has_feature_map(term.kernel):
+        features = _term_features(term, rows).scaled()
+        return features @ features.mT
+    dense = operator_of_kernel(term.kernel, term.inputs[rows], None, KernelProducts()).to_dense()
+    return dense if term.scale is None else dense * term.scale
+
+
+def _rows_of_diagonal(covariance: LinearOperator, rows: Tensor, likelihood: Likelihood) -> Tensor:
+    if isinstance(covariance, ConstantDiagLinearOperator):
+        return covariance.diag_values.expand(len(rows))  # without a vector of all data in the graph
+    if isinstance(covariance, DiagLinearOperator):
+        return covariance.diagonal(dim1=-1, dim2=-2)[rows]
+    raise UnsupportedLikelihoodError(
+        f"Mini-batches need independent noise; the noise covariance of {type(likelihood).__name__} is not diagonal. "
+        "HutchinsonMarginalLogLikelihood takes any."
+    )

@@ -1,0 +1,151 @@
+"""From latent marginals to predictions: class probabilities, and log densities of targets.
+
+Everything is float64 inside.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from gpytorch.likelihoods import BernoulliLikelihood, Likelihood, MultitaskGaussianLikelihood
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.errors import UnsupportedLikelihoodError
+from gpy_iterative.laplace.likelihoods.bernoulli import LogitBernoulliLikelihood
+from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
+from gpy_iterative.laplace.likelihoods.quadrature import dense_marginal, log_concave_marginal
+from gpy_iterative.laplace.likelihoods.stock import gaussian_noise, softmax_logits
+from gpy_iterative.training.likelihood_forms import computes_as, form_of
+
+PredictiveMethod = Literal["pairwise", "diagonal", "mc", "mode"]
+
+
+def check_predictive_method(method: str) -> None:
+    """Raises ValueError for anything but a method's name."""
+    if method not in get_args(PredictiveMethod):
+        raise ValueError(f"method must be one of {', '.join(get_args(PredictiveMethod))}, got {method!r}.")
+
+
+@dataclass(frozen=True)
+class LatentMarginals:
+    """Gaussians of the latent values at single points.
+
+    Attributes:
+        mean: [t, C].
+        covariance: [t, C, C].
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+    def seen_by(self, method: PredictiveMethod) -> "LatentMarginals":
+        """Without their covariance under "mode", which takes the mean for the truth."""
+        return LatentMarginals(self.mean, torch.zeros_like(self.covariance)) if method == "mode" else self
+
+    def samples(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
+        """Draws [t, C], one after the other: all of them together are large."""
+        check_count("num_samples", count)
+        mean = self.mean
+        values, vectors = torch.linalg.eigh(self.covariance)
+        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+        for _ in range(count):
+            base = torch.randn(*mean.shape, 1, generator=generator, device=generator.device, dtype=mean.dtype)
+            yield mean + (root @ base.to(mean.device)).squeeze(-1)
+
+
+def class_probabilities(
+    likelihood: Likelihood,
+    latent: LatentMarginals,
+    method: PredictiveMethod,
+    num_samples: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """p(class) [t] of label 1 for binary likelihoods, [t, classes] for a softmax.
+
+    Args:
+        likelihood: Bernoulli (either link) or softmax.
+        latent: at t points.
+        method: "mode" takes the latent mean for the truth. Of a softmax: "pairwise" compares classes two by two (the closed
+            form with the least error while variances are moderate), "diagonal" is the paper's, which does not see
+            covariances, "mc" samples.
+        num_samples: of "mc".
+        generator: of "mc".
+
+    Raises:
+        UnsupportedLikelihoodError: a likelihood without classes.
+    """
+    latent = latent.seen_by(method)
+    mean, covariance = latent.mean, latent.covariance
+    if computes_as(likelihood, BernoulliLikelihood):
+        return torch.special.ndtr(mean[:, 0] / (1 + covariance[:, 0, 0]).sqrt())
+    if computes_as(likelihood, LogitBernoulliLikelihood):
+        return likelihood.log_probability(mean[:, 0], covariance[:, 0, 0]).exp()
+    if isinstance(likelihood, BernoulliLikelihood | LogitBernoulliLikelihood):  # with a link of its own
+        ones = PointwiseLikelihood(likelihood, torch.ones_like(mean[:, 0]), 1)
+        return _quadrature(ones, mean[:, 0], covariance[:, 0, 0]).exp()
+    form = form_of(likelihood)
+    if form is None or form.visible_basis is None:
+        raise UnsupportedLikelihoodError(
+            f"{type(likelihood).__name__} has no classes that are known: use predictive_log_prob, or likelihood(model(x))."
+        )
+    if method == "mc":
+        total = torch.zeros_like(softmax_logits(likelihood, mean))
+        for sample in latent.samples(num_samples, generator):
+            total += torch.softmax(softmax_logits(likelihood, sample), -1)
+        return total / num_samples
+    mean = softmax_logits(likelihood, mean)
+    if likelihood.mixing_weights is not None:
+        weights = likelihood.mixing_weights.detach().to(covariance)
+        covariance = weights @ covariance @ weights.mT
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
+    if method == "diagonal":
+        return torch.softmax(mean / (1 + math.pi / 8 * variances).sqrt(), -1)
+    spread = variances.unsqueeze(-1) + variances.unsqueeze(-2) - 2 * covariance
+    gap = (mean.unsqueeze(-1) - mean.unsqueeze(-2)) / (1 + math.pi / 8 * spread.clamp_min(0)).sqrt()
+    # p_c ~ 1 / sum_c' exp(-gap), in log space.
+    return torch.softmax(-torch.logsumexp(-gap, -1), -1)
+
+
+def predictive_log_probs(
+    likelihood: PointwiseLikelihood,
+    latent: LatentMarginals,
+    method: PredictiveMethod,
+    num_samples: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Log p(y) [t] of the likelihood's targets under latent marginals.
+
+    Class probabilities where there are classes, quadrature for one latent function, a closed form or samples for more.
+    Nodes lie where a log-concave likelihood is. One that is not, and is narrower than a hundredth of the latent deviation,
+    falls between them.
+    """
+    inner, latent = likelihood.likelihood, latent.seen_by(method)
+    mean, covariance = latent.mean, latent.covariance
+    if likelihood.is_categorical:
+        probabilities = class_probabilities(inner, latent, method, num_samples, generator)
+        return probabilities.gather(-1, likelihood.targets.unsqueeze(-1)).squeeze(-1).log()
+    if computes_as(inner, BernoulliLikelihood):
+        return torch.special.log_ndtr((2 * likelihood.targets - 1) * mean[:, 0] / (1 + covariance[:, 0, 0]).sqrt())
+    if computes_as(inner, MultitaskGaussianLikelihood):
+        noise = gaussian_noise(inner, mean).expand_as(mean)
+        marginal = MultivariateNormal(mean, covariance + torch.diag_embed(noise))
+        return marginal.log_prob(likelihood.targets).detach()
+    if mean.shape[-1] == 1:
+        return _quadrature(likelihood, mean[:, 0], covariance[:, 0, 0]).detach()
+    total = torch.full_like(mean[:, 0], -torch.inf)
+    for sample in latent.samples(num_samples, generator):
+        total = torch.logaddexp(total, likelihood.log_prob(sample).detach())
+    return total - math.log(num_samples)
+
+
+def _quadrature(likelihood: PointwiseLikelihood, mean: Tensor, variance: Tensor) -> Tensor:
+    def log_prob(f: Tensor) -> Tensor:
+        return likelihood.log_prob(f.unsqueeze(-1))
+
+    if not likelihood.is_log_concave:
+        return dense_marginal(log_prob, mean, variance)
+    return log_concave_marginal(log_prob, lambda f: likelihood.slope(f.unsqueeze(-1)).squeeze(-1), mean, variance)

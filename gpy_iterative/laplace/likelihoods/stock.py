@@ -1,0 +1,277 @@
+"""GPyTorch's likelihoods and this package's own, in forms that stay exact in their tails and through three derivatives.
+
+The generic route, autograd through `forward`, is wrong for several of them: `BernoulliLikelihood` clamps its
+probabilities (gradient and curvature are 0 for a wrong label at |f| >= 9), `SoftmaxLikelihood` transposes an input of as
+many points as classes, the rate of `PoissonLikelihood` underflows.
+"""
+
+import math
+
+import gpytorch.likelihoods as gl
+import torch
+from gpytorch.likelihoods import Likelihood
+from torch import Tensor
+from torch.nn.functional import logsigmoid, softplus
+
+from gpy_iterative.laplace.likelihoods.bernoulli import LogitBernoulliLikelihood
+from gpy_iterative.laplace.likelihoods.poisson import PoissonLogLikelihood
+from gpy_iterative.training.likelihood_forms import LikelihoodForm, register_form, register_refusal
+
+_LABELS = (lambda _, y: (y == 0) | (y == 1), "labels must be 0 or 1 (for -1 and 1 pass (target + 1) / 2)")
+_COUNTS = (lambda _, y: (y >= 0) & (y == y.round()), "counts must be whole numbers, not negative")
+_FRACTIONS = (lambda _, y: (y > 0) & (y < 1), "targets must lie strictly between 0 and 1")
+
+#: Below this latent value a probit is its asymptotic series, whose terms from the next one on are below rounding there.
+PROBIT_TAIL, TAIL_TERMS = -12.0, 16
+
+
+def _one(_: Likelihood) -> int:
+    return 1
+
+
+def _block(values: Tensor) -> Tensor:
+    """[n] as blocks [n, 1, 1]."""
+    return values.unsqueeze(-1).unsqueeze(-1)
+
+
+# Labels
+
+
+def _probit_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    z = (2 * y - 1) * f[:, 0]
+    low = z < PROBIT_TAIL
+    return torch.where(
+        low, _log_normal_tail(torch.where(low, z, 2 * PROBIT_TAIL)), torch.special.log_ndtr(z.masked_fill(low, 0.0))
+    )
+
+
+def _log_normal_tail(z: Tensor) -> Tensor:
+    """Log Phi(z) far below zero, by its asymptotic series in 1 / z^2.
+
+    Autograd through `log_ndtr` takes z + phi / Phi = -1 / z from two numbers of size z: of its second derivative nothing is
+    left at -1e4, and of the third at -1e3.
+    """
+    x = z.square().reciprocal()
+    rest = torch.zeros_like(z)
+    for odd in range(2 * TAIL_TERMS - 1, 0, -2):  # 1 - x + 3 x^2 - 15 x^3 + ...
+        rest = -odd * x * (1 + rest)
+    return -0.5 * z.square() - 0.5 * math.log(2 * math.pi) - (-z).log() + rest.log1p()
+
+
+def _logit_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    return logsigmoid((2 * y - 1) * f[:, 0])
+
+
+def _probit_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    z = f[:, 0]
+    log_density = -0.5 * z.square() - 0.5 * math.log(2 * math.pi)
+    return _block((2 * log_density - torch.special.log_ndtr(z) - torch.special.log_ndtr(-z)).exp())
+
+
+def softmax_logits(likelihood: Likelihood, f: Tensor) -> Tensor:
+    """Mixed latents [n, classes] of latents [n, C]."""
+    weights = likelihood.mixing_weights
+    return f if weights is None else f @ weights.mT.to(f.dtype)
+
+
+def _softmax_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    return torch.log_softmax(softmax_logits(likelihood, f), -1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+
+
+def softmax_blocks(likelihood: Likelihood, probabilities: Tensor) -> Tensor:
+    """A^T (diag p - p p^T) A [n, C, C] for probabilities [n, classes] and mixing weights A."""
+    blocks = torch.diag_embed(probabilities) - probabilities.unsqueeze(-1) * probabilities.unsqueeze(-2)
+    return mixed_blocks(likelihood, blocks)
+
+
+def mixed_blocks(likelihood: Likelihood, blocks: Tensor) -> Tensor:
+    """A^T B A [n, C, C] for blocks B [n, classes, classes] and mixing weights A."""
+    if likelihood.mixing_weights is None:
+        return blocks
+    weights = likelihood.mixing_weights.to(blocks.dtype)
+    return weights.mT @ blocks @ weights
+
+
+def _softmax_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    return softmax_blocks(likelihood, torch.softmax(softmax_logits(likelihood, f), -1))
+
+
+def _softmax_visible(likelihood: Likelihood) -> Tensor:
+    """Orthogonal to {f: A f is constant over the classes}, which no probability depends on, whatever p is."""
+    like = next(likelihood.parameters(), torch.zeros(()))
+    centring = torch.eye(likelihood.num_classes, dtype=torch.float64, device=like.device) - 1 / likelihood.num_classes
+    if likelihood.mixing_weights is not None:
+        centring = centring @ likelihood.mixing_weights.detach().double()
+    _, values, vectors = torch.linalg.svd(centring, full_matrices=False)
+    return vectors[values > 1e-10 * values.max()].mT
+
+
+def _softmax_support(likelihood: Likelihood, y: Tensor) -> Tensor:
+    return (y >= 0) & (y < likelihood.num_classes)
+
+
+# Counts
+
+
+def _poisson_softplus_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    z = f[:, 0]
+    # log softplus(f) -> f, where softplus itself is rounding noise and later zero.
+    low = z < -30
+    log_rate = torch.where(low, z, softplus(torch.where(low, torch.zeros_like(z), z)).log())
+    return y * log_rate - torch.where(low, _exp_where(low, z), softplus(z)) - torch.lgamma(y + 1)
+
+
+def _exp_where(low: Tensor, z: Tensor) -> Tensor:
+    """Exp(z) where z is low, and 1 elsewhere: of the branch not taken autograd wants finite numbers too."""
+    return torch.where(low, z, torch.zeros_like(z)).exp()
+
+
+def _poisson_softplus_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    z = f[:, 0]
+    low = z < -30
+    ratio = torch.sigmoid(z).square() / softplus(torch.where(low, torch.zeros_like(z), z))
+    return _block(torch.where(low, _exp_where(low, z), ratio))
+
+
+def _poisson_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    return y * f[:, 0] - f[:, 0].exp() - torch.lgamma(y + 1)
+
+
+def _negative_binomial_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    probs = likelihood.probs.to(f.dtype).clamp(1e-6, 1 - 1e-6)
+    total = softplus(f[:, 0])
+    if not likelihood.num_failures_param:
+        total = total * (1 - probs) / probs
+    counts = torch.lgamma(total + y) - torch.lgamma(total) - torch.lgamma(y + 1)
+    return counts + total * torch.log1p(-probs) + y * probs.log()
+
+
+# Real targets
+
+
+def _student_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    nu, noise = likelihood.deg_free.to(f.dtype), likelihood.noise.to(f.dtype)
+    constant = torch.lgamma((nu + 1) / 2) - torch.lgamma(nu / 2) - 0.5 * (math.pi * nu * noise).log()
+    return constant - 0.5 * (nu + 1) * torch.log1p((y - f[:, 0]).square() / (nu * noise))
+
+
+def _student_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    nu, noise = likelihood.deg_free.to(f.dtype), likelihood.noise.to(f.dtype)
+    return _block(((nu + 1) / ((nu + 3) * noise)).expand(f.shape[0]))
+
+
+def _beta_concentrations(likelihood: Likelihood, f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Alpha, beta and d alpha / df as the class computes them: one more each than its documentation says."""
+    scale, mixture = likelihood.scale.to(f.dtype), torch.sigmoid(f[:, 0])
+    return scale * mixture + 1, scale * (1 - mixture) + 1, scale * mixture * torch.sigmoid(-f[:, 0])
+
+
+def _beta_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    alpha, beta, _ = _beta_concentrations(likelihood, f)
+    normaliser = torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)
+    return normaliser + (alpha - 1) * y.log() + (beta - 1) * torch.log1p(-y)
+
+
+def _beta_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    alpha, beta, slope = _beta_concentrations(likelihood, f)
+    # polygamma(1, .) has derivatives of its own; the evidence's gradient needs one.
+    return _block(slope.square() * (torch.polygamma(1, alpha) + torch.polygamma(1, beta)))
+
+
+def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
+    """Noise variances, to be broadcast against latents [n, C].
+
+    Raises:
+        ValueError: fixed noises of another number than points.
+    """
+    if isinstance(likelihood, gl.MultitaskGaussianLikelihood):
+        noise = torch.zeros((), dtype=f.dtype, device=f.device)
+        if likelihood.has_task_noise:
+            noise = noise + likelihood.task_noises.to(f.dtype)
+        return noise + likelihood.noise.to(f.dtype) if likelihood.has_global_noise else noise
+    if isinstance(likelihood, gl.FixedNoiseGaussianLikelihood):
+        known = likelihood.noise_covar.noise.shape[-1]
+        if known != f.shape[0]:  # GPyTorch takes the noise for zero
+            raise ValueError(
+                f"FixedNoiseGaussianLikelihood has noise for {known} points, of which there are {f.shape[0]} here: leave "
+                "points without a target out of data and noise alike; at test points predict latent values."
+            )
+    covariance = likelihood._shaped_noise_covar(f.shape[:1])
+    return covariance.diagonal(dim1=-1, dim2=-2).to(f.dtype).unsqueeze(-1)
+
+
+def _gaussian_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    noise, targets = gaussian_noise(likelihood, f), y.view_as(f)
+    terms = (targets - f).square() / noise + (2 * math.pi * noise).log()
+    return -0.5 * terms.expand_as(f).sum(-1)
+
+
+def _gaussian_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    return torch.diag_embed((1 / gaussian_noise(likelihood, f)).expand_as(f))
+
+
+def _tasks(likelihood: Likelihood) -> int:
+    return likelihood.num_tasks
+
+
+register_form(
+    gl.BernoulliLikelihood,
+    LikelihoodForm(_probit_log_prob, fisher=_probit_fisher, log_concave=True, support=_LABELS, num_latents=_one),
+)
+register_form(
+    LogitBernoulliLikelihood, LikelihoodForm(_logit_log_prob, log_concave=True, support=_LABELS, num_latents=_one)
+)
+register_form(
+    gl.SoftmaxLikelihood,
+    LikelihoodForm(
+        _softmax_log_prob,
+        hessian=_softmax_hessian,
+        log_concave=True,
+        support=(_softmax_support, "labels must be whole numbers from 0 to num_classes - 1"),
+        num_latents=lambda likelihood: likelihood.num_features,
+        visible_basis=_softmax_visible,
+    ),
+)
+register_form(
+    gl.PoissonLikelihood,
+    LikelihoodForm(
+        _poisson_softplus_log_prob,
+        fisher=_poisson_softplus_fisher,
+        log_concave=True,
+        support=_COUNTS,
+        num_latents=_one,
+    ),
+)
+register_form(
+    PoissonLogLikelihood, LikelihoodForm(_poisson_log_prob, log_concave=True, support=_COUNTS, num_latents=_one)
+)
+register_form(
+    gl.NegativeBinomialLikelihood,
+    LikelihoodForm(_negative_binomial_log_prob, log_concave=False, support=_COUNTS, num_latents=_one),
+)
+register_form(
+    gl.StudentTLikelihood,
+    LikelihoodForm(_student_log_prob, fisher=_student_fisher, log_concave=False, num_latents=_one),
+)
+register_form(
+    gl.BetaLikelihood,
+    LikelihoodForm(_beta_log_prob, fisher=_beta_fisher, log_concave=False, support=_FRACTIONS, num_latents=_one),
+)
+_GAUSSIAN = LikelihoodForm(_gaussian_log_prob, hessian=_gaussian_hessian, log_concave=True, num_latents=_one)
+for _class in (gl.GaussianLikelihood, gl.FixedNoiseGaussianLikelihood):
+    register_form(_class, _GAUSSIAN)
+register_form(
+    gl.MultitaskGaussianLikelihood,
+    LikelihoodForm(
+        _gaussian_log_prob, hessian=_gaussian_hessian, log_concave=True, num_latents=_tasks, target_per_latent=True
+    ),
+)
+register_refusal(
+    gl.LaplaceLikelihood,
+    "the second derivative of the double exponential density is zero almost everywhere: Laplace's method would give the "
+    "prior's covariance. StudentTLikelihood is robust, too, and has curvature",
+)
+register_refusal(
+    gl.DirichletClassificationLikelihood,
+    "it turns classification into Gaussian regression: take an exact model, or SoftmaxLikelihood with this one",
+)

@@ -1,0 +1,321 @@
+"""A Gaussian process for any likelihood, without inducing points."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods import Likelihood
+from gpytorch.models import GP
+from torch import Tensor
+
+from gpy_iterative.checks import check_count, check_instance, checked_seed
+from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood, check_laplace_likelihood
+from gpy_iterative.laplace.likelihoods.predictive import (
+    LatentMarginals,
+    PredictiveMethod,
+    check_predictive_method,
+    class_probabilities,
+    predictive_log_probs,
+)
+from gpy_iterative.laplace.newton.base import LaplaceSolver
+from gpy_iterative.laplace.newton.solution import LaplaceSolution
+from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths
+from gpy_iterative.laplace.prediction.posterior import LaplacePosterior, VarianceSplit
+from gpy_iterative.linear_operators.latent import num_latents as latents_of
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.training.likelihood_params import LikelihoodParams
+from gpy_iterative.training.progress import Progress
+from gpy_iterative.training.training_system import check_inputs
+
+
+class IterativeLaplaceGP(GP):
+    """A Gaussian process with Laplace's approximation, or a refinement of it, used like `gpytorch.models.ExactGP`.
+
+    A subclass has a `forward(x)` that returns the prior: a MultivariateNormal for one latent function, one with batch
+    shape [C] for C of them (kernels with batch shape [C], or one kernel without that all share), or a
+    MultitaskMultivariateNormal. In train mode `model(train_x)` is that prior, for
+    `gpy_iterative.mlls.LaplaceMarginalLogLikelihood`; in evaluation mode `model(x)` is the latent posterior. The mode is
+    found at the first question and kept until parameters or data change.
+
+    Args:
+        train_inputs: [n, d], or several of them.
+        train_targets: [n]; long for a SoftmaxLikelihood.
+        likelihood: any GPyTorch likelihood that factorises over points.
+        num_latents: C, checked against `forward`; None takes what that says.
+        solver: of the mode; None is `LaplaceCholesky` up to n C = 2,000 and `LaplaceNewton` beyond.
+        products: how kernel products are computed.
+        seed: of sample paths and Monte Carlo predictions. It, solver and products may be set later, too: the next question
+            is answered anew.
+        num_refinements: how often predictions are taken towards the variational approximation; 0 is Laplace's
+            approximation. May be set later, too: what is missing is computed at the next question. The evidence is
+            Laplace's whatever this is.
+
+    Raises:
+        UnsupportedLikelihoodError: a likelihood for which Laplace's method is meaningless.
+        ValueError: inputs that are not finite, another number of targets than of inputs, counts that are none.
+        TypeError: a solver or products of another type.
+
+    Examples:
+        >>> class Classifier(gpi.models.IterativeLaplaceGP):
+        ...     def __init__(self, x, y):
+        ...         super().__init__(x, y, gpi.likelihoods.LogitBernoulliLikelihood())
+        ...         self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+        ...
+        ...     def forward(self, x):
+        ...         return gpytorch.distributions.MultivariateNormal(x.new_zeros(len(x)), self.covar_module(x))
+        >>> labels = (train_y > 0).long()
+        >>> model = Classifier(train_x, labels)
+        >>> mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
+        >>> (-mll(model(train_x), labels)).backward()
+        >>> posterior = mll.posterior()
+        >>> model.predict_proba(test_x).shape
+        torch.Size([20])
+    """
+
+    def __init__(
+        self,
+        train_inputs: Tensor | Iterable[Tensor],
+        train_targets: Tensor,
+        likelihood: Likelihood,
+        *,
+        num_latents: int | None = None,
+        solver: LaplaceSolver | None = None,
+        products: KernelProducts | None = None,
+        seed: int = 0,
+        num_refinements: int = 0,
+    ) -> None:
+        super().__init__()
+        check_laplace_likelihood(likelihood)
+        check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")
+        check_instance("products", products, KernelProducts, "KernelProducts()")
+        if num_latents is not None:
+            check_count("num_latents", num_latents)
+        check_count("num_refinements", num_refinements, least=0)
+        self.likelihood, self.num_refinements = likelihood, num_refinements
+        self.num_latents, self.solver, self.seed = num_latents, solver, checked_seed(seed)
+        self.products = KernelProducts() if products is None else products
+        self.train_inputs: tuple[Tensor, ...] | None = None
+        self.train_targets: Tensor | None = None
+        self.likelihood_params: LikelihoodParams | None = None
+        self._posterior: LaplacePosterior | None = None
+        self._posterior_options: tuple[Any, ...] = ()  # the model's own when it was made
+        self.set_train_data(train_inputs, train_targets)
+
+    def set_train_data(
+        self, inputs: Tensor | Iterable[Tensor] | None = None, targets: Tensor | None = None, strict: bool = False
+    ) -> None:
+        """Replaces the training data, of any size; hyperparameters stay.
+
+        Arguments of the likelihood that belong to other inputs have to be given again: the next prediction asks for them.
+
+        Raises:
+            ValueError: inputs that are not finite, or another number of targets than of inputs; nothing is changed then.
+        """
+        new_inputs, new_targets = self.train_inputs, self.train_targets
+        if inputs is not None:
+            given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+            if not given or not all(isinstance(x, Tensor) for x in given):
+                raise TypeError("The training inputs must be a tensor, or several of them.")
+            new_inputs = tuple(x.unsqueeze(-1) if x.dim() == 1 else x for x in given)
+        if targets is not None:
+            if not isinstance(targets, Tensor):
+                raise TypeError(f"The training targets must be a tensor, got {type(targets).__name__}.")
+            new_targets = targets
+        for x in new_inputs or ():
+            if x.dim() != 2:
+                raise ValueError(f"The training inputs must be [n, d], got {tuple(x.shape)}: one model is one problem.")
+            if new_targets is not None and new_targets.shape[:1] != x.shape[:1]:
+                raise ValueError(
+                    f"There are {len(x)} training inputs, and targets of shape {tuple(new_targets.shape)}."
+                )
+        before = self.train_inputs, self.train_targets
+        self.train_inputs, self.train_targets = new_inputs, new_targets
+        try:
+            check_inputs(self)
+        except ValueError:
+            self.train_inputs, self.train_targets = before
+            raise
+        self._posterior = None
+
+    def keep_params(self, params: LikelihoodParams | None) -> None:
+        """Takes arguments of the likelihood for predictions, as every call of a marginal log likelihood does."""
+        is_same = params is self.likelihood_params or (params is not None and params.equals(self.likelihood_params))
+        if not is_same:
+            self.likelihood_params, self._posterior = params, None
+
+    def __call__(self, *inputs: Tensor, **kwargs: Any) -> MultivariateNormal:
+        """The prior at the training inputs in train mode, the latent posterior at any inputs in evaluation mode."""
+        given = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
+        if not self.training:
+            return self.posterior()(*given)
+        known = self.train_inputs or ()
+        if gpytorch.settings.debug.on() and not (len(given) == len(known) and all(map(torch.equal, known, given))):
+            raise RuntimeError("You must train on the training inputs!")
+        prior = super().__call__(*given, **kwargs)
+        self._check_prior(prior)
+        return prior
+
+    def posterior(
+        self,
+        initial_weights: Tensor | None = None,
+        *,
+        solver: LaplaceSolver | None = None,
+        products: KernelProducts | None = None,
+        params: Sequence[Any] | None = None,
+        progress: Progress = False,
+    ) -> LaplacePosterior:
+        """What answers in evaluation mode: kept, and refreshed when parameters or data have changed.
+
+        Args:
+            initial_weights: v [n, C] at similar hyperparameters to start from.
+            solver: in the place of the model's own.
+            products: likewise.
+            params: of the likelihood's `forward` at the training points, for a likelihood that takes any; None takes
+                those of the last call of a marginal log likelihood, or of this.
+            progress: True shows bars, a callable gets every report.
+
+        Without arguments it is the posterior that was asked for last, by whomever; with any, or after the model's `solver`,
+        `products` or `seed` were set to others, a new one.
+
+        Raises:
+            TypeError: a solver or products of another type.
+            ValueError: `forward` returns another number of latent functions than num_latents; num_refinements has been
+                set to something that is no count; the training inputs have changed, and `params` belong to the old ones.
+
+        Otherwise raises and warns as `LaplacePosterior`.
+        """
+        is_asked = progress is not False
+        is_asked |= any(argument is not None for argument in (initial_weights, solver, products, params))
+        options = (self.solver, self.products, self.seed)
+        is_asked |= options != self._posterior_options
+        if self._posterior is None or self._posterior.likelihood is not self.likelihood or is_asked:
+            solver, products = (
+                self.solver if solver is None else solver,
+                self.products if products is None else products,
+            )
+            check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")
+            check_instance("products", products, KernelProducts, "KernelProducts()")
+            kept = self.likelihood_params if params is None else LikelihoodParams.given(params, self)
+            posterior = LaplacePosterior(
+                self,
+                self.likelihood,
+                solver=solver,
+                products=products,
+                seed=checked_seed(self.seed),
+                initial_weights=initial_weights,
+                params=() if kept is None else kept.current(self),
+                progress=progress,
+                num_refinements=self.num_refinements,
+            )
+            self._check_latents(posterior.solution.latent.shape[-1])
+            self._posterior, self._posterior_options, self.likelihood_params = posterior, options, kept
+        self._posterior.num_refinements = self.num_refinements
+        return self._posterior
+
+    def fit_mode(self) -> LaplaceSolution:
+        """The mode at the training points, and what it took; with refinements, that of the last one."""
+        return self.posterior().solution
+
+    def predict_proba(self, *inputs: Tensor, method: PredictiveMethod = "pairwise", num_samples: int = 1000) -> Tensor:
+        """Class probabilities at test inputs [*b, t, d].
+
+        Args:
+            inputs: test inputs.
+            method: of a softmax: "pairwise" (closed form), "diagonal" (the paper's), "mc" (samples). Of all:
+                "mode" takes the latent mean for the truth. Averages over Laplace's approximation are underconfident
+                where hyperparameters were learned or latent variances are large: set num_refinements to 1, and of a
+                softmax prefer "mc" or "diagonal" there, since the pairwise formula is underconfident itself.
+            num_samples: of "mc".
+
+        Returns:
+            [*b, t] of label 1 for Bernoulli likelihoods (exact for the probit link, quadrature for the logit),
+            [*b, t, classes] for a softmax.
+
+        Raises:
+            UnsupportedLikelihoodError: a likelihood without classes.
+            ValueError: inputs that do not fit, an unknown method.
+        """
+        check_predictive_method(method)
+        mean, covariance = self.posterior().moments(*inputs)
+        latent = LatentMarginals(mean.flatten(0, -2), covariance.flatten(0, -3))
+        with torch.no_grad():
+            probabilities = class_probabilities(self.likelihood, latent, method, num_samples, self._generator())
+        shape = (*mean.shape[:-1], *probabilities.shape[1:])
+        return probabilities.view(shape).to(self._dtype)
+
+    def predictive_log_prob(
+        self,
+        *inputs_and_targets: Tensor,
+        method: PredictiveMethod = "pairwise",
+        num_samples: int = 1000,
+        params: Sequence[Any] = (),
+    ) -> Tensor:
+        """Log p(y | x, data) [t] at test inputs [t, d] for targets [t], which come last.
+
+        Closed forms and quadrature where there are any, samples else; see `predict_proba`. Its negative mean is the NLL
+        of the literature.
+
+        Args:
+            inputs_and_targets: test inputs, and targets.
+            method: see `predict_proba`.
+            num_samples: where there is nothing better than samples.
+            params: of the likelihood's `forward` at the test points, for a likelihood that takes any.
+
+        Raises:
+            ValueError: inputs or targets that do not fit, targets outside the likelihood's support.
+        """
+        check_predictive_method(method)
+        *inputs, targets = inputs_and_targets
+        mean, covariance = self.posterior().moments(*inputs)
+        if mean.dim() != 2 or targets.shape[:1] != mean.shape[:1]:
+            raise ValueError(
+                f"predictive_log_prob takes inputs [t, d] and targets [t]; got targets {tuple(targets.shape)} for "
+                f"{tuple(mean.shape[:-1])} points."
+            )
+        likelihood = PointwiseLikelihood(self.likelihood, targets, mean.shape[-1], params)
+        latent = LatentMarginals(mean, covariance)
+        with torch.no_grad():
+            return predictive_log_probs(likelihood, latent, method, num_samples, self._generator()).to(self._dtype)
+
+    def posterior_variance(self, *inputs: Tensor) -> VarianceSplit:
+        """The latent variance at test inputs, and its mathematical and computational parts.
+
+        Costs solves for every test point, see `LaplacePosterior.split_variance`.
+        """
+        return self.posterior().split_variance(*inputs)
+
+    def sample_paths(self, num_paths: int, *, num_frequencies: int = 4096) -> LaplaceSamplePaths:
+        """Posterior samples that are functions, see `LaplacePosterior.sample_paths`."""
+        return self.posterior().sample_paths(num_paths, num_frequencies=num_frequencies)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        inputs = (self.train_inputs or (torch.zeros(()),))[0]
+        return inputs.dtype if inputs.is_floating_point() else torch.get_default_dtype()
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed + 2)
+
+    def _check_prior(self, prior: Any) -> None:
+        if not isinstance(prior, MultivariateNormal):
+            raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
+        self._check_latents(latents_of(prior))
+
+    def _check_latents(self, found: int) -> None:
+        if self.num_latents is not None and found != self.num_latents:
+            raise ValueError(f"num_latents is {self.num_latents}, but forward returns {found} latent functions.")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IterativeLaplaceGP":
+        if self.train_inputs is not None:
+            self.train_inputs = tuple(fn(x) for x in self.train_inputs)
+        if self.train_targets is not None:
+            self.train_targets = fn(self.train_targets)
+        if self.likelihood_params is not None:
+            self.likelihood_params.apply(fn)
+        self._posterior = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_posterior": None}

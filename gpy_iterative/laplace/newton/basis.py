@@ -1,0 +1,171 @@
+"""The subspace that an iterative Newton method has computed in: actions S, their images T = K S, and M = S^T (K + W^+) S.
+
+S is kept orthonormal and T is only ever computed from it by a kernel product (or an orthogonal change of basis), so that
+T = K S holds to the rounding of the product. Newton steps change W, never K: the whole subspace is used again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.laplace.likelihoods.curvature import Curvature
+
+#: What is left of an action after two orthogonalisations, relative to what it was: below this it is rounding.
+DEPENDENT = 100 * torch.finfo(torch.float64).eps
+#: One orthogonalisation is enough where it leaves so much of an action.
+ORTHOGONAL_ENOUGH = 0.7
+
+
+class ActionBasis:
+    """Actions [N, B] and their images, in rows of a buffer that grows.
+
+    Args:
+        size: N.
+        capacity: actions for which memory is set aside.
+        like: device.
+    """
+
+    def __init__(self, size: int, capacity: int, like: Tensor) -> None:
+        capacity = max(min(capacity, size), 1)
+        self._actions, self._images = (
+            torch.empty(capacity, size, dtype=torch.float64, device=like.device) for _ in range(2)
+        )
+        self._gram = torch.empty(capacity, capacity, dtype=torch.float64, device=like.device)
+        self.count = 0
+
+    @property
+    def actions(self) -> Tensor:
+        """S [N, B], orthonormal."""
+        return self._actions[: self.count].mT
+
+    @property
+    def images(self) -> Tensor:
+        """T = K S [N, B]."""
+        return self._images[: self.count].mT
+
+    @property
+    def gram(self) -> Tensor:
+        """S^T K S [B, B]."""
+        return self._gram[: self.count, : self.count]
+
+    def orthonormalised(self, action: Tensor, curvature: Curvature, beside: Sequence[Tensor] = ()) -> Tensor | None:
+        """What an action [N] adds to the subspace within the range of W, of norm 1; None where that is rounding.
+
+        Outside the range nothing is observed: an action there would be taken for an observation without noise. The result
+        is orthogonal to the vectors `beside`, too, which are orthonormal and not yet in the basis.
+        """
+        size = torch.linalg.vector_norm(action)
+        if not size > 0:
+            return None
+        rest, left = action / size, 1.0
+        for _ in range(2):
+            rest = rest - self.actions @ (self.actions.mT @ rest)
+            for other in beside:
+                rest = rest - other * (other @ rest)
+            rest = curvature.project(rest.unsqueeze(-1)).squeeze(-1)
+            norm = float(torch.linalg.vector_norm(rest))
+            left *= norm
+            if left < DEPENDENT:
+                return None
+            rest = rest / norm
+            if norm > ORTHOGONAL_ENOUGH:
+                break
+        return rest
+
+    def append(self, action: Tensor, image: Tensor) -> None:
+        """Takes an orthonormalised action [N] and its image [N]."""
+        self._reserve(self.count + 1)
+        row = self.images.mT @ action
+        self._actions[self.count], self._images[self.count] = action, image
+        self._gram[self.count, : self.count], self._gram[: self.count, self.count] = row, row
+        self._gram[self.count, self.count] = action @ image
+        self.count += 1
+
+    def replace(self, actions: Tensor, images: Tensor) -> None:
+        """Another basis: S [N, B] orthonormal and T = K S."""
+        self.count = 0
+        self._reserve(actions.shape[-1])
+        self.count = actions.shape[-1]
+        self._actions[: self.count], self._images[: self.count] = actions.mT, images.mT
+        gram = actions.mT @ images
+        self._gram[: self.count, : self.count] = (gram + gram.mT) / 2
+
+    def clear(self) -> None:
+        """Forgets all actions."""
+        self.count = 0
+
+    def _reserve(self, count: int) -> None:
+        capacity = self._gram.shape[-1]
+        if count <= capacity:
+            return
+        larger = max(2 * capacity, count)
+        actions, images = (kept.new_empty(larger, kept.shape[-1]) for kept in (self._actions, self._images))
+        gram = self._gram.new_empty(larger, larger)
+        actions[: self.count], images[: self.count] = self._actions[: self.count], self._images[: self.count]
+        gram[: self.count, : self.count] = self.gram
+        self._actions, self._images, self._gram = actions, images, gram
+
+
+@dataclass
+class GalerkinSystem:
+    """M = S^T (K + W^+) S for one W, with A A^T = M^-1: the inverse of K + W^+ as far as S sees it is S A A^T S^T.
+
+    Attributes:
+        basis: S and T.
+        curvature: W.
+        transform: A [B, r].
+    """
+
+    basis: ActionBasis
+    curvature: Curvature
+    transform: Tensor
+
+    @classmethod
+    def of(cls, basis: ActionBasis, curvature: Curvature) -> "GalerkinSystem":
+        """Factors M; no kernel product, O(N B^2)."""
+        actions = basis.actions
+        matrix = basis.gram + actions.mT @ curvature.pinv(actions)
+        return cls(basis, curvature, inverse_root((matrix + matrix.mT) / 2))
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """The coefficients a [B, b] of the solutions S a for right-hand sides [N, b]; [B] for [N]."""
+        return self.transform @ (self.transform.mT @ (self.basis.actions.mT @ rhs))
+
+    def append(self, action: Tensor, image: Tensor, rhs: Tensor) -> Tensor:
+        """Takes an orthonormalised action into basis and system; what it adds to `solve(rhs)`, as coefficients [B + 1].
+
+        Where M has no further positive pivot, it is factored anew, and the answer is the whole difference.
+        """
+        weighted = self.curvature.pinv(action.unsqueeze(-1)).squeeze(-1)
+        column = self.basis.images.mT @ action + self.basis.actions.mT @ weighted
+        corner = action @ image + action @ weighted
+        known = self.transform.mT @ column
+        pivot = corner - known @ known
+        size, rank = self.transform.shape
+        if not pivot > 1e-14 * corner:
+            before = self.solve(rhs)
+            self.basis.append(action, image)
+            self.transform = GalerkinSystem.of(self.basis, self.curvature).transform
+            after = self.solve(rhs)
+            after[:size] -= before
+            return after
+        self.basis.append(action, image)
+        transform = self.transform.new_zeros(size + 1, rank + 1)
+        transform[:size, :rank] = self.transform
+        direction = torch.cat([-self.transform @ known, known.new_ones(1)]) / pivot.sqrt()
+        transform[:, rank] = direction
+        self.transform = transform
+        return direction.unsqueeze(-1) * (direction @ (self.basis.actions.mT @ rhs))
+
+
+def inverse_root(matrix: Tensor) -> Tensor:
+    """A [B, r] with A A^T = M^-1 for a positive semi-definite M [B, B], directions of rounding size left out."""
+    size = matrix.shape[-1]
+    if size == 0:
+        return matrix.new_zeros(0, 0)
+    scale = matrix.diagonal().clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()
+    values, vectors = torch.linalg.eigh(scale.unsqueeze(-1) * matrix * scale)
+    kept = values > 10 * size * torch.finfo(matrix.dtype).eps * values.amax()
+    return scale.unsqueeze(-1) * vectors[:, kept] / values[kept].sqrt()

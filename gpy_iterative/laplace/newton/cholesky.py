@@ -1,0 +1,63 @@
+"""The mode through dense factors, exactly: for problems that fit, and as the reference of the iterative solver."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.laplace.likelihoods.curvature import Curvature
+from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR, CurvatureFloor
+from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolver, Problem, StepSolver
+from gpy_iterative.laplace.newton.solution import LaplaceSolution
+from gpy_iterative.laplace.newton.whitened import dense_factor
+
+
+class _DenseSteps(StepSolver):
+    """dv = e - R (I + R^T K R)^-1 R^T K e with e = g - v: valid for a singular W, and for any g.
+
+    A correction rather than the new v: where W is large (little noise) v is a small difference of large numbers, and
+    further steps would not make it any more exact.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.dtype = problem.prior.operator.dtype
+        self.kernel = problem.prior.operator.to_dense().detach().double()
+        if not torch.isfinite(self.kernel).all():
+            raise NonFiniteError("The kernel matrix is not finite: check inputs and hyperparameters, or use float64.")
+
+    def recall(self, solution: LaplaceSolution) -> None:
+        """Nothing: the dense K is all that likelihoods have in common."""
+
+    def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
+        inner = curvature.root_t((self.kernel @ iterate.error).unsqueeze(-1))
+        solved = torch.cholesky_solve(inner, dense_factor(self.kernel, curvature, self.dtype))
+        dv = iterate.error - curvature.root(solved).squeeze(-1)
+        return dv, self.kernel @ dv
+
+    def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
+        # Q = R L^-T: all of P = Q Q^T.
+        identity = torch.eye(curvature.num_points * curvature.root_size).to(self.kernel)
+        inverse = torch.linalg.solve_triangular(dense_factor(self.kernel, curvature, self.dtype), identity, upper=False)
+        root = curvature.root(inverse.mT)
+        return root, self.kernel @ root, torch.eye(root.shape[-1], dtype=torch.float64, device=root.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaplaceCholesky(LaplaceSolver):
+    """Newton's method with exact steps: (n C)^3 a step, 8 (n C)^2 bytes a few times over.
+
+    Its subspace is everything: the covariance has no computational part. Options are those of `LaplaceSolver`; the
+    default tolerance is 1e-10 (1e-5 for kernels in float32).
+    """
+
+    max_outer: int = 100
+
+    def _step_solver(self, problem: Problem) -> StepSolver:
+        return _DenseSteps(problem)
+
+    def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:
+        return NO_FLOOR
+
+    def _default_tolerance(self, dtype: torch.dtype) -> float:
+        return 1e-10 if dtype == torch.float64 else 1e-5

@@ -1,0 +1,176 @@
+"""Newton systems whose prior is taken for one of low rank: the directions of preconditioned conjugate gradients.
+
+With K ~ L L^T, (L L^T + W^+)^-1 r = W r - W L (I + L^T W L)^-1 L^T W r: no division by W, and in its range. L belongs to
+the prior and serves all Newton steps; the inner matrix belongs to one W.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from linear_operator import LinearOperator
+from linear_operator.operators import BlockInterleavedLinearOperator
+from torch import Tensor
+from torch.nn import functional
+
+from gpy_iterative.laplace.likelihoods.curvature import Curvature
+from gpy_iterative.linear_operators.latent import LatentPrior
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.repeated import RepeatedKernelLinearOperator
+from gpy_iterative.linear_solvers.block_cholesky import block_cholesky, block_solve
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
+from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
+
+#: Columns of a factor that are weighted at a time.
+WEIGHTED_COLUMNS = 32
+
+
+class LatentFactor(ABC):
+    """L [n C, q] with L L^T ~ K, of the prior of C functions at n points.
+
+    Attributes:
+        build_epochs: what it cost, in passes over the kernel matrix.
+    """
+
+    build_epochs: float
+
+    @abstractmethod
+    def weighted_gram(self, curvature: Curvature) -> Tensor:
+        """L^T W L [q, q], float64."""
+
+    @abstractmethod
+    def matmul(self, coefficients: Tensor) -> Tensor:
+        """L z [n C] for z [q], float64."""
+
+    @abstractmethod
+    def t_matmul(self, column: Tensor) -> Tensor:
+        """L^T x [q] for x [n C], float64."""
+
+
+@dataclass(frozen=True)
+class SeparateFactor(LatentFactor):
+    """Independent functions, each with a factor of its own, or all with one.
+
+    Attributes:
+        columns: [C, n, k]; a factor that all share is expanded. q = C k.
+
+    The weighted Gram matrix costs n k^2 C (C + 1) / 2 multiply-adds, in the factor's dtype.
+    """
+
+    columns: Tensor
+    build_epochs: float
+
+    def weighted_gram(self, curvature: Curvature) -> Tensor:
+        latents, _, rank = self.columns.shape
+        blocks = curvature.blocks().to(self.columns)
+        gram = torch.empty(latents, rank, latents, rank, dtype=torch.float64, device=self.columns.device)
+        for first in range(latents):
+            for second in range(first, latents):
+                weighted = self.columns[second] * blocks[:, first, second].unsqueeze(-1)
+                part = (self.columns[first].mT @ weighted).double()
+                gram[first, :, second], gram[second, :, first] = part, part.mT
+        return gram.view(latents * rank, latents * rank)
+
+    def matmul(self, coefficients: Tensor) -> Tensor:
+        latents, _, rank = self.columns.shape
+        by_function = self.columns @ coefficients.view(latents, rank, 1).to(self.columns)
+        return by_function.squeeze(-1).mT.double().flatten()
+
+    def t_matmul(self, column: Tensor) -> Tensor:
+        by_function = column.view(-1, len(self.columns)).mT.unsqueeze(-1).to(self.columns)
+        return (self.columns.mT @ by_function).double().flatten()
+
+
+@dataclass(frozen=True)
+class JointFactor(LatentFactor):
+    """Functions that the prior couples.
+
+    Attributes:
+        columns: [n C, q].
+    """
+
+    columns: Tensor
+    build_epochs: float
+
+    def weighted_gram(self, curvature: Curvature) -> Tensor:
+        parts = self.columns.split(WEIGHTED_COLUMNS, dim=-1)
+        return torch.cat(
+            [(self.columns.mT @ curvature.matmul(part.double()).to(part)).double() for part in parts], dim=-1
+        )
+
+    def matmul(self, coefficients: Tensor) -> Tensor:
+        return (self.columns @ coefficients.to(self.columns)).double()
+
+    def t_matmul(self, column: Tensor) -> Tensor:
+        return (self.columns.mT @ column.to(self.columns)).double()
+
+
+@dataclass(frozen=True)
+class NewtonPreconditioner:
+    """(L L^T + W^+)^-1 for one W.
+
+    Attributes:
+        factor: L.
+        curvature: W.
+        cholesky: of I + L^T W L, [q, q].
+    """
+
+    factor: LatentFactor
+    curvature: Curvature
+    cholesky: Tensor
+
+    @classmethod
+    def of(cls, factor: LatentFactor, curvature: Curvature) -> "NewtonPreconditioner":
+        """Weighs the factor, and factors the inner matrix in float64.
+
+        Raises:
+            NonFiniteError: an entry of the inner matrix is not finite.
+        """
+        inner = factor.weighted_gram(curvature)
+        inner.diagonal().add_(1)
+        # Jitter where rounding calls for it changes a preconditioner only: to that of somewhat more noise.
+        return cls(factor, curvature, block_cholesky(inner)[0])
+
+    def solve(self, weighted_residual: Tensor) -> Tensor:
+        """(L L^T + W^+)^-1 r [n C] from W r [n C]."""
+        projected = self.factor.t_matmul(weighted_residual).unsqueeze(-1)
+        explained = self.factor.matmul(block_solve(self.cholesky, projected).squeeze(-1))
+        return weighted_residual - self.curvature.matmul(explained.unsqueeze(-1)).squeeze(-1)
+
+
+def latent_factor(
+    recipe: PreconditionerRecipe, prior: LatentPrior, curvature: Curvature, generator: torch.Generator
+) -> LatentFactor:
+    """The factor of a prior by a recipe.
+
+    Args:
+        recipe: its `LowRankPlusDiagonal.factor` is taken.
+        prior: independent functions are factored one by one, those with one kernel once; functions that the prior couples
+            have one factor together.
+        curvature: says how large the noise is that a recipe weighs columns against.
+        generator: for recipes that draw.
+    """
+    operator, latents = prior.operator, prior.num_latents
+    mean = curvature.blocks().diagonal(dim1=-2, dim2=-1).mean()
+    noise = float(1 / mean) if mean > 0 else 1.0
+    if isinstance(operator, RepeatedKernelLinearOperator):
+        built = _built(recipe, operator.kernel, noise, generator)
+        return SeparateFactor(built.factor.expand(latents, -1, -1), built.build_epochs)
+    if isinstance(operator, BlockInterleavedLinearOperator):
+        kernels = operator.base_linear_op
+        members = [_built(recipe, kernels[member], noise, generator) for member in range(latents)]
+        # One after the other, and padded: where a function's kernel has a low rank, the others keep theirs.
+        rank = max(member.factor.shape[-1] for member in members)
+        columns = [functional.pad(member.factor, (0, rank - member.factor.shape[-1])) for member in members]
+        return SeparateFactor(torch.stack(columns), sum(member.build_epochs for member in members) / latents)
+    built = _built(recipe, operator, noise, generator)
+    if latents == 1:
+        return SeparateFactor(built.factor.unsqueeze(0), built.build_epochs)
+    return JointFactor(built.factor, built.build_epochs)
+
+
+def _built(
+    recipe: PreconditionerRecipe, kernel: LinearOperator, noise: float, generator: torch.Generator
+) -> LowRankPlusDiagonal:
+    diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
+    return recipe.build(NoisyLinearOperator(kernel, torch.full_like(diagonal, noise)), generator=generator)

@@ -1,0 +1,88 @@
+"""R^T K R, whose sum with the identity is what every solve of Laplace's method is about; eigenvalues from 1 upwards.
+
+With W = R R^T the inverse that Laplace's method needs is P = R (I + R^T K R)^-1 R^T, also where W is singular. In these
+coordinates the likelihood's noise is the identity, so that solvers, preconditioners, probes and log-determinants of
+Gaussian regression serve as they are.
+"""
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.laplace.likelihoods.curvature import Curvature
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.partial_products import rows_matmul
+from gpy_iterative.linear_operators.tiles.tiles import Rows
+from gpy_iterative.linear_solvers.jittered_cholesky import warned_cholesky
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
+
+
+class WhitenedKernelLinearOperator(LinearOperator):
+    """R^T K R [n r, n r] for a fixed curvature; its products are one of K each, and carry no gradient.
+
+    Args:
+        kernel: K [n C, n C].
+        curvature: W = R R^T.
+    """
+
+    def __init__(self, kernel: LinearOperator, *, curvature: Curvature) -> None:
+        super().__init__(kernel, curvature=curvature)
+        self.kernel, self.curvature = kernel, curvature
+
+    def _size(self) -> torch.Size:
+        size = self.curvature.num_points * self.curvature.root_size
+        return torch.Size((size, size))
+
+    @torch.no_grad()
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        columns = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
+        product = self.kernel._matmul(self.curvature.root(columns.double()).to(self.kernel.dtype))
+        whitened = self.curvature.root_t(product.double()).to(rhs.dtype)
+        return whitened.squeeze(-1) if rhs.dim() == 1 else whitened
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self
+
+
+@rows_matmul.register
+def _(operator: WhitenedKernelLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
+    curvature, kernel = operator.curvature, operator.kernel
+    size, latents = curvature.root_size, curvature.num_latents
+    index = torch.arange(operator.shape[-1], device=rhs.device)[rows]
+    points, position = (index // size).unique(return_inverse=True)
+    whole = (points.unsqueeze(-1) * latents + torch.arange(latents, device=rhs.device)).flatten()
+    product = rows_matmul(kernel, whole, curvature.root(rhs.double()).to(kernel.dtype))
+    whitened = curvature.at(points).root_t(product.double()).to(rhs.dtype)
+    return whitened[position * size + index % size]
+
+
+def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinearOperator:
+    """I + R^T K R, in the dtype of K."""
+    whitened = WhitenedKernelLinearOperator(kernel, curvature=curvature)
+    return NoisyLinearOperator(whitened, torch.ones(whitened.shape[-1], dtype=kernel.dtype, device=kernel.device))
+
+
+def dense_factor(kernel: Tensor, curvature: Curvature, dtype: torch.dtype) -> Tensor:
+    """L L^T = I + R^T K R for a dense K [n C, n C] in float64, computed in a dtype.
+
+    Raises:
+        NotPositiveDefiniteError: rounding left K so indefinite that no jitter helps.
+    """
+    inner = curvature.root_t(curvature.root_t(kernel).mT)
+    inner = (inner + inner.mT) / 2
+    inner.diagonal().add_(1)
+    return warned_cholesky(inner, "I + R^T K R at the mode", dtype)
+
+
+def nystrom_preconditioner(curvature: Curvature, actions: Tensor, images: Tensor, dtype: torch.dtype) -> NystromFactor:
+    """I + L L^T, with L L^T the part of R^T K R that actions S [n C, B] and images T = K S know; no kernel product.
+
+    Nystrom's approximation K S (S^T K S)^+ S^T K is below K: all eigenvalues of the preconditioned system are at least 1.
+    """
+    gram = actions.mT @ images
+    values, vectors = torch.linalg.eigh((gram + gram.mT) / 2)
+    # What is left out only makes the approximation smaller; divided by a value of rounding size it would exceed K.
+    eps = torch.finfo(dtype).eps
+    kept = values > 10 * eps * values.amax() if len(values) else values > 0
+    factor = curvature.root_t(images @ (vectors[:, kept] / values[kept].sqrt()))
+    return NystromFactor(factor.to(dtype), torch.ones(factor.shape[0], dtype=dtype, device=factor.device))

@@ -1,0 +1,291 @@
+"""The latent posterior around a mode, or a refinement of it: mean k(x, X) v, covariance k(x, x) - k(x, X) Q Q^T k(X, x)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import Likelihood
+from gpytorch.models import GP
+from linear_operator import LinearOperator, to_linear_operator
+from linear_operator.operators import RootLinearOperator
+from torch import Tensor
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.errors import ConvergenceWarning, VarianceWarning, float64_first, warn
+from gpy_iterative.exact.prediction.blocks import product
+from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
+from gpy_iterative.laplace.newton.base import LaplaceSolver
+from gpy_iterative.laplace.newton.solution import LaplaceSolution
+from gpy_iterative.laplace.newton.whitened import nystrom_preconditioner, whitened_system
+from gpy_iterative.laplace.prediction.fit import LaplaceFit, LaplaceFits
+from gpy_iterative.laplace.prediction.latent_blocks import latent_blocks, latent_covariance, latent_terms
+from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths, PriorFunctions
+from gpy_iterative.linear_operators.latent import point_blocks
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
+from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
+from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
+
+#: Test points whose block k(x, X) Q is held at a time.
+CHUNK_POINTS = 1024
+#: A variance below minus this share of the prior's is more than rounding.
+NEGATIVE_VARIANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class VarianceSplit:
+    """A posterior variance and its two parts, in float64 as `LaplacePosterior.moments` are.
+
+    Attributes:
+        total: the posterior variance, [*b, t] or [*b, t, C].
+        mathematical: what an exact computation at the same curvature would leave; without refinements that of Laplace's
+            approximation.
+        computational: what the data would still explain if more were computed; total = mathematical + computational.
+    """
+
+    total: Tensor
+    mathematical: Tensor
+    computational: Tensor
+
+
+class LaplacePosterior:
+    """`posterior(x)` is the latent posterior at x.
+
+    Args:
+        model: with training data, whose `forward` gives the prior.
+        likelihood: any that `gpy_iterative.likelihoods` can take.
+        solver: of the mode; None chooses by size.
+        products: how kernel products are computed.
+        seed: of sample paths and covariance actions.
+        initial_weights: v [n, C] at similar hyperparameters, where the mode solver starts.
+        params: of the likelihood's `forward` at the training points, for a likelihood that takes any.
+        progress: True shows a bar for the mode and other solves; a callable gets every
+            `gpy_iterative.training.progress.ProgressReport`.
+        num_refinements: how often mean and covariance are taken towards the variational approximation, see
+            `gpy_iterative.solvers.laplace.refine`; 0 is Laplace's approximation.
+
+    Construction finds the mode and refines it. Hyperparameters and data that have changed since are noticed by value, and
+    answered by another solve from the old mode.
+
+    Raises:
+        ValueError: num_refinements is no whole number or negative; data that are not finite or do not fit, or have changed
+            where params belong to them.
+        NonFiniteError: from the solver.
+
+    Warns:
+        ConvergenceWarning: the mode was not reached, or that of a refinement.
+    """
+
+    def __init__(
+        self,
+        model: GP,
+        likelihood: Likelihood,
+        *,
+        solver: LaplaceSolver | None = None,
+        products: KernelProducts | None = None,
+        seed: int = 0,
+        initial_weights: Tensor | None = None,
+        params: Sequence[Any] = (),
+        progress: Progress = False,
+        num_refinements: int = 0,
+    ) -> None:
+        self.model, self.likelihood = model, likelihood
+        check_progress(progress)
+        self._progress, self.num_refinements = progress, num_refinements
+        self._products = KernelProducts() if products is None else products
+        self._seed = seed
+        self._fits = LaplaceFits(
+            model,
+            likelihood,
+            solver=solver,
+            products=self._products,
+            seed=seed,
+            initial_weights=initial_weights,
+            params=params,
+            progress=progress,
+        )
+        self._fits.current(self.num_refinements)
+
+    @property
+    def num_refinements(self) -> int:
+        """How many refinements there are; when set, the next question makes those that are missing.
+
+        Raises ValueError for anything but a whole number that is not negative.
+        """
+        return self._num_refinements
+
+    @num_refinements.setter
+    def num_refinements(self, value: int) -> None:
+        check_count("num_refinements", value, least=0)
+        self._num_refinements = int(value)
+
+    @property
+    def solution(self) -> LaplaceSolution:
+        """The mode at the hyperparameters and data of now; with refinements, that of the last averaged likelihood."""
+        return self._current().solution
+
+    @property
+    def stats(self) -> tuple[SolveStats, ...]:
+        """What the mode took, and each refinement on top; `epochs` are kernel products."""
+        return self._current().stats
+
+    def __call__(self, *inputs: Tensor) -> MultivariateNormal:
+        """The latent posterior at test inputs [*b, t, d], one tensor for each of the model's inputs.
+
+        Returns:
+            A MultivariateNormal [*b, t] for one latent function, else a MultitaskMultivariateNormal [*b, t, C]. Gradients
+            flow to inputs that require them, and to nothing else. Memory O(t C rank).
+
+        Raises:
+            ValueError: inputs that do not fit the training inputs, or are not finite.
+        """
+        fit = self._current()
+        with graph_for(inputs):
+            points = _checked(fit, inputs)
+            batch, flat = points[0].shape[:-2], [x.reshape(-1, x.shape[-1]) for x in points]
+            mean, root, whole = self._conditioned(fit, fit.columns(), flat)
+            latents = fit.prior.num_latents
+            count = points[0].shape[-2]
+            mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, root.shape[-1])
+            prior = whole
+            if batch:
+                prior = to_linear_operator(latent_covariance(fit.snapshot.copies()[0], points, self._products))
+            covariance = prior.clone() - RootLinearOperator(root)
+            if latents == 1 and not isinstance(fit.distribution, MultitaskMultivariateNormal):
+                return MultivariateNormal(mean.squeeze(-1), covariance)
+            return MultitaskMultivariateNormal(mean, covariance)
+
+    def moments(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Means [*b, t, C] and covariance blocks [*b, t, C, C] of single points, in float64, without gradients.
+
+        A thousand points at a time; O(t n C) for the kernel, t C rank numbers at a time.
+        """
+        fit = self._current()
+        with torch.no_grad():
+            points = _checked(fit, inputs)
+            batch, count = points[0].shape[:-2], points[0].shape[-2]
+            flat = [x.reshape(-1, x.shape[-1]) for x in points]
+            columns, latents, means, blocks = fit.columns(), fit.prior.num_latents, [], []
+            for start in range(0, max(flat[0].shape[0], 1), CHUNK_POINTS):
+                mean, root, prior = self._conditioned(fit, columns, [x[start : start + CHUNK_POINTS] for x in flat])
+                known = root.double().view(-1, latents, root.shape[-1])
+                before = point_blocks(prior, latents).double()
+                means.append(mean.double().view(-1, latents))
+                blocks.append(_clamped(before - known @ known.mT, before, fit.prior.operator.dtype))
+            shape = (*batch, count, latents)
+            return torch.cat(means).view(shape), torch.cat(blocks).view(*shape, latents)
+
+    def split_variance(self, *inputs: Tensor, tolerance: float = 1e-4) -> VarianceSplit:
+        """The variance at test inputs [*b, t, d], and what of it more computation would take away.
+
+        The exact part comes from solves for every test point and latent function: t C columns of conjugate gradients,
+        preconditioned with the actions. For a few hundred points, not for a million.
+
+        Args:
+            inputs: test inputs.
+            tolerance: of these solves.
+
+        Warns:
+            ConvergenceWarning: they did not reach it.
+        """
+        _, blocks = self.moments(*inputs)
+        total = blocks.diagonal(dim1=-2, dim2=-1)
+        fit = self._current()
+        with torch.no_grad():
+            flat = [x.reshape(-1, x.shape[-1]) for x in _checked(fit, inputs)]
+            parts = [
+                self._exact_variance(fit, [x[start : start + CHUNK_POINTS] for x in flat], tolerance)
+                for start in range(0, max(flat[0].shape[0], 1), CHUNK_POINTS)
+            ]
+            mathematical = torch.minimum(torch.cat(parts).view(total.shape), total)
+        if not isinstance(fit.distribution, MultitaskMultivariateNormal) and fit.prior.num_latents == 1:
+            total, mathematical = total.squeeze(-1), mathematical.squeeze(-1)
+        return VarianceSplit(total, mathematical, total - mathematical)
+
+    def sample_paths(self, num_paths: int, *, num_frequencies: int = 4096) -> LaplaceSamplePaths:
+        """Draws functions of Laplace's approximation (or of its last refinement), without computational uncertainty.
+
+        f + f_p(.) - k(., X) zeta with a prior function f_p from random features and zeta = P (f_p(X) + e), one solve for
+        all paths. Kernels need a registered spectral density.
+
+        Raises:
+            SpectralDensityMissingError: a kernel has no random features.
+
+        Warns:
+            ConvergenceWarning: the solve did not reach its tolerance.
+        """
+        # The functions outlive an inference mode around this call, and are differentiable outside of it.
+        fit = self._current()
+        with torch.inference_mode(False), torch.no_grad():
+            generator = torch.Generator().manual_seed(self._seed + 1)
+            terms, shared = latent_terms(fit.distribution)
+            functions = PriorFunctions.draw(
+                terms, fit.prior.num_latents, num_paths, num_frequencies, shared=shared, generator=generator
+            )
+            curvature = fit.solution.curvature
+            size = (curvature.num_points * curvature.root_size, num_paths)
+            noise = torch.randn(size, generator=generator, dtype=torch.float64).to(fit.solution.value)
+            whitened = curvature.root_t(functions(terms).double().flatten(0, 1)) + noise
+            weights = curvature.root(self._solve(fit, whitened, tolerance=1e-4))
+            update = fit.solution.value.view(-1, 1) - weights
+        return LaplaceSamplePaths(fit.snapshot, functions, fit.inputs, update, self._products)
+
+    def _current(self) -> LaplaceFit:
+        return self._fits.current(self.num_refinements)
+
+    def _conditioned(
+        self, fit: LaplaceFit, columns: Tensor, flat: list[Tensor]
+    ) -> tuple[Tensor, Tensor, LinearOperator]:
+        """Posterior means [t C], K(x, X) Q [t C, B] and the prior K(x, x) [t C, t C] at a list of points [t, d]."""
+        blocks = latent_blocks(fit.snapshot.copies()[0], fit.inputs, flat, self._products)
+        found = product(blocks.test_train, columns)
+        return blocks.mean.reshape(-1) + found[:, 0], found[:, 1:], blocks.test_test
+
+    def _exact_variance(self, fit: LaplaceFit, flat: list[Tensor], tolerance: float) -> Tensor:
+        blocks, latents = (
+            latent_blocks(fit.snapshot.copies()[0], fit.inputs, flat, self._products),
+            fit.prior.num_latents,
+        )
+        cross = blocks.test_train.to_dense().double().mT
+        whitened = fit.solution.curvature.root_t(cross)
+        known = (whitened * self._solve(fit, whitened, tolerance=tolerance)).sum(0).view(-1, latents)
+        return (point_blocks(blocks.test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)
+
+    def _solve(self, fit: LaplaceFit, columns: Tensor, *, tolerance: float) -> Tensor:
+        """(I + R^T K R)^-1 columns in float64, preconditioned with the mode's actions."""
+        dtype, solution = fit.prior.operator.dtype, fit.solution
+        preconditioner = nystrom_preconditioner(solution.curvature, solution.actions, solution.images, dtype)
+        system = whitened_system(fit.prior.operator, solution.curvature)
+        with reporting_solve(self._progress) as callback:
+            found = ConjugateGradients(tolerance=tolerance).solve(
+                system, columns.to(dtype), preconditioner=preconditioner, callback=callback
+            )
+        if found.status is not SolveStatus.CONVERGED:
+            warn(
+                f"A solve at the mode ended with status {found.status.name.lower()}: {float64_first(dtype)}loosen the "
+                "tolerance of split_variance, or keep outputscale and likelihood parameters in bounds.",
+                ConvergenceWarning,
+            )
+        return found.value.double()
+
+
+def _checked(fit: LaplaceFit, inputs: Sequence[Tensor]) -> list[Tensor]:
+    points = checked_inputs(fit.inputs, inputs)
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in points))
+    return [x.expand(*batch, *x.shape[-2:]) for x in points]
+
+
+def _clamped(blocks: Tensor, prior: Tensor, dtype: torch.dtype) -> Tensor:
+    """Blocks whose variances are not negative; rounding is told from more than that."""
+    variances, scale = (part.diagonal(dim1=-2, dim2=-1) for part in (blocks, prior))
+    worst = (variances + NEGATIVE_VARIANCE * scale).amin() if variances.numel() else torch.zeros(())
+    if float(worst) < 0:
+        warn(
+            f"A posterior variance was negative beyond rounding and was set to zero: {float64_first(dtype)}bound the "
+            "outputscale, or leave near-duplicates out.",
+            VarianceWarning,
+        )
+    excess = (-variances).clamp_min(0)
+    return blocks + torch.diag_embed(excess)

@@ -1,0 +1,42 @@
+"""Figures of one step of `LaplaceMarginalLogLikelihood`."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gpy_iterative.linear_solvers.solution import SolveStatus
+from gpy_iterative.training.report import Report
+
+
+@dataclass(frozen=True)
+class LaplaceReport(Report):
+    """One step's figures of a LaplaceMarginalLogLikelihood, on one line or as a table.
+
+    Attributes:
+        status: of the mode, or of the worst solve; of objective="elbo" that of the bound's maximisation.
+        iterations: Newton steps.
+        epochs: kernel products to the mode.
+        probe_epochs: products with all probes, and with the adjoint, for the gradient.
+        stationarity: of the mode: the log joint density's gradient over the likelihood's.
+        rank: actions that were kept.
+        value: [], what `forward` returned.
+        value_sem: [], its standard error from the log-determinant's probes (0 where there are none).
+        seconds: wall-clock time of the forward pass.
+    """
+
+    status: SolveStatus
+    iterations: int
+    epochs: float
+    probe_epochs: float
+    stationarity: float
+    rank: int
+    value: Tensor
+    value_sem: Tensor
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"mll {self.value.item():.4f} ± {self.value_sem.item():.1g}; {self.status.name.lower()} after "
+            f"{self.iterations} Newton steps, {self.epochs:.0f} kernel products and {self.probe_epochs:.0f} with probes; "
+            f"relative gradient {self.stationarity:.1g}; {self.seconds:.2f} s"
+        )

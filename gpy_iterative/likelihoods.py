@@ -1,0 +1,25 @@
+"""Likelihoods that GPyTorch lacks, and what Laplace's method knows of all others."""
+
+from gpy_iterative.laplace.likelihoods.bernoulli import LogitBernoulliLikelihood
+from gpy_iterative.laplace.likelihoods.curvature import BlockCurvature, Curvature, DiagonalCurvature, SoftmaxCurvature
+from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, CurvatureKind, PointwiseLikelihood
+from gpy_iterative.laplace.likelihoods.poisson import PoissonLogLikelihood
+from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
+from gpy_iterative.training.expected_log_prob import expected_log_prob
+from gpy_iterative.training.likelihood_forms import is_log_concave, register_curvature
+
+__all__ = [
+    "BlockCurvature",
+    "Curvature",
+    "CurvatureFloor",
+    "CurvatureKind",
+    "DiagonalCurvature",
+    "LogitBernoulliLikelihood",
+    "PointwiseLikelihood",
+    "PoissonLogLikelihood",
+    "SmoothedLikelihood",
+    "SoftmaxCurvature",
+    "expected_log_prob",
+    "is_log_concave",
+    "register_curvature",
+]

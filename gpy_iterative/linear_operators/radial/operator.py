@@ -1,0 +1,223 @@
+"""A radial kernel matrix that is never stored: RBF, Matern 1/2, 3/2, 5/2 and rational quadratic.
+
+The operator holds scaled inputs and the outputscale. Lengthscales, active dimensions and feature extractors
+stay outside, in autograd; the operator differentiates with respect to its scaled inputs in closed form.
+"""
+
+from typing import Any
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.linear_operators.bilinear_derivative import bilinear_derivative
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.radial.functions import RadialFunction
+from gpy_iterative.linear_operators.radial.keops_sums import RadialKeOps
+from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances
+from gpy_iterative.linear_operators.radial.tiles import RadialTiles
+from gpy_iterative.linear_operators.tiles.cache import TileCache
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles.tiles import blocks
+from gpy_iterative.linear_operators.tiles.weights import TileWeights
+
+
+class RadialKernelLinearOperator(TiledLinearOperator):
+    """outputscale * f(|x1_i - x2_j|^2), in tiles or by KeOps.
+
+    Args:
+        x1: inputs divided by the lengthscale and centred, [*b, n, d]. Centring is the caller's: without it float32
+            loses digits of the distances.
+        outputscale: [*b] (or [] for none).
+        x2: [*b, m, d]; None makes the operator symmetric, which halves its work.
+        alpha: [*b, 1], of the rational quadratic function only.
+        function: one of `gpy_iterative.linear_operators.radial.functions`.
+        products: how products are computed.
+        cache: shared by all rebuilds of the operator; None starts an empty one.
+        scales_only: x1 depends on parameters only through one scale a coordinate, x1 = x / lengthscale for a constant x.
+            The derivative with respect to x1 is then right in that only, and cheaper.
+
+    A product with s columns costs n m (d + s) multiply-adds and a few element-wise passes the first time, n m s
+    once all tiles are kept; memory O((n + m)(d + s)) and the tile cache. The derivative costs one further pass.
+    KeOps evaluates every entry anew for each product, and keeps none.
+    """
+
+    def __init__(
+        self,
+        x1: Tensor,
+        outputscale: Tensor,
+        *,
+        x2: Tensor | None = None,
+        alpha: Tensor | None = None,
+        function: RadialFunction,
+        products: KernelProducts | None = None,
+        cache: TileCache | None = None,
+        scales_only: bool = False,
+    ) -> None:
+        products = KernelProducts() if products is None else products
+        cache = TileCache() if cache is None else cache
+        tensors = {name: tensor for name, tensor in (("x2", x2), ("alpha", alpha)) if tensor is not None}
+        options = {"function": function, "products": products, "cache": cache, "scales_only": scales_only}
+        super().__init__(x1, outputscale, **tensors, **options)
+        self.x1, self.outputscale, self.x2, self.alpha = x1, outputscale, x2, alpha
+        self.function, self.products, self.cache, self.scales_only = function, products, cache, scales_only
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether rows and columns are the same points."""
+        return self.x2 is None
+
+    @property
+    def tile_scale(self) -> Tensor:
+        """The outputscale: tiles know nothing of it."""
+        return self.outputscale.detach().unsqueeze(-1).unsqueeze(-1)
+
+    def _make_tiles(self) -> RadialTiles:
+        engine = RadialKeOps if self.products.backend == "keops" else RadialTiles
+        return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
+
+    def _size(self) -> torch.Size:
+        columns = self.x1 if self.x2 is None else self.x2
+        batch = torch.broadcast_shapes(self.x1.shape[:-2], columns.shape[:-2], self.outputscale.shape)
+        if self.alpha is not None:
+            batch = torch.broadcast_shapes(batch, self.alpha.shape[:-1])
+        return torch.Size((*batch, self.x1.shape[-2], columns.shape[-2]))
+
+    def _rebuild(self, x1: Tensor, outputscale: Tensor, x2: Tensor | None, alpha: Tensor | None) -> LinearOperator:
+        """The same kernel on other tensors, with a cache of its own."""
+        return type(self)(x1, outputscale, x2=x2, alpha=alpha, function=self.function, products=self.products)
+
+    # Products
+
+    def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
+        """Plain autograd, O(n m) memory: the reference that `_bilinear_derivative` is tested against."""
+        return self._differentiable_values() @ rhs
+
+    def _differentiable_values(self) -> Tensor:
+        """The matrix [*b, n, m], with the graph to every tensor of the representation."""
+        distances = differentiable_squared_distances(self.x1, self.x2)
+        values = self.function.value(distances * self.function.scale(self.alpha), self.alpha)
+        return self.outputscale.unsqueeze(-1).unsqueeze(-1) * values
+
+    def _t_matmul(self, rhs: Tensor) -> Tensor:
+        return self._transpose_nonbatch()._matmul(rhs)
+
+    # Derivative
+
+    def _tile_derivatives(self, weights: TileWeights) -> tuple[Tensor | None, ...]:
+        tensors = {"x1": self.x1, "outputscale": self.outputscale, "alpha": self.alpha, "x2": self.x2}
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        wanted = {name for name, tensor in tensors.items() if tensor.requires_grad}
+        if not wanted:
+            return (None,) * len(tensors)
+        found = self.tiles().derivative(
+            weights, value="outputscale" in wanted, alpha="alpha" in wanted, scales_only=self.scales_only
+        )
+        scale = self.outputscale
+        factor = scale.unsqueeze(-1).unsqueeze(-1)
+        gradients = {"x1": found.x1 * factor, "outputscale": found.value, "alpha": (found.alpha * scale).unsqueeze(-1)}
+        if found.x2 is not None:
+            gradients["x2"] = found.x2 * factor
+        return tuple(_sum_to(gradients[name], tensor) if name in wanted else None for name, tensor in tensors.items())
+
+    # Parts of the matrix
+
+    def _diagonal(self) -> Tensor:
+        if self.symmetric:
+            return self.outputscale.unsqueeze(-1).expand(self.shape[:-1]).clone()
+        u = (self.x1 - self.x2).square().sum(-1, keepdim=True) * self.function.scale(self.alpha)
+        return self.outputscale.unsqueeze(-1) * self.function.value(u, self.alpha).squeeze(-1)
+
+    def _full_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """x1, outputscale, x2 and alpha with all batch dimensions."""
+        batch, x2 = self.batch_shape, self.x1 if self.x2 is None else self.x2
+        return (
+            self.x1.expand(*batch, *self.x1.shape[-2:]),
+            self.outputscale.expand(batch),
+            x2.expand(*batch, *x2.shape[-2:]),
+            None if self.alpha is None else self.alpha.expand(*batch, 1),
+        )
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        x1, outputscale, x2, alpha = self._full_batch()
+        if batch_indices:
+            x1, outputscale, x2 = x1[batch_indices], outputscale[batch_indices], x2[batch_indices]
+            alpha = None if alpha is None else alpha[batch_indices]
+        principal = (
+            self.symmetric and isinstance(row_index, slice) and isinstance(col_index, slice) and row_index == col_index
+        )
+        return self._rebuild(x1[..., row_index, :], outputscale, None if principal else x2[..., col_index, :], alpha)
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        x1, outputscale, x2, alpha = self._full_batch()
+        u = (x1[(*batch_indices, row_index)] - x2[(*batch_indices, col_index)]).square().sum(-1)[..., None, None]
+        if batch_indices:
+            outputscale = outputscale[batch_indices]
+            alpha = None if alpha is None else alpha[batch_indices]
+        return outputscale * self.function.value(u * self.function.scale(alpha), alpha)[..., 0, 0]
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        if self.symmetric:
+            return self
+        return self._rebuild(self.x2, self.outputscale, self.x1, self.alpha)
+
+    def _on_batches(self, function: Any) -> LinearOperator:
+        x1, outputscale, x2, alpha = self._full_batch()
+        return self._rebuild(
+            function(x1, 2),
+            function(outputscale, 0),
+            None if self.symmetric else function(x2, 2),
+            None if alpha is None else function(alpha, 1),
+        )
+
+    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
+        return self._on_batches(
+            lambda tensor, extra: tensor.expand((*batch_shape, *tensor.shape[tensor.dim() - extra :]))
+        )
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return self._on_batches(lambda tensor, _: tensor.unsqueeze(dim))
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        return self._on_batches(lambda tensor, extra: tensor.permute(*dims, *range(len(dims), len(dims) + extra)))
+
+    def _mul_constant(self, other: float | Tensor) -> LinearOperator:
+        return self.with_outputscale(self.outputscale * other)
+
+    def with_outputscale(self, outputscale: Tensor) -> "RadialKernelLinearOperator":
+        """The same with another outputscale, and the same tiles, which know nothing of it."""
+        return type(self)(
+            self.x1,
+            outputscale,
+            x2=self.x2,
+            alpha=self.alpha,
+            function=self.function,
+            products=self.products,
+            cache=self.cache,
+            scales_only=self.scales_only,
+        )
+
+    def to_dense(self) -> Tensor:
+        """The matrix [*b, n, m]; O(n m) memory, differentiable."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.representation()):
+            return self._differentiable_values()
+        result = self.x1.new_empty(self.shape)
+        for rows in blocks(self.shape[-2], self.products.tile_rows(self.x1.device)):
+            result[..., rows, :] = self.tiles().block(rows, slice(None))
+        return result.mul_(self.tile_scale)
+
+
+@bilinear_derivative.register
+def _(
+    operator: RadialKernelLinearOperator, left: Tensor, right: Tensor, forms: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    scale = operator.outputscale
+    # A graph of the derivative is not in the forms, and where the scale is zero they say nothing.
+    if forms is None or torch.is_grad_enabled() or not scale.requires_grad or not bool(scale.all()):
+        return operator._bilinear_derivative(left, right)
+    x1, _, *others = operator.with_outputscale(scale.detach())._bilinear_derivative(left, right)
+    return (x1, _sum_to(forms.sum(-1) / scale, scale), *others)
+
+
+def _sum_to(gradient: Tensor, tensor: Tensor) -> Tensor:
+    return gradient.sum_to_size(tensor.shape).to(tensor.dtype)

@@ -1,0 +1,44 @@
+"""Marginal log likelihoods: what a training loop calls in place of GPyTorch's own."""
+
+from gpy_iterative.exact.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
+from gpy_iterative.exact.hutchinson import HutchinsonMarginalLogLikelihood
+from gpy_iterative.exact.pathwise import PathwiseMarginalLogLikelihood
+from gpy_iterative.features.compositional import CompositionalMarginalLogLikelihood
+from gpy_iterative.features.minibatch import MinibatchMarginalLogLikelihood
+from gpy_iterative.features.minimax import MinimaxMarginalLogLikelihood
+from gpy_iterative.features.report import MinibatchReport
+from gpy_iterative.features.variational_feature import VariationalFeatureMarginalLogLikelihood
+from gpy_iterative.laplace.mll import LaplaceMarginalLogLikelihood
+from gpy_iterative.laplace.report import LaplaceReport
+from gpy_iterative.quadruply.elbo import QuadruplyStochasticELBO
+from gpy_iterative.quadruply.report import QuadruplyStochasticReport
+from gpy_iterative.randomized.random_features import RFFMarginalLogLikelihood
+from gpy_iterative.randomized.report import FrequencyReport, TruncationReport
+from gpy_iterative.randomized.russian_roulette import RussianRouletteMarginalLogLikelihood
+from gpy_iterative.randomized.single_sample_rff import SingleSampleRFFMarginalLogLikelihood
+from gpy_iterative.randomized.truncated_cg import TruncatedCGMarginalLogLikelihood
+from gpy_iterative.training.report import MarginalLogLikelihoodReport, Report
+
+__all__ = [
+    "CompositionalMarginalLogLikelihood",
+    "FrequencyReport",
+    "GaussianMarginalLogLikelihood",
+    "HutchinsonMarginalLogLikelihood",
+    "IterativeMarginalLogLikelihood",
+    "LaplaceMarginalLogLikelihood",
+    "LaplaceReport",
+    "MarginalLogLikelihoodReport",
+    "MinibatchMarginalLogLikelihood",
+    "MinibatchReport",
+    "MinimaxMarginalLogLikelihood",
+    "PathwiseMarginalLogLikelihood",
+    "QuadruplyStochasticELBO",
+    "QuadruplyStochasticReport",
+    "RFFMarginalLogLikelihood",
+    "Report",
+    "RussianRouletteMarginalLogLikelihood",
+    "SingleSampleRFFMarginalLogLikelihood",
+    "TruncatedCGMarginalLogLikelihood",
+    "TruncationReport",
+    "VariationalFeatureMarginalLogLikelihood",
+]

@@ -1,0 +1,29 @@
+"""Models beyond GPyTorch's ExactGP, and the bases of those in weight space."""
+
+from gpy_iterative.laplace.model import IterativeLaplaceGP
+from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
+from gpy_iterative.quadruply.bases.inducing_point_basis import InducingPointBasis
+from gpy_iterative.quadruply.bases.nystrom_basis import NystromBasis
+from gpy_iterative.quadruply.bases.pruning import prune_relevance_vectors
+from gpy_iterative.quadruply.bases.random_fourier_basis import RandomFourierBasis
+from gpy_iterative.quadruply.bases.relevance_vector_basis import RelevanceVectorBasis
+from gpy_iterative.quadruply.deferred import DeferredPrediction
+from gpy_iterative.quadruply.feature_weights import FeatureWeights, WeightRows
+from gpy_iterative.quadruply.model import QuadruplyStochasticGP
+from gpy_iterative.quadruply.optimizers import HeadNaturalGradient, QuadruplyStochasticOptimizer
+
+__all__ = [
+    "DeferredPrediction",
+    "FeatureBasis",
+    "FeatureWeights",
+    "HeadNaturalGradient",
+    "InducingPointBasis",
+    "IterativeLaplaceGP",
+    "NystromBasis",
+    "QuadruplyStochasticGP",
+    "QuadruplyStochasticOptimizer",
+    "RandomFourierBasis",
+    "RelevanceVectorBasis",
+    "WeightRows",
+    "prune_relevance_vectors",
+]

@@ -1,0 +1,109 @@
+"""Kernel functions at given points: with their kernel matrix as prior precision, or with a free diagonal one."""
+
+import torch
+from gpytorch import kernels
+from torch import Tensor
+
+from gpy_iterative.checks import check_finite
+from gpy_iterative.errors import NotPositiveDefiniteError
+from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal, kernel_matrix
+from gpy_iterative.linear_operators.module_copies import ModuleCopies
+from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
+from gpy_iterative.quadruply.bases.kept import KeptAt
+
+#: Points up to which log|S| is computed, by a dense Cholesky factor.
+MAX_FACTORED = 3000
+
+
+class KernelFunctionBasis(FeatureBasis):
+    """phi(x) = k(x, Z), one feature a point.
+
+    Args:
+        kernel: any, without a batch shape.
+        points: Z [m, d].
+
+    Raises:
+        ValueError: points that are not finite, not a matrix, or of another dtype than the kernel; a kernel with batches.
+    """
+
+    def __init__(self, kernel: kernels.Kernel, points: Tensor) -> None:
+        super().__init__()
+        check_points(kernel, points)
+        self.kernel = kernel
+        self.register_buffer("points", points.detach().clone())
+        self.num_groups = points.shape[0]
+
+    def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
+        """k(x, Z_groups) [n, g]."""
+        return kernel_matrix(self.kernel, x, self.points[groups])
+
+
+class InducingPointBasis(KernelFunctionBasis):
+    """phi(x) = k(x, Z) with S = k(Z, Z): the prior is the kernel's Nystrom approximation, exact at the points.
+
+    Args:
+        kernel: any, without a batch shape. S is not diagonal, so its hyperparameters must be fixed
+            (`kernel.requires_grad_(False)`): their gradient would take log|S|.
+        inducing_points: Z [m, d], without duplicates.
+
+    Raises:
+        ValueError: as `KernelFunctionBasis`, and for duplicate points, which make S singular.
+
+    log|S|, a constant of the objective, is left out of it beyond 3,000 points.
+    """
+
+    has_diagonal_prior = False
+
+    def __init__(self, kernel: kernels.Kernel, inducing_points: Tensor) -> None:
+        super().__init__(kernel, inducing_points)
+        distinct = torch.unique(self.points, dim=0).shape[0]
+        if distinct != self.num_groups:
+            raise ValueError(
+                f"inducing_points must be distinct, but {self.num_groups - distinct} of {self.num_groups} repeat others: "
+                "their kernel matrix is singular. Pass torch.unique(inducing_points, dim=0)."
+            )
+        self._log_determinant = KeptAt()
+
+    def prior_precision_block(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """k(Z_rows, Z_columns)."""
+        return kernel_matrix(self.kernel, self.points[rows], self.points[columns])
+
+    def prior_precision(self, groups: Tensor) -> Tensor:
+        """The diagonal of k(Z, Z)."""
+        return kernel_diagonal(self.kernel, self.points[groups])
+
+    def prior_log_determinant(self) -> Tensor | None:
+        """log|k(Z, Z)|, with a jitter of 1e-6 of its diagonal in float64; once while hyperparameters stay."""
+        if self.num_groups > MAX_FACTORED:
+            return None
+        return self._log_determinant.get(self.kernel, self._new_log_determinant)
+
+    def _new_log_determinant(self) -> Tensor:
+        matrix = gram_matrix(self.kernel, self.points)
+        matrix.diagonal().mul_(1 + 1e-6)
+        lower, info = torch.linalg.cholesky_ex(matrix)
+        if info:
+            raise NotPositiveDefiniteError(
+                "The kernel matrix of the inducing points has no Cholesky factor. Take points farther apart."
+            )
+        return 2 * lower.diagonal().log().sum().to(self.points.dtype)
+
+
+def gram_matrix(kernel: kernels.Kernel, points: Tensor) -> Tensor:
+    """k(Z, Z) [m, m] in float64, differentiable: also for kernels with layers that take their own dtype alone."""
+    in_float64 = lambda tensor: tensor.double() if tensor.is_floating_point() else tensor
+    kernel = ModuleCopies(own=("_parameters", "_buffers"), tensor=in_float64).of(kernel)
+    return kernel_matrix(kernel, points.double(), points.double()).double()
+
+
+def check_points(kernel: kernels.Kernel, points: Tensor) -> None:
+    """Raises ValueError where points cannot be those of a basis."""
+    if kernel.batch_shape:
+        raise ValueError(f"A basis needs a kernel without batch shape, got {tuple(kernel.batch_shape)}.")
+    if not isinstance(points, Tensor) or points.dim() != 2 or 0 in points.shape:
+        shape = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
+        raise ValueError(f"The points of a basis must be a tensor [m, d] with m, d >= 1, got {shape}.")
+    for name, parameter in kernel.named_parameters():
+        if parameter.dtype != points.dtype:
+            raise ValueError(f"The points have dtype {points.dtype}, the kernel's parameter {name} {parameter.dtype}.")
+    check_finite("points", points)

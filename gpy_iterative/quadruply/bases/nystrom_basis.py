@@ -1,0 +1,131 @@
+"""Eigenfeatures of a kernel's Nystrom approximation, and random Fourier features of what they leave."""
+
+import torch
+from gpytorch import kernels
+from torch import Tensor
+from torch.nn import functional
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal, kernel_matrix
+from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
+from gpy_iterative.quadruply.bases.fourier_groups import FourierGroups
+from gpy_iterative.quadruply.bases.inducing_point_basis import check_points, gram_matrix
+from gpy_iterative.quadruply.bases.kept import KeptAt
+
+#: Eigenvalues below this part of the largest are left to the tail.
+SMALLEST_EIGENVALUE = 1e-6
+
+
+class NystromBasis(FeatureBasis):
+    """The head is phi(x) = diag(l)^-1/2 U^T k(Z, x) with K_ZZ = U diag(l) U^T; the tail has the rest of the kernel; S = I.
+
+    phi^T phi of the head is nearly diagonal, so that independent posterior deviations are nearly exact on it. The tail's
+    random features are projected off the head, psi(x) = phi_rff(x) - phi_rff(Z) K_ZZ^-1 k(Z, x), and have the covariance
+    k(x, z) - k(x, Z) K_ZZ^-1 k(Z, z) in expectation: head and tail together are the kernel. Posterior deviations of the
+    tail are one scale times that prior, exactly, without sampling. Without a tail they are the prior's (the objective is
+    then that of Titsias 2009, minus what a diagonal covariance costs).
+
+    Args:
+        kernel: any without a batch shape; with a tail, one that has random Fourier features.
+        inducing_points: Z [h, d]: random training inputs, or centres of clusters.
+        num_tail_features: a multiple of 2 for each summand of the kernel; 0 is no tail.
+        seed: of the tail's frequencies.
+        store_frequencies: as in `RandomFourierBasis`.
+
+    Raises:
+        ValueError: points that do not fit the kernel or are not finite, an odd tail.
+        SpectralDensityMissingError: a tail of a kernel without random Fourier features.
+
+    Cost: n h (d + h) for n rows of the head, as much for h tail features. Once h^3 in float64 while hyperparameters are
+    fixed (`kernel.requires_grad_(False)`), else h^3 at every evaluation. Eigenvectors are taken when the basis is made, and
+    by the first step of training where hyperparameters have been set since; from there on features follow the
+    hyperparameters by a triangular factor, smoothly, and keep the prior exact.
+    """
+
+    exchangeable = True
+
+    def __init__(
+        self,
+        kernel: kernels.Kernel,
+        inducing_points: Tensor,
+        num_tail_features: int = 0,
+        *,
+        seed: int = 0,
+        store_frequencies: bool = True,
+    ) -> None:
+        super().__init__()
+        check_points(kernel, inducing_points)
+        self.kernel = kernel
+        self.register_buffer("points", inducing_points.detach().clone())
+        self.fourier = None
+        self.num_groups = 0
+        check_count("num_tail_features", num_tail_features, least=0)
+        if num_tail_features:
+            fourier = FourierGroups(
+                kernel, num_tail_features, num_dims=inducing_points.shape[-1], seed=seed, stored=False
+            )
+            if num_tail_features % fourier.group_size:
+                raise ValueError(
+                    f"num_tail_features must be 0 or a multiple of {fourier.group_size}, got {num_tail_features}."
+                )
+            self.num_groups, self.group_size = num_tail_features // fourier.group_size, fourier.group_size
+            self.fourier = FourierGroups(
+                kernel, self.num_groups, num_dims=inducing_points.shape[-1], seed=seed, stored=store_frequencies
+            )
+        # One for each point, whatever the hyperparameters: those that are none are zeros.
+        self.num_head_features = len(inducing_points)
+        self._settled, self._kept = KeptAt(), KeptAt()
+        # In float64 always: its columns differ by orders of magnitude, and their errors would be errors of the prior.
+        self.register_buffer("rotation", self._settled.get(kernel, self._new_rotation))
+
+    def settle(self) -> None:
+        """Takes the eigenvectors at the present hyperparameters."""
+        rotation = self._settled.get(self.kernel, self._new_rotation)
+        if rotation is not self.rotation:
+            self.rotation = rotation
+            self._kept.forget()
+
+    def head_features(self, x: Tensor) -> Tensor:
+        """[n, h]."""
+        head = kernel_matrix(self.kernel, x, self.points) @ self._projection().to(x.dtype)
+        return functional.pad(head, (0, self.num_head_features - head.shape[-1]))
+
+    def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
+        """[n, g * group_size], projected off the head."""
+        own = self.fourier.features(self.kernel, x, groups)
+        at_points = self.fourier.features(self.kernel, self.points, groups)
+        projected = self._projection().to(x.dtype).mT @ at_points
+        return own - head[:, : len(projected)] @ projected
+
+    def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:
+        """k(x, x) - |head(x)|^2, at least 0."""
+        return (kernel_diagonal(self.kernel, x) - head.square().sum(-1)).clamp_min(0)
+
+    def group_prior_covariance(self, x: Tensor, head: Tensor) -> Tensor:
+        """k(x, x) - head(x) head(x)^T, with a diagonal of at least 0."""
+        covariance = kernel_matrix(self.kernel, x, x) - head @ head.mT
+        return covariance + torch.diag((-covariance.diagonal()).clamp_min(0))
+
+    def _projection(self) -> Tensor:
+        """P [h, r] with head(x) = k(x, Z) P, float64: rotation L^-T, L L^T = rotation^T K_ZZ rotation."""
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.kernel.parameters()):
+            return self._new_projection()
+        return self._kept.get(self.kernel, self._new_projection)
+
+    def _new_rotation(self) -> Tensor:
+        """diag(l)^-1/2 U^T, transposed, [h, h]; zeros for eigenvalues that are left to the tail."""
+        values, vectors = torch.linalg.eigh(gram_matrix(self.kernel, self.points))
+        values, vectors = values.flip(0), vectors.flip(1)
+        kept = values > SMALLEST_EIGENVALUE * values[0]
+        return torch.where(kept, vectors * values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), 0)
+
+    def _new_projection(self) -> Tensor:
+        rotation = self.rotation[:, self.rotation.any(0)].double()  # so already, unless the model was converted
+        lower, info = torch.linalg.cholesky_ex(rotation.mT @ gram_matrix(self.kernel, self.points) @ rotation)
+        if info:
+            raise NonFiniteError(
+                "The kernel matrix of the inducing points is not positive definite at these hyperparameters, which are too "
+                "far from those that the basis took its eigenvectors at: make it anew, or call its settle() first."
+            )
+        return torch.linalg.solve_triangular(lower, rotation.mT, upper=False).mT

@@ -1,0 +1,193 @@
+"""The variational distribution of a basis' weights: q(w) = N(mu, C C^T) with a chevron C.
+
+The first k columns of C are dense below the diagonal, the others have a diagonal entry alone. Parameters of the head, which
+every step touches, and of the rest, of which a step touches a few rows, are apart: the latter have sparse gradients, so
+that a step of training knows nothing of their number.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpytorch.distributions import Distribution, MultivariateNormal
+from gpytorch.variational import _VariationalDistribution
+from linear_operator.operators import DiagLinearOperator, RootLinearOperator
+from torch import Tensor
+from torch.nn import Parameter, functional
+
+from gpy_iterative.linear_operators.tiles.cache import version
+
+
+@dataclass(frozen=True)
+class WeightRows:
+    """Rows of the parameters beyond the head.
+
+    Attributes:
+        mean: [t].
+        columns: of the dense columns of C, [t, k].
+        log_diagonal: log of the diagonal of C, [t]; None where all share one.
+    """
+
+    mean: Tensor
+    columns: Tensor
+    log_diagonal: Tensor | None
+
+
+@dataclass(frozen=True)
+class SeenRows:
+    """Data of an evaluation of which a gradient was taken.
+
+    Attributes:
+        features: of the head, [b, h].
+        curvature: minus the second derivative of the bound along the latent mean of each, over the number of data, [b].
+        fit: E_q log p(y | f), weighted as in the bound, after a change [b] of the latent means: []; None where curvature
+            says it all.
+    """
+
+    features: Tensor
+    curvature: Tensor
+    fit: Callable[[Tensor], Tensor] | None
+
+
+class FeatureWeights(_VariationalDistribution):
+    """mu and C of all weights.
+
+    Args:
+        num_head: features of the head.
+        num_tail: all others.
+        num_dense_columns: k, at most num_head.
+        shared_diagonal: one diagonal entry of C for the whole tail.
+        like: gives dtype and device.
+
+    Attributes:
+        initialized: whether the diagonal of C has been set from data (0 or 1, kept in the state_dict).
+        seen: rows whose gradient the present `.grad` holds; None where no optimiser asks for them.
+        revision: counts what may have moved the weights: steps of any objective, and states that were loaded.
+    """
+
+    def __init__(
+        self,
+        num_head: int,
+        num_tail: int,
+        num_dense_columns: int,
+        *,
+        shared_diagonal: bool,
+        like: Tensor,
+    ) -> None:
+        super().__init__(num_head + num_tail)
+        zeros = lambda *shape: Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
+        self.num_head, self.num_tail, self.num_dense_columns = num_head, num_tail, num_dense_columns
+        self.revision = 0
+        self.seen: list[SeenRows] | None = None
+        self._before_step: tuple[object, ...] | None = None
+        self.shared_diagonal = shared_diagonal
+        self.register_parameter("head_mean", zeros(num_head))
+        self.register_parameter("head_columns", zeros(num_head, num_dense_columns))
+        self.register_parameter("head_log_diagonal", zeros(num_head))
+        self.register_parameter("tail_mean", zeros(num_tail, 1))
+        self.register_parameter("tail_columns", zeros(num_tail, num_dense_columns))
+        # Without a tail its deviation is the prior's: nothing to learn.
+        self.register_parameter("tail_log_diagonal", zeros(1 if shared_diagonal and num_tail else num_tail, 1))
+        self.register_buffer("initialized", torch.zeros((), dtype=torch.uint8, device=like.device))
+
+    def tail_rows(self, index: Tensor, *, sparse: bool) -> WeightRows:
+        """The rows [t] of the tail, whose gradient is sparse on request; cost O(t)."""
+        rows = lambda parameter: functional.embedding(index, parameter, sparse=sparse)
+        k = self.num_dense_columns
+        columns = rows(self.tail_columns) if k else self.tail_columns.new_zeros(len(index), 0)
+        diagonal = None if self.shared_diagonal else rows(self.tail_log_diagonal).squeeze(-1)
+        return WeightRows(rows(self.tail_mean).squeeze(-1), columns, diagonal)
+
+    def watch(self, features: Tensor, variance: Tensor, fit: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Notes in `seen` what a backward pass says of data, where an optimiser asks for it.
+
+        Args:
+            features: of the head, [b, h].
+            variance: of the latent values, [b]; any tensor with its derivative.
+            fit: as in `SeenRows`.
+        """
+        if self.seen is None or not variance.requires_grad:
+            return
+        features = features.detach()
+        # The derivative for the variance is half the second one for the mean, of any density (Price's theorem).
+        note = lambda gradient: self.seen.append(SeenRows(features, 2 * gradient, fit))
+        variance.register_hook(note)
+
+    def announce_step(self) -> None:
+        """To be called by an evaluation that a step of the optimiser may follow."""
+        self.revision += 1
+        self._before_step = self.versions()
+
+    def acknowledge_step(self) -> None:
+        """To be called where one was seen, though it may have written past autograd."""
+        self._before_step = None
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether an evaluation with a gradient may be without its step yet."""
+        return self._before_step == self.versions()
+
+    def versions(self) -> tuple[object, ...]:
+        """What changes with every step that moves the tail in place."""
+        return version(self.tail_mean), version(self.tail_columns)
+
+    @property
+    def dense_head_columns(self) -> Tensor:
+        """The head's rows of the dense columns of C: [h, k], lower triangular."""
+        diagonal = self.head_log_diagonal[: self.num_dense_columns].exp()
+        below = self.head_columns.tril(-1)
+        return below + functional.pad(torch.diag(diagonal), (0, 0, 0, self.num_head - self.num_dense_columns))
+
+    @property
+    def head_variances(self) -> Tensor:
+        """Squared diagonal of C beyond the dense columns, in the head: [h - k]."""
+        return (2 * self.head_log_diagonal[self.num_dense_columns :]).exp()
+
+    @property
+    def shared_variance(self) -> Tensor:
+        """The squared diagonal entry of C that the tail shares, []; 1 where there is no tail."""
+        return (2 * self.tail_log_diagonal).exp().prod()
+
+    @property
+    def mean(self) -> Tensor:
+        """Mu [m], detached; O(m)."""
+        return torch.cat([self.head_mean.detach(), self.tail_mean.detach().squeeze(-1)])
+
+    @property
+    def variance(self) -> Tensor:
+        """The diagonal of C C^T [m], detached; O(m k)."""
+        dense = torch.cat([self.dense_head_columns.detach(), self.tail_columns.detach()]).square().sum(-1)
+        return dense + self._diagonal_variances()
+
+    def forward(self) -> Distribution:
+        """q(w): low rank plus diagonal, O(m k)."""
+        root = torch.cat([self.dense_head_columns.detach(), self.tail_columns.detach()])
+        covariance = RootLinearOperator(root) + DiagLinearOperator(self._diagonal_variances())
+        return MultivariateNormal(self.mean, covariance)
+
+    @torch.no_grad()
+    def initialize_variational_distribution(self, prior_dist: MultivariateNormal) -> None:
+        """Mean and variance of the prior, [m], which the first step leaves; the dense columns become diagonal."""
+        mean, log_diagonal = prior_dist.mean, prior_dist.variance.log() / 2
+        self.head_mean.copy_(mean[: self.num_head])
+        self.tail_mean.copy_(mean[self.num_head :].unsqueeze(-1))
+        self.head_columns.zero_()
+        self.tail_columns.zero_()
+        self.head_log_diagonal.copy_(log_diagonal[: self.num_head])
+        tail = log_diagonal[self.num_head :].unsqueeze(-1)
+        self.tail_log_diagonal.copy_(tail.mean(0, keepdim=True) if self.shared_diagonal and len(tail) else tail)
+        self.initialized.fill_(1)
+        self.revision += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"seen": None if self.seen is None else []}
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.revision += 1
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _diagonal_variances(self) -> Tensor:
+        head = functional.pad(self.head_variances.detach(), (self.num_dense_columns, 0))
+        tail = (2 * self.tail_log_diagonal.detach().squeeze(-1)).exp()
+        return torch.cat([head, tail.expand(self.num_tail) if self.shared_diagonal else tail])

@@ -1,0 +1,274 @@
+"""Optimisers for weights in weight space, and the schedule that goes with them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from gpytorch.likelihoods import Likelihood
+from torch import Tensor
+
+from gpy_iterative.checks import check_count, check_fraction
+from gpy_iterative.quadruply.feature_weights import FeatureWeights, SeenRows
+from gpy_iterative.quadruply.model import QuadruplyStochasticGP
+
+#: Deviations grow by at most the square root of the inverse of this in a step.
+LEAST_PRECISION_RATIO = 0.5
+#: Halvings of a step, before none is taken.
+MAX_HALVINGS = 50
+
+
+class HeadNaturalGradient(torch.optim.Optimizer):
+    """Natural gradient steps of q's mean and diagonal at the features of a basis' own head (`NystromBasis`).
+
+    mu moves to the minimum of the step's own rows, at their curvature, plus |mu - mu_before|^2_{C^-2} / (2 lr): by
+    -lr C (I + G^T G)^-1 C (gradient), G = sqrt(lr curvature) phi C. Directions that data determine converge in about 1 / lr
+    steps, and no row, however much it weighs or stands out, moves them beyond what it says itself. Precisions c^-2 move to
+    those that the rows say by the rate lr.
+    Where a likelihood is not Gaussian, the step of mu is halved until the bound of its rows does not fall.
+
+    Args:
+        weights: of a model. It notes the rows of backward passes from now on.
+        num_data: n, which the loss was divided by.
+        lr: of at most 1.
+
+    Raises:
+        ValueError: options outside their range.
+    """
+
+    def __init__(self, weights: FeatureWeights, *, num_data: int, lr: float = 0.5) -> None:
+        check_count("num_data", num_data)
+        _check_rate("lr", lr)
+        super().__init__([weights.head_mean, weights.head_log_diagonal], {"lr": lr})
+        self.weights, self.num_data = weights, num_data
+        weights.seen = []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients, and the rows that they are of."""
+        super().zero_grad(set_to_none)
+        self.weights.seen = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _to_pickle(self)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One step for the rows of all backward passes since the last; cost O(b h min(b, h)) in float64.
+
+        Raises:
+            RuntimeError: there is a gradient, but not of the rows of a `QuadruplyStochasticELBO`.
+        """
+        weights = self.weights
+        if weights.head_mean.grad is None:
+            return
+        if not weights.seen:
+            raise RuntimeError(
+                "HeadNaturalGradient needs the rows of the gradient, and no QuadruplyStochasticELBO of this model has "
+                "noted them: make the optimiser before loss.backward(), and call backward() before every step."
+            )
+        seen, weights.seen = weights.seen, []
+        rate, log_diagonal = self.param_groups[0]["lr"], weights.head_log_diagonal
+        features = torch.cat([rows.features for rows in seen]).double()
+        curvature = self.num_data * torch.cat([rows.curvature for rows in seen]).double().clamp_min(0)
+        deviations = log_diagonal.double().exp()
+        root = (rate * curvature).sqrt().unsqueeze(-1) * features * deviations
+        gradient = self.num_data * weights.head_mean.grad.double()
+        change = -rate * deviations * _solved(root, deviations * gradient)
+        weights.head_mean += (_length(weights.head_mean.double(), change, seen) * change).to(weights.head_mean.dtype)
+        if log_diagonal.grad is not None:
+            # c^-2 += lr (1 + curvature - c^-2), in terms of the gradient of log c.
+            ratio = 1 + rate * self.num_data * log_diagonal.grad
+            log_diagonal -= ratio.clamp_min(LEAST_PRECISION_RATIO).log() / 2
+
+
+def _solved(root: Tensor, rhs: Tensor) -> Tensor:
+    """(I + G^T G)^-1 v [h] for G [b, h], by the smaller of its Gram matrices."""
+    small = root if len(root) <= root.shape[1] else root.mT
+    gram = small @ small.mT
+    gram.diagonal().add_(1)
+    factor = torch.linalg.cholesky(gram)
+    if small is root:
+        return rhs - root.mT @ torch.cholesky_solve((root @ rhs).unsqueeze(-1), factor).squeeze(-1)
+    return torch.cholesky_solve(rhs.unsqueeze(-1), factor).squeeze(-1)
+
+
+def _length(mean: Tensor, change: Tensor, seen: list[SeenRows]) -> float:
+    """1, or the first half of a half of it that does not lower the bound of the rows that were seen."""
+    others = [(rows.fit, rows.features @ change.to(rows.features.dtype)) for rows in seen if rows.fit is not None]
+    if not others:
+        return 1.0
+    bound = lambda length: float(
+        sum(fit(length * shift) for fit, shift in others) / len(others) - (mean + length * change).square().sum() / 2
+    )
+    before = bound(0.0)
+    rounding = torch.finfo(others[0][1].dtype).eps * abs(before)
+    return next((length for k in range(MAX_HALVINGS) if bound(length := 0.5**k) >= before - rounding), 0.0)
+
+
+class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
+    """All optimisers of one training, with their schedule: what the authors of the method do, and natural gradients.
+
+    `HeadNaturalGradient` for the head of a `NystromBasis`, Adagrad (whose sparse steps move sampled rows alone) for all
+    other variational parameters and precisions of relevance vectors, Adam at a small rate for hyperparameters.
+    These stay as they are for the first steps, while q has yet to become what they can be judged by. All rates fall
+    exponentially: `param_groups` have them as at the start, for torch's schedulers to change beside that.
+
+    Args:
+        model: whose parameters are trained.
+        likelihood: with its own, or None.
+        num_data: n.
+        num_steps: of the whole training.
+        head_learning_rate: of `HeadNaturalGradient`.
+        learning_rate: of Adagrad.
+        hyper_learning_rate: of Adam; 0 leaves hyperparameters out.
+        final_fraction: of all rates, at the end.
+        num_frozen_steps: before hyperparameters move; None is a tenth of all.
+
+    Attributes:
+        optimizers: those of which it consists.
+        num_done: steps so far.
+
+    Raises:
+        ValueError: options outside their range.
+    """
+
+    def __init__(
+        self,
+        model: QuadruplyStochasticGP,
+        likelihood: Likelihood | None = None,
+        *,
+        num_data: int,
+        num_steps: int,
+        head_learning_rate: float = 0.5,
+        learning_rate: float = 0.1,
+        hyper_learning_rate: float = 1e-5,
+        final_fraction: float = 1e-2,
+        num_frozen_steps: int | None = None,
+    ) -> None:
+        check_count("num_steps", num_steps)
+        _check_rate("learning_rate", learning_rate)
+        _check_rate("final_fraction", final_fraction)
+        check_fraction("hyper_learning_rate", hyper_learning_rate, ends=True)
+        frozen = num_steps // 10 if num_frozen_steps is None else num_frozen_steps
+        if not 0 <= frozen <= num_steps:
+            raise ValueError(f"num_frozen_steps must lie between 0 and num_steps = {num_steps}, got {frozen}.")
+        optimizers: list[torch.optim.Optimizer] = []
+        check_count("num_data", num_data)
+        has_own_head = model.basis.num_head_features > 0
+        if has_own_head:
+            optimizers.append(HeadNaturalGradient(model.weights, num_data=num_data, lr=head_learning_rate))
+        sampled = [*_other_weights(model.weights, has_own_head), *model.basis.sampled_parameters()]
+        if sampled:
+            optimizers.append(torch.optim.Adagrad(sampled, lr=learning_rate))
+        taken = {id(parameter) for parameter in sampled}
+        own = [] if likelihood is None else list(likelihood.parameters())
+        hyper = [p for p in (*model.hyperparameters(), *own) if p.requires_grad and id(p) not in taken]
+        if hyper and hyper_learning_rate:
+            optimizers.append(torch.optim.Adam(hyper, lr=hyper_learning_rate))
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self.optimizers, self.num_done = optimizers, 0
+        self.options = {
+            "num_data": num_data,
+            "num_steps": num_steps,
+            "final_fraction": final_fraction,
+            "num_frozen_steps": frozen,
+        }
+        self.all_parameters = [*model.parameters(), *own]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of all parameters, those that are not trained included."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+        for parameter in self.all_parameters:
+            if parameter.grad is not None:
+                parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every optimiser, and of the schedule; returns what the closure, which is called first, does."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        decay = self.options["final_fraction"] ** min(1.0, self.num_done / self.options["num_steps"])
+        for optimizer in self.optimizers:
+            is_frozen = isinstance(optimizer, torch.optim.Adam) and self.num_done < self.options["num_frozen_steps"]
+            rates = [group["lr"] for group in optimizer.param_groups]
+            try:
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = 0.0 if is_frozen else rate * decay
+                optimizer.step()
+            finally:
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
+        self.num_done += 1
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ValueError: the parameters are those of the model and the likelihood."""
+        if hasattr(self, "optimizers"):
+            raise ValueError(
+                "QuadruplyStochasticOptimizer takes no further parameters: give others an optimiser of theirs."
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For `torch.save`."""
+        return {
+            "kinds": self._kinds(),
+            "options": dict(self.options),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "num_done": self.num_done,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave.
+
+        Raises ValueError, which names what differs, and changes nothing, for anything else: other optimisers, parameters of
+        other shapes, another schedule or number of data.
+        """
+        if not isinstance(state_dict, Mapping) or state_dict.keys() != self.state_dict().keys():
+            raise ValueError(
+                "This is no state of a QuadruplyStochasticOptimizer of this version: take it from state_dict()."
+            )
+        found = {"optimisers and shapes": state_dict["kinds"], **state_dict["options"]}
+        here = {"optimisers and shapes": self._kinds(), **self.options}
+        differences = [
+            f"{name} is {found.get(name)} in it and {value} here"
+            for name, value in here.items()
+            if found.get(name) != value
+        ]
+        if differences:
+            raise ValueError(
+                f"This is the state of another run: {'; '.join(differences)}. Make the optimiser with the model and "
+                "options of the run that is to go on."
+            )
+        for own, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            own.load_state_dict(saved)
+        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self.num_done = state_dict["num_done"]
+
+    def _kinds(self) -> list[list[Any]]:
+        """Name and shapes of the parameters of each optimiser."""
+        return [
+            [type(optimizer).__name__, [list(p.shape) for group in optimizer.param_groups for p in group["params"]]]
+            for optimizer in self.optimizers
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _to_pickle(self)
+
+
+def _to_pickle(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What torch pickles of an optimiser, and its own attributes; hooks, and steps that schedulers wrap, are left out."""
+    return {name: value for name, value in vars(optimizer).items() if not name.startswith("_") and name != "step"}
+
+
+def _other_weights(weights: FeatureWeights, has_own_head: bool) -> Iterator[Tensor]:
+    """What Adagrad moves. Features of dense columns are no head of their own: they are correlated as all others are."""
+    own = () if has_own_head else (weights.head_mean, weights.head_log_diagonal)
+    tail = (weights.tail_mean, weights.tail_columns, weights.tail_log_diagonal)
+    for parameter in (*own, weights.head_columns, *tail):
+        if parameter.numel():
+            yield parameter
+
+
+def _check_rate(name: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be positive and at most 1, got {value}.")

@@ -1,0 +1,194 @@
+"""Unbiased training with a random number of conjugate gradient steps.
+
+Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 4.1, with corrections:
+a reweighted sum is kept where a column converges early, the rate follows the decay of the solution (rho^-j, not rho^-2j),
+and any number of truncations is taken from one run.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from gpytorch.likelihoods import Likelihood
+from gpytorch.models import ExactGP
+from torch import Tensor
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.errors import BiasWarning, VarianceWarning, warn
+from gpy_iterative.exact.estimates import Estimate
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_solvers.base import Solver
+from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
+from gpy_iterative.randomized.report import TruncationReport
+from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, Value
+from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, Truncation
+
+#: A relative residual that training by solves to a tolerance takes for solved.
+SOLVED = 0.01
+
+
+class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
+    """The marginal log likelihood of an exact Gaussian process: unbiased value and gradient at a bounded expected cost.
+
+    Conjugate gradients cut after a fixed number of steps have an optimum of their own. Cut after a random number J of
+    steps, with step j divided by the probability of reaching it, they have the right one: bias becomes variance, which Adam
+    averages out. Noisy values and gradients are no food for L-BFGS or a line search, nor are frozen
+    ones (`resample=False`), which do not belong together: use Adam.
+
+    Args:
+        likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
+        model: a `gpytorch.models.ExactGP`.
+        truncation: the distribution of J. An object with the methods of `gpy_iterative.truncation.Truncation`, or
+            `AutomaticTruncation()`, which takes rate and minimum from the decay that the last step showed.
+        num_truncations: M independent draws of J for the targets, from one run: vector sums beside its products. More of
+            them lower the variance of the quadratic term and lengthen the run, whose expectation is that of the largest.
+        num_probes: probe vectors.
+        probe_truncation: "independent" draws J for each probe, which averages over the truncations too; "shared" uses the
+            first one of the targets' for all of them, which keeps the run as short as that of the targets.
+        preconditioner: of the series and of the probes, which have its covariance; None is the identity. A larger rank
+            lowers the condition number, and thereby the variance, at little cost.
+        value: "unbiased" (quadratic form and log-determinant by the same weights), "truncated" (smoother, biased: the
+            data fit comes out too good and the complexity too large), or None: the number is then that of the surrogate
+            alone, whose gradient is the same and which costs one more product in place of the logarithms.
+        tolerance: relative residual at which a series has converged; None is 1e-10 in float64 and 1e-6 in float32.
+        resample: False keeps J and probes of the first step.
+        solver: of predictions; None is Cholesky up to 3,000 data, and beyond conjugate gradients to 1e-4.
+        products: how kernel products are computed.
+        generator: a generator, or the seed of one. The global generator is never touched.
+
+    With `resample=False` the draws are in `training_state()` ("series.target_stops", "series.probe_stops" and the probes'
+    randomness), where others can be put in their place.
+
+    A step costs E[largest J] products with H, of which only open columns take part, and one derivative pass with
+    M - 1 + num_probes pairs of columns. `report.truncation` has the draws, the variance and the decay.
+
+    Raises:
+        UnsupportedLikelihoodError: the likelihood is not Gaussian.
+        ValueError: an option outside its range; (from the call) a truncation's rate that is too high for the dtype.
+        TypeError: a truncation without the two methods.
+
+    Warns:
+        VarianceWarning: the truncation's variance exceeds the squared solution, or would without bound.
+        BiasWarning: the truncation's end was reached before the series had converged.
+
+    Examples:
+        >>> model = MyExactGP(train_x, train_y, likelihood)
+        >>> truncation = gpi.truncation.ExponentialTruncation(min_steps=10, rate=0.2)
+        >>> mll = gpi.mlls.RussianRouletteMarginalLogLikelihood(likelihood, model, truncation=truncation, generator=0)
+        >>> (-mll(model(train_x), train_y)).backward()
+        >>> bool((mll.report.truncation.target_steps >= 10).all())
+        True
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        model: ExactGP,
+        *,
+        truncation: Truncation | AutomaticTruncation = ExponentialTruncation(min_steps=80, rate=0.05),  # noqa: B008
+        num_truncations: int = 2,
+        num_probes: int = 10,
+        probe_truncation: Literal["independent", "shared"] = "independent",
+        preconditioner: PivotedCholesky | None = PivotedCholesky(rank=5),  # noqa: B008
+        value: Value = "unbiased",
+        tolerance: float | None = None,
+        resample: bool = True,
+        solver: Solver | None = None,
+        products: KernelProducts | None = None,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        check_count("num_truncations", num_truncations)
+        if num_truncations < 2:
+            raise ValueError(
+                f"num_truncations must be at least 2, got {num_truncations}: the gradient's quadratic term needs two "
+                "independent ones. TruncatedCGMarginalLogLikelihood takes one."
+            )
+        if probe_truncation not in ("independent", "shared"):
+            raise ValueError(f"probe_truncation must be 'independent' or 'shared', got {probe_truncation!r}.")
+        super().__init__(
+            likelihood,
+            model,
+            truncation=truncation,
+            num_truncations=num_truncations,
+            num_probes=num_probes,
+            shares_truncation=probe_truncation == "shared",
+            preconditioner=preconditioner,
+            value=value,
+            tolerance=tolerance,
+            resample=resample,
+            solver=solver,
+            products=products,
+            generator=generator,
+        )
+        self._has_warned = False
+
+    def _warn_once(self, estimate: Estimate) -> None:
+        super()._warn_once(estimate)
+        report = estimate.truncation
+        if not isinstance(report, TruncationReport) or self._has_warned:
+            return
+        residual = estimate.stats.residual_norms["targets"]
+        decay, last = _decay(report, residual), _last_step(report)
+        if _has_biased_end(report, residual):
+            warn(
+                f"The series reached the end of its truncation, {last} steps, with a relative residual of {residual:.2g}: "
+                "what comes after that is in no draw, so that value and gradient are biased, however many are averaged. "
+                "Raise max_steps (None is the longest that the arithmetic allows), or take a larger preconditioner.",
+                BiasWarning,
+            )
+            self._has_warned = True
+        variance = float(report.relative_variance.max())
+        is_infinite = _grows_without_bound(report, residual, decay)
+        if variance > 1 or is_infinite:
+            what = (
+                "grows without bound with the length of the series, and what comes after the truncation's end is a bias"
+                if is_infinite
+                else f"is {variance:.2g} times the squared solution"
+            )
+            advice = (
+                f"its terms fall as exp(-{decay:.3g} j) in norm, which asks for a rate of at most {decay:.3g}. Lower it, "
+                "raise"
+                if decay > 0
+                else f"in {last} steps its terms do not fall. Raise"
+            )
+            warn(
+                f"The variance of the truncated solve {what}: {advice} min_steps, or take a larger preconditioner; "
+                "AutomaticTruncation() chooses rate and min_steps by itself.",
+                VarianceWarning,
+            )
+            self._has_warned = True
+
+
+def _last_step(report: TruncationReport) -> int:
+    """How far the targets' series was run."""
+    return int(report.steps[..., 0].max())
+
+
+def _decay(report: TruncationReport, residual: float) -> float:
+    """log(rho) of the targets' series: by the residual where there were too few terms to see it."""
+    decay = float(report.decay_rate.min())
+    return decay if math.isfinite(decay) else -math.log(max(residual, 1e-300)) / max(_last_step(report), 1)
+
+
+def _next_survival(report: TruncationReport) -> Tensor:
+    """The logarithms of S_j for the targets' last step and for the one after."""
+    last = _last_step(report)
+    return report.truncation.log_survival(torch.arange(last, last + 2))
+
+
+def _is_open(report: TruncationReport, residual: float) -> bool:
+    """Whether the targets' series was cut where other methods would not call it solved."""
+    return not bool(report.converged[..., 0].all()) and residual >= SOLVED
+
+
+def _has_biased_end(report: TruncationReport, residual: float) -> bool:
+    """Whether an open series was cut where the truncation lets none go on."""
+    return _is_open(report, residual) and float(_next_survival(report)[1]) == -math.inf
+
+
+def _grows_without_bound(report: TruncationReport, residual: float, decay: float) -> bool:
+    """Whether weighted terms 1 / S_j |term_j|^2 of an open series grow where it was cut."""
+    if not _is_open(report, residual):
+        return False
+    rate = -float(_next_survival(report).diff())
+    return 2 * decay < rate < math.inf

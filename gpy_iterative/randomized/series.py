@@ -1,0 +1,317 @@
+"""The marginal log likelihood from truncated conjugate gradient series, with or without the weights that remove the bias.
+
+Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 4.1 and appendix C.
+With ys_a = sum_{j <= J_a} length_j direction_j / S_j, independent estimates of a = H^-1 (y - mean) from one run for M draws
+of J, likewise xs_i of H^-1 z_i, and probes of covariance P, the gradient is
+
+    1/2 mean_{a != b} ys_a^T dH ys_b - 1/(2s) sum_i xs_i^T dH P^-1 z_i + (mean_a ys_a)^T dmean.
+
+The quadratic term takes different draws on its two sides: the square of an unbiased estimate is biased.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+import torch
+from gpytorch.distributions import MultivariateNormal
+from gpytorch.likelihoods import Likelihood
+from gpytorch.models import ExactGP
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.checks import check_flag, check_fraction, check_instance
+from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
+from gpy_iterative.exact.estimates import DensityEstimate
+from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes, Rademacher, probe_jitter
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_solvers.base import Solver
+from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
+from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
+from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
+from gpy_iterative.randomized.report import TruncationReport
+from gpy_iterative.randomized.solver_series import Series, conjugate_gradient_series
+from gpy_iterative.randomized.truncation import (
+    AutomaticTruncation,
+    Truncation,
+    check_truncation,
+    decay_rate,
+    draw_stops,
+    survival_table,
+    within,
+)
+from gpy_iterative.spectral.densities import Draws, draws_under
+from gpy_iterative.training.training_state import TrainingState
+
+Value = Literal["unbiased", "truncated"] | None
+
+
+@dataclass(frozen=True)
+class _Member:
+    """The estimate for one member of a batch; attributes as in DensityEstimate and TruncationReport, without [*b]."""
+
+    value: Tensor
+    value_variance: Tensor
+    weights: Tensor
+    left: Tensor
+    right: Tensor
+    series: Series
+    relative_variance: float
+    decay_rate: float
+
+
+class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
+    """Base of the marginal log likelihoods from truncated series; see its two subclasses for the options."""
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        model: ExactGP,
+        *,
+        truncation: Truncation | AutomaticTruncation,
+        num_truncations: int,
+        num_probes: int,
+        shares_truncation: bool,
+        preconditioner: PivotedCholesky | None,
+        value: Value,
+        tolerance: float | None,
+        resample: bool,
+        solver: Solver | None,
+        products: KernelProducts | None,
+        generator: torch.Generator | int | None,
+    ) -> None:
+        if not isinstance(truncation, AutomaticTruncation):
+            check_truncation(truncation)
+        if value not in (*get_args(get_args(Value)[0]), None):
+            raise ValueError(f"value must be 'unbiased', 'truncated' or None, got {value!r}.")
+        check_instance("preconditioner", preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
+        if tolerance is not None:
+            check_fraction("tolerance", tolerance)
+        if not resample and isinstance(truncation, AutomaticTruncation):
+            raise ValueError(
+                "resample=False freezes the draws, which AutomaticTruncation redistributes every step: give an "
+                "ExponentialTruncation instead."
+            )
+        probes: ProbeDistribution = Rademacher(num_probes=num_probes)
+        if preconditioner is not None:
+            # P in the probes and in the recurrence is one matrix; its diagonal is the noise.
+            probes = Preconditioned(
+                num_probes=num_probes, rank=preconditioner.rank, correct_diagonal=False, recipe=preconditioner
+            )
+        options = {"probes": probes, "truncation": truncation, "num_truncations": num_truncations}
+        options |= {"shares_truncation": shares_truncation, "resample": resample}
+        state = TrainingState.begin(generator, options)
+        super().__init__(likelihood, model, solver=solver, products=products, state=state)
+        self.probes = probes
+        self.truncation = truncation
+        self.num_truncations = num_truncations
+        self.shares_truncation = shares_truncation
+        check_flag("resample", resample)
+        self.value, self.tolerance, self.resample = value, tolerance, resample
+
+    def _estimate(
+        self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor
+    ) -> DensityEstimate:
+        with self._state.unchanged_by_failure():
+            return self._truncated_estimate(operator, residual)
+
+    def _truncated_estimate(self, operator: LinearOperator, residual: Tensor) -> DensityEstimate:
+        start = time.perf_counter()
+        truncation = within(self._current_truncation(operator), operator.shape[-1], operator.dtype)
+        draws = self._state.draws_for(
+            "series", residual, operator.shape, lambda: self._draw(operator, truncation), keep=not self.resample
+        )
+        probes = self.probes.probes(operator, None, draws_under("probes", draws))
+        target_stops = draws["target_stops"]
+        probe_stops = draws["probe_stops"]
+        self._check_stops(target_stops, probe_stops, operator.batch_shape)
+        table = survival_table(truncation, torch.cat([target_stops.reshape(-1), probe_stops.reshape(-1)]))
+        batch = operator.batch_shape
+        members = []
+        for index in itertools.product(*map(range, batch)):
+            member = Probes(
+                probes.vectors[index],
+                None if probes.dual is None else probes.dual[index],
+                None if probes.covariance is None else probes.covariance[index] if batch else probes.covariance,
+            )
+            system = cast(LinearOperator, operator[index]) if batch else operator
+            members.append(
+                self._member(system, residual[index], member, target_stops[index], probe_stops[index], table)
+            )
+        if isinstance(self.truncation, AutomaticTruncation):
+            self._state.frozen["decay"] = {"energies": _pooled_energies([member.series for member in members])}
+        return self._joined(members, batch, truncation, target_stops, probe_stops, probes, start)
+
+    def _current_truncation(self, operator: LinearOperator) -> Truncation:
+        """Of this step: chosen, where that is asked for, from what the last step showed."""
+        if not isinstance(self.truncation, AutomaticTruncation):
+            return self.truncation
+        seen = self._state.kept_draws("decay") if self._state.shape == operator.shape else None
+        if seen is None or not seen["energies"].any():  # a residual of zero shows no decay
+            return self.truncation.start
+        return self.truncation.choose(seen["energies"].cpu())
+
+    def _draw(self, operator: LinearOperator, truncation: Truncation) -> Draws:
+        batch, generator = operator.batch_shape, self._state.generator
+        target_stops = draw_stops(truncation, (*batch, self.num_truncations), generator)
+        if self.shares_truncation:
+            probe_stops = target_stops[..., :1].expand(*batch, self.probes.num_probes).clone()
+        else:
+            probe_stops = draw_stops(truncation, (*batch, self.probes.num_probes), generator)
+        probes = self.probes.draw(operator, None, generator)
+        drawn = {f"probes.{name}": tensor for name, tensor in probes.items()}
+        return {"target_stops": target_stops, "probe_stops": probe_stops} | drawn
+
+    def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
+        """ValueError for draws that were put into a training state in another number: one alone would be squared."""
+        for name, stops, count in (
+            ("series.target_stops", target_stops, self.num_truncations),
+            ("series.probe_stops", probe_stops, self.probes.num_probes),
+        ):
+            if tuple(stops.shape) != (*batch, count):
+                raise ValueError(
+                    f"{name} of the training state must have the shape {(*batch, count)}, got {tuple(stops.shape)}."
+                )
+
+    def _member(
+        self,
+        operator: LinearOperator,
+        residual: Tensor,
+        probes: Probes,
+        target_stops: Tensor,
+        probe_stops: Tensor,
+        log_survival: Tensor,
+    ) -> _Member:
+        num_truncations, num_probes = len(target_stops), len(probe_stops)
+        columns = torch.cat([torch.zeros(num_truncations, dtype=torch.long), torch.arange(1, num_probes + 1)])
+        series = conjugate_gradient_series(
+            operator,
+            torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1),
+            columns,
+            torch.cat([target_stops.cpu(), probe_stops.cpu()]),
+            log_survival,
+            preconditioner=probes.covariance,
+            tolerance=self.tolerance,
+        )
+        targets, solved = series.sums[:, :num_truncations], series.sums[:, num_truncations:]
+        weights = targets.mean(-1)
+        left, right = _quadratic_factors(targets)
+        left = torch.cat([left, solved / (-2 * num_probes)], dim=-1)
+        right = torch.cat([right, probes.vectors if probes.dual is None else probes.dual], dim=-1)
+        table = log_survival[: series.iterations]
+        if self.value is None:
+            value = (left * operator._matmul(right)).sum() - (weights * residual).sum()
+            variance = torch.full_like(value, math.nan)
+        else:
+            value, variance = _value(series, probes, target_stops.cpu(), probe_stops.cpu(), table, self.value)
+        energies = series.energies[:, 0]
+        excess = float((-table).expm1() @ energies)
+        total = float(energies.sum())
+        return _Member(
+            value=value.to(residual),
+            value_variance=variance.to(residual),
+            weights=weights,
+            left=left,
+            right=right,
+            series=series,
+            relative_variance=excess / total if total > 0 else 0.0,
+            decay_rate=decay_rate(energies),
+        )
+
+    def _joined(
+        self,
+        members: list[_Member],
+        batch: torch.Size,
+        truncation: Truncation,
+        target_stops: Tensor,
+        probe_stops: Tensor,
+        probes: Probes,
+        start: float,
+    ) -> DensityEstimate:
+        def stacked(name: str) -> Tensor:
+            tensors = torch.stack([getattr(member, name) for member in members])
+            return tensors.reshape((*batch, *tensors.shape[1:]))
+
+        overhead = 0.0 if probes.covariance is None else probes.covariance.build_epochs
+        runs = [member.series for member in members]
+        steps = torch.stack([series.steps for series in runs]).reshape(*batch, -1)
+        converged = torch.stack([series.converged for series in runs]).reshape(*batch, -1)
+        stats = [
+            SolveStats(
+                iterations=series.iterations,
+                epochs=float(series.iterations),
+                overhead=overhead,
+                residual_norms={"targets": float(series.norms[0]), "probes": float(series.norms[1:].amax())},
+                seconds=series.seconds,
+            )
+            for series in runs
+        ]
+        report = TruncationReport(
+            truncation=truncation,
+            target_steps=target_stops,
+            probe_steps=probe_stops,
+            steps=steps,
+            converged=converged,
+            relative_variance=torch.tensor([m.relative_variance for m in members]).reshape(batch),
+            decay_rate=torch.tensor([m.decay_rate for m in members]).reshape(batch),
+        )
+        return DensityEstimate(
+            value=stacked("value"),
+            value_sem=stacked("value_variance").sqrt(),
+            weights=stacked("weights"),
+            left=stacked("left"),
+            right=stacked("right"),
+            solutions=None,
+            status=max((series.status for series in runs), key=list(SolveStatus).index),
+            stats=dataclasses.replace(SolveStats.of_batch(stats), seconds=time.perf_counter() - start),
+            truncation=report,
+            probe_jitter=probe_jitter(probes),
+        )
+
+
+def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of 1/2 mean_{a != b} ys_a^T dH ys_b for [n, M]: sum_{a < b} takes M - 1 pairs of columns, as dH is symmetric.
+
+    One truncation has no other: its square, biased, for the plain iterates of conjugate gradients.
+    """
+    count = targets.shape[-1]
+    if count == 1:
+        return 0.5 * targets, targets
+    return targets[:, 1:] / (count * (count - 1)), targets.cumsum(-1)[:, :-1]
+
+
+def _value(
+    series: Series, probes: Probes, target_stops: Tensor, probe_stops: Tensor, log_survival: Tensor, kind: Value
+) -> tuple[Tensor, Tensor]:
+    """The log density and its variance, from the scalars of the run: quadratic form, log-determinant, constant."""
+    weights = (-log_survival).exp() if kind == "unbiased" else torch.ones_like(log_survival)
+    steps = torch.arange(1, series.iterations + 1).unsqueeze(-1)
+    energies = series.energies[:, 0]
+    quadratic = (weights * energies) @ (steps <= target_stops).double()
+    terms = krylov_logarithm_terms(series.lengths[:, 1:], series.products[:, 1:])
+    logarithms = weights @ (terms * (steps <= probe_stops))
+    dual = probes.vectors if probes.dual is None else probes.dual
+    logarithms = logarithms * (probes.vectors.double() * dual.double()).sum(0).cpu()
+    base = 0.0 if probes.covariance is None else float(probes.covariance.logdet())
+    size = len(series.sums)
+    value = -0.5 * (quadratic.mean() + base + logarithms.mean() + size * math.log(2 * math.pi))
+
+    # E[q^2] of q = sum_{j <= J} e_j / S_j is sum_ij e_i e_j / S_min(i, j).
+    after = energies.flip(0).cumsum(0).flip(0) - energies
+    spread = weights - 1
+    of_quadratic = (spread * energies * (energies + 2 * after)).sum() / len(target_stops)
+    count = logarithms.numel()
+    of_logarithms = logarithms.var() / count if count > 1 else torch.full_like(value, math.nan)
+    return value, 0.25 * (of_quadratic + of_logarithms)
+
+
+def _pooled_energies(runs: list[Series]) -> Tensor:
+    """Energies of the targets' series [J], each divided by its sum, added up over a batch."""
+    pooled = torch.zeros(max(series.iterations for series in runs), dtype=torch.float64)
+    for series in runs:
+        energies = series.energies[:, 0]
+        pooled[: len(energies)] += energies / energies.sum().clamp_min(torch.finfo(torch.float64).tiny)
+    return pooled[: max(1, int((pooled > 0).sum()))]

@@ -1,0 +1,249 @@
+"""Conjugate gradients as a series, H^-1 b = sum_j length_j direction_j, cut at random and reweighted.
+
+With term j divided by its survival probability S_j = P(J >= j), the sum of the first J terms has the expectation
+H^-1 b, whatever the distribution of J. Potapczynski et al. 2021, section 4.1.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from linear_operator import LinearOperator
+from torch import Tensor
+
+from gpy_iterative.checks import check_fraction
+from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.linear_solvers.conjugate_directions import ConjugateDirections
+from gpy_iterative.linear_solvers.linear_system import check_system
+from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveStats, SolveStatus
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
+from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
+from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
+from gpy_iterative.randomized.truncation import Truncation, check_truncation, draw_stops, survival_table, within
+from gpy_iterative.worker_threads import divided
+
+#: Relative residual at which a column has converged: its further terms are zero. It must not depend on J.
+DEFAULT_TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-10}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One run of conjugate gradients for t columns, and k reweighted sums of it.
+
+    Attributes:
+        sums: sum_{j <= J} length_j direction_j / S_j, [n, k]; each belongs to one column.
+        lengths: of the steps, [J, t], float64 on the CPU; zero where a column has ended.
+        products: r_{j-1}^T P^-1 r_{j-1} [J, t], likewise.
+        steps: how many each column took, [t].
+        converged: whether a column ended before its last J, at the tolerance or at the floor of its arithmetic, [t].
+        indefinite: which columns ended at a direction of no positive curvature, before the floor of the arithmetic, [t].
+        norms: relative residual norms where the columns ended, [t], float64: what is left of the error when no J went on.
+        seconds: wall-clock time.
+    """
+
+    sums: Tensor
+    lengths: Tensor
+    products: Tensor
+    steps: Tensor
+    converged: Tensor
+    indefinite: Tensor
+    norms: Tensor
+    seconds: float
+
+    @property
+    def status(self) -> SolveStatus:
+        """Of the whole run."""
+        if self.indefinite.any():
+            return SolveStatus.INDEFINITE
+        return SolveStatus.CONVERGED if self.converged.all() else SolveStatus.TRUNCATED
+
+    @property
+    def energies(self) -> Tensor:
+        """Squared H-norms of the terms, [J, t]."""
+        return self.lengths * self.products
+
+    @property
+    def iterations(self) -> int:
+        """Steps of the run: products with H."""
+        return len(self.lengths)
+
+
+@torch.no_grad()
+@divided()
+def conjugate_gradient_series(
+    operator: LinearOperator,
+    rhs: Tensor,
+    columns: Tensor,
+    stops: Tensor,
+    log_survival: Tensor,
+    *,
+    preconditioner: LowRankPlusDiagonal | None,
+    tolerance: float | None = None,
+) -> Series:
+    """Runs once, from zero, for all columns and all truncations of each.
+
+    Args:
+        operator: H [n, n].
+        rhs: B [n, t].
+        columns: which column each sum is of, [k]; every column has at least one.
+        stops: J of each sum, [k], at least 1.
+        log_survival: log S_j for j = 1, ..., max(stops), float64; zeros give plain conjugate gradients.
+        preconditioner: P.
+        tolerance: relative residual norm at which a column has converged; None is 1e-10 in float64, 1e-6 in float32.
+
+    A column that converges keeps its reweighted sum: putting the solution itself in its place, which such a column knows,
+    would make the estimate depend on J in another way than the weights do, and bias it. A column leaves the block when it
+    has converged or reached its last J, and products become narrower.
+
+    Cost: max(stops) products with H, each with the columns that are still open, and P^-1. Memory: eight blocks [n, t] and
+    the sums; no basis is stored. Lengths, products and weights are float64.
+
+    Raises:
+        ValueError: a tolerance outside (0, 1).
+        NonFiniteError: a NaN or an infinity appeared.
+    """
+    start = time.perf_counter()
+    size, num_columns = rhs.shape
+    if tolerance is None:
+        tolerance = DEFAULT_TOLERANCES.get(rhs.dtype, 1e-6)
+    check_fraction("tolerance", tolerance)
+    # Below this relative residual a sign is rounding noise.
+    floor = math.sqrt(torch.finfo(rhs.dtype).eps)
+    stops, columns = stops.cpu(), columns.cpu()
+    last = torch.zeros(num_columns, dtype=torch.long).scatter_reduce_(0, columns, stops, "amax")
+    weights = torch.exp(-log_survival.double().cpu())
+
+    scale = torch.linalg.vector_norm(rhs, dim=0)
+    norms = (scale > 0).double().cpu()
+    _check_finite(scale.double().cpu(), 0, torch.arange(num_columns))
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    residual = rhs / scale
+    sums = rhs.new_zeros(size, len(stops))
+    steps = torch.zeros(num_columns, dtype=torch.long)
+    converged = norms <= tolerance
+    indefinite = torch.zeros_like(converged)
+    lengths, products = [], []
+
+    opened = (~converged).nonzero().squeeze(-1)  # the columns of the block
+    residual = residual[:, opened.to(rhs.device)]
+    running = torch.zeros_like(residual)
+    directions = ConjugateDirections.begin(residual, preconditioner)
+    product = directions.product.double().cpu()
+    step = 0
+    while len(opened):
+        step += 1
+        following, length, _ = directions.advance(operator, residual)
+        # One read of the device a step.
+        read = torch.stack([torch.linalg.vector_norm(residual, dim=0), length, following.product]).double().cpu()
+        _check_finite(read.sum(0), step, opened)
+        took = read[1] > 0
+        indefinite[opened] = ~took & (norms[opened] > floor)
+        taken = torch.where(took, read[1], torch.zeros_like(read[1]))
+        running.addcmul_(directions.direction, (taken * weights[step - 1]).to(rhs))
+
+        norms[opened] = torch.where(took, read[0], norms[opened])
+        steps[opened] += took.long()
+        lengths.append(torch.zeros(num_columns, dtype=torch.float64).index_copy(0, opened, taken))
+        products.append(torch.zeros(num_columns, dtype=torch.float64).index_copy(0, opened, product))
+        goes_on = took & (norms[opened] > tolerance)
+        indefinite[opened] |= goes_on & (read[2] <= 0) & (norms[opened] > floor)
+        goes_on &= read[2] > 0
+        converged[opened] = ~goes_on
+        place = torch.full((num_columns,), -1)
+        place[opened] = torch.arange(len(opened))
+        ends = (place[columns] >= 0) & ((stops == step) | (converged[columns] & (stops >= step)))
+        if ends.any():
+            index = ends.nonzero().squeeze(-1)
+            source = place[columns[index]].to(rhs.device)
+            sums[:, index.to(rhs.device)] = running[:, source]
+        directions, product = following, read[2]
+        staying = (goes_on & (last[opened] > step)).nonzero().squeeze(-1)
+        if len(staying) < len(opened):
+            opened, kept = opened[staying], staying.to(rhs.device)
+            residual, running, directions = residual[:, kept], running[:, kept], directions.narrow(kept)
+            product = product[staying]
+    sums *= scale[columns.to(rhs.device)]
+    energy_scale = scale.double().cpu().square()
+    return Series(
+        sums=sums,
+        lengths=torch.stack(lengths) if lengths else torch.zeros(0, num_columns, dtype=torch.float64),
+        products=energy_scale * torch.stack(products) if products else torch.zeros(0, num_columns, dtype=torch.float64),
+        steps=steps,
+        converged=converged,
+        indefinite=indefinite,
+        norms=norms,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _check_finite(values: Tensor, step: int, columns: Tensor) -> None:
+    finite = torch.isfinite(values)
+    if not finite.all():
+        raise NonFiniteError(
+            f"Column {int(columns[(~finite).nonzero()[0]])} of a conjugate gradient series is not finite after {step} "
+            "steps. Check the data and hyperparameters for extreme values; a noise constraint and float64 keep the "
+            "arithmetic within range."
+        )
+
+
+def russian_roulette_solve(
+    operator: LinearOperator,
+    rhs: Tensor,
+    truncation: Truncation,
+    *,
+    preconditioner: LowRankPlusDiagonal | PreconditionerRecipe | None = PivotedCholesky(rank=5),  # noqa: B008 (frozen)
+    tolerance: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Solution:
+    """An unbiased estimate of H^-1 B by a random number of conjugate gradient steps, its own for every column.
+
+    Args:
+        operator: H [n, n], symmetric positive definite.
+        rhs: B [n] or [n, t].
+        truncation: of the number of steps; `ExponentialTruncation` without `max_steps` gets one for this system.
+        preconditioner: built for this operator, or a recipe for one.
+        tolerance: relative residual norm at which a column has converged; None is 1e-10 in float64, 1e-6 in float32.
+        generator: None is seed 0.
+
+    Returns:
+        A Solution. Its value has the expectation H^-1 B and its residual is `B - H value`, large by design: one more
+        product, in the overhead. The relative residual norms in the statistics are those of the columns' plain iterates,
+        which are the error that no truncation removes.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, a batch, an option outside its range, or a truncation that
+            contradicts itself.
+        TypeError: a truncation without the two methods.
+        NonFiniteError: as `conjugate_gradient_series`.
+    """
+    check_truncation(truncation)
+    block = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
+    groups = (ColumnGroup("targets", block.shape[-1], 0.0),)
+    if operator.batch_shape:
+        raise ValueError(f"A series is run for one system at a time, got a batch {tuple(operator.batch_shape)}.")
+    check_system(operator, block, groups)
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    overhead = 1.0
+    if isinstance(preconditioner, PreconditionerRecipe):
+        preconditioner = preconditioner.build(operator, generator=generator)
+        overhead += preconditioner.build_epochs
+    truncation = within(truncation, operator.shape[-1], block.dtype)
+    stops = draw_stops(truncation, (block.shape[-1],), generator)
+    series = conjugate_gradient_series(
+        operator,
+        block,
+        torch.arange(block.shape[-1]),
+        stops,
+        survival_table(truncation, stops),
+        preconditioner=preconditioner,
+        tolerance=tolerance,
+    )
+    with torch.no_grad():
+        residual = block - operator._matmul(series.sums)
+    norms = {"targets": float(series.norms.amax()) if len(series.norms) else 0.0}
+    stats = SolveStats(series.iterations, float(series.iterations), overhead, norms, series.seconds)
+    value = series.sums
+    if rhs.dim() == 1:
+        value, residual = value.squeeze(-1), residual.squeeze(-1)
+    return Solution(value, residual, series.status, stats)

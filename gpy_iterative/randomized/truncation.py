@@ -1,0 +1,378 @@
+"""Distributions over where a series stops, with survival functions in log space.
+
+A sum of terms t_1 + t_2 + ... that is cut after a random number J of terms stays unbiased when its term j is divided by
+the survival probability S_j = P(J >= j): the Russian roulette estimator. Potapczynski et al. 2021, "Bias-Free Scalable
+Gaussian Processes via Randomized Truncations", section 3.
+
+Survival probabilities and their logarithms are float64 whatever the dtype of the series: in float32, 1 - cdf is wrong by
+a tenth where S is 3e-6, and zero soon after.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.checks import check_count, check_fraction, check_positive
+
+#: Below this argument the two functions of `_geometric_*` are taken from their power series, exact to rounding.
+SERIES_BELOW = 0.02
+#: What is left of the survival function where an infinite sum over it is cut.
+NEGLIGIBLE = 1e-18
+#: Weights 1 / S_j grow to this part of 1 / eps: beyond, a term's rounding error outweighs what it corrects.
+LARGEST_WEIGHT = 0.1
+
+
+@runtime_checkable
+class Truncation(Protocol):
+    """What a distribution of J in {1, 2, ...} has to offer: any object with these two methods."""
+
+    def log_survival(self, steps: Tensor) -> Tensor:
+        """The logarithm of P(J >= j) for integers [*]: 0 for j = 1, never increasing, -inf past the end; float64."""
+        ...
+
+    def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Independent draws of J: int64 [*size], on the CPU."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExponentialTruncation:
+    """P(J) proportional to exp(-rate J) on {min_steps, ..., max_steps}: the paper's choice (equation 17).
+
+    Args:
+        min_steps: the first so many terms are always taken, with weight 1.
+        rate: how fast the probability falls; 0 is uniform. A series whose terms fall as rho^-j in norm has a finite
+            variance, however long it runs, only for rate < 2 log(rho); rate = log(rho) has the least variance for its
+            cost. Conjugate gradients have log(rho) = 2 / sqrt(condition number).
+        max_steps: None is no end (`within` sets one for a system).
+
+    Raises:
+        ValueError: an option outside its range.
+
+    Examples:
+        >>> truncation = gpi.truncation.ExponentialTruncation(min_steps=80, rate=0.05)
+        >>> round(truncation.mean(), 1)
+        99.5
+        >>> truncation.log_survival(torch.tensor([1, 80, 100])).exp()
+        tensor([1.0000, 1.0000, 0.3679], dtype=torch.float64)
+    """
+
+    min_steps: int = 80
+    rate: float = 0.05
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("min_steps", self.min_steps)
+        if self.max_steps is not None:
+            check_count("max_steps", self.max_steps)
+        if self.max_steps is not None and self.max_steps < self.min_steps:
+            raise ValueError(
+                f"max_steps must not be below min_steps = {self.min_steps}, got {self.max_steps}; None is no end."
+            )
+        if not 0 <= self.rate < math.inf:
+            raise ValueError(f"rate must be finite and not negative, got {self.rate}; 0 is the uniform distribution.")
+        if self.rate == 0 and self.max_steps is None:
+            raise ValueError(
+                "rate must be positive where max_steps is None, got 0: no uniform distribution has no end."
+            )
+
+    @classmethod
+    def for_condition_number(cls, condition_number: float, budget: float, *, max_rate: float = 0.1) -> Self:
+        """The least variance for an expected number of steps.
+
+        Args:
+            condition_number: of the preconditioned matrix.
+            budget: expected number of steps.
+            max_rate: the rate is log(rho), rho = (sqrt(condition_number) + 1) / (sqrt(condition_number) - 1), and at most
+                this.
+
+        Raises:
+            ValueError: an option outside its range, or a budget too small for the rate that the condition number asks for.
+        """
+        if not 1 <= condition_number < math.inf:
+            raise ValueError(f"condition_number must be finite and at least 1, got {condition_number}.")
+        check_positive("max_rate", max_rate)
+        if not 1 <= budget < math.inf:
+            raise ValueError(f"budget must be finite and at least 1, got {budget}.")
+        root = math.sqrt(condition_number)
+        rate = max_rate if root == 1 else min(max_rate, math.log1p(2 / (root - 1)))
+        min_steps = round(budget - _geometric_mean(rate))
+        if min_steps < 1:
+            raise ValueError(
+                f"A budget of {budget} steps is too small for a condition number of {condition_number:g}, whose rate "
+                f"{rate:.3g} takes {1 + _geometric_mean(rate):.0f} steps: raise it, or take a better preconditioner."
+            )
+        return cls(min_steps, rate)
+
+    def within(self, num_rows: int, dtype: torch.dtype) -> Self:
+        """The same where `max_steps` is given; else with the end that a system of n rows and its arithmetic suggest.
+
+        That is 2 n steps (conjugate gradients need more than n where rounding has cost them their conjugacy), or less:
+        where the weight 1 / S_j reaches a tenth of 1 / eps, past which it multiplies rounding noise. The expected number
+        of steps is almost unchanged, unless 2 n cuts it. A `min_steps` beyond 2 n is lowered to it: a full run.
+
+        Raises:
+            ValueError: a rate so high that the arithmetic has no weight for any step beyond `min_steps`.
+        """
+        if self.max_steps is not None:
+            return self
+        extra = math.floor(_largest_rate(dtype) / self.rate)
+        if extra == 0 and self.min_steps < 2 * num_rows:
+            raise ValueError(
+                f"rate must be at most {_largest_rate(dtype):.3g} in {dtype}, got {self.rate:g}: no step beyond min_steps "
+                f"= {self.min_steps} has a weight that rounding allows, and a series that always ends there is biased. "
+                "Lower it, or choose that bias by max_steps."
+            )
+        max_steps = min(2 * num_rows, self.min_steps + extra)
+        return replace(self, min_steps=min(self.min_steps, max_steps), max_steps=max_steps)
+
+    def log_survival(self, steps: Tensor) -> Tensor:
+        """The logarithm of P(J >= j), float64 [*] for integers [*]; relative error of S below 1e-13 down to S = 1e-300."""
+        beyond = torch.as_tensor(steps).double() - self.min_steps
+        if self.max_steps is None:
+            return -self.rate * beyond.clamp_min(0)
+        # S_j = (e^-ak - e^-aL) / (1 - e^-aL) with k = j - min_steps; 1 - cdf would cancel.
+        ahead = (self._support - beyond).clamp_min(0)
+        survival = -self.rate * beyond + self._log_mass(ahead) - self._log_mass(ahead.new_tensor(self._support))
+        return torch.where(beyond <= 0, torch.zeros_like(beyond), survival)
+
+    def log_probability(self, steps: Tensor) -> Tensor:
+        """The logarithm of P(J = j), float64 [*] for integers [*]; -inf outside the support."""
+        steps = torch.as_tensor(steps)
+        beyond = steps.double() - self.min_steps
+        one = beyond.new_tensor(1.0)
+        total = one.new_zeros(()) if self.max_steps is None else self._log_mass(one * self._support)
+        result = -self.rate * beyond + self._log_mass(one) - total
+        inside = (beyond >= 0) & (beyond < self._support)
+        return torch.where(inside, result, torch.full_like(result, -math.inf))
+
+    def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Independent draws of J, int64 [*size] on the CPU, by inversion of the survival function."""
+        uniform = torch.rand(tuple(size), generator=generator, device=generator.device, dtype=torch.float64).cpu()
+        if self.rate == 0:
+            beyond = uniform * self._support
+        else:
+            # Not the logarithm of a sum near one, which for a tiny rate is zero or rounding noise.
+            beyond = -torch.log1p(uniform * math.expm1(-self.rate * self._support)) / self.rate
+        return self.min_steps + beyond.floor().clamp(0, self._support - 1).long()
+
+    def mean(self) -> float:
+        """E[J], in closed form: 99.5 for min_steps 80 and rate 0.05."""
+        if self.max_steps is None:
+            return self.min_steps + _geometric_mean(self.rate)
+        ends = self._support * _geometric_mean_excess(self.rate * self._support)
+        return self.min_steps + _geometric_mean_excess(self.rate) - ends
+
+    def std(self) -> float:
+        """The standard deviation of J, in closed form: about 1 / rate."""
+        if self.max_steps is None:
+            return math.exp(-self.rate / 2) / -math.expm1(-self.rate)
+        ends = self._support**2 * _geometric_variance_excess(self.rate * self._support)
+        return math.sqrt(max(_geometric_variance_excess(self.rate) - ends, 0.0))
+
+    def expected_max(self, count: int) -> float:
+        """E of the largest of `count` independent draws: what one run for all of them costs. A sum over the support."""
+        check_count("count", count)
+        last = self.max_steps
+        if last is None:
+            last = self.min_steps + math.ceil(math.log(count / NEGLIGIBLE) / self.rate)
+        steps = torch.arange(self.min_steps + 1, last + 1)
+        # 1 - (1 - S)^count without cancellation.
+        return self.min_steps + float(-torch.expm1(count * torch.log1p(-self.log_survival(steps).exp())).sum())
+
+    @property
+    def _support(self) -> float:
+        """L, how many values J can take."""
+        return math.inf if self.max_steps is None else float(self.max_steps - self.min_steps + 1)
+
+    def _log_mass(self, steps: Tensor) -> Tensor:
+        """The logarithm of what is proportional to the probability of so many neighbouring values; 0 is -inf."""
+        return steps.log() if self.rate == 0 else torch.log(-torch.expm1(-self.rate * steps))
+
+
+def within(truncation: Truncation, num_rows: int, dtype: torch.dtype) -> Truncation:
+    """The truncation of a series for a system of n rows: see `ExponentialTruncation.within`; others are as they are."""
+    return truncation.within(num_rows, dtype) if isinstance(truncation, ExponentialTruncation) else truncation
+
+
+def check_truncation(truncation: object) -> None:
+    """Raises TypeError unless it is an object, and no class, with the methods of a Truncation."""
+    if isinstance(truncation, type) or not isinstance(truncation, Truncation):
+        raise TypeError(
+            "truncation must be an object with the methods log_survival and sample, got "
+            f"{truncation!r} of type {type(truncation).__name__}. gpy_iterative.truncation.ExponentialTruncation() is one."
+        )
+
+
+def draw_stops(truncation: Truncation, size: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Independent draws of J, [*size] on the CPU.
+
+    Raises:
+        ValueError: a sampler that answers with another number of draws.
+    """
+    stops = truncation.sample(size, generator)
+    if tuple(stops.shape) != tuple(size):
+        raise ValueError(
+            f"{type(truncation).__name__}.sample must return draws of the size that it is asked for, {tuple(size)}, got "
+            f"{tuple(stops.shape)}: two sums must not share a draw."
+        )
+    return stops.cpu()
+
+
+def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
+    """The logarithms of S_j for j = 1, ..., the largest of the draws `stops`.
+
+    Raises:
+        ValueError: draws that are no positive integers, or a survival function that contradicts them.
+    """
+    name = type(truncation).__name__
+    if not stops.numel():
+        return torch.zeros(0, dtype=torch.float64)
+    if stops.dtype != torch.int64 or int(stops.min()) < 1:
+        raise ValueError(f"{name}.sample must return int64 draws of at least 1, got {stops.dtype}: {stops.tolist()}.")
+    table = truncation.log_survival(torch.arange(1, int(stops.max()) + 1)).double().cpu()
+    wrong = ~torch.isfinite(table) | (table > torch.cat([table.new_zeros(1), table[:-1]]) + 1e-12)
+    wrong[0] |= bool(table[0] != 0)
+    if wrong.any():
+        step = int(wrong.nonzero()[0]) + 1
+        raise ValueError(
+            f"{name}.log_survival must be 0 for j = 1, never increase, and be finite up to the largest draw "
+            f"{int(stops.max())}; for j = {step} it is {float(table[step - 1])}."
+        )
+    return table
+
+
+@dataclass(frozen=True)
+class FixedTruncation:
+    """Always the same number of steps: biased, all weights are 1.
+
+    Raises:
+        ValueError: fewer than one step.
+    """
+
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        check_count("num_steps", self.num_steps)
+
+    def log_survival(self, steps: Tensor) -> Tensor:
+        """0 up to `num_steps`, -inf beyond."""
+        beyond = torch.as_tensor(steps) > self.num_steps
+        return torch.zeros(beyond.shape, dtype=torch.float64).masked_fill(beyond.cpu(), -math.inf).to(beyond.device)
+
+    def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
+        """`num_steps`, [*size]."""
+        return torch.full(tuple(size), self.num_steps)
+
+
+@dataclass(frozen=True)
+class AutomaticTruncation:
+    """Rate and minimum from the decay that the last step's series showed.
+
+    The current draw plays no part in the choice: a truncation that looked at its own series would be biased.
+
+    Args:
+        start: for the first step, and for the first one after the number of data has changed.
+        max_rate: the rate is log(rho), of terms that fall as rho^-j, and at most this; itself at most 13.6, for float32.
+        tail: the first steps that are always taken leave this part of the sum of squared norms. At rate log(rho) the
+            relative standard deviation is then about sqrt(tail).
+        budget: expected steps at the most; None is no bound.
+
+    Raises:
+        ValueError: an option outside its range.
+        TypeError: a start of another kind.
+    """
+
+    start: ExponentialTruncation = ExponentialTruncation()
+    max_rate: float = 0.1
+    tail: float = 0.1
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.start, ExponentialTruncation):
+            raise TypeError(f"start must be an ExponentialTruncation, got {self.start!r}.")
+        check_positive("max_rate", self.max_rate)
+        if self.max_rate > _largest_rate(torch.float32):
+            raise ValueError(f"max_rate must be at most {_largest_rate(torch.float32):.3g}, got {self.max_rate:g}.")
+        check_fraction("tail", self.tail)
+        least = 1 + _geometric_mean(self.max_rate)
+        if self.budget is not None and not least <= self.budget < math.inf:
+            raise ValueError(
+                f"budget must be finite and at least {least:.1f}, the expected number of steps at max_rate = "
+                f"{self.max_rate}, got {self.budget}; None is no bound."
+            )
+
+    def choose(self, energies: Tensor) -> ExponentialTruncation:
+        """The truncation for a step after one whose series had these terms.
+
+        Args:
+            energies: squared norms of the terms in order, [J]: of conjugate gradients, length times r^T P^-1 r.
+        """
+        energies = energies.double()
+        decay = decay_rate(energies)
+        # A decay that a short run barely shows may lengthen the next one threefold, and not without bound.
+        rate = min(self.max_rate, max(decay, 1 / len(energies)))
+        if self.budget is not None:
+            rate = max(rate, math.log1p(1 / (self.budget - 1)))
+        min_steps = min(self._steps_to_tail(energies, decay), 2 * len(energies))
+        if self.budget is not None:
+            min_steps = min(min_steps, max(1, math.floor(self.budget - _geometric_mean(rate))))
+        return ExponentialTruncation(min_steps, rate, self.start.max_steps and max(self.start.max_steps, min_steps))
+
+    def _steps_to_tail(self, energies: Tensor, decay: float) -> int:
+        """The first j after which at most `tail` of the sum is left; a geometric rest continues what was seen."""
+        if decay <= 0:
+            return 2 * len(energies)
+        rest = float(energies[-1]) * _geometric_mean(2 * decay)
+        after = energies.flip(0).cumsum(0).flip(0) - energies + rest
+        allowed = self.tail * (float(energies.sum()) + rest)
+        enough = (after <= allowed).nonzero()
+        if len(enough):
+            return int(enough[0]) + 1
+        return len(energies) + math.ceil(math.log(rest / allowed) / (2 * decay))
+
+
+def decay_rate(energies: Tensor) -> float:
+    """log(rho) of terms whose norms fall as rho^-j: the slope of half the logarithm of their squares, over the second half.
+
+    Args:
+        energies: squared norms [J]. Zeros (a series that has ended) are left out.
+
+    Returns:
+        inf for a series of fewer than four terms, which says nothing of the kind and is over anyway.
+    """
+    logarithms = energies[energies > 0].double().log() / 2
+    if len(logarithms) < 4:
+        return math.inf
+    half = logarithms[len(logarithms) // 2 :]
+    steps = torch.arange(len(half), dtype=torch.float64)
+    steps -= steps.mean()
+    return -float((steps * half).sum() / steps.square().sum())
+
+
+def _largest_rate(dtype: torch.dtype) -> float:
+    """The rate at which the weight of the first step beyond the minimum reaches what rounding allows."""
+    return math.log(LARGEST_WEIGHT / torch.finfo(dtype).eps)
+
+
+def _geometric_mean(x: float) -> float:
+    """1 / (e^x - 1), the mean of a geometric distribution on 0, 1, ...; e^x itself may be infinite."""
+    return math.exp(-x) / -math.expm1(-x)
+
+
+def _geometric_mean_excess(x: float) -> float:
+    """1 / (e^x - 1) - 1 / x: the mean of a geometric distribution less that of an exponential one."""
+    if x < SERIES_BELOW:
+        return -1 / 2 + x / 12 - x**3 / 720 + x**5 / 30240
+    return _geometric_mean(x) - 1 / x
+
+
+def _geometric_variance_excess(x: float) -> float:
+    """1 / (4 sinh(x/2)^2) - 1 / x^2: the same for the variance."""
+    if x < SERIES_BELOW:
+        return -1 / 12 + x**2 / 240 - x**4 / 6048
+    return math.exp(-x) / math.expm1(-x) ** 2 - 1 / x**2

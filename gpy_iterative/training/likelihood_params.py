@@ -1,0 +1,175 @@
+"""The likelihood's extra arguments, which follow the training inputs."""
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpytorch.models import ExactGP
+from torch import Tensor
+
+from gpy_iterative.training.shared_columns import unexpanded
+from gpy_iterative.training.snapshot import evaluation_copies, same_tensor
+
+
+class LikelihoodParams:
+    """The likelihood's extra arguments, with training inputs recognised among them.
+
+    Noise that depends on the inputs (task indices, heteroskedastic models) gets the training inputs as an argument.
+    When they are replaced by `set_train_data`, the arguments have to follow. BoTorch's models transform them, and have
+    them in one form in train mode and in the other in evaluation mode: both are recognised.
+
+    Args:
+        params: as passed to the marginal log likelihood; empty is what GPyTorch passes when it predicts, the list of
+            training inputs.
+        model: whose training inputs are looked for among them.
+        kwargs: as passed to the marginal log likelihood.
+
+    Tensors are copied, without their graph.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, params: Sequence[Any], model: ExactGP, kwargs: Mapping[str, Any] | None = None) -> None:
+        known = unexpanded(model.train_inputs or ())
+        self._forms = [[tensor.detach().clone() for tensor in form] for form in _forms(model, known)]
+        self._params = _map_leaves(self._placed, tuple(params) or (list(known),))
+        self._kwargs = _map_leaves(self._placed, dict(kwargs or {}))
+
+    @classmethod
+    def given(
+        cls, params: Sequence[Any], model: ExactGP, kwargs: Mapping[str, Any] | None = None
+    ) -> "LikelihoodParams | None":
+        """None where there are no arguments."""
+        return cls(params, model, kwargs) if params or kwargs else None
+
+    def current(self, model: ExactGP) -> tuple[Any, ...]:
+        """The arguments for the model's training inputs of now.
+
+        Raises:
+            ValueError: the training inputs have changed, and an argument is a tensor that is none of them.
+        """
+        return self._followed(self._params, model)
+
+    def current_kwargs(self, model: ExactGP) -> dict[str, Any]:
+        """Those with names; raises likewise."""
+        return self._followed(self._kwargs, model)
+
+    def moved_to(self, model: ExactGP) -> "LikelihoodParams":
+        """Those of another model, with its training inputs in the place of these. Raises ValueError as `current`."""
+        return LikelihoodParams(self.current(model), model, kwargs=self.current_kwargs(model))
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Moves or converts all tensors, as `nn.Module._apply` does with the training inputs."""
+        move = lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf
+        self._forms, self._params, self._kwargs = _map_leaves(move, [self._forms, self._params, self._kwargs])
+
+    def equals(self, other: "LikelihoodParams | None") -> bool:
+        """Whether these are the same arguments at the same training inputs, by value."""
+        return other is not None and _same_leaves(vars(self), vars(other))
+
+    def to_bytes(self) -> Tensor:
+        """A tensor of bytes, for a training state. Raises ValueError for arguments that no such state can hold."""
+
+        def check(leaf: Any) -> None:
+            if not isinstance(leaf, Tensor | _TrainingInput | bool | int | float | str | None):
+                raise ValueError(
+                    f"A training state holds arguments of the likelihood that are tensors, numbers or strings, no "
+                    f"{type(leaf).__name__}: pass a tensor, or make it an attribute of the likelihood."
+                )
+
+        _map_leaves(check, [self._params, self._kwargs])
+        file = io.BytesIO()
+        torch.save(vars(self), file)
+        return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+    @classmethod
+    def from_bytes(cls, data: Tensor) -> "LikelihoodParams":
+        """The inverse of `to_bytes`. Raises ValueError for anything else."""
+        try:
+            with torch.serialization.safe_globals([_TrainingInput]):
+                found = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+            params = cls.__new__(cls)
+            params._forms, params._params, params._kwargs = (found[name] for name in ("_forms", "_params", "_kwargs"))
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            KeyError,
+            EOFError,
+            RuntimeError,
+            pickle.UnpicklingError,
+        ) as error:
+            raise ValueError(
+                "The training state's arguments of the likelihood cannot be read: take it from training_state()."
+            ) from error
+        return params
+
+    def _placed(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        for form in self._forms:
+            for index, known in enumerate(form):
+                if same_tensor(*unexpanded([leaf]), known):
+                    return _TrainingInput(index)
+        return leaf.detach().clone()
+
+    def _followed(self, value: Any, model: ExactGP) -> Any:
+        now = unexpanded(model.train_inputs or ())
+        is_known = any(len(now) == len(form) and all(map(same_tensor, now, form)) for form in self._forms)
+
+        def follow(leaf: Any) -> Any:
+            if isinstance(leaf, _TrainingInput):
+                return now[leaf.index]
+            if isinstance(leaf, Tensor) and not is_known:
+                raise ValueError(
+                    "The training inputs have changed, and the likelihood has an argument that is none of them: its "
+                    "new value is unknown. Call the marginal log likelihood with it, or make a new posterior, with "
+                    "params=... for the new data."
+                )
+            return leaf
+
+        return _map_leaves(follow, value)
+
+
+@dataclass(frozen=True)
+class _TrainingInput:
+    """Stands for one of the model's training inputs."""
+
+    index: int
+
+
+@torch.no_grad()
+def _forms(model: ExactGP, inputs: list[Tensor]) -> list[list[Tensor]]:
+    """The training inputs as they are, and as a BoTorch model has them in its other mode."""
+    transform = getattr(model, "transform_inputs", None)
+    if transform is None or getattr(model, "input_transform", None) is None:
+        return [inputs]
+    if model.training:
+        model, _ = evaluation_copies(model, model.likelihood)
+        return [inputs, [model.transform_inputs(tensor) for tensor in inputs]]
+    original = getattr(model, "_original_train_inputs", None)
+    if original is None:
+        return [inputs]
+    return [inputs, unexpanded([original] if isinstance(original, Tensor) else original)]
+
+
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_leaves(function, item) for item in value)
+    if isinstance(value, dict):
+        return {name: _map_leaves(function, item) for name, item in value.items()}
+    return function(value)
+
+
+def _same_leaves(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return same_tensor(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_same_leaves, left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same_leaves(left[name], right[name]) for name in left)
+    return left is right or (isinstance(left, _TrainingInput | bool | int | float | str) and left == right)

@@ -1,0 +1,84 @@
+"""What long operations tell while they run, and the bar that `progress=True` shows in its place."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from gpy_iterative.linear_solvers.solution import SolveProgress
+
+
+@dataclass(frozen=True)
+class ProgressReport:
+    """How far a long operation is.
+
+    Attributes:
+        operation: "solve", "mode", "refinement", "variances", "pass" or "subsets".
+        done: how much of it is done, in units.
+        unit: "epochs" of a solve, "products" of a search for a mode, "points", "rows", "subsets".
+        total: how much there is to do; None where nobody knows.
+        figures: what can be said about it now: relative residuals of a solve, for each group of columns; the gradient at a
+            mode; the last fit's loss.
+    """
+
+    operation: str
+    done: float
+    unit: str
+    total: float | None
+    figures: dict[str, float]
+
+
+#: The option of everything that takes long: False is silent, True shows a bar, a callable gets every report.
+Progress = bool | Callable[[ProgressReport], None]
+
+
+def check_progress(progress: Any) -> None:
+    """Raises TypeError unless it is True, False or a callable."""
+    if not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(f"progress must be True, False or a callable that takes a ProgressReport, got {progress!r}.")
+
+
+Tell = Callable[[float, dict[str, float]], None]
+
+
+@contextmanager
+def reporting(progress: Progress, operation: str, unit: str, total: float | None = None) -> Iterator[Tell]:
+    """Inside, the function that is given tells `(done, figures)` to whoever wants to know."""
+    if progress is False:
+        yield _tell_nobody
+    elif progress is True:
+        with _bar(operation, unit, total) as bar:
+            yield bar
+    else:
+        yield lambda done, figures: progress(ProgressReport(operation, done, unit, total, figures))
+
+
+@contextmanager
+def reporting_solve(
+    progress: Progress, operation: str = "solve", unit: str = "epochs"
+) -> Iterator[Callable[[SolveProgress], None] | None]:
+    """The callback of a solver; None where nobody wants to know, which saves the solver the figures."""
+    if progress is False:
+        yield None
+        return
+    with reporting(progress, operation, unit) as tell:
+        yield lambda told: tell(told.epochs, told.residual_norms)
+
+
+@contextmanager
+def _bar(operation: str, unit: str, total: float | None) -> Iterator[Tell]:
+    of = "" if total is None else f" of {total:g}"
+    layout = f"{{desc}}: {{n:.4g}}{of} {unit} [{{elapsed}}] {{postfix}}"
+    with tqdm(desc=operation, total=total, bar_format=layout, leave=False) as bar:
+
+        def tell(done: float, figures: dict[str, float]) -> None:
+            bar.set_postfix({name: f"{figure:.2g}" for name, figure in figures.items()}, refresh=False)
+            bar.update(done - bar.n)
+
+        yield tell
+
+
+def _tell_nobody(done: float, figures: dict[str, float]) -> None:
+    return

@@ -1,0 +1,132 @@
+"""What a method carries from one training step to the next.
+
+A run is immutable. A step takes the run, and returns its estimate and the next run; the marginal log likelihood keeps the
+next run only when the whole step has succeeded. So a step that fails changes nothing, and what is saved is what is kept.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.checks import generator_or_seed
+from gpy_iterative.training.state_description import StateDescription, check_tensors
+
+Part = Mapping[str, Tensor]
+CPU = torch.device("cpu")
+
+
+def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
+    """A private generator: the one given, or one with the given seed.
+
+    None takes the seed that `torch.manual_seed` last set, without drawing from the global generator. Raises as
+    `gpy_iterative.checks.generator_or_seed`.
+    """
+    generator = generator_or_seed(generator)
+    if isinstance(generator, torch.Generator):
+        return generator
+    return torch.Generator().manual_seed(torch.initial_seed() if generator is None else generator)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Position of the random numbers, and tensors by part and name.
+
+    Attributes:
+        position: of the generator, bytes.
+        device: of the generator.
+        parts: whatever the method keeps: draws, solutions, counts, all of them tensors.
+    """
+
+    position: Tensor
+    device: torch.device = CPU
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, generator: torch.Generator | int | None) -> "Run":
+        """A run that has made no step; raises as `make_generator`."""
+        made = make_generator(generator)
+        return cls(made.get_state(), made.device)
+
+    def generator(self) -> torch.Generator:
+        """A generator of the caller's own, at the run's position."""
+        generator = torch.Generator(self.device)
+        generator.set_state(self.position)
+        return generator
+
+    def part(self, name: str) -> Part | None:
+        """The tensors of a part; None where there is none."""
+        return self.parts.get(name)
+
+    def drawn(self, generator: torch.Generator) -> "Run":
+        """The run after what this generator has drawn."""
+        return replace(self, position=generator.get_state())
+
+    def having(self, **parts: Part | None) -> "Run":
+        """The run with some parts replaced; None removes one."""
+        merged = {**self.parts, **parts}
+        return replace(self, parts={name: part for name, part in merged.items() if part is not None})
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Run":
+        """The run with every tensor moved or converted, as `nn.Module._apply` does with parameters."""
+        parts = {name: {key: function(t) for key, t in part.items()} for name, part in self.parts.items()}
+        return replace(self, parts=parts)
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """A plain dict of tensors, which `torch.save` and `torch.load(weights_only=True)` take."""
+        state = {"generator": self.position.clone()}
+        for name, part in self.parts.items():
+            state |= {f"{name}.{key}": tensor.clone() for key, tensor in part.items()}
+        return state
+
+    def loaded(self, state: Mapping[str, Any]) -> "Run":
+        """The run that `to_dict` described. Raises ValueError where the dict is none of those."""
+        check_tensors(state)
+        position = state.get("generator")
+        if not isinstance(position, Tensor) or position.dtype != torch.uint8:
+            raise ValueError("This is no training state: it has no entry 'generator'. Take it from training_state().")
+        if position.shape != self.position.shape:
+            raise ValueError("This is the training state of another kind of generator: take it from training_state().")
+        parts: dict[str, dict[str, Tensor]] = {}
+        for entry, tensor in state.items():
+            if entry != "generator":
+                name, _, key = entry.partition(".")
+                if not key:
+                    raise ValueError(f"This is no training state: it has an unknown entry {entry!r}.")
+                parts.setdefault(name, {})[key] = tensor.clone()
+        return Run(position.cpu().clone(), self.device, parts)
+
+
+class Resumable:
+    """A marginal log likelihood whose state of training is one `Run`, saved and loaded here for every method.
+
+    A subclass sets `_run` when it is made, and says what a state has to fit (`_description`).
+    """
+
+    _run: Run
+
+    @abstractmethod
+    def _description(self) -> StateDescription:
+        """Method, options and data that a state belongs to."""
+
+    def _checked_run(self, run: Run) -> Run:
+        """A loaded run, on this model's device. Raises ValueError where its parts do not fit."""
+        return run
+
+    def training_state(self) -> dict[str, Tensor]:
+        """The state of the run as a plain dict of tensors.
+
+        Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run exactly.
+        """
+        return self._description().added_to(self._run.to_dict())
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        """Takes what `training_state()` gave.
+
+        Raises ValueError, which names what differs, and changes nothing, for anything else: another method, other options,
+        data or sizes. The state may come from another device.
+        """
+        self._run = self._checked_run(self._run.loaded(self._description().taken_from(state)))

@@ -1,0 +1,226 @@
+"""What a posterior is computed from: copies that stay what they are, and that a model is compared with by value.
+
+GPyTorch writes parameters through `.data` (`initialize`, BoTorch's bounds, optimisers in evaluation mode), so neither
+object identity nor a tensor's version tells whether a model has moved.
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import gpytorch
+import torch
+from gpytorch.kernels import GridInterpolationKernel
+from gpytorch.likelihoods import Likelihood
+from gpytorch.models import GP
+from torch import Tensor
+from torch.nn import Parameter
+
+from gpy_iterative.linear_operators.kernel_functions import clear_caches
+from gpy_iterative.linear_operators.module_copies import ModuleCopies
+from gpy_iterative.training.shared_columns import unexpanded
+
+Model = TypeVar("Model", bound=GP)
+
+#: Attributes of a model that hold what was computed from it.
+_RESULTS = ("prediction_strategy", "_posterior")
+#: Attributes that say how to predict, or that are compared apart from the others.
+_NO_NUMBERS = frozenset(
+    {
+        "training",
+        "train_inputs",
+        "train_targets",
+        "grid_bounds",
+        "num_refinements",
+        "solver",
+        "products",
+        "seed",
+        "likelihood_params",
+        *_RESULTS,
+    }
+)
+#: Dicts of tensors that a copy does not share.
+_OWN = ("_parameters", "_buffers")
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Tensor)
+#: Part of a spacing by which rounding may move a grid.
+SAME_GRID = 1e-3
+#: Stands for an object that is not compared.
+_UNKNOWN = object()
+
+
+@dataclass(frozen=True)
+class ModelSnapshot:
+    """A model and its likelihood as they were, in evaluation mode.
+
+    Attributes:
+        model: a copy with numbers of its own, without gradients. It is evaluated once, at the training inputs; what is
+            evaluated later are `copies`.
+        likelihood: likewise.
+        tensors: copies of parameters, buffers, training inputs and targets of the original, by name.
+        attributes: public attributes of its modules that are numbers, texts, tensors, or lists of them, by name.
+        nan_policy: GPyTorch's `observation_nan_policy` at the time.
+    """
+
+    model: Any
+    likelihood: Any
+    tensors: dict[str, Tensor]
+    attributes: dict[str, Any]
+    nan_policy: str
+
+    @classmethod
+    def of(cls, model: GP, likelihood: Likelihood) -> "ModelSnapshot":
+        """Copies; cost O(n d)."""
+        model, likelihood = evaluation_copies(model, likelihood, ModuleCopies(own=_OWN, apart=True, tensor=_copied))
+        policy = gpytorch.settings.observation_nan_policy.value()
+        return cls(model, likelihood, dict(_tensors(model, likelihood)), dict(_attributes(model, likelihood)), policy)
+
+    def copies(self) -> tuple[Any, Any]:
+        """Model and likelihood for one evaluation, whatever others do to theirs meanwhile."""
+        copies = ModuleCopies(own=_OWN, apart=True)
+        model, likelihood = copies.of(self.model), copies.of(self.likelihood)
+        for kernel in _moving_grids(model).values():
+            kernel.grid_is_dynamic = False  # the training inputs', which everything is solved on
+        return model, likelihood
+
+    def check_grids(self, model: GP) -> None:
+        """Raises ValueError where GPyTorch has moved a grid of the model's away from the training inputs."""
+        known = _moving_grids(self.model)
+        for name, kernel in _moving_grids(model).items():
+            if any(
+                (now - then).abs().max() > SAME_GRID * (then[1] - then[0])
+                for now, then in zip(kernel.grid, known[name].grid, strict=True)
+            ):
+                raise ValueError(
+                    f"{name} has no grid_bounds, and model(x) moves its grid to inputs outside of the training inputs' "
+                    "range: what was solved for belongs to another grid. Give it grid_bounds= that hold all inputs, or "
+                    "predict by posterior(x), which keeps the grid."
+                )
+
+    def describes(self, model: GP, likelihood: Likelihood) -> bool:
+        """Whether every number, its dtype and its device are still the same. Cost O(n d)."""
+        if self.nan_policy != gpytorch.settings.observation_nan_policy.value():
+            return False
+        is_training = model.training or likelihood.training
+        current = evaluation_copies(model, likelihood) if is_training else (model, likelihood)
+        tensors, attributes = dict(_tensors(*current)), dict(_attributes(*current))
+        # What a module has written to its attributes, when the copy was called, is a result.
+        after = dict(_attributes(self.model, self.likelihood))
+        return (
+            tensors.keys() == self.tensors.keys()
+            and all(same_tensor(tensor, self.tensors[name]) for name, tensor in tensors.items())
+            and all(
+                _same(attributes.get(name, _UNKNOWN), value)
+                for name, value in self.attributes.items()
+                if _same(after.get(name, _UNKNOWN), value, operator.is_)
+            )
+        )
+
+    def hand_back(self, model: GP, likelihood: Likelihood) -> None:
+        """Gives the originals what their kernels have drawn when the copies were called, as RFFKernel does at first."""
+        drawn = {name: tensor for name, tensor in _tensors(self.model, self.likelihood) if name not in self.tensors}
+        for owner, original in (("model", model), ("likelihood", likelihood)):
+            for path, module in original.named_modules(prefix=owner):
+                for name, tensor in drawn.items():
+                    if name.rpartition(".")[0] == path:
+                        module.register_buffer(name.rpartition(".")[2], _copied(tensor))
+        self.tensors.update(drawn)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelSnapshot":
+        return self  # nothing changes it
+
+
+def evaluation_copies(
+    model: Model, likelihood: Likelihood, copies: ModuleCopies | None = None
+) -> tuple[Model, Likelihood]:
+    """Model and likelihood in evaluation mode, by copies of their modules: the user's stay in the mode that they are in.
+
+    Args:
+        model: in either mode.
+        likelihood: likewise.
+        copies: makes them; None shares all tensors.
+
+    Modules of a model in evaluation mode that are in training mode stay so. Caches of GPyTorch's modules are left behind.
+    """
+    copies = ModuleCopies(own=_OWN, apart=True) if copies is None else copies
+    model, likelihood = copies.of(model), copies.of(likelihood)
+    for root in (model, likelihood):
+        clear_caches(root)
+        vars(root).update({name: None for name in _RESULTS if name in vars(root)})
+        if root.training:
+            root.eval()
+    return model, likelihood
+
+
+def same_tensor(left: Tensor, right: Tensor) -> bool:
+    """Equal shape, dtype, device and values; NaN equals NaN, since missing targets are NaN."""
+    if left is right:
+        return True
+    if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
+        return False
+    if torch.equal(left, right):
+        return True
+    return left.is_floating_point() and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy without graph; what is an expanded view stays one."""
+    held = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    held = held.clone().expand(tensor.shape)
+    return Parameter(held, requires_grad=False) if isinstance(tensor, Parameter) else held
+
+
+def _moving_grids(model: GP) -> dict[str, GridInterpolationKernel]:
+    """Kernels by name whose grids, for want of bounds, are made anew for all inputs that they are called with."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, GridInterpolationKernel) and module.grid_is_dynamic
+    }
+
+
+def _tensors(model: Any, likelihood: Any) -> Iterator[tuple[str, Tensor]]:
+    grids = {id(grid) for kernel in _moving_grids(model).values() for grid in kernel.grid}  # a result, too
+    for owner_name, owner in (("model", model), ("likelihood", likelihood)):
+        for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+            if id(tensor) not in grids:
+                yield f"{owner_name}.{name}", tensor
+    for index, inputs in enumerate(unexpanded(model.train_inputs or ())):
+        yield f"train_inputs.{index}", inputs
+    if model.train_targets is not None:
+        yield "train_targets", model.train_targets
+
+
+def _attributes(model: Any, likelihood: Any) -> Iterator[tuple[str, Any]]:
+    for owner_name, owner in (("model", model), ("likelihood", likelihood)):
+        for module_name, module in owner.named_modules():
+            for name, value in vars(module).items():
+                if name[0] != "_" and name not in _NO_NUMBERS:
+                    plain = _plain(value)
+                    if plain is not _UNKNOWN:
+                        yield f"{owner_name}.{module_name}.{name}", plain
+
+
+def _plain(value: Any) -> Any:
+    """The value, with lists and dicts copied; `_UNKNOWN` where a part of it is not compared."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, dict):
+        parts = _plain(list(value.values()))
+        return _UNKNOWN if parts is _UNKNOWN else dict(zip(value, parts, strict=True))
+    if isinstance(value, (list, tuple)):
+        parts = [_plain(part) for part in value]
+        return _UNKNOWN if any(part is _UNKNOWN for part in parts) else parts
+    return _UNKNOWN
+
+
+def _same(left: Any, right: Any, tensors: Callable[[Tensor, Tensor], bool] = same_tensor) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Tensor):
+        return tensors(left, right)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(_same(a, b, tensors) for a, b in zip(left, right, strict=True))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(part, right[name], tensors) for name, part in left.items())
+    return left == right or (left != left and right != right)

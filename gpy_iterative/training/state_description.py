@@ -1,0 +1,183 @@
+"""What a training state belongs to: saved with it, and compared before anything of it is loaded."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.training.likelihood_params import LikelihoodParams
+
+#: Raised whenever older states cannot be loaded any more.
+FORMAT = 1
+_NAME = "description"
+_PARAMS = "params"
+_DATA = "fingerprint of the training data"
+#: Of a fingerprint's numbers, relative or absolute: data that were standardised elsewhere differ in their last digits.
+_SAME_DATA = 1e-3
+
+
+@dataclass(frozen=True)
+class StateDescription:
+    """Method, options and sizes of a run, as plain values by name.
+
+    Two descriptions are equal where a state of the one run can be gone on with in the other. Devices are no part of it.
+    """
+
+    entries: dict[str, Any]
+
+    @classmethod
+    def of(cls, mll: torch.nn.Module, options: Mapping[str, Any]) -> "StateDescription":
+        """Of a marginal log likelihood now: its class, the options that shape its state, and its model's data."""
+        model: Any = mll.model
+        inputs = tuple(getattr(model, "train_inputs", None) or ())
+        targets = getattr(model, "train_targets", None)
+        floating = [t.dtype for t in (*inputs, *model.parameters()) if t.is_floating_point()]
+        return cls(
+            {
+                "format": FORMAT,
+                "method": type(mll).__name__,
+                **{name: _plain(value) for name, value in options.items()},
+                # No widths of inputs: BoTorch's transforms may change them from mode to mode.
+                "number of training inputs": [x.shape[-2] for x in inputs],
+                "shape of the targets": None if targets is None else list(targets.shape),
+                "dtype": str(floating[0]) if floating else None,
+                _DATA: _fingerprints(model, inputs, targets),
+            }
+        )
+
+    def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state with this description, which is a tensor of bytes: `torch.load(weights_only=True)` takes it."""
+        return {_NAME: torch.tensor(list(json.dumps(self.entries).encode()), dtype=torch.uint8)} | state
+
+    def taken_from(self, state: Any) -> dict[str, Any]:
+        """The state without its description.
+
+        Raises ValueError, which names what differs, for anything but a state of a run like this one.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                f"This is no training state, but a {type(state).__name__}: pass the dict that training_state() gave."
+            )
+        found = _read(state)
+        if found.get("format") != FORMAT:
+            raise ValueError(
+                f"The training state has format {found.get('format')!r}, and this version of gpy_iterative reads "
+                f"{FORMAT}. {_WITHOUT}"
+            )
+        names = [name for name in self.entries | found if found.get(name) != self.entries.get(name)]
+        if "method" in names:  # whose options are others anyway
+            names = ["method"]
+        elif _DATA in names and (len(names) > 1 or _are_close(found.get(_DATA), self.entries.get(_DATA))):
+            names.remove(_DATA)
+        if names:
+            differences = (f"{name} is {found.get(name)!r} in it and {self.entries.get(name)!r} here" for name in names)
+            raise ValueError(
+                f"This is the training state of another run: {'; '.join(differences)}. Make the marginal log likelihood "
+                f"with the options and the data of the run that is to go on. {_WITHOUT}"
+            )
+        return {name: value for name, value in state.items() if name != _NAME}
+
+
+_WITHOUT = (
+    "A run goes on without it, too, from new draws and a cold start; parameters and optimiser have states of their own."
+)
+
+
+def with_params(state: dict[str, Tensor], params: LikelihoodParams | None) -> dict[str, Tensor]:
+    """The state with the likelihood's arguments of the last call; raises ValueError as `LikelihoodParams.to_bytes`."""
+    return state if params is None else state | {_PARAMS: params.to_bytes()}
+
+
+def without_params(state: Mapping[str, Any]) -> tuple[dict[str, Any], LikelihoodParams | None]:
+    """The inverse of `with_params`; raises ValueError as `LikelihoodParams.from_bytes`."""
+    others = {name: value for name, value in state.items() if name != _PARAMS}
+    return others, LikelihoodParams.from_bytes(state[_PARAMS]) if _PARAMS in state else None
+
+
+def check_tensors(state: Mapping[str, Any]) -> None:
+    """Raises ValueError where an entry is no tensor."""
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"This is no training state: its entry {name!r} is a {type(value).__name__} and no tensor. Take it from "
+                "training_state()."
+            )
+
+
+def checked_generator(state: Mapping[str, Any], generator: torch.Generator) -> Tensor:
+    """What `generator.set_state` takes, of a state's entry. Raises ValueError where it is none."""
+    position = state.get("generator")
+    if not isinstance(position, Tensor) or position.dtype != torch.uint8:
+        raise ValueError("This is no training state: it has no entry 'generator'. Take it from training_state().")
+    if position.shape != generator.get_state().shape:
+        raise ValueError("This is the training state of another kind of generator: take it from training_state().")
+    return position.cpu()
+
+
+def _read(state: Mapping[str, Any]) -> dict[str, Any]:
+    if _NAME not in state:
+        if "generator" in state:
+            raise ValueError(
+                "This training state does not say what it belongs to: it was saved by an earlier version of "
+                f"gpy_iterative. {_WITHOUT}"
+            )
+        raise ValueError("This is no training state: it has no description. Take it from training_state().")
+    text = state[_NAME]
+    try:
+        found = json.loads(bytes(text.tolist()))
+    except (AttributeError, TypeError, ValueError):  # of no tensor, of no bytes, of no JSON
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("This is no training state: its description cannot be read. Take it from training_state().")
+    return found
+
+
+def _fingerprints(model: Any, inputs: tuple[Tensor, ...], targets: Tensor | None) -> list[list[float] | None]:
+    """Of inputs and targets; the former before what BoTorch's transforms make of them in evaluation mode."""
+    original = None if model.training else getattr(model, "_original_train_inputs", None)
+    if original is not None:
+        inputs = (original,) if isinstance(original, Tensor) else tuple(original)
+    columns = [x.flatten(0, -2) for x in inputs]
+    return [_fingerprint(data) for data in (columns if targets is None else [*columns, targets.reshape(-1, 1)])]
+
+
+@torch.no_grad()
+def _fingerprint(columns: Tensor) -> list[float] | None:
+    """Numbers that are others for other data [n, d], and much the same for rounded ones; None for learned ones."""
+    if columns.requires_grad or not columns.numel():
+        return None
+    values = columns.double().nan_to_num(0.0, 0.0, 0.0)
+    mean, deviation = values.mean(0), values.std(0, correction=0)
+    scale = torch.where(deviation > 1e-6 * mean.abs(), deviation, 1.0)
+    weights, numbers = (torch.arange(1, size + 1).to(values) for size in (len(mean), len(values)))
+    rows = ((values - mean) / scale) @ weights.cos()
+    projections = [rows @ (frequency * numbers).cos() / math.sqrt(len(rows)) for frequency in (1, 2, 3)]
+    moments = [(mean / scale) @ weights.cos(), scale.log() @ weights.cos()]
+    return [round(float(number), 6) for number in (*moments, *projections)]
+
+
+def _are_close(left: Any, right: Any) -> bool:
+    """Whether fingerprints, read from JSON, are those of the same data."""
+    if isinstance(left, list) and isinstance(right, list):
+        return all(map(_are_close, left, right))
+    is_number = isinstance(left, float) and isinstance(right, float)
+    return math.isclose(left, right, rel_tol=_SAME_DATA, abs_tol=_SAME_DATA) if is_number else left == right
+
+
+def _plain(value: Any) -> Any:
+    """The same in every process, and through JSON."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (f"{field.name}={_plain(getattr(value, field.name))}" for field in dataclasses.fields(value))
+        return f"{type(value).__name__}({', '.join(fields)})"
+    return getattr(value, "__qualname__", type(value).__qualname__)

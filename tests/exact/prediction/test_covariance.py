@@ -1,0 +1,121 @@
+"""The lazy covariance: chunks, slices, structure, and linear_operator's own conformance suite."""
+
+import unittest
+from typing import Any
+
+import pytest
+import torch
+from linear_operator import to_linear_operator
+from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
+from gpy_iterative.exact.prediction.joint_prior import JointPrior
+from gpy_iterative.exact.prediction.projection import Projection
+from gpy_iterative.linear_operators import KernelProducts
+from gpy_iterative.prediction import PathwisePosterior
+from gpy_iterative.solvers import ConjugateGradients
+from tests.exact.gaussian_models import CASES
+from tests.exact.prediction.test_posterior import held_out_points
+
+
+class Source:
+    """A source that has its projection ready."""
+
+    def __init__(self, basis: Tensor) -> None:
+        self.basis = basis
+
+    def projection(self) -> Projection:
+        return Projection(self.basis, None)
+
+
+class TestPosteriorCovarianceConforms(LinearOperatorTestCase, unittest.TestCase):
+    seed = 0
+    should_test_sample = True
+
+    def create_linear_op(self) -> PosteriorCovarianceLinearOperator:
+        generator = torch.Generator().manual_seed(1)
+        root = torch.randn(5, 5, generator=generator)
+        cross = torch.randn(5, 4, generator=generator)
+        columns = 0.3 * torch.randn(4, 3, generator=generator)
+        # test_test exceeds what is taken from it: the difference is well conditioned.
+        taken = (cross @ columns) @ (cross @ columns).mT
+        test_test = root @ root.mT + 3 * torch.eye(5) + taken
+        return PosteriorCovarianceLinearOperator(
+            to_linear_operator(test_test.requires_grad_()),
+            to_linear_operator(cross.requires_grad_()),
+            source=Source(columns),
+        )
+
+    def evaluate_linear_op(self, linear_op: PosteriorCovarianceLinearOperator) -> Tensor:
+        columns = linear_op.source.projection().basis.to(linear_op.dtype)
+        projections = linear_op.test_train.to_dense() @ columns
+        return linear_op.test_test.to_dense() - projections @ projections.mT
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 5, 100])
+@pytest.mark.parametrize("name", ["matern-3/2", "product", "linear", "batch", "multitask", "sum-in-forward"])
+def test_chunks_change_nothing(name: str, chunk_size: int) -> None:
+    case = CASES[name]()
+    posterior = PathwisePosterior(
+        case.model, case.likelihood, solver=ConjugateGradients(), exact_below=0, rank=10, num_neighbours=10
+    )
+    whole = posterior(held_out_points(7)).lazy_covariance_matrix
+    assert isinstance(whole, PosteriorCovarianceLinearOperator)
+    parts = type(whole)(whole.test_test, whole.test_train, source=whole.source, chunk_size=chunk_size)
+    torch.testing.assert_close(parts.diagonal(), whole.diagonal())
+
+
+def test_chunks_of_a_batch_of_points() -> None:
+    case = CASES["matern-3/2"]()
+    posterior = PathwisePosterior(case.model, case.likelihood)
+    whole = posterior(held_out_points(6).reshape(3, 2, 3)).lazy_covariance_matrix
+    parts = type(whole)(whole.test_test, whole.test_train, source=whole.source, chunk_size=4)
+    torch.testing.assert_close(parts.diagonal(), whole.diagonal())
+
+
+@pytest.mark.parametrize("name", ["matern-3/2", "product"])
+def test_variances_need_no_matrix_of_all_points(name: str) -> None:
+    """A million points scaled down: no tensor of one chunk's work is as large as K(x, X)."""
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                self.numel = max(self.numel, result.numel())
+            return result
+
+    case = CASES[name]()
+    posterior = PathwisePosterior(case.model, case.likelihood, products=KernelProducts(tile_size=16))
+    posterior.solves.projection()
+    with Largest() as whole:
+        expected = posterior(held_out_points(500)).variance
+    with Largest() as largest:
+        covariance = posterior(held_out_points(500)).lazy_covariance_matrix
+        parts = type(covariance)(covariance.test_test, covariance.test_train, source=covariance.source, chunk_size=20)
+        variance = parts.diagonal()
+    torch.testing.assert_close(variance, expected)
+    assert whole.numel >= 500 * 40
+    assert largest.numel <= 540 * 3 * 2  # joint inputs; a chunk's tile has 20 * 40 numbers
+
+
+def test_leading_points_stay_lazy() -> None:
+    case = CASES["matern-3/2"]()
+    whole = PathwisePosterior(case.model, case.likelihood)(held_out_points(7)).lazy_covariance_matrix
+    part = whole[..., 2:5, 2:5]
+    assert isinstance(part, PosteriorCovarianceLinearOperator)
+    torch.testing.assert_close(part.to_dense(), whole.to_dense()[2:5, 2:5])
+    torch.testing.assert_close(whole[..., 1:3, 4:].to_dense(), whole.to_dense()[1:3, 4:])
+    index = torch.tensor([5, 0, 2])
+    torch.testing.assert_close(whole[..., index, :].to_dense(), whole.to_dense()[index])
+
+
+def test_blocks_are_matrix_free() -> None:
+    """What the covariance holds costs O(n + t), whatever is asked of it later."""
+    case = CASES["matern-3/2"]()
+    whole = PathwisePosterior(case.model, case.likelihood)(held_out_points(200)).lazy_covariance_matrix
+    assert all(tensor.numel() <= 200 * 3 for tensor in whole.representation())
+    assert JointPrior.__dataclass_fields__.keys() >= {"test_train", "test_test"}

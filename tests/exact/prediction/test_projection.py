@@ -1,0 +1,263 @@
+"""Projections of the data against dense algebra: exact where they are complete, never too small where they are not."""
+
+import gpytorch
+import numpy as np
+import pytest
+import torch
+from linear_operator import LinearOperator, to_linear_operator
+from torch import Tensor
+
+import gpy_iterative as gpi
+from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.exact.prediction import projection as projection_module
+from gpy_iterative.exact.prediction.projection import ProjectionRecipe, exact_projection
+from gpy_iterative.linear_operators import NoisyLinearOperator
+from gpy_iterative.prediction import PathwisePosterior
+from gpy_iterative.solvers import Cholesky, ConjugateGradients
+from tests.exact.gaussian_models import Regression
+from tests.oracles import problem
+
+N, T = 60, 8
+NOISE = 0.04
+
+
+def system() -> tuple[NoisyLinearOperator, LinearOperator, Tensor]:
+    """H [n, n]; K(x, X) and K(x, x) of T further points."""
+    _, joint, _ = problem(N + T, noise=NOISE)
+    kernel = joint - NOISE * torch.eye(N + T, dtype=torch.float64)
+    noise = torch.full((N,), NOISE, dtype=torch.float64)
+    operator = NoisyLinearOperator(to_linear_operator(kernel[:N, :N]), noise)
+    return operator, to_linear_operator(kernel[N:, :N]), kernel[N:, N:]
+
+
+def exact_covariance(operator: LinearOperator, cross: LinearOperator, prior: Tensor) -> Tensor:
+    rows = cross.to_dense()
+    return prior - rows @ torch.linalg.solve(operator.to_dense(), rows.mT)
+
+
+def naive_variance(rank: int, neighbours: int) -> Tensor:
+    """Point by point: the best predictor from projections C^T y and the observations that correlate most past them."""
+    operator, cross, prior = system()
+    dense, rows, variances = operator.to_dense(), cross.to_dense(), []
+    basis = ProjectionRecipe(rank=rank).build(operator).basis
+    for row, variance in zip(rows, prior.diagonal(), strict=True):
+        rest = row - dense @ basis @ (basis.mT @ row)
+        inverse = dense - dense @ basis @ basis.mT @ dense
+        nearest = (rest.abs() / inverse.diagonal().sqrt()).argsort(descending=True)[:neighbours]
+        space = torch.cat([basis, torch.eye(N, dtype=torch.float64)[:, nearest]], dim=-1)
+        explained = row @ space @ torch.linalg.solve(space.mT @ dense @ space, space.mT @ row)
+        variances.append(variance - explained)
+    return torch.stack(variances)
+
+
+def test_basis_is_orthonormal_whatever_is_converted_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, cross, prior = system()
+    recipe = ProjectionRecipe(rank=10, num_neighbours=3)
+    whole = recipe.build(operator)
+    monkeypatch.setattr(projection_module, "CHUNK", 7)
+    parts = recipe.build(operator)
+    torch.testing.assert_close(parts.basis, whole.basis)
+    torch.testing.assert_close(parts.basis.mT @ operator.to_dense() @ parts.basis, torch.eye(10, dtype=torch.float64))
+    torch.testing.assert_close(parts.local.image, operator.to_dense() @ parts.basis)
+    torch.testing.assert_close(parts.variance(prior.diagonal(), cross), whole.variance(prior.diagonal(), cross))
+
+
+def test_cholesky_is_exact() -> None:
+    operator, cross, prior = system()
+    projection = exact_projection(Cholesky().factorize(operator))
+    torch.testing.assert_close(projection.basis @ projection.basis.mT, torch.linalg.inv(operator.to_dense()))
+    wanted = exact_covariance(operator, cross, prior)
+    torch.testing.assert_close(projection.covariance(prior, cross), wanted)
+    torch.testing.assert_close(projection.variance(prior.diagonal(), cross), wanted.diagonal())
+
+
+@pytest.mark.parametrize(("rank", "neighbours"), [(1, 1), (1, 20), (10, 5), (40, 1), (40, 19)])
+def test_equals_the_naive_predictor(rank: int, neighbours: int) -> None:
+    operator, cross, prior = system()
+    projection = ProjectionRecipe(rank=rank, num_neighbours=neighbours).build(operator)
+    torch.testing.assert_close(projection.variance(prior.diagonal(), cross), naive_variance(rank, neighbours))
+
+
+@pytest.mark.parametrize(("rank", "neighbours"), [(100, 1), (1, 100), (20, 60)])
+def test_complete_spaces_are_exact(rank: int, neighbours: int) -> None:
+    operator, cross, prior = system()
+    projection = ProjectionRecipe(rank=rank, num_neighbours=neighbours).build(operator)
+    wanted = exact_covariance(operator, cross, prior)
+    torch.testing.assert_close(projection.covariance(prior, cross), wanted)
+    torch.testing.assert_close(projection.variance(prior.diagonal(), cross), wanted.diagonal())
+
+
+@pytest.mark.parametrize("limit", [0, 10_000])
+@pytest.mark.parametrize(("rank", "neighbours"), [(1, 1), (5, 8), (30, 3)])
+def test_covariance_is_that_of_the_predictors_errors(
+    rank: int, neighbours: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By either route: semi-definite, above the exact covariance, with the variances on its diagonal."""
+    monkeypatch.setattr(projection_module, "MAX_PAIRWISE", limit)
+    operator, cross, prior = system()
+    projection = ProjectionRecipe(rank=rank, num_neighbours=neighbours).build(operator)
+    covariance = projection.covariance(prior, cross)
+    exact = exact_covariance(operator, cross, prior)
+    torch.testing.assert_close(covariance.diagonal(), projection.variance(prior.diagonal(), cross))
+    assert torch.linalg.eigvalsh(covariance - exact).min() > -1e-10
+    assert (covariance.diagonal() > exact.diagonal() + 1e-6).any()
+
+
+def test_both_routes_to_a_covariance_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, cross, prior = system()
+    projection = ProjectionRecipe(rank=5, num_neighbours=6).build(operator)
+    pairwise = projection.covariance(prior, cross)
+    monkeypatch.setattr(projection_module, "MAX_PAIRWISE", 0)
+    torch.testing.assert_close(projection.covariance(prior, cross), pairwise)
+    listed = projection.covariance(prior.expand(3, T, T), to_linear_operator(cross.to_dense().repeat(3, 1)))
+    torch.testing.assert_close(listed, pairwise.expand(3, T, T))
+
+
+def test_missing_observations() -> None:
+    operator, cross, prior = system()
+    observed = torch.ones(N, dtype=torch.bool)
+    observed[[3, 30]] = False
+    kept = NoisyLinearOperator(
+        to_linear_operator(operator.kernel.to_dense()[observed][:, observed]), operator.noise[observed]
+    )
+    for recipe in (ProjectionRecipe(rank=5, num_neighbours=100), ProjectionRecipe(rank=100)):
+        projection = recipe.build(kept, observed)
+        wanted = exact_covariance(kept, to_linear_operator(cross.to_dense()[:, observed]), prior)
+        torch.testing.assert_close(projection.covariance(prior, cross), wanted)
+
+
+def test_batches_and_early_stops() -> None:
+    """Members of different numerical rank share one number of columns."""
+    operator, cross, prior = system()
+    twins = operator.kernel.to_dense().clone()
+    twins[1:] = twins[:1]
+    twins[:, 1:] = twins[:, :1]  # one point, sixty times: rank one
+    kernels = torch.stack([operator.kernel.to_dense(), twins])
+    batch = NoisyLinearOperator(to_linear_operator(kernels), operator.noise.expand(2, N))
+    projection = ProjectionRecipe(rank=20, num_neighbours=60).build(batch)
+    crosses = torch.stack([cross.to_dense(), twins[:T]])
+    priors = torch.stack([prior, twins[:T, :T]])
+    wanted = exact_covariance(batch, to_linear_operator(crosses), priors)
+    torch.testing.assert_close(projection.covariance(priors, to_linear_operator(crosses)), wanted)
+    variance = projection.variance(priors.diagonal(dim1=-2, dim2=-1), to_linear_operator(crosses))
+    torch.testing.assert_close(variance, wanted.diagonal(dim1=-2, dim2=-1))
+
+
+def test_duplicate_data_and_points_on_data() -> None:
+    """Neighbours that say the same, and test points that are training points: still right, and never negative."""
+    operator, _, _ = system()
+    kernel = operator.kernel.to_dense()
+    index = torch.arange(N).repeat(2)
+    doubled = NoisyLinearOperator(
+        to_linear_operator(kernel[index][:, index]), torch.full((2 * N,), 1e-6, dtype=torch.float64)
+    )
+    cross = to_linear_operator(kernel[:T][:, index])
+    projection = ProjectionRecipe(rank=10, num_neighbours=12).build(doubled)
+    variance = projection.variance(kernel.diagonal()[:T], cross)
+    exact = exact_covariance(doubled, cross, kernel[:T, :T]).diagonal()
+    assert (variance >= exact - 1e-9).all()
+    torch.testing.assert_close(variance, exact, rtol=0, atol=1e-6)
+
+
+def test_entries_that_are_not_finite_raise() -> None:
+    operator, cross, prior = system()
+    projection = ProjectionRecipe(rank=2, num_neighbours=5).build(operator)
+    operator.kernel.to_dense().mul_(torch.nan)
+    with pytest.raises(NonFiniteError, match="hyperparameters"):
+        projection.variance(prior.diagonal(), cross)
+
+
+def test_a_prior_of_zero_has_no_variance() -> None:
+    operator, cross, _ = system()
+    operator = NoisyLinearOperator(to_linear_operator(torch.zeros(N, N, dtype=torch.float64)), operator.noise)
+    projection = ProjectionRecipe(rank=10, num_neighbours=3).build(operator)
+    nothing = to_linear_operator(torch.zeros_like(cross.to_dense()))
+    torch.testing.assert_close(
+        projection.variance(torch.zeros(T, dtype=torch.float64), nothing), torch.zeros(T).double()
+    )
+
+
+def test_float32() -> None:
+    operator, cross, prior = system()
+    single = NoisyLinearOperator(to_linear_operator(operator.kernel.to_dense().float()), operator.noise.float())
+    projection = ProjectionRecipe(rank=20, num_neighbours=60).build(single)
+    variance = projection.variance(prior.diagonal().float(), to_linear_operator(cross.to_dense().float()))
+    assert variance.dtype == torch.float32
+    truth = exact_covariance(operator, cross, prior).diagonal().float()
+    torch.testing.assert_close(variance, truth, rtol=1e-3, atol=1e-5)
+
+
+def test_rounding_in_one_block_of_neighbours_changes_no_other() -> None:
+    # float32 with noise of 1e-4 leaves such blocks: past the projections hardly more than rounding errors.
+    good = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
+    rounded = torch.tensor([[1.0, 1.5], [1.5, 1.0]], dtype=torch.float64)
+    lower = projection_module.jittered_factor(torch.stack([good, rounded]))
+    assert torch.equal(lower[0], torch.linalg.cholesky(good))
+    assert torch.isfinite(lower[1]).all()
+    rest = lower[1] @ lower[1].mT - rounded
+    assert (rest.diagonal() > 0).all()
+    torch.testing.assert_close(rest, torch.diag_embed(rest.diagonal()))
+
+
+def test_rounding_does_not_add_up_where_neighbours_are_nearly_explained() -> None:
+    """Two dimensions, little noise, float32, a rank that leaves next to nothing: one point here once had variance 0."""
+    random = np.random.default_rng(0)
+    x = random.uniform(size=(2000, 2))
+    y = np.sin(6 * x.sum(1)) + 0.1 * random.normal(size=len(x))
+    mean, deviation = x[:1500].mean(0), x[:1500].std(0)
+    points = torch.from_numpy((x - mean) / deviation).float()
+    targets = torch.from_numpy(y).float()[:1500]
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = 0.01
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))
+    kernel.outputscale, kernel.base_kernel.lengthscale = 1.0, 0.2 * 12**0.5
+    model = Regression(points[:1500], targets, likelihood, kernel)
+    exact = PathwisePosterior(model, likelihood, solver=gpi.solvers.Cholesky())(points[1500:]).variance
+    posterior = PathwisePosterior(
+        model, likelihood, solver=gpi.solvers.ConjugateGradients(), rank=512, num_neighbours=128, exact_below=0
+    )
+    variance = posterior(points[1500:]).variance
+    assert (variance / exact).log().abs().max() < 0.05
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rounding_never_makes_grown_projections_overconfident(seed: int) -> None:
+    """In float32 with little noise, most of what is new about another datum is rounding."""
+    x = torch.rand(330, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(4).sub(2).float()
+    y, noise, scale = torch.zeros(330), 1.01e-4, 50.0
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+    kernel.outputscale, kernel.base_kernel.lengthscale = scale, 1.0
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.initialize(noise=noise)
+    model = Regression(x[:300], y[:300], likelihood, kernel)
+    options = {"solver": ConjugateGradients(), "exact_below": 0, "rank": 40, "num_neighbours": 64}
+    posterior = PathwisePosterior(model, likelihood, **options)
+    posterior.solves.projection()
+    for row in torch.arange(300, 330).split(10):
+        posterior = posterior.condition_on_observations(x[row], y[row])
+    test = torch.rand(40, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 4 - 2
+    matrix = scale * torch.exp(-0.5 * torch.cdist(torch.cat([x.double(), test]), torch.cat([x.double(), test])) ** 2)
+    rows = matrix[330:, :330]
+    inverse = torch.linalg.inv(matrix[:330, :330] + noise * torch.eye(330, dtype=torch.float64))
+    exact = (matrix[330:, 330:] - rows @ inverse @ rows.mT).diagonal()
+    assert (posterior(test.float()).variance / exact).min() > 0.9
+
+
+@pytest.mark.parametrize("exact_below", [0, 1000])
+@pytest.mark.parametrize("kernel", [gpytorch.kernels.MaternKernel(), gpytorch.kernels.RQKernel()])
+def test_sites_far_apart_in_float32(kernel: gpytorch.kernels.Kernel, exact_below: int) -> None:
+    """Data meet test points rounded as they met one another, with a gradient and without."""
+    generator = torch.Generator().manual_seed(0)
+    x = 10 * torch.rand(300, 1, generator=generator)
+    x[150:] += 20_000
+    points, found = torch.tensor([[3.0], [20_005.0]]), {}
+    for dtype in (torch.float64, torch.float32):
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        model = Regression(x.to(dtype), torch.sin(x[:, 0]).to(dtype), likelihood, kernel).to(dtype)
+        likelihood.noise = 0.05
+        posterior = PathwisePosterior(model, likelihood, exact_below=exact_below, rank=100)
+        found[dtype] = [
+            posterior(points.to(dtype).requires_grad_(has_gradient)).variance.double() for has_gradient in (False, True)
+        ]
+    for exact, single in zip(*found.values(), strict=True):
+        torch.testing.assert_close(single, exact, rtol=0.01, atol=0)

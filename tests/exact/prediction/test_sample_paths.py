@@ -1,0 +1,174 @@
+"""Sample paths are functions, and their distribution is the posterior."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from gpytorch import kernels
+from torch import Tensor
+
+from gpy_iterative.errors import SpectralDensityMissingError
+from gpy_iterative.exact.probes import RandomFeatures
+from gpy_iterative.prediction import PathwisePosterior, SamplePaths
+from gpy_iterative.solvers import Cholesky, ConjugateGradients
+from tests.exact.gaussian_models import CASES, Case, regression
+from tests.exact.prediction.test_posterior import dense, held_out_points
+from tests.monte_carlo import assert_mean_within
+
+TIGHT = ConjugateGradients(tolerance=1e-10)
+
+
+def posterior_of(
+    case: Case, solver: Cholesky | ConjugateGradients = TIGHT, num_frequencies: int = 50
+) -> PathwisePosterior:
+    return PathwisePosterior(case.model, case.likelihood, solver=solver, num_frequencies=num_frequencies)
+
+
+@pytest.mark.parametrize("name", ["matern-3/2", "rational-quadratic", "additive", "batch", "deep", "fixed-noise"])
+def test_the_same_functions_at_every_call(name: str) -> None:
+    case, x = CASES[name](), held_out_points(7)
+    paths = posterior_of(case).sample_paths(5)
+    values = paths(x)
+    batch = case.y.shape[:-1]
+    assert values.shape == (5, *batch, 7)
+    torch.testing.assert_close(paths(x), values)
+    torch.testing.assert_close(paths(x[[4, 1]]), values[..., [4, 1]])
+    if not batch:
+        torch.testing.assert_close(paths(x[:6].reshape(2, 1, 3, 3)), values[..., :6].reshape(5, 2, 1, 3))
+
+
+def test_a_seed_serves_as_a_generator() -> None:
+    case, x = CASES["matern-3/2"](), held_out_points(3)
+    first, again, other = (
+        PathwisePosterior(case.model, case.likelihood, generator=seed).sample_paths(2)(x) for seed in (7, 7, 8)
+    )
+    torch.testing.assert_close(first, again)
+    assert (first - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("solver", [Cholesky(), TIGHT])
+def test_distribution(solver: Cholesky | ConjugateGradients) -> None:
+    """4,000 paths with features whose own error is known: mean and covariance of pathwise conditioning.
+
+    Given the features, a path's covariance is c (Phi Phi^T) c^T + noise for the contrast c = [1, -k H^-1]: exact for
+    any number of frequencies, and the posterior's covariance where they are many.
+    """
+    case, x = CASES["matern-3/2"](), held_out_points(4)
+    posterior = posterior_of(case, solver, num_frequencies=6000)
+    mean, covariance = dense(case, x)
+    values = posterior.sample_paths(4000)(x)
+    assert_mean_within(values, mean, max_sem=0.02)
+    deviations = values - mean
+    products = deviations.unsqueeze(-1) * deviations.unsqueeze(-2)
+    # One set of 6,000 frequencies is off by its own error, the same for all paths.
+    assert_mean_within(products, covariance, max_sem=0.011, floor=0.02)
+
+
+def test_interpolates_without_noise() -> None:
+    """All paths pass through data of hardly any noise: the same features act at training and test points."""
+    case = regression(kernels.ScaleKernel(kernels.MaternKernel(nu=2.5)), n=15)
+    case.likelihood.initialize(noise=1e-4)
+    values = posterior_of(case, Cholesky()).sample_paths(6)(case.x)
+    assert (values - case.y).abs().max() < 0.1
+    assert values.std(0).max() > 1e-4
+
+
+def test_more_paths_share_the_first() -> None:
+    case, x = CASES["rbf"](), held_out_points()
+    posterior = posterior_of(case)
+    few, many = posterior.sample_paths(3), posterior.sample_paths(8)
+    torch.testing.assert_close(many(x)[:3], few(x))
+    again = posterior.sample_paths(2)
+    torch.testing.assert_close(again(x), few(x)[:2])
+    assert (many(x)[3:] - many(x)[:1]).abs().min(0).values.max() > 1e-3
+
+
+def test_paths_stay_when_the_model_moves() -> None:
+    case, x = CASES["rbf"](), held_out_points()
+    posterior = posterior_of(case)
+    paths = posterior.sample_paths(4)
+    before = paths(x)
+    for parameter in case.model.parameters():
+        parameter.data += 0.4
+    torch.testing.assert_close(paths(x), before)
+    mean, _ = dense(case, x)
+    moved = posterior.sample_paths(4)(x)
+    assert (moved - before).abs().max() > 1e-3
+    fresh = PathwisePosterior(case.model, case.likelihood, solver=TIGHT, num_frequencies=50)
+    torch.testing.assert_close(moved, fresh.sample_paths(4)(x), rtol=0, atol=1e-6)
+    assert (moved.mean(0) - mean).abs().max() < 3
+
+
+def test_paths_of_other_data_and_of_another_dtype() -> None:
+    """Old draws do not fit: new ones are made."""
+    case, x = CASES["rbf"](), held_out_points()
+    posterior = posterior_of(case, Cholesky())
+    posterior.sample_paths(3)
+    case.model.set_train_data(case.x[:30], case.y[:30], strict=False)
+    assert posterior.sample_paths(3)(x).shape == (3, 6)
+    case.model.float()
+    assert posterior.sample_paths(3)(x.float()).dtype == torch.float32
+
+
+def test_differentiable_in_the_inputs() -> None:
+    case = CASES["matern-5/2"]()
+    paths = posterior_of(case).sample_paths(2)
+    x = held_out_points(2).requires_grad_()
+    assert torch.autograd.gradcheck(paths, (x,), atol=1e-6)
+    assert not paths(x.detach()).requires_grad
+
+
+def test_copies_and_pickles() -> None:
+    case, x = CASES["additive"](), held_out_points()
+    paths = posterior_of(case).sample_paths(3)
+    for twin in (copy.deepcopy(paths), pickle.loads(pickle.dumps(paths))):
+        assert isinstance(twin, SamplePaths)
+        torch.testing.assert_close(twin(x), paths(x))
+
+
+def test_many_points_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, x = CASES["batch"](), held_out_points(9)
+    paths = posterior_of(case).sample_paths(3)
+    whole = paths(x)
+    monkeypatch.setattr("gpy_iterative.exact.prediction.sample_paths.CHUNK_POINTS", 2)
+    torch.testing.assert_close(paths(x), whole)
+    assert paths(x[:0]).shape == (3, 2, 0)
+
+
+@pytest.mark.parametrize("name", ["product", "multitask"])
+def test_kernels_without_features_name_the_way_out(name: str) -> None:
+    case = CASES[name]()
+    with pytest.raises(SpectralDensityMissingError, match="register_spectral_density"):
+        posterior_of(case).sample_paths(3)
+
+
+def _training_draws(
+    posterior: PathwisePosterior, num_frequencies: int
+) -> tuple[RandomFeatures, dict[str, Tensor], Tensor]:
+    system = posterior.solves.system
+    distribution = RandomFeatures(num_probes=6, num_frequencies=num_frequencies)
+    draws = distribution.draw(system.operator, system.terms(), torch.Generator().manual_seed(5))
+    vectors = RandomFeatures(num_probes=6, num_frequencies=num_frequencies, corrected=False).probes(
+        system.operator, system.terms(), draws
+    )
+    return distribution, draws, torch.linalg.solve(system.operator.to_dense(), vectors.vectors)
+
+
+@pytest.mark.parametrize("num_frequencies", [100, 4000])
+def test_draws_of_training_are_reused_when_they_are_good_enough(num_frequencies: int) -> None:
+    case, x = CASES["matern-3/2"](), held_out_points()
+    prior = _training_draws(posterior_of(case), num_frequencies)
+    posterior = PathwisePosterior(case.model, case.likelihood, solver=TIGHT, prior=prior, num_frequencies=50)
+    posterior.sample_paths(6)(x)
+    reused = posterior._prior_draws
+    assert reused is not None
+    assert reused.distribution.num_frequencies == (4000 if num_frequencies == 4000 else 50)
+    if num_frequencies == 4000:
+        torch.testing.assert_close(reused.solutions, prior[2])
+        assert posterior.sample_paths(8)(x).shape == (8, 6)
+
+
+def test_bad_number() -> None:
+    with pytest.raises(ValueError, match="num_paths must be at least 1, got 0"):
+        posterior_of(CASES["rbf"]()).sample_paths(0)

@@ -1,0 +1,110 @@
+"""The strategy inside GPyTorch's and BoTorch's own machinery."""
+
+import warnings
+
+import gpytorch
+import pytest
+import torch
+from torch import Tensor
+
+from gpy_iterative.prediction import PathwisePosterior, PathwisePredictionStrategy
+from gpy_iterative.solvers import Cholesky, ConjugateGradients
+from tests.botorch_apart import acquisition, models, sampling, transforms
+from tests.exact.gaussian_models import CASES, data
+from tests.exact.prediction.test_posterior import held_out_points
+
+SOLVERS = [Cholesky(), ConjugateGradients(tolerance=1e-10)]
+
+
+def botorch_model(outputs: int = 1) -> gpytorch.models.ExactGP:
+    x, y = data()
+    y = torch.stack([y, y.flip(0)], dim=-1)[:, :outputs]
+    model = models.SingleTaskGP(
+        x * 10 + 3,
+        y * 7 + 2,
+        input_transform=transforms.Normalize(3),
+        outcome_transform=transforms.Standardize(outputs),
+    )
+    model.eval()
+    return model
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("noise", [False, True])
+def test_botorch_posterior(outputs: int, solver: Cholesky | ConjugateGradients, noise: bool) -> None:
+    model = botorch_model(outputs)
+    x = (held_out_points(6) * 10 + 3).reshape(3, 2, 3)
+    stock_x = x.clone().requires_grad_()
+    stock = model.posterior(stock_x, observation_noise=noise)
+    (stock_gradient,) = torch.autograd.grad(stock.mean.sum() + stock.variance.sum(), stock_x)
+
+    posterior = PathwisePosterior(model, model.likelihood, solver=solver, exact_below=0)
+    posterior.install()
+    ours_x = x.clone().requires_grad_()
+    ours = model.posterior(ours_x, observation_noise=noise)
+    assert isinstance(model.prediction_strategy, PathwisePredictionStrategy)
+    torch.testing.assert_close(ours.mean, stock.mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours.variance, stock.variance, rtol=1e-6, atol=1e-6)
+    (gradient,) = torch.autograd.grad(ours.mean.sum() + ours.variance.sum(), ours_x)
+    torch.testing.assert_close(gradient, stock_gradient, rtol=1e-5, atol=1e-6)
+    assert ours.rsample(torch.Size([4])).shape == (4, 3, 2, outputs)
+
+
+def _acquisitions(model: gpytorch.models.ExactGP, x: Tensor) -> list[Tensor]:
+    sampler = sampling.SobolQMCNormalSampler(torch.Size([32]), seed=0)
+    functions = (
+        (acquisition.LogExpectedImprovement(model, best_f=3.0), x[:, :1]),
+        (
+            acquisition.qLogNoisyExpectedImprovement(
+                model, model.train_inputs[0][:5] * 40, sampler, cache_root=False, prune_baseline=False
+            ),
+            x,
+        ),
+    )
+    return [
+        torch.cat([f(p.requires_grad_()).detach(), torch.autograd.grad(f(p).sum(), p)[0].flatten()])
+        for f, p in functions
+    ]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_acquisition_functions(solver: Cholesky | ConjugateGradients) -> None:
+    model = botorch_model()
+    x = (held_out_points(6) * 10 + 3).reshape(3, 2, 3)
+    wanted = _acquisitions(model, x.clone())
+    PathwisePosterior(model, model.likelihood, solver=solver, exact_below=0).install()
+    for ours, stock in zip(_acquisitions(model, x.clone()), wanted, strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+
+
+def test_samples_of_a_distribution() -> None:
+    """`rsample` goes through the lazy covariance's root."""
+    case = CASES["matern-3/2"]()
+    posterior = PathwisePosterior(
+        case.model, case.likelihood, solver=SOLVERS[1], exact_below=0, rank=5, num_neighbours=10
+    )
+    prediction = posterior(held_out_points(4))
+    base = torch.randn(4000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    samples = prediction.rsample(torch.Size([4000]), base_samples=base)
+    torch.testing.assert_close(samples.mT.cov(), prediction.covariance_matrix, rtol=0.2, atol=0.03)
+    assert torch.isfinite(prediction.log_prob(prediction.mean))
+
+
+def test_likelihood_of_the_model_call() -> None:
+    case = CASES["matern-3/2"]()
+    PathwisePosterior(case.model, case.likelihood).install()
+    with torch.no_grad():
+        predictive = case.likelihood(case.model(held_out_points()))
+        latent = case.model(held_out_points())
+    torch.testing.assert_close(predictive.variance, latent.variance + case.likelihood.noise)
+
+
+def test_prediction_at_the_training_inputs_warns_as_ever() -> None:
+    case = CASES["matern-3/2"]()
+    PathwisePosterior(case.model, case.likelihood).install()
+    with pytest.warns(gpytorch.utils.warnings.GPInputWarning):
+        case.model(case.x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PathwisePosterior(case.model, case.likelihood)(case.x)

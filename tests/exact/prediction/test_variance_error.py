@@ -1,0 +1,104 @@
+"""The measured error of variances is their error."""
+
+import pytest
+import torch
+
+from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
+from gpy_iterative.exact.prediction import variance_error
+from gpy_iterative.linear_operators import KernelProducts
+from gpy_iterative.linear_operators.tiles.precision import Precision
+from gpy_iterative.prediction import PathwisePosterior, VarianceError
+from gpy_iterative.solvers import Cholesky, ConjugateGradients
+from tests.exact.gaussian_models import CASES
+from tests.exact.prediction.test_posterior import dense, held_out_points
+
+
+@pytest.mark.parametrize("name", ["matern-3/2", "product", "multitask", "batch", "fixed-noise"])
+def test_equals_the_error_against_dense_variances(name: str) -> None:
+    case, x = CASES[name](), held_out_points(9)
+    posterior = PathwisePosterior(
+        case.model, case.likelihood, solver=ConjugateGradients(), exact_below=0, rank=5, num_neighbours=3
+    )
+    _, covariance = dense(case, x)
+    truth = covariance.diagonal(dim1=-2, dim2=-1)
+    wanted = (posterior(x).variance.reshape(truth.shape) / truth).log().abs()
+    error = posterior.variance_error(x)
+    assert error.num_points == truth.numel()
+    assert error.median == pytest.approx(float(wanted.median()), abs=1e-4)
+    assert error.largest == pytest.approx(float(wanted.max()), abs=1e-4)
+    assert error.largest > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_is_measured_in_the_datas_own_precision(precision: Precision) -> None:
+    """Where no solve in sixteen bits converges: the rounded matrix is not positive definite."""
+    case, x = CASES["matern-3/2"](), held_out_points(20)
+    case.likelihood.initialize(noise=1e-3)
+    errors = [
+        PathwisePosterior(
+            case.model,
+            case.likelihood,
+            solver=ConjugateGradients(tolerance=0.9),  # of the mean, which is not asked for
+            exact_below=0,
+            rank=2,
+            num_neighbours=1,
+            products=KernelProducts(precision=chosen, tile_size=16),
+        ).variance_error(x)
+        for chosen in ("native", precision)
+    ]
+    assert errors[0] == errors[1]
+    assert errors[0].median > 0.01
+
+
+def test_solves_that_miss_their_tolerance_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variance_error, "TOLERANCE", 1e-30)
+    case = CASES["rbf"]()
+    posterior = PathwisePosterior(case.model, case.likelihood, exact_below=0, solver=ConjugateGradients(), rank=5)
+    with pytest.warns(ConvergenceWarning, match="stagnated"):
+        posterior.variance_error(held_out_points(3))
+
+
+def test_exact_variances_have_none() -> None:
+    case = CASES["rbf"]()
+    error = PathwisePosterior(case.model, case.likelihood, solver=Cholesky()).variance_error(
+        held_out_points(50), num_points=20
+    )
+    assert error.num_points == 20
+    assert error.largest < 1e-8
+
+
+def test_batches_of_points() -> None:
+    case = CASES["rbf"]()
+    posterior = PathwisePosterior(case.model, case.likelihood)
+    assert posterior.variance_error(held_out_points(12).reshape(2, 6, 3), num_points=5).num_points == 5
+    assert posterior.variance_error(held_out_points(0)) == VarianceError(0.0, 0.0, 0)
+
+
+def test_large_errors_warn_with_the_levers() -> None:
+    case = CASES["rbf"]()
+    case.likelihood.initialize(noise=1e-3)
+    posterior = PathwisePosterior(
+        case.model, case.likelihood, exact_below=0, solver=ConjugateGradients(), rank=1, num_neighbours=1
+    )
+    with pytest.warns(VarianceWarning, match="Raise rank"):
+        error = posterior.variance_error(held_out_points(20))
+    assert error.median > 0.25
+
+
+def test_default_settings_are_accurate() -> None:
+    """Two dimensions and small noise, where random features fail: far within a median |log ratio| of 0.1."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(300, 2, generator=generator, dtype=torch.float64)
+    case = CASES["matern-3/2"]()
+    kernel = case.model.covar_module
+    kernel.base_kernel = type(kernel.base_kernel)(nu=1.5).double()
+    kernel.base_kernel.initialize(lengthscale=0.2)
+    kernel.initialize(outputscale=1.0)
+    case.likelihood.initialize(noise=0.01)
+    case.model.set_train_data(x, torch.sin(6 * x.sum(-1)), strict=False)
+    for rank, bound in ((1024, 1e-6), (100, 0.1)):
+        posterior = PathwisePosterior(
+            case.model, case.likelihood, exact_below=0, solver=ConjugateGradients(), rank=rank
+        )
+        error = posterior.variance_error(torch.rand(200, 2, generator=generator, dtype=torch.float64))
+        assert error.median < bound

@@ -1,0 +1,323 @@
+"""Every refusal names its reason, comes before any work, and leaves parameters and warm start as they were."""
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+
+import gpy_iterative as gpi
+from tests.exact.gaussian_models import Case, Regression, data, regression
+
+MLLS = [gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood]
+TRUNCATING = [gpi.mlls.RussianRouletteMarginalLogLikelihood, gpi.mlls.RFFMarginalLogLikelihood]
+ITERATIVE = gpi.solvers.ConjugateGradients(tolerance=1e-4)
+
+
+def case_and_mll(mll_class: type = MLLS[0], **options) -> tuple[Case, gpytorch.mlls.MarginalLogLikelihood]:
+    case = regression(kernels.ScaleKernel(kernels.RBFKernel(ard_num_dims=3)), n=30)
+    return case, mll_class(case.likelihood, case.model, **({"solver": ITERATIVE, "generator": 0} | options))
+
+
+def test_bad_target_values() -> None:
+    case, mll = case_and_mll()
+    y = case.y.clone()
+    y[7] = torch.nan
+    with pytest.raises(ValueError, match=r"target\[7\] is nan"):
+        mll(case.model(case.x), y)
+    y[7] = torch.inf
+    with gpytorch.settings.observation_nan_policy("mask"), pytest.raises(ValueError, match=r"target\[7\] is inf"):
+        mll(case.model(case.x), y)
+    with gpytorch.settings.observation_nan_policy("fill"), pytest.raises(ValueError, match="fill"):
+        mll(case.model(case.x), case.y)
+
+
+@pytest.mark.parametrize("mll_class", [*MLLS, *TRUNCATING])
+def test_no_data_or_all_missing(mll_class: type) -> None:
+    x, y = data(30)
+    for size in (0, 30):
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        model = Regression(x[:size], y[:size], likelihood, kernels.RBFKernel()).double()
+        mll = mll_class(likelihood, model, generator=0)
+        with gpytorch.settings.observation_nan_policy("mask"), pytest.raises(ValueError, match="no observed target"):
+            mll(model(x[:size]), torch.full_like(y[:size], torch.nan))
+
+
+def test_targets_that_are_no_tensor() -> None:
+    case, mll = case_and_mll()
+    for target in (None, case.y.tolist()):
+        with pytest.raises(ValueError, match=f"must be a tensor.*{type(target).__name__}"):
+            mll(case.model(case.x), target)
+
+
+def test_bad_inputs() -> None:
+    case, mll = case_and_mll()
+    x = case.x.clone()
+    x[4, 1] = torch.inf
+    case.model.set_train_data(x, case.y)
+    with pytest.raises(ValueError, match=r"train_inputs\[4, 1\] is inf"):
+        mll(case.model(x), case.y)
+
+
+def test_nan_inputs_are_named_when_the_mll_is_made() -> None:
+    # Later GPyTorch says that they are not the training inputs: NaN does not equal itself.
+    x, y = data(30)
+    x[4, 1] = torch.nan
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x, y, likelihood, kernels.RBFKernel()).double()
+    for mll_class in MLLS:
+        with pytest.raises(ValueError, match=r"train_inputs\[4, 1\] is nan"):
+            mll_class(likelihood, model)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize("solver", [None, ITERATIVE, gpi.solvers.AlternatingProjections(block_size=8)])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1e25), (torch.float64, 1e160), (torch.float64, 1e200)])
+def test_overflow_is_an_error_and_leaves_the_warm_start(
+    mll_class: type, solver: gpi.solvers.Solver | None, dtype: torch.dtype, scale: float
+) -> None:
+    case = regression(kernels.ScaleKernel(kernels.RBFKernel()), n=30, dtype=dtype)
+    mll = mll_class(case.likelihood, case.model, solver=solver, generator=0)
+    mll(case.model(case.x), case.y)
+    before, report = mll.training_state(), mll.report
+    with pytest.raises(gpi.errors.NonFiniteError, match=r"not finite|is (inf|nan)"):
+        mll(case.model(case.x), scale * case.y)
+    after = mll.training_state()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert mll.report is report
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize("solver", [None, ITERATIVE])
+def test_lengthscale_that_underflows_to_zero(mll_class: type, solver: gpi.solvers.Solver | None) -> None:
+    case, mll = case_and_mll(mll_class, solver=solver)
+    mll(case.model(case.x), case.y)
+    case.model.covar_module.base_kernel.raw_lengthscale.data.fill_(-1e4)
+    with pytest.raises(gpi.errors.NonFiniteError, match="hyperparameters"):
+        mll(case.model(case.x), case.y)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize("solver", [None, ITERATIVE])
+def test_training_on_after_a_posterior_asks_for_train_mode(mll_class: type, solver: gpi.solvers.Solver | None) -> None:
+    case, mll = case_and_mll(mll_class, solver=solver)
+    value = mll(case.model(case.x), case.y)
+    mll.posterior()
+    with (
+        pytest.warns(gpytorch.utils.warnings.GPInputWarning),
+        pytest.raises(RuntimeError, match=r"model\.train\(\)"),
+    ):
+        mll(case.model(case.x), case.y)
+    mll.train()
+    torch.testing.assert_close(mll(case.model(case.x), case.y), value, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize("solver", [None, ITERATIVE])
+def test_the_models_own_posterior_is_no_prior(mll_class: type, solver: gpi.solvers.Solver | None) -> None:
+    case, mll = case_and_mll(mll_class, solver=solver)
+    value = mll(case.model(case.x), case.y).item()
+    case.model.eval()
+    with (
+        pytest.warns(gpytorch.utils.warnings.GPInputWarning),
+        pytest.raises(RuntimeError, match=r"model\.train\(\)"),
+    ):
+        mll(case.model(case.x), case.y)
+    with gpytorch.settings.prior_mode():
+        prior = case.model(case.x)
+    for other in (prior, case.model.forward(case.x)):
+        assert mll(other, case.y).item() == pytest.approx(value, abs=1e-2)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+def test_the_likelihood_comes_first(mll_class: type) -> None:
+    case, _ = case_and_mll(mll_class)
+    with pytest.raises(TypeError, match=r"comes first: \w+\(likelihood, model\)"):
+        mll_class(case.model, case.model.likelihood)
+
+
+def test_arrays_for_test_inputs() -> None:
+    case, mll = case_and_mll()
+    with pytest.raises(ValueError, match="tensors, got ndarray"):
+        mll.posterior()(case.x.numpy())
+
+
+@pytest.mark.parametrize("solver", [None, ITERATIVE])
+def test_a_negative_seed_is_a_seed(solver: gpi.solvers.Solver | None) -> None:
+    case, mll = case_and_mll(generator=-1, solver=solver)
+    mll(case.model(case.x), case.y)
+    assert mll.posterior()(case.x[:2]).variance.shape == (2,)
+
+
+def test_target_of_shape_n_by_1_is_not_n_problems() -> None:
+    case, mll = case_and_mll()
+    with pytest.raises(ValueError, match=r"squeeze"):
+        mll(case.model(case.x), case.y.unsqueeze(-1))
+
+
+def test_target_of_another_length() -> None:
+    case, mll = case_and_mll()
+    with pytest.raises(ValueError, match=r"\(30,\).*\(29,\)"):
+        mll(case.model(case.x), case.y[:-1])
+
+
+def test_target_of_another_dtype() -> None:
+    case, mll = case_and_mll()
+    with pytest.raises(ValueError, match=r"float64.*float32"):
+        mll(case.model(case.x), case.y.float())
+
+
+def test_inputs_of_another_dtype_than_the_kernel() -> None:
+    x, y = data(30)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x, y, likelihood, kernels.RBFKernel())  # float32 parameters, float64 data
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)
+    with pytest.raises(ValueError, match="float"):
+        mll(model(x), y)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+def test_non_gaussian_likelihood(mll_class: type) -> None:
+    case, _ = case_and_mll()
+    with pytest.raises(gpi.errors.UnsupportedLikelihoodError, match="BernoulliLikelihood"):
+        mll_class(gpytorch.likelihoods.BernoulliLikelihood(), case.model)
+
+
+def test_model_that_is_no_exact_gp() -> None:
+    with pytest.raises(TypeError, match="ExactGP"):
+        gpi.mlls.HutchinsonMarginalLogLikelihood(gpytorch.likelihoods.GaussianLikelihood(), torch.nn.Linear(1, 1))
+
+
+def test_fixed_noise_of_another_size() -> None:
+    x, y = data(30)
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise=torch.full((20,), 0.1).double())
+    model = Regression(x, y, likelihood, kernels.RBFKernel()).double()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)
+    with pytest.warns(gpytorch.utils.warnings.GPInputWarning), pytest.raises(ValueError, match="noise"):
+        mll(model(x), y)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, -1.0])
+def test_bad_noise(bad: float) -> None:
+    x, y = data(30)
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise=torch.full((30,), 0.1).double())
+    likelihood.noise_covar.noise[5] = bad
+    model = Regression(x, y, likelihood, kernels.RBFKernel()).double()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)
+    with pytest.raises(ValueError, match=r"noise\[5\]"):
+        mll(model(x), y)
+
+
+def test_non_finite_hyperparameter_is_a_nan_error_and_leaves_the_warm_start() -> None:
+    case, mll = case_and_mll()
+    mll(case.model(case.x), case.y)
+    before = mll.training_state()
+    good = case.model.covar_module.base_kernel.raw_lengthscale.data.clone()
+    case.model.covar_module.base_kernel.raw_lengthscale.data[0, 1] = torch.nan
+    with pytest.raises(gpi.errors.NonFiniteError, match="raw_lengthscale"):
+        mll(case.model(case.x), case.y)
+    after = mll.training_state()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    case.model.covar_module.base_kernel.raw_lengthscale.data = good
+    assert torch.isfinite(mll(case.model(case.x), case.y))
+
+
+@pytest.mark.parametrize(
+    ("mll_class", "options"),
+    [
+        (MLLS[0], {"num_probes": 0}),
+        (MLLS[0], {"num_probes": 1.5}),
+        (MLLS[0], {"probes": "cauchy"}),
+        (MLLS[0], {"warm_start": "hot"}),
+        (MLLS[1], {"num_probes": 0}),
+        (MLLS[1], {"num_frequencies": 0}),
+        (MLLS[1], {"num_frequencies": 2.5}),
+        (MLLS[1], {"prior": "improper"}),
+        (MLLS[1], {"warm_start": "hot"}),
+    ],
+)
+def test_options_outside_their_range(mll_class: type, options: dict) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+        case_and_mll(mll_class, **options)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize(
+    "options", [{"solver": "cg"}, {"solver": gpi.solvers.ConjugateGradients}, {"products": "tiles"}], ids=str
+)
+def test_a_name_or_a_class_is_no_object(mll_class: type, options: dict) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(options))} must be None or a"):
+        case_and_mll(mll_class, **options)
+    case, _ = case_and_mll()
+    with pytest.raises(TypeError, match=f"{next(iter(options))} must be None or a"):
+        gpi.prediction.PathwisePosterior(case.model, case.likelihood, **options)
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+@pytest.mark.parametrize("solver", [None, ITERATIVE, gpi.solvers.AlternatingProjections()])
+def test_one_datum_one_dimension_one_probe(mll_class: type, solver: gpi.solvers.Solver | None) -> None:
+    x, y = torch.tensor([[0.3]]).double(), torch.tensor([1.2]).double()
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x, y, likelihood, kernels.ScaleKernel(kernels.MaternKernel(nu=1.5))).double()
+    mll = mll_class(likelihood, model, num_probes=1, solver=solver, generator=0)
+    value = mll(model(x), y)
+    variance = (model.covar_module.outputscale + likelihood.noise).item()
+    expected = -0.5 * (1.44 / variance + torch.log(torch.tensor(2 * torch.pi * variance)).item())
+    assert abs(value.item() - expected) < 1e-3
+    value.backward()
+
+
+@pytest.mark.parametrize("mll_class", MLLS)
+def test_duplicate_rows_and_tiny_noise_never_give_nan(mll_class: type) -> None:
+    x, y = data(60, dtype=torch.float32)
+    x[1::2] = x[::2]
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-9))
+    model = Regression(x, y, likelihood, kernels.ScaleKernel(kernels.RBFKernel()))
+    likelihood.noise = 1e-6
+    mll = mll_class(likelihood, model, solver=gpi.solvers.ConjugateGradients(max_epochs=50), generator=0)
+    with pytest.warns(gpi.errors.ConvergenceWarning):
+        value = mll(model(x), y)
+    value.backward()
+    assert torch.isfinite(value)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (gpi.mlls.HutchinsonMarginalLogLikelihood, {"warm_start": 0}, "warm_start"),
+        (gpi.mlls.PathwiseMarginalLogLikelihood, {"corrected": "no"}, "corrected"),
+        (gpi.mlls.PathwiseMarginalLogLikelihood, {"prior": "exact", "num_frequencies": 10}, "exact prior has none"),
+        (gpi.mlls.RussianRouletteMarginalLogLikelihood, {"resample": "no"}, "resample"),
+        (gpi.mlls.SingleSampleRFFMarginalLogLikelihood, {"exact_last": 1}, "exact_last"),
+    ],
+)
+def test_options_that_are_no_choices(make: type, options: dict, message: str) -> None:
+    model = regression(kernels.RBFKernel(), n=8).model
+    with pytest.raises(ValueError, match=message):
+        make(model.likelihood, model, **options)
+
+
+def test_states_that_are_none() -> None:
+    case = regression(kernels.RBFKernel(), n=8)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
+        case.likelihood, case.model, solver=gpi.solvers.ConjugateGradients(), generator=0
+    )
+    mll(case.model(case.x), case.y)
+    state = mll.training_state()
+    for changed in ({"generator": state["generator"][:-1]}, {"like": "float"}):
+        with pytest.raises(ValueError, match="training_state"):
+            mll.load_training_state(state | changed)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in mll.training_state().items())
+
+
+def test_a_batch_of_kernels_meets_one_mean_and_target() -> None:
+    case = regression(kernels.RBFKernel(), n=20)
+    batch = torch.Size([2])
+    kernel = kernels.ScaleKernel(kernels.RBFKernel(batch_shape=batch), batch_shape=batch).double()
+    kernel.outputscale = torch.tensor([0.5, 2.0])
+    model = Regression(case.x, case.y, case.likelihood, kernel).double()
+    expected = gpytorch.mlls.ExactMarginalLogLikelihood(case.likelihood, model)(model(case.x), case.y)
+    for mll_class in (gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood):
+        found = mll_class(case.likelihood, model)(model(case.x), case.y)
+        torch.testing.assert_close(found, expected)

@@ -1,0 +1,476 @@
+"""The mode solvers against dense Newton steps, textbook iterations and one another."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from gpytorch.constraints import GreaterThan
+from gpytorch.likelihoods import StudentTLikelihood
+from torch import Tensor
+
+from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
+from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
+from gpy_iterative.laplace.newton.basis import ActionBasis, GalerkinSystem
+from gpy_iterative.laplace.newton.compression import combinations, compress
+from gpy_iterative.likelihoods import LogitBernoulliLikelihood, PointwiseLikelihood, PoissonLogLikelihood
+from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.latent import LatentPrior
+from gpy_iterative.linear_operators.radial.functions import RBF
+from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton, LaplaceSolution, SolveStatus
+from tests.laplace.cases import LIKELIHOODS, Case, case
+
+KINDS = [(name, "own") for name in LIKELIHOODS] + [("softmax", "shared"), ("softmax", "coregionalised")]
+
+
+def poisson_problem(
+    x: Tensor, y: Tensor, lengthscale: float, outputscale: float
+) -> tuple[LatentPrior, PointwiseLikelihood]:
+    operator = RadialKernelLinearOperator(
+        x / lengthscale, torch.tensor(outputscale, dtype=x.dtype), function=RBF, products=KernelProducts()
+    )
+    prior = LatentPrior(operator, torch.zeros(len(x), 1, dtype=x.dtype))
+    return prior, PointwiseLikelihood(PoissonLogLikelihood(), y, 1)
+
+
+def dense_inverse(problem: Case, solution: LaplaceSolution) -> tuple[Tensor, Tensor]:
+    """K and P = R (I + R^T K R)^-1 R^T at the solution's mode."""
+    kernel = problem.prior().operator.to_dense()
+    w = torch.block_diag(*problem.pointwise().curvature(solution.latent, "auto", NO_FLOOR).blocks())
+    return kernel, torch.linalg.solve(torch.eye(len(w), dtype=w.dtype) + w @ kernel, w)
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_mode_is_stationary_and_full_rank_is_exact(name: str, kind: str) -> None:
+    problem = case(name, n=20, kind=kind)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    exact = LaplaceCholesky().solve(prior, likelihood)
+    found = LaplaceNewton(tolerance=1e-10, num_covariance_actions=80, max_outer=100).solve(prior, likelihood)
+    for solution in (exact, found):
+        assert solution.converged
+        assert (likelihood.gradient(solution.latent) - solution.value).abs().max() < 1e-8
+        kernel, precision = dense_inverse(problem, solution)
+        torch.testing.assert_close(solution.latent.flatten() - prior.mean.flatten(), kernel @ solution.value.flatten())
+        reduction = solution.image_of_root @ solution.image_of_root.mT
+        torch.testing.assert_close(reduction, kernel @ precision @ kernel, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(kernel @ solution.actions, solution.images, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(found.latent, exact.latent, rtol=1e-7, atol=1e-7)
+    assert found.log_joint == pytest.approx(exact.log_joint, abs=1e-8)
+
+
+@pytest.mark.parametrize(("n", "count", "outputscale"), [(200, 1e4, 1.0), (40, 1e7, 50.0), (40, 1e8, 1.0)])
+def test_large_counts_with_a_log_link(n: int, count: float, outputscale: float) -> None:
+    """The first step is as many times too long as counts are large; later ones change psi by less than its rounding."""
+    x = torch.linspace(-2, 2, n, dtype=torch.float64).unsqueeze(-1)
+    y = (count * torch.exp(torch.sin(3 * x[:, 0]))).round()
+    prior, likelihood = poisson_problem(x, y, 0.5, outputscale)
+    exact, found = LaplaceCholesky().solve(prior, likelihood), LaplaceNewton().solve(prior, likelihood)
+    assert exact.stationarity < 1e-8
+    assert found.converged
+    for solution in (exact, found):
+        torch.testing.assert_close(solution.latent[:, 0], y.log(), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("solver", [LaplaceCholesky(), LaplaceNewton()])
+def test_modes_among_outliers_take_few_steps(solver: LaplaceCholesky | LaplaceNewton) -> None:
+    """Fisher information, which the covariance takes, is far from the Hessian there: its steps end far from the mode."""
+    x = torch.linspace(-2, 2, 60, dtype=torch.float64).unsqueeze(-1)
+    y = torch.sin(3 * x[:, 0]) + 0.01 * torch.cos(37 * x[:, 0])
+    y[::4] += 10 * torch.cos(5 * x[::4, 0])
+    student = StudentTLikelihood().double()
+    student.noise, student.deg_free = 1e-4, 4.0
+    prior = poisson_problem(x, y.abs().round(), 0.3, 1.0)[0]
+    solution = solver.solve(prior, PointwiseLikelihood(student, y, 1))
+    assert solution.converged
+    assert solution.num_outer <= 30
+    expected = PointwiseLikelihood(student, y, 1).curvature(solution.latent, "fisher", NO_FLOOR)
+    torch.testing.assert_close(solution.curvature.blocks(), expected.blocks())
+
+
+def test_unequal_class_kernels_need_the_range() -> None:
+    """K + W^+ in the full space, as published, takes the unobserved sum of the classes for observed without noise."""
+    problem = case("softmax", n=20)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    solution = LaplaceNewton(tolerance=1e-10, num_covariance_actions=60).solve(prior, likelihood)
+    kernel, precision = dense_inverse(problem, solution)
+    exact = (kernel - kernel @ precision @ kernel).diagonal()
+    ours = kernel.diagonal() - solution.image_of_root.square().sum(-1)
+    torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)
+    pseudo_inverse = solution.curvature.pinv(torch.eye(60, dtype=torch.float64))
+    published = (kernel - kernel @ torch.linalg.solve(kernel + pseudo_inverse, kernel)).diagonal()
+    assert ((exact - published) / exact).max() > 0.2
+
+
+def newton_system(problem: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """K, W (diagonal) and the right-hand side of the first Newton step from f = m."""
+    prior, likelihood = problem.prior(), problem.pointwise()
+    w = likelihood.curvature(prior.mean, "auto", NO_FLOOR).blocks().flatten()
+    return prior.operator.to_dense(), w, likelihood.gradient(prior.mean).flatten() / w
+
+
+def test_weighted_residuals_are_conjugate_gradients_on_the_whitened_system() -> None:
+    problem = case("poisson-log", n=25)
+    kernel, w, rhs = newton_system(problem)
+    root = w.sqrt()
+    matrix = torch.eye(25, dtype=torch.float64) + root[:, None] * kernel * root
+    x, r = torch.zeros(25, dtype=torch.float64), root * rhs
+    d = r.clone()
+    for _ in range(6):
+        image = matrix @ d
+        length = (r @ r) / (d @ image)
+        x, following = x + length * d, r - length * image
+        d, r = following + (following @ following) / (r @ r) * d, following
+    solver = LaplaceNewton(max_outer=1, max_inner=6, forcing=1e-12, line_search=False)
+    solution = solver.solve(problem.prior(), problem.pointwise())
+    torch.testing.assert_close(solution.value.flatten(), root * x, rtol=1e-7, atol=1e-8)
+    assert solution.num_kernel_products == 6
+    assert solution.status is SolveStatus.BUDGET_EXHAUSTED
+
+
+@pytest.mark.parametrize("literal", [False, True])
+def test_residuals_are_conjugate_gradients(literal: bool) -> None:
+    problem = case("poisson-log", n=25)
+    kernel, w, rhs = newton_system(problem)
+    matrix = kernel + torch.diag(1 / w)
+    x, r = torch.zeros(25, dtype=torch.float64), rhs.clone()
+    d = r.clone()
+    for _ in range(6):
+        image = matrix @ d
+        length = (r @ r) / (d @ image)
+        x, following = x + length * d, r - length * image
+        d, r = following + (following @ following) / (r @ r) * d, following
+    solver = LaplaceNewton(
+        max_outer=1, max_inner=6, forcing=1e-12, policy="residual", line_search=False, literal=literal
+    )
+    solution = solver.solve(problem.prior(), problem.pointwise())
+    torch.testing.assert_close(solution.value.flatten(), x, rtol=1e-7, atol=1e-8)
+    assert solution.num_kernel_products == (13 if literal else 6)
+
+
+def test_unit_vectors_are_a_subset_of_the_data() -> None:
+    problem = case("poisson-log", n=25)
+    kernel, w, rhs = newton_system(problem)
+    solver = LaplaceNewton(max_outer=1, max_inner=6, forcing=1e-12, policy="unit", line_search=False)
+    solution = solver.solve(problem.prior(), problem.pointwise())
+    v = solution.value.flatten()
+    subset = v.nonzero().flatten()
+    assert len(subset) == 6
+    matrix = (kernel + torch.diag(1 / w))[subset][:, subset]
+    torch.testing.assert_close(v[subset], torch.linalg.solve(matrix, rhs[subset]))
+
+
+def test_policies_of_the_users_own() -> None:
+    problem = case("softmax", n=12)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    blocks = LaplaceNewton(
+        policy=lambda state: torch.stack([state.gradient, state.weighted_residual], dim=-1), tolerance=1e-8
+    ).solve(prior, likelihood)
+    torch.testing.assert_close(blocks.latent, LaplaceCholesky().solve(prior, likelihood).latent, rtol=1e-6, atol=1e-6)
+    assert blocks.num_kernel_products < blocks.actions.shape[-1]  # two actions a product
+    with pytest.raises(ValueError, match=r"actions \(12, 3\)"):
+        LaplaceNewton(policy=lambda state: torch.ones(3)).solve(prior, likelihood)
+
+
+@pytest.mark.parametrize("policy", ["weighted_residual", "residual", "unit"])
+@pytest.mark.parametrize("name", ["logit", "softmax"])
+def test_all_policies_reach_the_mode(policy: str, name: str) -> None:
+    problem = case(name, n=15)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    exact = LaplaceCholesky().solve(prior, likelihood)
+    found = LaplaceNewton(policy=policy, tolerance=1e-8, max_outer=200).solve(prior, likelihood)
+    torch.testing.assert_close(found.latent, exact.latent, rtol=1e-6, atol=1e-6)
+
+
+def test_recycled_subspaces_are_solved_already() -> None:
+    problem = case("poisson-log", n=25)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    first = LaplaceNewton(max_outer=1, max_inner=6, forcing=1e-12).solve(prior, likelihood)
+    basis = ActionBasis(25, 10, prior.mean)
+    basis.replace(first.actions, first.images)
+    curvature = likelihood.curvature(prior.mean + 0.7, "auto", NO_FLOOR)
+    system = GalerkinSystem.of(basis, curvature)
+    rhs = torch.sin(torch.arange(25.0, dtype=torch.float64))
+    v = basis.actions @ system.solve(rhs)
+    residual = rhs - prior.operator.to_dense() @ v - curvature.pinv(v.unsqueeze(-1)).squeeze(-1)
+    assert (basis.actions.mT @ residual).abs().max() < 1e-10
+    # One by one, as the inner loop does.
+    again = ActionBasis(25, 2, prior.mean)
+    grown = GalerkinSystem.of(again, curvature)
+    coefficients = torch.zeros(0, dtype=torch.float64)
+    for action, image in zip(first.actions.mT, first.images.mT, strict=True):
+        change = grown.append(action, image, rhs.unsqueeze(-1)).squeeze(-1)
+        coefficients = torch.cat([coefficients, coefficients.new_zeros(1)]) + change
+    torch.testing.assert_close(again.actions @ coefficients, v)
+
+
+def test_recycling_saves_products() -> None:
+    problem = case("poisson-log", n=60)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    products = [
+        LaplaceNewton(recycle=recycle, tolerance=1e-8, max_outer=100).solve(prior, likelihood).num_kernel_products
+        for recycle in (True, False)
+    ]
+    assert products[0] < 0.7 * products[1]
+
+
+def test_computational_uncertainty_is_never_negative_and_shrinks() -> None:
+    problem = case("logit", n=25)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    solution = LaplaceNewton(tolerance=1e-8).solve(prior, likelihood)
+    kernel, precision = dense_inverse(problem, solution)
+    basis = ActionBasis(25, 25, prior.mean)
+    system = GalerkinSystem.of(basis, solution.curvature)
+    before = kernel
+    for action, image in zip(solution.actions.mT, solution.images.mT, strict=True):
+        system.append(action, image, torch.zeros(25, dtype=torch.float64))
+        root = basis.images @ system.transform
+        now = kernel - root @ root.mT
+        assert torch.linalg.eigvalsh(now - (kernel - kernel @ precision @ kernel)).min() > -1e-8
+        assert torch.linalg.eigvalsh(before - now).min() > -1e-8
+        before = now
+
+
+def test_compression_keeps_the_mean_or_the_variance() -> None:
+    problem = case("poisson-log", n=40)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    solution = LaplaceNewton(max_outer=1, max_inner=20, forcing=1e-12).solve(prior, likelihood)
+    curvature = likelihood.curvature(prior.mean, "auto", NO_FLOOR)
+    rhs = torch.sin(torch.arange(40.0, dtype=torch.float64))
+
+    def system() -> GalerkinSystem:
+        basis = ActionBasis(40, 20, prior.mean)
+        basis.replace(solution.actions, solution.images)
+        return GalerkinSystem.of(basis, curvature)
+
+    def reduction(galerkin: GalerkinSystem) -> float:
+        return float((galerkin.basis.images @ galerkin.transform).square().sum())
+
+    mean = system().basis.actions @ system().solve(rhs)
+    reductions = {}
+    for rule in ("keep_mean", "variance", "paper"):
+        smaller = system()
+        compress(smaller, rhs, 5, rule)
+        assert smaller.basis.count == 5
+        kernel = prior.operator.to_dense()
+        torch.testing.assert_close(kernel @ smaller.basis.actions, smaller.basis.images)
+        torch.testing.assert_close(smaller.basis.actions.mT @ smaller.basis.actions, torch.eye(5, dtype=torch.float64))
+        reductions[rule] = reduction(smaller)
+        if rule == "keep_mean":
+            torch.testing.assert_close(smaller.basis.actions @ smaller.solve(rhs), mean, rtol=1e-8, atol=1e-8)
+    assert reductions["variance"] >= max(reductions.values()) - 1e-9
+    assert reductions["variance"] < reduction(system())
+    one = combinations(system(), rhs, 1, "keep_mean")
+    assert one.shape == (20, 1)
+
+
+@pytest.mark.parametrize("compression", ["keep_mean", "variance", "paper", None])
+def test_small_ranks_reach_the_mode(compression: str | None) -> None:
+    problem = case("logit", n=40)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    exact = LaplaceCholesky().solve(prior, likelihood)
+    solver = LaplaceNewton(max_rank=4, compression=compression, tolerance=1e-7, max_outer=200)
+    found = solver.solve(prior, likelihood)
+    assert found.converged
+    assert found.actions.shape[-1] <= 4
+    torch.testing.assert_close(found.latent, exact.latent, rtol=1e-5, atol=1e-5)
+
+
+def poisson_draw(seed: int) -> tuple[Tensor, Tensor]:
+    """The published study's setting: 100 points on [0, 1], RBF with lengthscale .1 and outputscale 5."""
+    x = torch.linspace(0, 1, 100, dtype=torch.float64).unsqueeze(-1)
+    kernel = 5 * torch.exp(-0.5 * (x - x.mT).square() / 0.01) + 1e-8 * torch.eye(100, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    f = torch.linalg.cholesky(kernel) @ torch.randn(100, generator=generator, dtype=torch.float64)
+    return x, torch.poisson(f.exp(), generator=generator)
+
+
+@pytest.mark.parametrize("max_inner", [5, 10, 20, 1])
+def test_hard_counts_converge_from_the_prior_mean(max_inner: int) -> None:
+    x, y = poisson_draw(0)
+    y = y * (280 / y.max())
+    y = y.round()
+    prior, likelihood = poisson_problem(x, y, 0.1, 5.0)
+    solution = LaplaceNewton(max_inner=max_inner, max_outer=100, tolerance=1e-6).solve(prior, likelihood)
+    assert solution.converged
+    assert torch.isfinite(solution.latent).all()
+    exact = LaplaceCholesky().solve(prior, likelihood)
+    torch.testing.assert_close(solution.latent, exact.latent, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["probit", "logit", "softmax"])
+def test_degenerate_data(name: str) -> None:
+    for n in (1, 3, 8):
+        problem = case(name, n=n)
+        problem.y = torch.ones_like(problem.y)  # all of one class
+        for solver in (LaplaceCholesky(), LaplaceNewton()):
+            assert solver.solve(problem.prior(), problem.pointwise()).converged
+    problem = case("logit", n=16)
+    problem.x[8:] = problem.x[:8]
+    problem.y[:8], problem.y[8:] = 0.0, 1.0  # every input twice, with both labels
+    problem.model.mean_module.initialize(constant=0.0)
+    for solver in (LaplaceCholesky(), LaplaceNewton()):
+        solution = solver.solve(problem.prior(), problem.pointwise())
+        assert solution.latent.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("noise", [1e-2, 1e-4, 1e-6])
+def test_little_noise_is_no_obstacle_to_dense_steps(noise: float) -> None:
+    problem = case("gaussian", n=40)
+    problem.likelihood.noise_covar.register_constraint("raw_noise", GreaterThan(1e-8))
+    problem.likelihood.noise = noise
+    solution = LaplaceCholesky().solve(problem.prior(), problem.pointwise())
+    assert solution.converged
+    system = problem.prior().operator.to_dense() + noise * torch.eye(40, dtype=torch.float64)
+    exact = torch.linalg.solve(system, problem.y - problem.prior().mean.flatten())
+    torch.testing.assert_close(solution.value.flatten(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("n", [60, 200])
+def test_steps_that_overshoot_below_the_rounding_of_the_density(n: int) -> None:
+    """Fisher's information is not the Hessian: full steps would circle around the mode where psi cannot tell any more."""
+    problem = case("beta", n=n)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    for solver in (LaplaceCholesky(), LaplaceNewton(tolerance=1e-9, max_outer=100)):
+        assert solver.solve(prior, likelihood).converged
+
+
+def test_huge_outputscale_and_wrong_labels() -> None:
+    problem = case("probit", n=60)
+    problem.model.covar_module.outputscale = 1000.0
+    problem.y[::9] = 1 - problem.y[::9]
+    found = LaplaceNewton(max_outer=100).solve(problem.prior(), problem.pointwise())
+    assert found.converged
+
+
+def test_float32_products_reach_their_tolerance() -> None:
+    problem = case("softmax", n=50, dtype=torch.float32)
+    found = LaplaceNewton(tolerance=1e-4).solve(problem.prior(), problem.pointwise())
+    assert found.converged
+    assert found.value.dtype == torch.float64
+    high = case("softmax", n=50)
+    exact = LaplaceCholesky().solve(high.prior(), high.pointwise())
+    torch.testing.assert_close(found.latent, exact.latent, rtol=1e-2, atol=1e-2)
+
+
+def test_warm_starts_and_their_absence() -> None:
+    problem = case("logit", n=30)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    solver = LaplaceNewton()
+    cold = solver.solve(prior, likelihood)
+    warm = solver.solve(prior, likelihood, initial_weights=cold.value)
+    assert warm.num_outer == 0
+    assert warm.num_kernel_products <= 1 + solver.max_inner
+    for bad in (torch.full_like(cold.value, torch.nan), cold.value[:3], 1e6 * cold.value):
+        assert solver.solve(prior, likelihood, initial_weights=bad).converged
+
+
+@pytest.mark.parametrize("name", ["logit", "softmax"])
+def test_the_covariance_does_not_depend_on_where_the_mode_was_looked_for(name: str) -> None:
+    """A start at the mode needs no Newton step, and rank 4 without compression may drop the basis in the last one."""
+    problem = case(name, n=30)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    solver = LaplaceNewton(max_inner=30)
+    cold = solver.solve(prior, likelihood)
+    warm = solver.solve(prior, likelihood, initial_weights=cold.value)
+    reductions = [float(solution.image_of_root.square().sum()) for solution in (cold, warm)]
+    assert reductions[1] > 0.9 * reductions[0]
+    for max_rank in range(3, 8):
+        dropped = LaplaceNewton(max_rank=max_rank, compression=None, max_outer=200).solve(prior, likelihood)
+        assert 1 <= dropped.actions.shape[-1] <= max_rank
+        assert float(dropped.image_of_root.square().sum()) > 0.2 * reductions[0]
+
+
+def test_callbacks_are_told() -> None:
+    problem = case("logit", n=30)
+    told = []
+    solution = LaplaceNewton().solve(problem.prior(), problem.pointwise(), callback=told.append)
+    assert [step.iteration for step in told] == list(range(1, solution.num_outer + 1))
+    assert told[-1].epochs == solution.num_kernel_products
+    assert told[-1].residual_norms["mode"] == solution.stationarity
+
+
+def test_published_algorithms_overflow_where_they_do() -> None:
+    x, y = poisson_draw(0)
+    prior, likelihood = poisson_problem(x, (y * (280 / y.max())).round(), 0.1, 5.0)
+    with pytest.raises(NonFiniteError):
+        LaplaceNewton(literal=True, max_inner=5, max_outer=20).solve(prior, likelihood)
+
+
+def test_published_algorithms_converge_where_they_do() -> None:
+    problem = case("logit", n=30)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    literal = LaplaceNewton(literal=True, tolerance=1e-6, max_inner=30).solve(prior, likelihood)
+    assert literal.converged
+    exact = LaplaceCholesky().solve(prior, likelihood)
+    torch.testing.assert_close(literal.latent, exact.latent, rtol=1e-3, atol=1e-3)
+    root = literal.root
+    torch.testing.assert_close(literal.image_of_root, prior.operator.to_dense() @ root, rtol=1e-5, atol=1e-6)
+    ranked = LaplaceNewton(literal=True, max_inner=30, max_rank=5).solve(prior, likelihood)
+    assert ranked.converged
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"max_outer": 0}, "max_outer"),
+        ({"max_inner": 0}, "max_inner"),
+        ({"max_rank": 0}, "max_rank"),
+        ({"tolerance": 0.0}, "tolerance"),
+        ({"tolerance": 1.5}, "tolerance"),
+        ({"forcing": 1.0}, "forcing"),
+        ({"policy": "cg"}, "policy"),
+        ({"compression": "best"}, "compression"),
+        ({"curvature": "newton"}, "curvature"),
+        ({"num_covariance_actions": -1}, "num_covariance_actions"),
+    ],
+)
+def test_options_out_of_range(options: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        LaplaceNewton(**options)
+
+
+def test_numbers_that_are_not_finite() -> None:
+    problem = case("logit", n=10)
+    prior, likelihood = problem.prior(), problem.pointwise()
+    broken = RadialKernelLinearOperator(
+        torch.full((10, 1), torch.nan, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64), function=RBF
+    )
+    with pytest.raises(NonFiniteError, match="product with the kernel"):
+        LaplaceNewton().solve(replace(prior, operator=broken), likelihood)
+    with pytest.raises(NonFiniteError, match="kernel matrix is not finite"):
+        LaplaceCholesky().solve(replace(prior, operator=broken), likelihood)
+    counts = case("poisson-log", n=10)
+    with pytest.raises(NonFiniteError, match="prior's mean"):
+        LaplaceNewton().solve(replace(counts.prior(), mean=prior.mean + 1000.0), counts.pointwise())
+
+
+def test_curvatures_that_do_not_fit() -> None:
+    problem = case("logit", n=10)
+    with pytest.raises(UnsupportedLikelihoodError, match="No Fisher information"):
+        LaplaceNewton(curvature="fisher").solve(problem.prior(), problem.pointwise())
+    problem = case("softmax", n=10)
+    with pytest.raises(UnsupportedLikelihoodError, match="one latent function"):
+        problem.pointwise().curvature_blocks(torch.zeros(10, 3, dtype=torch.float64), "abs")
+    assert math.isfinite(LaplaceNewton(curvature="hessian").solve(problem.prior(), problem.pointwise()).log_joint)
+
+
+def test_logit_is_what_it_says() -> None:
+    f = torch.tensor([[1.2]], dtype=torch.float64)
+    likelihood = PointwiseLikelihood(LogitBernoulliLikelihood(), torch.ones(1), 1)
+    p = torch.sigmoid(f)
+    torch.testing.assert_close(likelihood.gradient(f), 1 - p)
+    torch.testing.assert_close(likelihood.hessian(f).detach().flatten(), (p * (1 - p)).flatten())
+
+
+def test_unit_vectors_do_not_run_out() -> None:
+    """Of a softmax's classes one follows from the others; and compression drops what may be taken again."""
+    softmax, logit = case("softmax", n=40), case("logit", n=60)
+    found = LaplaceNewton(policy="unit", max_inner=20).solve(softmax.prior(), softmax.pointwise())
+    assert found.status is SolveStatus.CONVERGED
+    solver = LaplaceNewton(policy="unit", max_inner=20, max_rank=20, max_outer=60, compression="keep_mean")
+    prior, likelihood = logit.prior(), logit.pointwise()
+    found = solver.solve(prior, likelihood)
+    assert (
+        found.stationarity
+        < 0.1 * LaplaceNewton(policy="unit", max_inner=20, max_outer=3).solve(prior, likelihood).stationarity
+    )

@@ -1,0 +1,463 @@
+"""The Laplace evidence and its gradient against the re-optimised dense evidence, and against exact answers."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.mlls import ExactMarginalLogLikelihood
+from torch import Tensor
+
+import gpy_iterative as gpi
+from gpy_iterative.errors import ConvergenceWarning, NonFiniteError
+from gpy_iterative.laplace.elbo import subspace_bound
+from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
+from gpy_iterative.linear_operators import KernelProducts, latent_prior
+from gpy_iterative.linear_operators.latent import LatentPrior
+from gpy_iterative.mlls import LaplaceMarginalLogLikelihood
+from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton, SolveStatus
+from tests.laplace.cases import LIKELIHOODS, Case, case
+from tests.monte_carlo import assert_mean_within
+
+#: Likelihoods whose latent functions also come with a shared kernel, correlated, or as a multitask prior.
+LAYOUTS = [(name, "own") for name in LIKELIHOODS] + [
+    ("softmax", "shared"),
+    ("softmax", "multitask"),
+    ("softmax", "coregionalised"),
+]
+
+
+def naive_evidence(problem: Case, kind: str = "auto") -> Tensor:
+    """L at the mode of plain damped Newton steps on dense matrices; the reference of everything here."""
+    prior, likelihood = problem.prior(), problem.pointwise()
+    kernel, mean = prior.operator.to_dense(), prior.mean
+    floor = NO_FLOOR
+    f, v = mean.clone(), torch.zeros_like(mean).flatten()
+
+    def psi(f: Tensor, v: Tensor) -> float:
+        return likelihood.total(f) - 0.5 * float(v @ (f - mean).flatten())
+
+    def weights(f: Tensor) -> Tensor:
+        return torch.block_diag(*likelihood.curvature(f, kind, floor).blocks())
+
+    for _ in range(200):
+        w, g = weights(f), likelihood.gradient(f).flatten()
+        new = torch.linalg.solve(torch.eye(len(w)) + w @ kernel, w @ (f - mean).flatten() + g)
+        step, length = new - v, 1.0
+        move = (kernel @ step).view_as(f)
+        while length > 1e-9 and not psi(f + length * move, v + length * step) >= psi(f, v) - 1e-13 * abs(psi(f, v)):
+            length /= 2
+        f, v = f + length * move, v + length * step
+        if float((length * move).abs().max()) < 1e-13:
+            break
+    assert float((likelihood.gradient(f).flatten() - v).abs().max()) < 1e-9
+    logdet = torch.linalg.slogdet(torch.eye(len(kernel)) + weights(f) @ kernel)[1]
+    return psi(f, v) - 0.5 * logdet
+
+
+def gradients(problem: Case, mll: LaplaceMarginalLogLikelihood) -> tuple[float, dict[str, Tensor]]:
+    """Value and gradient, not divided by n."""
+    problem.model.train()
+    problem.model.zero_grad()
+    value = mll(problem.model(problem.x), problem.y)
+    value.backward()
+    size = len(problem.y)
+    return value.item() * size, {
+        name: p.grad * size for name, p in problem.model.named_parameters() if p.grad is not None
+    }
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("name", "kind"), LAYOUTS, ids=[f"{name}-{kind}" for name, kind in LAYOUTS])
+def test_exact_gradient_is_that_of_the_reoptimised_evidence(name: str, kind: str) -> None:
+    problem = case(name, n=18, kind=kind)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceCholesky(tolerance=1e-12))
+    value, found = gradients(problem, mll)
+    assert value == pytest.approx(float(naive_evidence(problem)), rel=1e-10)
+    step = 1e-4
+    scale = max(float(gradient.abs().max()) for gradient in found.values())
+    for name_, parameter in problem.model.named_parameters():
+        flat = parameter.data.view(-1)
+        for index in range(flat.numel()):
+            ends = []
+            for sign in (2, 1, -1, -2):
+                kept = flat[index].item()
+                flat[index] = kept + sign * step
+                ends.append(float(naive_evidence(problem)))
+                flat[index] = kept
+            difference = (8 * (ends[1] - ends[2]) - (ends[0] - ends[3])) / (12 * step)
+            gradient = found[name_].flatten()[index].item() if name_ in found else 0.0
+            assert gradient == pytest.approx(difference, rel=2e-6, abs=2e-6 * scale), (name_, index)
+
+
+def test_gaussian_likelihood_is_the_exact_marginal() -> None:
+    problem = case("gaussian", n=25)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model)
+    value, found = gradients(problem, mll)
+    assert mll.report.iterations == 1
+
+    class Exact(gpytorch.models.ExactGP):
+        def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+            return problem.model.forward(x)
+
+    reference = Exact(problem.x, problem.y, problem.likelihood).train()
+    exact = ExactMarginalLogLikelihood(problem.likelihood, reference)(reference(problem.x), problem.y)
+    problem.model.zero_grad()
+    exact.backward()
+    assert value == pytest.approx(exact.item() * 25, abs=1e-10 * 25)
+    for name, parameter in problem.model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad * 25, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["logit", "student", "softmax"])
+@pytest.mark.parametrize(
+    ("trace", "deflate"), [("preconditioned", True), ("preconditioned", False), ("standard", True), ("pathwise", False)]
+)
+def test_stochastic_gradient_is_unbiased(name: str, trace: str, deflate: bool) -> None:
+    problem = case(name, n=16)
+    exact = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceCholesky())
+    value, expected = gradients(problem, exact)
+    # Few actions, so that something is left to the probes; exact solves, so that their bias is not seen.
+    mll = LaplaceMarginalLogLikelihood(
+        problem.likelihood,
+        problem.model,
+        solver=LaplaceNewton(tolerance=1e-10, max_rank=5, max_outer=200),
+        trace=trace,
+        deflate=deflate,
+        num_probes=40,
+        num_frequencies=20,
+        tolerance=1e-9,
+        generator=0,
+    )
+    samples: dict[str, list[Tensor]] = {key: [] for key in expected}
+    values = []
+    for _ in range(30):
+        sampled, found = gradients(problem, mll)
+        values.append(sampled)
+        for key, gradient in found.items():
+            samples[key].append(gradient)
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    for key, gradient in expected.items():
+        assert_mean_within(torch.stack(samples[key]), gradient, max_sem=0.1 * scale + 0.05, floor=1e-6 * scale)
+    # The quadrature stops where its own error is about that of its probes: the reported error counts both.
+    floor = 2 * float(mll.report.value_sem) * len(problem.y)
+    assert_mean_within(torch.tensor(values).unsqueeze(-1), torch.tensor([value]), max_sem=0.2, floor=floor)
+
+
+def test_everything_captured_leaves_no_noise() -> None:
+    """With all of the space among the actions, deflation leaves nothing to the probes."""
+    problem = case("poisson-log", n=20)
+    _, expected = gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model))
+    solver = LaplaceNewton(tolerance=1e-10, num_covariance_actions=40)
+    options = {"solver": solver, "num_probes": 1, "tolerance": 1e-10, "generator": 1}
+    _, found = gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options))
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_low_rank_log_determinant_is_a_lower_bound() -> None:
+    problem = case("logit", n=30)
+    exact, _ = gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model))
+    above = []
+    for rank in (2, 5, 30):
+        solver = LaplaceNewton(tolerance=1e-9, max_rank=rank, max_outer=200, num_covariance_actions=30 * (rank == 30))
+        options = {"solver": solver, "logdet": "lowrank", "tolerance": 1e-6}
+        above.append(gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options))[0])
+    assert above[0] > above[1] > exact
+    assert above[2] == pytest.approx(exact, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["logit", "poisson-log", "softmax"])
+def test_elbo_grows_with_the_subspace_and_is_near_the_evidence(name: str) -> None:
+    problem = case(name, n=20)
+    bounds = []
+    for rank in (2, 6, 20 * problem.model.latents):
+        solver = LaplaceNewton(tolerance=1e-8, max_rank=rank, max_outer=200, num_covariance_actions=60 * (rank >= 20))
+        mll = LaplaceMarginalLogLikelihood(
+            problem.likelihood, problem.model, objective="elbo", solver=solver, generator=0
+        )
+        bounds.append(gradients(problem, mll)[0])
+    evidence = float(naive_evidence(problem))
+    assert bounds[0] < bounds[1] < bounds[2]
+    # Laplace's evidence is no bound itself, but near the truth here.
+    assert bounds[2] < evidence + 0.5
+    assert bounds[2] > evidence - 1.0
+
+
+def importance_sampled_evidence(problem: Case, draws: int = 40_000) -> tuple[float, float]:
+    """Log p(y) and its standard error, proposals from Laplace's approximation; one latent function."""
+    prior, likelihood = problem.prior(), problem.pointwise()
+    kernel, mean = prior.operator.to_dense(), prior.mean
+    kernel = kernel + 1e-8 * torch.eye(len(kernel))
+    f = LaplaceCholesky().solve(prior, likelihood).latent
+    w = likelihood.curvature(f, "auto", NO_FLOOR).blocks().flatten()
+    covariance = torch.linalg.inv(torch.linalg.inv(kernel) + torch.diag(w))
+    proposal = torch.distributions.MultivariateNormal(f.flatten(), covariance)
+    target = torch.distributions.MultivariateNormal(mean.flatten(), kernel)
+    base = torch.randn(draws, len(f), generator=torch.Generator().manual_seed(3))
+    samples = f.flatten() + base @ torch.linalg.cholesky(covariance).mT
+    log_lik = torch.stack([likelihood.log_prob(sample.unsqueeze(-1)).sum() for sample in samples]).detach()
+    weights = log_lik + target.log_prob(samples) - proposal.log_prob(samples)
+    scaled = (weights - weights.max()).exp()
+    value = float(torch.logsumexp(weights, 0) - torch.tensor(float(draws)).log())
+    return value, float(scaled.std() / scaled.mean() / draws**0.5)
+
+
+def test_elbo_is_a_lower_bound_on_the_true_evidence() -> None:
+    problem = case("logit", n=20)
+    truth, error = importance_sampled_evidence(problem, draws=8000)
+    assert error < 0.02
+    solver = LaplaceNewton(tolerance=1e-8, num_covariance_actions=40)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo", solver=solver)
+    bound, _ = gradients(problem, mll)
+    assert truth - 1.0 < bound < truth + 4 * error
+
+
+def test_elbo_of_a_gaussian_likelihood_with_everything_captured_is_exact() -> None:
+    problem = case("gaussian", n=15)
+    exact, expected = gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model))
+    solver = LaplaceNewton(tolerance=1e-12, num_covariance_actions=30)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo", solver=solver)
+    value, found = gradients(problem, mll)
+    assert value == pytest.approx(exact, abs=1e-8)
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-6, atol=1e-6)
+
+
+def assert_derivative(bound: Callable[[], Tensor], parameters: Iterable[Tensor], step: float = 1e-4) -> None:
+    """The gradients that parameters have, in one direction that all of them share in: the bound's central difference."""
+    moved = list(parameters)
+    generator = torch.Generator().manual_seed(0)
+    directions = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in moved]
+    expected = sum(float((p.grad * direction).sum()) for p, direction in zip(moved, directions, strict=True))
+    ends = []
+    for sign in (1, -2):
+        for parameter, direction in zip(moved, directions, strict=True):
+            parameter.data += sign * step * direction
+        ends.append(bound().item())
+    assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "kind"), LAYOUTS)
+def test_elbo_gradient_is_its_derivative(name: str, kind: str) -> None:
+    """What the maximisation moves has no part in it."""
+    problem = case(name, n=7, kind=kind)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo")
+    bound = lambda: mll(problem.model(problem.x), problem.y) * 7
+    problem.model.zero_grad()
+    bound().backward()
+    assert_derivative(bound, problem.model.parameters())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("poisson-log", "own"), ("student", "own"), *LAYOUTS[-4:]])
+def test_elbo_gradient_in_a_subspace_is_its_derivative(name: str, kind: str) -> None:
+    """For fixed actions."""
+    problem = case(name, n=7, kind=kind)
+    likelihood = problem.pointwise()
+    solution = LaplaceNewton(max_rank=4).solve(problem.prior(), likelihood)
+
+    def bound() -> Tensor:
+        live = latent_prior(problem.model(problem.x), KernelProducts())
+        fixed = replace(solution, images=(live.operator @ solution.actions).detach())
+        return subspace_bound(LatentPrior(live.operator, live.mean.detach()), likelihood, fixed).with_gradient(
+            live, likelihood
+        )
+
+    problem.model.zero_grad()
+    bound().backward()
+    assert_derivative(bound, problem.model.parameters())
+
+
+@pytest.mark.parametrize("solver", [None, LaplaceNewton(max_rank=8)], ids=["dense", "newton"])
+def test_training_raises_the_bound(solver: LaplaceNewton | None) -> None:
+    problem = case("poisson-log", n=15)
+    problem.model.covar_module.outputscale = 20.0
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo", solver=solver, generator=0)
+    optimiser = torch.optim.Adam(problem.model.parameters(), lr=0.1)
+    values = []
+    for _ in range(4):
+        optimiser.zero_grad()
+        loss = -mll(problem.model(problem.x), problem.y)
+        loss.backward()
+        optimiser.step()
+        values.append(-loss.item())
+    assert values == sorted(values)
+    assert mll.report.status is SolveStatus.CONVERGED
+    assert "± 0; converged" in str(mll.report)
+
+
+def test_a_bound_that_is_not_the_largest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = case("poisson-log", n=15)
+    monkeypatch.setattr("gpy_iterative.laplace.elbo.MAX_STEPS", 1)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo")
+    with pytest.warns(ConvergenceWarning, match="largest lower bound ended with status budget_exhausted"):
+        mll(problem.model(problem.x), problem.y)
+
+
+def test_a_bound_that_is_not_finite() -> None:
+    problem = case("poisson-log", n=15)
+    problem.model.covar_module.outputscale = 1e7
+    mll = LaplaceMarginalLogLikelihood(
+        problem.likelihood, problem.model, objective="elbo", solver=LaplaceNewton(max_rank=1)
+    )
+    with pytest.raises(NonFiniteError, match="not finite at the mode"):
+        mll(problem.model(problem.x), problem.y)
+
+
+def test_a_step_of_training_improves_and_warm_starts() -> None:
+    problem = case("poisson-log", n=60, solver=LaplaceNewton())
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceNewton(), generator=0)
+    optimiser = torch.optim.Adam(problem.model.parameters(), lr=0.05)
+    values, products = [], []
+    for _ in range(15):
+        optimiser.zero_grad()
+        loss = -mll(problem.model(problem.x), problem.y)
+        loss.backward()
+        optimiser.step()
+        values.append(loss.item())
+        products.append(mll.report.epochs)
+    assert values[-1] < values[0]
+    assert max(products[1:]) <= products[0]
+    assert "kernel products" in str(mll.report)
+    posterior = mll.posterior()
+    assert not problem.model.training
+    torch.testing.assert_close(problem.model(problem.x).mean, posterior(problem.x).mean)
+
+
+@pytest.mark.parametrize("name", ["logit", "softmax"])
+def test_the_bound_does_not_depend_on_the_call_before(name: str) -> None:
+    """The second call starts at the mode that the first has found."""
+    problem = case(name, n=25)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo", generator=0)
+    first, second = (gradients(problem, mll)[0] for _ in range(2))
+    assert second == pytest.approx(first, abs=1e-7)
+
+
+def test_the_posterior_is_that_of_the_training() -> None:
+    problem = case("logit", n=30)
+    solver, products = LaplaceNewton(max_rank=6), gpi.linear_operators.KernelProducts(tile_size=512)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=solver, products=products)
+    mll(problem.model(problem.x), problem.y)
+    posterior = mll.posterior()  # at the very hyperparameters of the mode that it starts from
+    assert 1 <= posterior.solution.actions.shape[-1] <= 6
+    assert problem.model.posterior() is posterior
+    assert posterior._products is products
+    left = posterior(problem.x).variance / problem.model.covar_module.outputscale
+    assert left.mean() < 0.9
+    other = case("logit", n=30)
+    with pytest.raises(ValueError, match="not the model's own"):
+        LaplaceMarginalLogLikelihood(problem.likelihood, other.model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", [None, LaplaceNewton()])
+def test_inference_mode_gives_the_value(dtype: torch.dtype, solver: LaplaceNewton | None) -> None:
+    problem = case("poisson-log", n=20, dtype=dtype)
+    for objective in ("laplace", "elbo"):
+        options = {"objective": objective, "solver": solver, "generator": 0}
+        mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options)
+        with torch.inference_mode():
+            inside = float(mll(problem.model(problem.x), problem.y.clone()))
+        again = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options)
+        value = again(problem.model(problem.x), problem.y)
+        assert inside == pytest.approx(value.item(), abs=1e-4)
+        mll(problem.model(problem.x), problem.y).backward()
+
+
+def test_a_run_resumes_exactly() -> None:
+    def run(steps: int, problem: Case, mll: LaplaceMarginalLogLikelihood) -> list[float]:
+        return [gradients(problem, mll)[0] for _ in range(steps)]
+
+    options = {"solver": LaplaceNewton(max_rank=5), "generator": 3}
+    problem = case("logit", n=30)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options)
+    run(2, problem, mll)
+    state = mll.training_state()
+    expected = run(2, problem, mll)
+    again = case("logit", n=30)
+    resumed = LaplaceMarginalLogLikelihood(again.likelihood, again.model, **options)
+    resumed.load_training_state(state)
+    assert run(2, again, resumed) == expected
+    kept = resumed.training_state()
+    for changed in (
+        {"weights": torch.zeros(3)},
+        kept | {"generator": 3},
+        kept | {"weights": torch.zeros(30, 1, dtype=torch.bool)},
+        kept | {"weights": 0.5},
+        kept | {"probes": torch.zeros(3)},
+    ):
+        with pytest.raises(ValueError, match="no training state"):
+            resumed.load_training_state(changed)
+    assert all(torch.equal(tensor, kept[key]) for key, tensor in resumed.training_state().items())
+
+
+def test_float32_agrees_with_float64() -> None:
+    torch.set_default_dtype(torch.float32)
+    for name in ("logit", "softmax", "poisson-log"):
+        low, high = case(name, n=40, dtype=torch.float32), case(name, n=40)
+        for solver in (None, LaplaceNewton(max_rank=100, num_covariance_actions=20)):
+            options = {"solver": solver, "num_probes": 64, "generator": 0}
+            values = [
+                gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options))
+                for problem in (low, high)
+            ]
+            assert values[0][0] == pytest.approx(values[1][0], abs=0.3 if solver else 1e-3)
+            assert all(gradient.dtype == torch.float32 for gradient in values[0][1].values())
+
+
+def test_masked_points_are_dropped() -> None:
+    problem = case("poisson-log", n=20)
+    missing = problem.y.clone()
+    missing[[3, 11]] = torch.nan
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model)
+    with pytest.raises(ValueError, match=r"targets\[3\] is nan"):
+        mll(problem.model(problem.x), missing)
+    kept = torch.isfinite(missing)
+    smaller = case("poisson-log", n=20)
+    smaller.model.set_train_data(problem.x[kept], problem.y[kept])
+    with gpytorch.settings.observation_nan_policy("mask"):
+        value = mll(problem.model(problem.x), missing).item() * 20
+        problem.model.set_train_data(targets=missing)
+        prediction = problem.model.eval()(problem.x[:4])
+    reference = LaplaceMarginalLogLikelihood(smaller.likelihood, smaller.model)
+    assert value == pytest.approx(reference(smaller.model(problem.x[kept]), problem.y[kept]).item() * 18, abs=1e-9)
+    expected = smaller.model.eval()(problem.x[:4])
+    torch.testing.assert_close(prediction.mean, expected.mean)
+    torch.testing.assert_close(prediction.variance, expected.variance)
+
+
+def test_a_bound_that_failed_draws_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = case("logit", n=20)
+    solver = LaplaceNewton(num_covariance_actions=5)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, objective="elbo", solver=solver, generator=0)
+    before = mll.training_state()["generator"].clone()
+    with monkeypatch.context() as patch:
+        patch.setattr("gpy_iterative.laplace.mll.subspace_bound", lambda *_: torch.tensor([])[0])
+        with pytest.raises(IndexError):
+            mll(problem.model(problem.x), problem.y)
+    assert torch.equal(mll.training_state()["generator"], before)
+    mll(problem.model(problem.x), problem.y)
+    assert not torch.equal(mll.training_state()["generator"], before)
+
+
+def test_a_batch_of_one_kernel_serves_all_functions() -> None:
+    problem = case("softmax", n=20, kind="shared")
+    values = []
+    for batch in (torch.Size([]), torch.Size([1])):
+        model = problem.model
+        model.covar_module = gpytorch.kernels.ScaleKernel(
+            gpytorch.kernels.RBFKernel(batch_shape=batch), batch_shape=batch
+        )
+        model.double()
+        mll = LaplaceMarginalLogLikelihood(
+            problem.likelihood, model, solver=LaplaceNewton(), trace="pathwise", num_frequencies=50, generator=0
+        )
+        values.append(mll(model(problem.x), problem.y).reshape(()))
+    torch.testing.assert_close(values[0], values[1], rtol=1e-3, atol=1e-3)

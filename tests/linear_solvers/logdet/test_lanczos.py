@@ -1,0 +1,262 @@
+"""The log-determinant's estimate is unbiased, and its standard error honest."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from linear_operator.operators import DenseLinearOperator
+from torch import Tensor
+
+from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.radial.functions import RBF
+from gpy_iterative.linear_solvers.logdet.quadrature_shares import FALL, FIRST_AGE, Rules
+from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
+from gpy_iterative.solvers import QuadratureShares, stochastic_logdet
+from tests import oracles
+from tests.linear_solvers.contract import N, system
+from tests.monte_carlo import assert_mean_within
+
+
+def draw(preconditioner: LowRankPlusDiagonal, count: int, generator: torch.Generator) -> Tensor:
+    size, dtype = preconditioner.factor.shape[-2], preconditioner.factor.dtype
+    base = torch.randint(0, 2, (preconditioner.rank + size, count), generator=generator).to(dtype) * 2 - 1
+    return preconditioner.sample(base[:-size], base[-size:])
+
+
+@pytest.mark.parametrize("rank", [1, 20])
+@pytest.mark.parametrize("corrected", [False, True])
+def test_mean_and_error(rank: int, corrected: bool) -> None:
+    operator = system()
+    preconditioner = PivotedCholesky(rank=rank).build(operator, correct_diagonal=corrected)
+    generator = torch.Generator().manual_seed(0)
+    estimates = [
+        stochastic_logdet(
+            operator, draw(preconditioner, 4, generator), preconditioner, max_iterations=60, tolerance=1e-9
+        )
+        for _ in range(200)
+    ]
+    means = torch.stack([estimate.mean for estimate in estimates])
+    assert_mean_within(means, torch.logdet(operator.to_dense()), max_sem=1.0)
+    ratio = torch.stack([estimate.sem for estimate in estimates]).square().mean().sqrt() / means.std()
+    assert 0.75 < ratio < 1.3
+
+
+def test_early_stop_stays_within_the_error() -> None:
+    operator = system()
+    preconditioner = PivotedCholesky(rank=20).build(operator, correct_diagonal=True)
+    probes = draw(preconditioner, 4, torch.Generator().manual_seed(0))
+    early = stochastic_logdet(operator, probes, preconditioner)
+    full = stochastic_logdet(operator, probes, preconditioner, max_iterations=N, tolerance=1e-12)
+    assert 0 < (early.mean - full.mean).abs() < 2 * early.sem
+
+
+class Counting(NoisyLinearOperator):
+    """Counts its products."""
+
+    products = 0
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        self.products += 1
+        return super()._matmul(rhs)
+
+
+def similar_systems() -> tuple[NoisyLinearOperator, NoisyLinearOperator, LowRankPlusDiagonal]:
+    """A system, the same one some training steps later, and the later one's preconditioner."""
+    x, _, _ = oracles.problem(300)
+    systems = [
+        NoisyLinearOperator(
+            RadialKernelLinearOperator(x / lengthscale, torch.tensor(1.0).double(), function=RBF),
+            torch.full((300,), noise).double(),
+        )
+        for lengthscale, noise in ((0.3, 0.02), (0.31, 0.019))
+    ]
+    return systems[0], systems[1], PivotedCholesky(rank=20).build(systems[1])
+
+
+def test_shares_of_an_earlier_step_save_products() -> None:
+    before, after, preconditioner = similar_systems()
+    old = PivotedCholesky(rank=20).build(before)
+    generator = torch.Generator().manual_seed(0)
+    learned = stochastic_logdet(before, draw(old, 32, generator), old)
+    probes = draw(preconditioner, 32, generator)
+    truth = stochastic_logdet(after, probes, preconditioner, max_iterations=40, tolerance=1e-12)
+    counts = {}
+    for name, shares in (("without", None), ("with", learned.shares)):
+        operator = Counting(after.kernel, after.noise)
+        estimate = stochastic_logdet(operator, probes, preconditioner, shares=shares)
+        counts[name] = operator.products
+        assert (estimate.mean - truth.mean).abs() < 2 * estimate.sem
+    assert counts["with"] <= counts["without"] - 2
+
+
+def test_worn_shares_are_learned_anew() -> None:
+    before, after, preconditioner = similar_systems()
+    old, generator = PivotedCholesky(rank=20).build(before), torch.Generator().manual_seed(0)
+    options = {"tolerance": 3e-4, "max_iterations": 30}
+    learned = stochastic_logdet(before, draw(old, 32, generator), old, **options).shares
+    probes = draw(preconditioner, 32, generator)
+    shares, surplus, age = learned, 0, 0
+    while not shares.are_worn:
+        operator = Counting(after.kernel, after.noise)
+        shares = stochastic_logdet(operator, probes, preconditioner, shares=shares, **options).shares
+        assert torch.equal(shares.values, learned.values)
+        assert 2 < operator.products < 10
+        surplus, age = surplus + operator.products - 2, age + 1
+        assert (int(shares.surplus), int(shares.age)) == (surplus, age)
+    assert surplus >= learned.values.shape[-1] - 2 or age == learned.longest
+    anew = stochastic_logdet(after, probes, preconditioner, shares=shares, **options).shares
+    fresh = stochastic_logdet(after, probes, preconditioner, **options).shares
+    assert torch.equal(anew.values, fresh.values)
+    assert not anew.are_worn
+
+
+def made_up(truth: float) -> tuple[list[Rules], Tensor]:
+    """Rules of three iterations for two probes, and what they converge to."""
+    gaps = torch.tensor([8.0, 4.0, 2.0]).double()
+    limit = torch.tensor([truth, truth + 1]).double()
+    return [(limit + 0.6 * gap, limit - 0.4 * gap) for gap in gaps], limit
+
+
+def test_drift_is_measured_on_the_shares_of_before() -> None:
+    zero = torch.zeros(()).double()
+    rules, limit = made_up(10.0)
+    first = QuadratureShares.learned(rules, limit, zero)
+    torch.testing.assert_close(first.values, torch.full((2, 3), 0.4).double())
+    assert (first.drift.numel(), int(first.longest)) == (0, FIRST_AGE)
+    samples, error = first.estimate(rules[:2])
+    torch.testing.assert_close(samples, limit)
+    assert error < 1e-12
+
+    # Shares of .5: errors of a tenth of the gaps, .8, .4 and .2, whose successors a correction takes for .46 of them.
+    moved = [(limit + 0.5 * (upper - lower), limit - 0.5 * (upper - lower)) for upper, lower in rules]
+    left = [abs(gap / 20 - gap / 20 * FALL / (1 - FALL)) for gap in (8.0, 4.0)]
+    samples, error = first.estimate(moved[:2])
+    assert float((samples - limit).abs().max()) == pytest.approx(left[0])
+    assert float(error) == pytest.approx(0.4 * FALL / (1 - FALL) / 4)
+    second = QuadratureShares.learned(moved, limit, zero, first.used(2).used(3))
+    assert (int(second.longest), int(second.age), int(second.surplus)) == (2 * 3, 0, 0)
+    torch.testing.assert_close(second.drift, torch.tensor(left).double() / 3)
+    # Without a correction the error is what the drift makes of the shares' age.
+    aged = second.used(2).used(2)
+    assert float(aged.estimate(moved[:2])[1]) == pytest.approx(3 * left[0] / 3)
+    assert float(aged.estimate(moved[:3])[1]) == pytest.approx(3 * left[1] / 3)
+    # Half of a drift is remembered where the next one happens to be nothing.
+    third = QuadratureShares.learned(moved, limit, zero, aged)
+    torch.testing.assert_close(third.drift, second.drift / 2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "lengthscales", "noises", "seed"),
+    [(20, (0.3, 0.6), (0.02, 0.004), 1), (5, (0.3, 1.2), (0.02, 0.002), 0)],
+)
+def test_values_along_a_training_run_are_as_good_as_they_say(
+    rank: int, lengthscales: tuple[float, float], noises: tuple[float, float], seed: int
+) -> None:
+    """Shares that move so that two iterations agree on a wrong value: unmeasured, three to seven reported errors."""
+    x, _, _ = oracles.problem(300)
+    bits = torch.randint(0, 2, (rank + 300, 4), generator=torch.Generator().manual_seed(seed)).double()
+    shares, ratios, products = None, [], 0
+    for way in torch.linspace(0, 1, 40).double():
+        lengthscale, noise = (low * (high / low) ** way for low, high in (lengthscales, noises))
+        kernel = RadialKernelLinearOperator(x / lengthscale, torch.tensor(1.0).double(), function=RBF)
+        operator = Counting(kernel, noise.expand(300))
+        preconditioner = PivotedCholesky(rank=rank).build(operator)
+        probes = preconditioner.sample(2 * bits[:rank] - 1, 2 * bits[rank:] - 1)
+        truth = stochastic_logdet(operator, probes, preconditioner, max_iterations=60, tolerance=1e-12)
+        operator.products = 0
+        estimate = stochastic_logdet(operator, probes, preconditioner, shares=shares)
+        shares, products = estimate.shares, products + operator.products
+        ratios.append((estimate.mean - truth.mean) / estimate.sem)
+    assert torch.stack(ratios).abs().max() < 2
+    assert torch.stack(ratios).square().mean().sqrt() < 1
+    assert products < 3.8 * 40
+
+
+def test_a_short_budget_takes_the_better_estimate_and_says_so() -> None:
+    """Three iterations know of a thorough run all that it knew; and of a crude one, how crude it was."""
+    _, operator, preconditioner = similar_systems()
+    probes = draw(preconditioner, 32, torch.Generator().manual_seed(0))
+    thorough = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-12)
+    short = {"max_iterations": 3, "tolerance": 1e-6}
+    crude = stochastic_logdet(operator, probes, preconditioner, **short)
+    again = stochastic_logdet(operator, probes, preconditioner, shares=crude.shares, **short)
+    known = stochastic_logdet(operator, probes, preconditioner, shares=thorough.shares, **short)
+    assert (crude.mean - thorough.mean).abs() > 1
+    torch.testing.assert_close(known.mean, thorough.mean)
+    torch.testing.assert_close(known.sem, thorough.sem)
+    torch.testing.assert_close(again.sem, crude.sem)
+    assert crude.sem > thorough.sem + 0.1
+    assert (int(known.shares.age), int(known.shares.surplus)) == (1, 0)
+
+
+def test_the_first_product_may_be_given() -> None:
+    _, after, preconditioner = similar_systems()
+    probes = draw(preconditioner, 8, torch.Generator().manual_seed(0))
+    plain, given = Counting(after.kernel, after.noise), Counting(after.kernel, after.noise)
+    expected = stochastic_logdet(plain, probes, preconditioner)
+    image = after.to_dense() @ preconditioner.solve(probes)
+    found = stochastic_logdet(given, probes, preconditioner, first_image=image)
+    assert given.products == plain.products - 1
+    torch.testing.assert_close(found.mean, expected.mean)
+    torch.testing.assert_close(found.sem, expected.sem)
+
+
+@pytest.mark.parametrize("moved", [-0.2, 0.2])
+def test_shares_that_no_longer_hold_are_found_out(moved: float) -> None:
+    """Trusted to the end, they would make an error of about nine standard errors at the second iteration."""
+    _, operator, preconditioner = similar_systems()
+    probes = draw(preconditioner, 32, torch.Generator().manual_seed(0))
+    truth = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-12)
+    shares = replace(truth.shares, values=truth.shares.values + moved)
+    misled = stochastic_logdet(operator, probes, preconditioner, shares=shares)
+    assert (misled.mean - truth.mean).abs() < 2 * misled.sem
+    tight = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-9, shares=shares)
+    torch.testing.assert_close(tight.mean, truth.mean, rtol=1e-6, atol=1e-5)
+    one = replace(shares, values=shares.values[..., :1])
+    anew = stochastic_logdet(operator, probes, preconditioner, shares=one).shares.values
+    assert anew.shape[-1] > 2
+    assert (anew - truth.shares.values[..., : anew.shape[-1]]).mean(-2)[:2].abs().max() < 0.05
+
+
+@pytest.mark.parametrize("noise", [0.01, 1.0])
+def test_an_operator_whose_floor_is_unknown(noise: float) -> None:
+    operator = system(noise)
+    preconditioner = PivotedCholesky(rank=20).build(operator)
+    probes = draw(preconditioner, 4, torch.Generator().manual_seed(0))
+    full = stochastic_logdet(operator, probes, preconditioner, max_iterations=N, tolerance=1e-12)
+    dense = DenseLinearOperator(operator.to_dense())
+    estimate = stochastic_logdet(dense, probes, preconditioner)
+    assert (estimate.mean - full.mean).abs() < 2 * estimate.sem
+
+
+def test_full_rank_preconditioner_leaves_nothing_to_estimate() -> None:
+    operator = system()
+    preconditioner = PivotedCholesky(rank=N).build(operator)
+    probes = preconditioner.sample(torch.ones(preconditioner.rank, 2).double(), torch.ones(N, 2).double())
+    estimate = stochastic_logdet(operator, probes, preconditioner)
+    torch.testing.assert_close(estimate.mean, torch.logdet(operator.to_dense()), rtol=1e-6, atol=1e-6)
+    assert estimate.sem < 1e-6
+
+
+def test_members_of_a_batch() -> None:
+    single = system()
+    operator = single.expand(2, N, N)
+    preconditioner = PivotedCholesky(rank=10).build(operator)
+    probes = draw(preconditioner[0], 4, torch.Generator().manual_seed(0)).expand(2, N, 4)
+    batched = stochastic_logdet(operator, probes, preconditioner)
+    alone = stochastic_logdet(single, probes[0], preconditioner[0])
+    torch.testing.assert_close(batched.mean, alone.mean.expand(2))
+    torch.testing.assert_close(batched.sem, alone.sem.expand(2))
+
+
+def test_rounding_in_float32_does_not_run_wild() -> None:
+    # The largest eigenvalue times the rounding of float32 is above the noise: Ritz values come out negative.
+    x, _, _ = oracles.problem(300)
+    kernel = RadialKernelLinearOperator(x.float(), torch.tensor(100.0), function=RBF)
+    operator = NoisyLinearOperator(kernel, torch.full((300,), 1e-3))
+    dense = 100 * torch.exp(-0.5 * torch.cdist(x, x).square()) + 1e-3 * torch.eye(300).double()
+    preconditioner = PivotedCholesky(rank=20).build(operator, correct_diagonal=True)
+    probes = draw(preconditioner, 8, torch.Generator().manual_seed(0))
+    estimate = stochastic_logdet(operator, probes, preconditioner)
+    assert estimate.sem < 250  # of -264; logarithms of negative Ritz values, cut off at zero, give -4000
+    assert (estimate.mean - torch.logdet(dense)).abs() < 2 * estimate.sem

@@ -1,0 +1,52 @@
+"""Changes of tensors, by version and by value."""
+
+import copy
+import gc
+
+import torch
+
+from gpy_iterative.changes import SeenValues, SeenVersions, same_tensor
+
+
+def test_versions_see_writes_and_other_tensors_but_not_new_views() -> None:
+    tensor = torch.zeros(4, 2)
+    seen = SeenVersions.of([tensor[:3]])
+    assert seen.are([tensor[:3]])
+    assert not seen.are([tensor[1:]])
+    assert not seen.are([tensor.clone()[:3]])
+    assert not seen.are([])
+    tensor[3] = 1.0
+    assert not seen.are([tensor[:3]])
+
+
+def test_versions_see_nothing_of_data_and_values_do() -> None:
+    tensor = torch.zeros(3)
+    versions, values = SeenVersions.of([tensor]), SeenValues.of([tensor])
+    tensor.data += 1
+    assert versions.are([tensor])
+    assert not values.are([tensor])
+    assert values.are([torch.zeros(3)])
+
+
+def test_versions_keep_no_tensor_alive_and_are_not_copied() -> None:
+    tensor = torch.zeros(3)
+    seen = SeenVersions.of([tensor])
+    assert not copy.deepcopy(seen).are([tensor])
+    del tensor
+    gc.collect()
+    assert not seen.are([torch.zeros(3)])
+
+
+def test_inference_tensors_differ_every_time() -> None:
+    with torch.inference_mode():
+        tensor = torch.zeros(3)
+    assert not SeenVersions.of([tensor]).are([tensor])
+    assert SeenValues.of([tensor]).are([tensor])
+
+
+def test_same_tensors_have_the_same_kind_and_missing_values() -> None:
+    tensor = torch.tensor([1.0, torch.nan])
+    assert same_tensor(tensor, tensor.clone())
+    assert not same_tensor(tensor, tensor.double())
+    assert not same_tensor(tensor, torch.tensor([1.0, 2.0]))
+    assert not same_tensor(torch.ones(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))

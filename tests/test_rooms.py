@@ -1,0 +1,63 @@
+"""Each method stands alone: the package works without the folders of the others and their lines in the faces."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "gpy_iterative"
+METHODS = ("randomized", "laplace", "features", "quadruply")
+FACES = ("kernels", "likelihoods", "mlls", "models", "prediction", "solvers", "truncation")
+IMPORT_EVERYTHING = """
+import importlib, pkgutil, gpy_iterative
+for _, name, _ in pkgutil.walk_packages(gpy_iterative.__path__, "gpy_iterative."):
+    if name != "gpy_iterative.botorch":
+        importlib.import_module(name)
+        print(name)
+"""
+
+
+def without_lines_of(hidden: set[str], source: str) -> str:
+    """A face without what it imports from some rooms."""
+    tree, names = ast.parse(source), set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[1] in hidden:
+            names |= {alias.asname or alias.name for alias in node.names}
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.ImportFrom) and node.module.split(".")[1] in hidden)
+    ]
+    listed = next(node.value for node in tree.body if isinstance(node, ast.Assign))
+    listed.elts = [element for element in listed.elts if element.value not in names]
+    return ast.unparse(tree)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_works_without_the_others(method: str, tmp_path: Path) -> None:
+    package, hidden = tmp_path / "gpy_iterative", set(METHODS) - {method}
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", *hidden))
+    for face in FACES:
+        path = package / f"{face}.py"
+        path.write_text(without_lines_of(hidden, path.read_text()))
+    ran = subprocess.run(
+        [sys.executable, "-c", IMPORT_EVERYTHING],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "KEOPS_VERBOSE": "0", "KEOPS_CACHE_FOLDER": str(tmp_path / "keops")},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    rooms = {name.split(".")[1] for name in ran.stdout.split()}
+    assert rooms & set(METHODS) == {method}
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_faces_define_nothing(face: str) -> None:
+    tree = ast.parse((PACKAGE / f"{face}.py").read_text())
+    assert ast.get_docstring(tree)
+    kinds = [type(node) for node in tree.body[1:]]
+    assert kinds == [ast.ImportFrom] * (len(kinds) - 1) + [ast.Assign]
+    assert tree.body[-1].targets[0].id == "__all__"
