@@ -27,21 +27,13 @@ LOGISTIC_NOISE = 4.0
 
 @dataclass(frozen=True)
 class Rows:
-    """Sampled data.
+    """Sampled data."""
 
-    Attributes:
-        x: [b, d].
-        target: [b].
-        prior_mean: of the mean module, [b].
-        noise: variances of a Gaussian likelihood, [b]; None for other likelihoods.
-        weight: n / b.
-    """
-
-    x: Tensor
-    target: Tensor
-    prior_mean: Tensor
-    noise: Tensor | None
-    weight: float
+    x: Tensor  # [b, d]
+    target: Tensor  # [b]
+    prior_mean: Tensor  # [b]
+    noise: Tensor | None  # variances of a Gaussian likelihood, [b]
+    weight: float  # n / b
 
     @property
     def residual(self) -> Tensor:
@@ -51,23 +43,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of one evaluation.
-
-    Attributes:
-        likelihood: of the marginal log likelihood.
-        x: [n, d], all data or a batch of them.
-        target: [n].
-        params, kwargs: of the likelihood.
-        num_data: number of all data.
-        generator: of the evaluation's draws.
-    """
+    """Arguments of one evaluation."""
 
     likelihood: Likelihood
-    x: Tensor
-    target: Tensor
+    x: Tensor  # [n, d], all data or a batch of them
+    target: Tensor  # [n]
     params: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    num_data: int
+    num_data: int  # of all data
     generator: torch.Generator
 
     def rows(self, model: QuadruplyStochasticGP, index: Tensor, *, is_gaussian: bool) -> Rows:

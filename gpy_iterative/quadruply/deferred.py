@@ -57,13 +57,8 @@ class DeferredPrediction(MultivariateNormal):
 class WeightSpaceCovarianceLinearOperator(LinearOperator):
     """phi(x) C C^T phi(x)^T [t, t], whose diagonal is known and whose other entries are computed on request.
 
-    Args:
-        x: [t, d].
-        root: the part of the dense columns of C, [t, k].
-        diagonal: the variances from the other columns, [t].
-        extra: variances that are independent between points, [t].
-        model: computes the covariances of the other columns, at t^2 m.
-        block_size: features that it evaluates at a time.
+    `root` [t, k] is the part of the dense columns of C, `diagonal` [t] has the variances from the other columns, `extra`
+    [t] variances that are independent between points.
     """
 
     def __init__(

@@ -186,8 +186,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         """
         start, tracks = time.perf_counter(), torch.is_grad_enabled()
         x = self._inputs_of(function_dist)
-        self._check(x, target)
-        call = self._call(x, target, params, kwargs, self._run.generator() if tracks else self._looks)
+        call = self._checked_call(x, target, params, kwargs, self._run.generator() if tracks else self._looks)
         weights = self.model.weights
         # Tensors of a run must not be inference tensors: later steps could not use them.
         with (
@@ -211,8 +210,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         Differentiable. Memory and time O(n m): for small problems, and for an occasional look at training.
         """
         x = self.model.check_inputs(x)
-        self._check(x, target)
-        call = self._call(x, target, params, kwargs, self._looks)
+        call = self._checked_call(x, target, params, kwargs, self._looks)
         if len(x) != call.num_data:
             raise ValueError(f"num_data is {call.num_data}, but {len(x)} rows were passed: pass all data.")
         sample = Sample.of(self.model, torch.arange(self.model.num_tail_groups, device=x.device), sparse=False)
@@ -256,7 +254,8 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
 
     def _checked_run(self, run: Run) -> Run:
         run = self._points.checked(run.mapped(lambda tensor: tensor.to(self.model.device)))
-        check_entries(run.part("data") or {"rows": None, "size": None}, {"rows", "size"})
+        if (data := run.part("data")) is not None:
+            check_entries(data, {"rows": None, "size": None})
         return run
 
     def _estimate(self, call: Call) -> tuple[Tensor, Run]:
@@ -315,11 +314,6 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         groups = draw_set(model.num_tail_groups, self.num_group_samples, call.generator, ring=ring)
         return Sample.of(model, groups.to(model.device), sparse=self.sparse_gradients)
 
-    def _call(
-        self, x: Tensor, target: Tensor, params: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
-    ) -> Call:
-        return Call(self.likelihood, x, target, params, kwargs, self._data.num_data_of(len(x)), generator)
-
     def _inputs_of(self, function_dist: DeferredPrediction) -> Tensor:
         if not isinstance(function_dist, DeferredPrediction):
             raise RuntimeError(
@@ -330,8 +324,10 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
             raise ValueError("This is the output of another model than that of this marginal log likelihood.")
         return function_dist.x
 
-    def _check(self, x: Tensor, target: Tensor) -> None:
-        """Raises ValueError and NonFiniteError where data or parameters are not those of a step."""
+    def _checked_call(
+        self, x: Tensor, target: Tensor, params: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
+    ) -> Call:
+        """Raises ValueError and NonFiniteError where data or parameters do not allow a step."""
         self._data.check(x, target, partial(check_support, self.likelihood), self._run.part("data"))
         for name, parameter in (*self.model.named_hyperparameters(), *self.likelihood.named_parameters()):
             if parameter.shape.numel() < FEATURE_SAMPLES and not torch.isfinite(parameter).all():
@@ -342,6 +338,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
                 f"The hyperparameters of a {type(basis).__name__} cannot be learned: the log-determinant of its prior "
                 "precision is not sampled. Fix them: model.basis.requires_grad_(False)."
             )
+        return Call(self.likelihood, x, target, params, kwargs, self._data.num_data_of(len(x)), generator)
 
     def _report_of(self, value: Tensor, run: Run, x: Tensor, seconds: float) -> QuadruplyStochasticReport:
         kept, control = run.part("kept"), run.part("control")

@@ -39,17 +39,11 @@ class WeightRows:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """Rows of an evaluation whose gradient was taken.
+    """Rows of an evaluation whose gradient was taken."""
 
-    Attributes:
-        features: of the head, [b, h].
-        curvature: minus the second derivative of the bound with respect to each latent mean, over n, [b].
-        fit: E_q log p(y | f), weighted as in the bound, after a change [b] of the latent means: []; None for Gaussian
-            noise, where the curvature is enough.
-    """
-
-    features: Tensor
-    curvature: Tensor
+    features: Tensor  # of the head, [b, h]
+    curvature: Tensor  # minus the second derivative of the bound in each latent mean, over n, [b]
+    # E_q log p(y | f), weighted as in the bound, after a change [b] of the latent means; None for Gaussian noise.
     fit: Callable[[Tensor], Tensor] | None
 
 
@@ -166,16 +160,21 @@ class FeatureWeights(_VariationalDistribution):
         covariance = RootLinearOperator(root) + DiagLinearOperator(self._diagonal_variances())
         return MultivariateNormal(self.mean, covariance)
 
-    @torch.no_grad()
     def initialize_variational_distribution(self, prior_dist: MultivariateNormal) -> None:
         """Takes mean and variance of a distribution [m], which the first step keeps; dense columns become diagonal."""
-        mean, log_diagonal = prior_dist.mean, prior_dist.variance.log() / 2
-        self.head_mean.copy_(mean[: self.num_head])
-        self.tail_mean.copy_(mean[self.num_head :].unsqueeze(-1))
-        self.head_columns.zero_()
-        self.tail_columns.zero_()
-        self.head_log_diagonal.copy_(log_diagonal[: self.num_head])
-        tail = log_diagonal[self.num_head :].unsqueeze(-1)
+        columns = self.head_columns.new_zeros(self.num_head + self.num_tail, self.num_dense_columns)
+        self.assign(prior_dist.mean, columns, prior_dist.variance.log() / 2)
+
+    @torch.no_grad()
+    def assign(self, mean: Tensor, columns: Tensor, log_diagonal: Tensor) -> None:
+        """Sets mean [m], dense columns [m, k] below the diagonal, and log diagonal of C [m]."""
+        h = self.num_head
+        tail = log_diagonal[h:].unsqueeze(-1)
+        self.head_mean.copy_(mean[:h])
+        self.tail_mean.copy_(mean[h:].unsqueeze(-1))
+        self.head_columns.copy_(columns[:h])
+        self.tail_columns.copy_(columns[h:])
+        self.head_log_diagonal.copy_(log_diagonal[:h])
         self.tail_log_diagonal.copy_(tail.mean(0, keepdim=True) if self.shared_diagonal and len(tail) else tail)
         self.initialized.fill_(1)
         self.revision += 1

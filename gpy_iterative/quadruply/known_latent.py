@@ -32,18 +32,12 @@ MAX_PENDING = 8
 
 @dataclass(frozen=True)
 class KnownValues:
-    """What all features give at p points, with the gradient of two samples.
-
-    Attributes:
-        head: at the points.
-        total: Phi (mu, C_d) over all sampled groups, [p, 1 + k].
-        left, right: features of the first and second sample, [p, t].
-    """
+    """What all features give at p points, with the gradient of two samples."""
 
     head: Head
-    total: Tensor
-    left: Tensor
-    right: Tensor
+    total: Tensor  # Phi (mu, C_d) over all sampled groups, [p, 1 + k]
+    left: Tensor  # features of the first sample, [p, t]
+    right: Tensor  # features of the second sample, [p, t]
 
     @property
     def mean(self) -> Tensor:
@@ -60,39 +54,22 @@ class KnownValues:
 class KnownLatent:
     """State of the latent function at p points; the methods return the next state.
 
-    `frozen` is a model of `freeze`, whose weights are the trained ones.
-
-    Attributes:
-        x: [p, d].
-        head: features of the head at the points, [p, h].
-        total: Phi (mu, C_d) over all sampled groups, [p, 1 + k], float64.
-        watched: some rows of the weights, as last seen, [w, 1 + k].
-        pending: rows of the weights that the next step moves, [t].
-        pending_features: at the points, [p, t].
-        pending_values: of these rows when `total` was computed, [t, 1 + k].
-        steps: since `total` was computed from all features.
-        writes: `FeatureWeights.writes` when the weights were last seen.
-        step_writes: writes of one step, the fewest seen; 0 before the first.
-        basis_writes: writes to the basis' buffers at the start.
-        revision: `FeatureWeights.revision` that the state belongs to.
-        is_incomplete: whether the next step moves other rows than the pending ones.
-        has_warned: whether the user has been warned of moves of other rows.
+    `frozen` is a model of `freeze`, which has the trained weights.
     """
 
-    x: Tensor
-    head: Tensor
-    total: Tensor
-    watched: Tensor
-    pending: Tensor
-    pending_features: Tensor
-    pending_values: Tensor
-    steps: int
-    writes: int
-    step_writes: int
-    basis_writes: int
-    revision: int
-    is_incomplete: bool
-    has_warned: bool
+    x: Tensor  # [p, d]
+    head: Tensor  # features of the head, [p, h]
+    total: Tensor  # Phi (mu, C_d) over all sampled groups, [p, 1 + k], float64
+    watched: Tensor  # some rows of the weights, as last seen, [w, 1 + k]
+    pending: Tensor  # rows of the weights that the next step moves, [t]
+    pending_features: Tensor  # [p, t]
+    pending_values: Tensor  # of these rows, when `total` was computed, [t, 1 + k]
+    steps: int  # since `total` was computed from all features
+    writes: int  # `FeatureWeights.writes` when last seen
+    step_writes: int  # writes of one step, the fewest seen; 0 before the first
+    revision: int  # of the model
+    is_incomplete: bool  # the next step moves other rows than the pending ones
+    has_warned: bool  # of moves of other rows
 
     @classmethod
     @torch.no_grad()
@@ -111,7 +88,6 @@ class KnownLatent:
             steps=0,
             writes=0,
             step_writes=0 if before is None else before.step_writes,
-            basis_writes=num_writes(frozen.basis.buffers()),
             revision=0,
             is_incomplete=frozen.weights.awaits_step,
             has_warned=before is not None and before.has_warned,
@@ -134,15 +110,14 @@ class KnownLatent:
             pending_values=_values(frozen, self.pending),
             steps=0,
             writes=weights.writes,
-            revision=weights.revision,
+            revision=_revision(frozen),
             is_incomplete=self.is_incomplete and weights.awaits_step,
         )
 
     def follows(self, model: QuadruplyStochasticGP) -> bool:
         """Whether all changes of the weights are known: none by load_state_dict or the steps of another objective."""
         like = model.basis.like
-        is_same_run = (self.revision, self.basis_writes) == (model.weights.revision, num_writes(model.basis.buffers()))
-        return is_same_run and (self.x.dtype, self.x.device) == (like.dtype, like.device)
+        return self.revision == _revision(model) and (self.x.dtype, self.x.device) == (like.dtype, like.device)
 
     @torch.no_grad()
     def caught_up(self, frozen: QuadruplyStochasticGP, refresh_every: int | None = None) -> "KnownLatent":
@@ -185,14 +160,14 @@ class KnownLatent:
         total = self.total.to(self.x.dtype) + frozen.weights.num_tail / max(len(index), 1) * path
         values = KnownValues(Head.of(frozen, self.head), total, left, right)
         after = self._expecting(index, features.detach(), rows.detach())
-        return values, replace(after, revision=frozen.weights.revision + 1)
+        return values, replace(after, revision=_revision(frozen) + 1)
 
     def _with_moves(self, moves: Tensor, writes: int) -> "KnownLatent":
         return replace(
             self,
             total=self.total.double() + (self.pending_features @ moves).double(),
             pending=self.pending[:0],
-            pending_features=self.pending_features[:, :0],
+            pending_features=self.x.new_empty(len(self.x), 0),
             pending_values=self.pending_values[:0],
             step_writes=min(self.step_writes or writes, writes) if writes > 0 else self.step_writes,
         )
@@ -241,7 +216,7 @@ class KnownLatent:
 
         Raises ValueError where entries are missing or have other shapes than this model's.
         """
-        check_entries(part, {field.name for field in fields(cls)})
+        check_entries(part, dict.fromkeys(field.name for field in fields(cls)))
         columns, points = 1 + model.weights.num_dense_columns, len(part["x"])
         shapes = {
             "total": (points, columns),
@@ -250,13 +225,10 @@ class KnownLatent:
             "pending_features": (points, len(part["pending"])),
             "pending_values": (len(part["pending"]), columns),
         }
-        check_shapes(part, shapes)
+        check_entries(part, shapes)
+        weights = model.weights
         return replace(
-            cls.of(part),
-            writes=model.weights.writes,
-            basis_writes=num_writes(model.basis.buffers()),
-            revision=model.weights.revision,
-            is_incomplete=model.weights.awaits_step,
+            cls.of(part), writes=weights.writes, revision=_revision(model), is_incomplete=weights.awaits_step
         )
 
 
@@ -269,20 +241,21 @@ def freeze(model: QuadruplyStochasticGP, hyperparameters: Iterable[Tensor]) -> Q
     return frozen
 
 
-def check_entries(part: Part, names: set[str]) -> None:
-    """Raises ValueError where one is missing."""
-    if missing := names - part.keys():
-        raise ValueError(f"This is no training state of this model: it has no entry {sorted(missing)[0]!r}.")
-
-
-def check_shapes(part: Part, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError where an entry has another shape."""
+def check_entries(part: Part, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
+    """Raises ValueError where an entry is missing or has another shape; None is any shape."""
     for name, shape in shapes.items():
-        if part[name].shape != shape:
+        if name not in part:
+            raise ValueError(f"This is no training state of this model: it has no entry {name!r}.")
+        if shape is not None and part[name].shape != shape:
             raise ValueError(
                 f"This is the training state of another model: its {name!r} has shape {tuple(part[name].shape)}, that of "
-                f"this model {tuple(shape)}."
+                f"this model {shape}."
             )
+
+
+def _revision(model: QuadruplyStochasticGP) -> int:
+    """A number that grows with evaluations, with loaded states, and with writes to the basis' buffers."""
+    return model.weights.revision + num_writes(model.basis.buffers())
 
 
 def _watched(model: QuadruplyStochasticGP) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.changes import SeenValues
 from gpy_iterative.quadruply.data_terms import Call, control_term
-from gpy_iterative.quadruply.known_latent import KnownLatent, KnownValues, check_entries, check_shapes, freeze
+from gpy_iterative.quadruply.known_latent import KnownLatent, KnownValues, check_entries, freeze
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.samples import Sample, draw_set
 from gpy_iterative.quadruply.sizes import TrainingData, control_points, steps_per_batch
@@ -27,15 +27,7 @@ REFRESH_EVERY = 200
 class KnownPoints:
     """The options of kept rows and control points; methods take a run and return the next one.
 
-    Args:
-        model: of the marginal log likelihood.
-        data: number of data and of sampled rows.
-        num_group_samples: groups of a sample.
-        num_steps_per_batch, num_control_points: options of `QuadruplyStochasticELBO`.
-        is_gaussian: whether the noise is Gaussian.
-
-    Raises:
-        ValueError: options outside their range.
+    Raises ValueError for options outside their range, which are those of `QuadruplyStochasticELBO`.
     """
 
     def __init__(
@@ -139,16 +131,14 @@ class KnownPoints:
         part, kept, control = (run.part(name) for name in ("latent", "kept", "control"))
         if part is None:
             return run.having(kept=None, control=None, basis=None)
-        latent, current = KnownLatent.resumed(self.model, part), self._hyperparameters()
-        frozen = run.part("basis") or {}
-        check_entries(frozen, set(current))
-        check_shapes(frozen, {name: tuple(value.shape) for name, value in current.items()})
+        latent = KnownLatent.resumed(self.model, part)
+        check_entries(run.part("basis") or {}, {name: tuple(v.shape) for name, v in self._hyperparameters().items()})
         if kept is not None:
             _check_kept_rows(kept, len(latent.x))
         if control is not None:
-            check_entries(control, {"y"})
-            check_shapes(control, dict.fromkeys(control, (len(latent.x),)))
-        return run.having(latent=latent.part())
+            check_entries(control, dict.fromkeys({"y", *control}, (len(latent.x),)))
+        basis = {name: (run.part("basis") or {})[name] for name in self._hyperparameters()}
+        return run.having(latent=latent.part(), basis=basis)
 
     def _keeps_rows(self, call: Call, run: Run) -> bool:
         """Raises ValueError where `num_steps_per_batch` was given and rows cannot be kept."""
@@ -221,7 +211,7 @@ def _are_rows_of(x: Tensor, kept: Part, latent: Part) -> bool:
 
 
 def _check_kept_rows(kept: Part, size: int) -> None:
-    check_entries(kept, {"index", "count"})
+    check_entries(kept, {"index": None, "count": None})
     index, count = kept["index"], int(kept["count"])
     is_index = index.dtype == torch.int64 and len(index) > 0 and bool((index >= 0).all())
     if not is_index or index.shape != (size,) or count < 0:

@@ -60,24 +60,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         super().__init__()
         if not isinstance(basis, FeatureBasis):
             raise TypeError(f"basis must be a FeatureBasis such as RandomFourierBasis, got {type(basis).__name__}.")
-        if num_dense_columns:
-            check_count("num_dense_columns", num_dense_columns)
-        if num_dense_columns > basis.num_features:
-            raise ValueError(
-                f"num_dense_columns must be at most {basis.num_features}, the features of the basis; got "
-                f"{num_dense_columns}."
-            )
-        beyond = max(0, num_dense_columns - basis.num_head_features)
-        if beyond % basis.group_size:
-            raise ValueError(
-                f"num_dense_columns beyond the head must be a multiple of {basis.group_size}, the features of a group; got "
-                f"{num_dense_columns} with a head of {basis.num_head_features}."
-            )
-        if beyond and basis.num_head_features:
-            raise ValueError(
-                f"num_dense_columns must be at most {basis.num_head_features}, the head of the {type(basis).__name__}; got "
-                f"{num_dense_columns}."
-            )
+        beyond = _dense_columns_beyond_head(basis, num_dense_columns)
         if shared_diagonal and not basis.knows_group_variance:
             raise ValueError(
                 f"shared_diagonal=True needs a basis with a group_prior_variance, and {type(basis).__name__} has none. "
@@ -256,3 +239,26 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         for groups in self.tail_blocks(block_size):
             norm = norm + self.tail_features(x, head, groups).square().sum(-1)
         return noise * variance.square() / (norm + noise * variance)
+
+
+def _dense_columns_beyond_head(basis: FeatureBasis, num_dense_columns: int) -> int:
+    """Features of dense columns that are not in the basis' head. Raises ValueError for a number that is not possible."""
+    if num_dense_columns:
+        check_count("num_dense_columns", num_dense_columns)
+    if num_dense_columns > basis.num_features:
+        raise ValueError(
+            f"num_dense_columns must be at most {basis.num_features}, the features of the basis; got "
+            f"{num_dense_columns}."
+        )
+    beyond = max(0, num_dense_columns - basis.num_head_features)
+    if beyond % basis.group_size:
+        raise ValueError(
+            f"num_dense_columns beyond the head must be a multiple of {basis.group_size}, the features of a group; got "
+            f"{num_dense_columns} with a head of {basis.num_head_features}."
+        )
+    if beyond and basis.num_head_features:
+        raise ValueError(
+            f"num_dense_columns must be at most {basis.num_head_features}, the head of the {type(basis).__name__}; got "
+            f"{num_dense_columns}."
+        )
+    return beyond

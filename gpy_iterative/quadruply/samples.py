@@ -8,7 +8,7 @@ from torch import Tensor
 from gpy_iterative.quadruply.feature_weights import WeightRows
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 
-#: Larger shares of all numbers are drawn by a permutation.
+#: Larger shares are drawn by a permutation of all numbers.
 LARGE_SHARE = 0.25
 
 
@@ -19,17 +19,14 @@ def ring_block(total: int, size: int, generator: torch.Generator) -> Tensor:
 
 
 def uniform_subset(total: int, size: int, generator: torch.Generator) -> Tensor:
-    """A uniform draw of distinct numbers below total, [size].
-
-    The first distinct numbers of a stream of independent ones: O(size log size) where size is a small part of total.
-    """
+    """A uniform draw of distinct numbers below total, [size]; O(size log size) where size is a small share of total."""
     if size > LARGE_SHARE * total:
         return torch.randperm(total, generator=generator, device=generator.device)[:size]
     found = torch.empty(0, dtype=torch.int64, device=generator.device)
     while len(found) < size:
         more = torch.randint(total, (2 * size,), generator=generator, device=generator.device)
-        found = _distinct(torch.cat([found, more]))
-    return found[:size]
+        found = torch.cat([found, more]).unique()
+    return found[torch.randperm(len(found), generator=generator, device=generator.device)[:size]]
 
 
 def draw_set(total: int, size: int, generator: torch.Generator, *, ring: bool = False) -> Tensor:
@@ -39,30 +36,14 @@ def draw_set(total: int, size: int, generator: torch.Generator, *, ring: bool = 
     return (ring_block if ring else uniform_subset)(total, size, generator)
 
 
-def _distinct(stream: Tensor) -> Tensor:
-    """The distinct numbers in the order of their first appearance."""
-    order = torch.argsort(stream, stable=True)
-    ordered = stream[order]
-    first = torch.ones_like(ordered, dtype=torch.bool)
-    first[1:] = ordered[1:] != ordered[:-1]
-    return stream[order[first].sort().values]
-
-
 @dataclass(frozen=True)
 class Head:
-    """The features that every step evaluates, at b inputs.
+    """The features that every step evaluates, at b inputs, and what they contribute to the latent moments."""
 
-    Attributes:
-        features: [b, h].
-        mean: their part of the latent mean, [b].
-        root: their part of phi(x) times the dense columns of C, [b, k].
-        variance: from the diagonal columns of C, [b].
-    """
-
-    features: Tensor
-    mean: Tensor
-    root: Tensor
-    variance: Tensor
+    features: Tensor  # [b, h]
+    mean: Tensor  # [b]
+    root: Tensor  # to phi(x) times the dense columns of C, [b, k]
+    variance: Tensor  # from the diagonal columns of C, [b]
 
     @classmethod
     def of(cls, model: QuadruplyStochasticGP, features: Tensor) -> "Head":
@@ -78,21 +59,13 @@ class Head:
 
 @dataclass(frozen=True)
 class Sample:
-    """A set of sampled groups, with its rows of the parameters.
+    """A set of sampled groups, with its rows of the parameters."""
 
-    Attributes:
-        groups: [g], int64.
-        index: rows of their features in the parameters, [t].
-        weight: number of all groups over g, the factor of a sum over the sample.
-        rows: of the parameters.
-        precision: of their prior, [t]; None for ones.
-    """
-
-    groups: Tensor
-    index: Tensor
-    weight: float
+    groups: Tensor  # [g], int64
+    index: Tensor  # rows of their features in the parameters, [t]
+    weight: float  # number of all groups over g, the factor of a sum over the sample
     rows: WeightRows
-    precision: Tensor | None
+    precision: Tensor | None  # of their prior, [t]; None for ones
 
     @classmethod
     def of(cls, model: QuadruplyStochasticGP, groups: Tensor, *, sparse: bool) -> "Sample":

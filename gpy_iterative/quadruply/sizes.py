@@ -19,15 +19,7 @@ SWEEPS_PER_BATCH = 4
 
 
 class TrainingData:
-    """The number of data and of sampled rows.
-
-    Args:
-        num_data: n; None: every call passes all data.
-        num_samples: rows of a step; None is 500, or all there are.
-
-    Raises:
-        ValueError: counts below 1, more samples than data.
-    """
+    """The number of data and of sampled rows, as in `QuadruplyStochasticELBO`; raises ValueError for impossible ones."""
 
     def __init__(self, num_data: int | None, num_samples: int | None) -> None:
         for name, value in (("num_data", num_data), ("num_data_samples", num_samples)):
@@ -47,15 +39,10 @@ class TrainingData:
         return min(self.num_samples or DATA_SAMPLES, size)
 
     def check(self, x: Tensor, target: Tensor, check_target: Callable[[Tensor], None], known: Part | None) -> None:
-        """Raises ValueError where the data do not fit the model, the likelihood, or the data of earlier steps.
+        """Raises ValueError where the data do not fit one another, the likelihood, or those of earlier steps.
 
-        All rows are checked once, when the tensors are first seen or have changed.
-
-        Args:
-            x: [b, d].
-            target: [b].
-            check_target: raises ValueError for targets outside of the likelihood's support.
-            known: of `marks`, the data of earlier steps; None before the first.
+        All rows are checked once, when the tensors are first seen or have changed. `check_target` raises ValueError for
+        targets outside of the likelihood's support; `known` are the `marks` of the first step.
         """
         size = len(x)
         if not isinstance(target, Tensor) or target.shape != x.shape[:1]:

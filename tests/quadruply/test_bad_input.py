@@ -216,7 +216,7 @@ def test_hyperparameters_too_far_from_those_of_the_basis() -> None:
     kernel.lengthscale = 0.05
     basis = NystromBasis(kernel, x)
     kernel.lengthscale = 50.0
-    with torch.no_grad(), pytest.raises(NonFiniteError, match="make it anew"):
+    with torch.no_grad(), pytest.raises(NonFiniteError, match="make a new basis"):
         basis.head_features(x)
 
 
