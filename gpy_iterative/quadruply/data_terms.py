@@ -117,8 +117,8 @@ def site_bound(
     """
     head = Head.of(model, model.head_features(rows.x))
     features = model.tail_features(rows.x, head.features, sample.groups)
-    variance = _site_variance(model, rows, head.root + sample.root(features), head, sample, features)
-    return _site(likelihood, model, rows, head, head.mean + sample.mean(features), variance, **kwargs)
+    mean, root = head.mean + sample.mean(features), head.root + sample.root(features)
+    return _site(likelihood, model, rows, head, mean, root, sample, features, **kwargs)
 
 
 def known_site_term(
@@ -133,8 +133,7 @@ def known_site_term(
 
     Exact for any likelihood where the diagonal of C is shared; else a lower bound, of a log-concave one.
     """
-    variance = _site_variance(model, rows, known.root, known.head, sample, known.left)
-    return _site(likelihood, model, rows, known.head, known.mean, variance, **kwargs)
+    return _site(likelihood, model, rows, known.head, known.mean, known.root, sample, known.left, **kwargs)
 
 
 def control_term(known: KnownValues, first: Sample, second: Sample, residual: Tensor, noise: Tensor) -> Tensor:
@@ -157,22 +156,12 @@ def control_term(known: KnownValues, first: Sample, second: Sample, residual: Te
 
 
 def _diagonal_variance(
-    model: QuadruplyStochasticGP, rows: Rows, head: Head, sample: Sample, features: Tensor
+    model: QuadruplyStochasticGP, rows: Rows, head: Head, sample: Sample, features: Tensor, factor: float = 1.0
 ) -> Tensor:
-    """The latent variance from the diagonal columns of C, [b]: exact, or estimated from the sample."""
+    """The latent variance from the diagonal columns of C, [b]: exact, or `factor` times an estimate from the sample."""
     if model.weights.shared_diagonal:
         return head.variance + model.weights.shared_variance * model.tail_prior_variance(rows.x, head.features)
-    return head.variance + sample.variance(features)
-
-
-def _site_variance(
-    model: QuadruplyStochasticGP, rows: Rows, root: Tensor, head: Head, sample: Sample, features: Tensor
-) -> Tensor:
-    """The latent variance of the bound, [b]: too large by Jensen's inequality where the diagonal of C is sampled."""
-    variance = root.square().sum(-1)
-    if model.weights.shared_diagonal:
-        return variance + _diagonal_variance(model, rows, head, sample, features)
-    return variance + head.variance + sample.weight * sample.variance(features)
+    return head.variance + factor * sample.variance(features)
 
 
 def _gaussian(model: QuadruplyStochasticGP, rows: Rows, head: Head, square: Tensor) -> Tensor:
@@ -188,10 +177,15 @@ def _site(
     rows: Rows,
     head: Head,
     mean: Tensor,
-    variance: Tensor,
+    root: Tensor,
+    sample: Sample,
+    features: Tensor,
     **kwargs: Any,
 ) -> Tensor:
-    """E log p of latent values with these moments [b], weighted and summed."""
+    """E log p of latent values with this mean [b] and root [b, k] of the variance, weighted and summed."""
+    # A sampled diagonal of C is weighted twice: by Jensen's inequality its variance is too large.
+    diagonal = _diagonal_variance(model, rows, head, sample, features, factor=sample.weight)
+    variance = root.square().sum(-1) + diagonal
     deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
     mean = rows.prior_mean + mean
 

@@ -90,17 +90,16 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
 
     Args:
         likelihood: Gaussian with one noise or fixed ones; or log-concave: Bernoulli (probit), `LogitBernoulliLikelihood`,
-            Laplace, Poisson, `PoissonLogLikelihood`, or registered as such by `register_curvature`.
+            Laplace, Poisson, `PoissonLogLikelihood`, or one registered as such by `register_curvature`.
         model: a QuadruplyStochasticGP.
         num_data: n. None: every call passes all data.
         num_feature_samples: features of a sample. A step takes one sample for kept rows, else two (as for a prior that is
             not diagonal). None is 10,000, or all there are.
         num_data_samples: rows of a step; None is 500, or all there are.
-        num_steps_per_batch: steps with the same rows; 1 draws rows in every step, as where all features are evaluated. More
-            than 1 needs fixed hyperparameters of the kernel, inputs without a gradient, and all data in every call. None is
-            1 where one of these is not given, where calls pass the data in different orders, where control points are
-            asked for, and for a basis with its own head (whose natural gradients need other rows in every step); otherwise
-            each feature is sampled four times, on average.
+        num_steps_per_batch: steps with the same rows. More than 1 needs fixed hyperparameters of the kernel, inputs without
+            a gradient, and all data in every call. None is 1 where one of these is missing, where the order of the data
+            changes, where control points are asked for, for a basis with a head (whose natural gradients need other rows
+            in every step) and where all features are evaluated; otherwise each feature is sampled four times, on average.
         num_control_points: support points of a control variate for rows that every step draws again. They are drawn from
             the first data that are passed. None is 500 where it helps (Gaussian noise, sampled features), 0 is none.
         sparse_gradients: gradients of sampled rows hold only these, so that a step of Adagrad, SGD or SparseAdam costs

@@ -209,12 +209,8 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """For `torch.save`."""
-        return {
-            "kinds": self._kinds(),
-            "options": dict(self.options),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "num_done": self.num_done,
-        }
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        return {"run": self._description(), "optimizers": states, "num_done": self.num_done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` returned.
@@ -226,11 +222,10 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "This is no state of a QuadruplyStochasticOptimizer of this version: take it from state_dict()."
             )
-        found = {"optimisers and shapes": state_dict["kinds"], **state_dict["options"]}
-        here = {"optimisers and shapes": self._kinds(), **self.options}
+        found = state_dict["run"]
         differences = [
             f"{name} is {found.get(name)} in it and {value} here"
-            for name, value in here.items()
+            for name, value in self._description().items()
             if found.get(name) != value
         ]
         if differences:
@@ -243,12 +238,13 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self.num_done = state_dict["num_done"]
 
-    def _kinds(self) -> list[list[Any]]:
-        """Name and shapes of the parameters of each optimiser."""
-        return [
+    def _description(self) -> dict[str, Any]:
+        """Schedule, and name and shapes of the parameters of each optimiser."""
+        shapes = [
             [type(optimizer).__name__, [list(p.shape) for group in optimizer.param_groups for p in group["params"]]]
             for optimizer in self.optimizers
         ]
+        return {"optimisers and shapes": shapes, **self.options}
 
     def __getstate__(self) -> dict[str, Any]:
         return _to_pickle(self)
