@@ -16,8 +16,8 @@ from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.linear_solvers.conjugate_directions import ConjugateDirections
 from gpy_iterative.linear_solvers.curvature import lowest_curvature
 from gpy_iterative.linear_solvers.linear_system import Given
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import PreconditionerRecipe
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
-from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
 
 
 @dataclass(frozen=True)

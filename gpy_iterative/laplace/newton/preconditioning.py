@@ -18,8 +18,7 @@ from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.repeated import RepeatedKernelLinearOperator
 from gpy_iterative.linear_solvers.block_cholesky import block_cholesky, block_solve
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
-from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, PreconditionerRecipe
 
 #: Columns of a factor that are weighted at a time.
 WEIGHTED_COLUMNS = 32
