@@ -58,8 +58,8 @@ def _solvers(tolerance: float, max_epochs: float, block_size: int) -> dict[str, 
         f"CG, {name}": ConjugateGradients(preconditioner=recipe, **common) for name, recipe in recipes.items()
     }
     return solvers | {
-        "AlternatingProjections": AlternatingProjections(block_size=block_size, finish=None, **common),
-        "AlternatingProjections, with its finish": AlternatingProjections(block_size=block_size, **common),
+        "AlternatingProjections": AlternatingProjections(block_size=block_size, fallback=None, **common),
+        "AlternatingProjections, with its fallback": AlternatingProjections(block_size=block_size, **common),
         "StochasticGradientDescent": StochasticGradientDescent(batch_size=block_size, **common),
         "StochasticDualDescent": StochasticDualDescent(batch_size=block_size, **common),
         "AcceleratedSketchAndProject": AcceleratedSketchAndProject(block_size=block_size, **common),

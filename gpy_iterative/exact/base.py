@@ -337,7 +337,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                     solver,
                     tolerances=(solver.tolerance, solver.probe_tolerance or self._probe_tolerance(solver)),
                     initial_guess=guess,
-                    guess_image=guess_image,
+                    guess_product=guess_image,
                     generator=state.generator,
                     callback=callback,
                 )

@@ -13,10 +13,10 @@ from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholes
 
 #: Up to here a dense factor costs less than an iterative solve, and is exact.
 EXACT_BELOW = 3000
-#: The preconditioner of the finish has a sixteenth as many columns as the matrix, and no more than 500. It then takes about
-#: what two passes over the matrix with the default number of probes do: 500 columns of 4,000 took six.
+#: The fallback's preconditioner has a sixteenth as many columns as the matrix, and no more than 500. Its cost is then about
+#: that of two passes over the matrix with the default number of probes.
 ROWS_PER_COLUMN = 16
-MAX_FINISH_RANK = 500
+MAX_FALLBACK_RANK = 500
 
 
 def default_solver(operator: LinearOperator) -> Solver:
@@ -28,8 +28,8 @@ def default_solver(operator: LinearOperator) -> Solver:
     kernel = operator.kernel if isinstance(operator, NoisyLinearOperator) else operator
     if not _is_tiled(kernel):
         return ConjugateGradients()
-    rank = min(operator.shape[-1] // ROWS_PER_COLUMN, MAX_FINISH_RANK)
-    return AlternatingProjections(finish=ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=rank)))
+    rank = min(operator.shape[-1] // ROWS_PER_COLUMN, MAX_FALLBACK_RANK)
+    return AlternatingProjections(fallback=ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=rank)))
 
 
 def _is_tiled(operator: LinearOperator) -> bool:

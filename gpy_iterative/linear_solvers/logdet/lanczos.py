@@ -11,7 +11,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_solvers.curvature import is_negative
+from gpy_iterative.linear_solvers.base import is_negative
 from gpy_iterative.linear_solvers.logdet.quadrature_shares import LEAST_PRODUCTS, QuadratureShares, Rules
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, NystromFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
