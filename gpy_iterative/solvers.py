@@ -12,8 +12,12 @@ from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
 from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
-from gpy_iterative.linear_solvers.logdet.lanczos import MAX_LOGDET_PRODUCTS, LogDeterminant, stochastic_logdet
-from gpy_iterative.linear_solvers.logdet.quadrature_shares import QuadratureShares
+from gpy_iterative.linear_solvers.logdet.lanczos import (
+    MAX_LOGDET_PRODUCTS,
+    BracketPositions,
+    LogDeterminant,
+    stochastic_logdet,
+)
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.linear_solvers.stochastic_descent import StochasticDualDescent, StochasticGradientDescent
 from gpy_iterative.linear_solvers.warm_start import WarmStart
@@ -24,6 +28,7 @@ __all__ = [
     "MAX_LOGDET_PRODUCTS",
     "AcceleratedSketchAndProject",
     "AlternatingProjections",
+    "BracketPositions",
     "Cholesky",
     "CholeskyFactor",
     "ColumnGroup",
@@ -35,7 +40,6 @@ __all__ = [
     "LaplaceSolution",
     "LaplaceSolver",
     "LogDeterminant",
-    "QuadratureShares",
     "Series",
     "Solution",
     "SolveInputs",
