@@ -31,7 +31,7 @@ class _State:
     Attributes:
         ahead, ahead_residual: z, where a block is solved.
         momentum, momentum_residual: v.
-        convexity: what the weights are made of; None once acceleration was given up.
+        convexity: sets the weights; None once acceleration was given up.
         curvature: the lowest of all blocks'.
     """
 
@@ -93,7 +93,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         matrix = dense_rows(operator, rows)
         update, curvature = self._solve_block(matrix[:, rows], state.ahead_residual[rows], state.generator)
         product = matrix.mT @ update
-        if self.rank is not None:  # an approximation sees what its update goes along
+        if self.rank is not None:  # of an approximation: the curvature along its update
             curvature = min(curvature, float(lowest_curvature(update, (update * product[rows]).sum(0))))
         state = replace(state, curvature=min(state.curvature, curvature))
         iterate.value.copy_(state.ahead)

@@ -22,12 +22,11 @@ from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholes
 
 #: Rows of a block: on a CPU, whose time for a factor grows with the cube of them, and on an accelerator.
 CPU_BLOCK, ACCELERATOR_BLOCK = 512, 1024
-#: The pace is taken over this many epochs; when it promises more than `PATIENCE` further ones, about what the fallback with
-#: its preconditioner takes, the fallback takes over.
+#: The pace is taken over this many epochs. The fallback takes over when it promises more than `PATIENCE` further ones:
+#: about the cost of the fallback with its preconditioner.
 EPOCHS_PER_LOOK = 1.0
 PATIENCE = 3.0
-#: Bytes of all factors together. Where there are so many blocks that these do not suffice, a step's products cost a hundred
-#: times what another factor does.
+#: Bytes of all factors together. Systems whose blocks need more have products that cost far more than a factor.
 MAX_FACTOR_BYTES = 2**29
 
 

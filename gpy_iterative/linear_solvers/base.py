@@ -59,8 +59,8 @@ class Solver(ABC):
             operator: H [*b, n, n], symmetric positive definite. Members of a batch are solved one by one.
             rhs: B [*b, n] or [*b, n, s].
             groups: neighbouring columns with a tolerance of their own, in order; None is one group "targets".
-            preconditioner: built for this operator, for solvers that take one; None lets the solver build what its
-                options say.
+            preconditioner: built for this operator, for solvers that take one; None lets the solver build the
+                one of its options.
             initial_guess: V to start from, shaped as rhs. Each column is scaled first, at no cost, to be nearest to
                 the solution in the norm of H. A bad guess makes the solve slow, never wrong.
             guess_product: H times the guess, where that is known: saves the product that its residual takes.
@@ -99,7 +99,7 @@ class Solver(ABC):
 
 @dataclass(frozen=True)
 class SolveInputs:
-    """What the caller of `solve` gave the iteration to work with.
+    """Inputs of a solve that an iteration may use.
 
     Attributes:
         preconditioner: built for this operator.
@@ -229,7 +229,7 @@ class IterativeSolver(Solver, Generic[State]):
                 break
         if state is not None and is_negative(self.curvature(state), columns.operator, columns.eps):
             status = SolveStatus.INDEFINITE
-        elif columns.is_done():
+        elif columns.shortfall() <= 1:
             status = SolveStatus.CONVERGED
         elif status is None:
             status = SolveStatus.STAGNATED

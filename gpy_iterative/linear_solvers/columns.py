@@ -10,7 +10,7 @@ which costs conjugate gradients the conjugacy of its directions.)
 Iterations in lower precision are iterative refinement: a round solves H' d = r for corrections d, on a low-precision copy
 H' of the operator, and adds them to the solutions where their true residuals become smaller. So a tolerance is kept
 whatever the copy is like; a poor one takes more rounds. Carson & Higham 2018, "Accelerating the solution of linear systems
-by iterative refinement in three precisions", with an iterative solver in the place of the LU factors.
+by iterative refinement in three precisions", with an iterative solver instead of LU factors.
 """
 
 import itertools
@@ -42,8 +42,8 @@ READ_EVERY = 4
 LOWER_AIM = 0.8
 #: Rounds at the most, and of iterative refinement.
 MAX_ROUNDS, MAX_REFINEMENTS = 10, 50
-#: Iterations on a low-precision copy between two comparisons with true residuals, and the least work between them as a
-#: multiple of what a comparison costs.
+#: Iterations on a low-precision copy between two comparisons with true residuals; and the least work between them, in
+#: comparisons.
 WATCHED_EVERY = 20
 #: A copy that was rounded to a matrix with negative eigenvalues may let residuals grow by this factor at the most.
 DIVERGENCE = 1e3
@@ -148,7 +148,7 @@ class Columns:
             counts before its true residual is known.
 
     Attributes:
-        operator: what the iterations compute with: H, or its low-precision copy.
+        operator: of the iterations: H, or its low-precision copy.
         eps: relative rounding error of its entries.
         max_rounds: rounds at the most.
         reads_every: iterations from one observation to the next.
@@ -169,7 +169,8 @@ class Columns:
         self.reads_every = reads_every(rhs.device)
         self.overhead = self._watched_at = 0.0
         self._sizes = [group.size for group in self._groups]
-        self._tolerances = torch.tensor([g.tolerance for g in self._groups for _ in range(g.size)], dtype=torch.float64)
+        tolerances = [group.tolerance for group in self._groups for _ in range(group.size)]
+        self._tolerances = torch.tensor(tolerances, dtype=torch.float64).clamp_min(torch.finfo(torch.float64).tiny)
         # Refinement leaves room for the copy's error.
         self._aims = self._tolerances * (1.0 if self._precision is None else LOWER_AIM)
         self._open = self._round = every = torch.arange(rhs.shape[-1])
@@ -202,26 +203,20 @@ class Columns:
         factor = torch.where((norms >= 1) | (energy <= 0), torch.zeros_like(factor), factor)
         return guess * factor, self._rhs - product * factor
 
-    # Which columns are open
-
-    def is_done(self) -> bool:
-        """Whether the best iterates satisfy the stopping rule."""
-        return not self._is_open(self.norms, self._tolerances).any()
-
     def shortfall(self) -> float:
         """How far the best iterates are from the tolerance: the largest norm over its tolerance; 1 or less is done."""
-        return self._shortfall(self.norms, self._tolerances)
+        return float(self._shortfalls(self.norms, self._tolerances).max()) if len(self.norms) else 0.0
 
-    def _shortfall(self, norms: Tensor, tolerances: Tensor) -> float:
+    def _shortfalls(self, norms: Tensor, tolerances: Tensor) -> Tensor:
+        """Each column's norm over its tolerance; under stopping="mean" the largest ratio of a group's means, for all.
+
+        A column is open while this is above 1.
+        """
         if self._stopping == "columns":
-            return float((norms / tolerances).max())
+            return norms / tolerances
         pairs = zip(norms.split(self._sizes), tolerances.split(self._sizes), strict=True)
-        return max(float(part.mean() / tolerance.mean()) for part, tolerance in pairs if len(part))
-
-    def _is_open(self, norms: Tensor, tolerances: Tensor) -> Tensor:
-        if self._stopping == "columns":
-            return norms > tolerances
-        return torch.full_like(norms, self._shortfall(norms, tolerances) > 1, dtype=torch.bool)
+        ratios = [float(norm.mean() / goal.mean()) for norm, goal in pairs if len(norm)]
+        return torch.full_like(norms, max(ratios, default=0.0))
 
     # A round of iterations: begin, observe after each, end
 
@@ -230,10 +225,10 @@ class Columns:
 
         It begins at the best iterates; of a low-precision copy at corrections that are zero.
         """
-        self._open = self._round = self._is_open(self.norms, self._tolerances).nonzero().squeeze(-1)
+        self._open = self._round = (self._shortfalls(self.norms, self._tolerances) > 1).nonzero().squeeze(-1)
         if not len(self._open):
             return None
-        columns = self._on_device(self._open)
+        columns = self._open.to(self._rhs.device)
         value, residual, rhs = (tensor[:, columns] for tensor in (self.value, self.residual, self._rhs))
         aims = self._aims
         self._kept, self._kept_norms = self.value, self.norms
@@ -249,19 +244,19 @@ class Columns:
         self._running = self.norms.clone()
         self._round_aims = torch.full_like(aims, torch.inf)
         self._round_aims[self._round] = aims[self._round]
-        return Iterate(value, residual, rhs, self._shortfall(self._running, self._round_aims))
+        return Iterate(value, residual, rhs, float(self._shortfalls(self._running, self._round_aims).max()))
 
     def observe(self, iterate: Iterate, iteration: int) -> Tensor | None:
         """Reads the norms after an iteration: the columns of the block that go on, or None when all do."""
         norms = self._running[self._open] = self._norms_of(iterate.residual, self._open, iteration)
-        iterate.shortfall = self._shortfall(self._running, self._round_aims)
-        leaving = ~self._is_open(self._running, self._round_aims)[self._open]
+        shortfalls = self._shortfalls(self._running, self._round_aims)
+        iterate.shortfall, leaving = float(shortfalls.max()), shortfalls[self._open] <= 1
         self._keep(iterate, norms, leaving)
         if not leaving.any():
             return None
         staying = (~leaving).nonzero().squeeze(-1)
         self._open = self._open[staying]
-        return self._on_device(staying)
+        return staying.to(self._rhs.device)
 
     def has_lost_the_matrix(self, iterate: Iterate, iteration: int, epochs: float) -> bool:
         """Whether a low-precision copy's residuals say nothing about the system any more: the round has to end."""
@@ -279,8 +274,8 @@ class Columns:
             self._verify(iteration)
         else:
             self._accept(iteration)
-        reached = ~self._is_open(self._running, self._round_aims)
-        self._aims[self._is_open(self.norms, self._tolerances) & reached] *= LOWER_AIM
+        seemed_done = self._shortfalls(self._running, self._round_aims) <= 1
+        self._aims[seemed_done & (self._shortfalls(self.norms, self._tolerances) > 1)] *= LOWER_AIM
 
     def _keep(self, iterate: Iterate, norms: Tensor, leaving: Tensor) -> None:
         """Keeps the iterates of columns that leave; of a recursive iteration the best ones on the way too."""
@@ -292,14 +287,13 @@ class Columns:
             return
         target = self._open[index]
         self._kept_norms[target] = norms[index]
-        source, place = self._on_device(index), self._on_device(target)
-        _copy_columns(self._kept, place, iterate.value, source)
+        _copy_columns(self._kept, target, iterate.value, index)
         if self._kept is self.value:
-            _copy_columns(self.residual, place, iterate.residual, source)
+            _copy_columns(self.residual, target, iterate.residual, index)
 
     def _accept(self, iteration: int) -> None:
         """Takes those of the kept iterates, or corrections, whose true residuals are smaller than the best ones'."""
-        columns = self._on_device(self._round)
+        columns = self._round.to(self._rhs.device)
         value = self._kept[:, columns].to(self.value.dtype)
         if self._precision is not None:
             value = self.value[:, columns] + value
@@ -309,15 +303,14 @@ class Columns:
         index = (norms < self.norms[self._round]).nonzero().squeeze(-1)
         target = self._round[index]
         self.norms[target] = norms[index]
-        source, place = self._on_device(index), self._on_device(target)
-        _copy_columns(self.value, place, value, source)
-        _copy_columns(self.residual, place, residual, source)
+        _copy_columns(self.value, target, value, index)
+        _copy_columns(self.residual, target, residual, index)
 
     # Running residuals against true ones
 
     def _verify(self, iteration: int) -> None:
         """Compares the round's residuals with true ones on some rows, and replaces them where they have drifted."""
-        columns, size = self._on_device(self._round), self._rhs.shape[0]
+        columns, size = self._round.to(self._rhs.device), self._rhs.shape[0]
         value = self.value[:, columns]
         if size > VERIFIED_ROWS:
             rows = self._watched_rows()
@@ -340,7 +333,7 @@ class Columns:
 
     def _has_drifted(self, iterate: Iterate) -> bool:
         """Whether the copy's residuals, of all columns together, are nearer to zero than to the true ones."""
-        columns, rows = self._on_device(self._open), self._watched_rows()
+        columns, rows = self._open.to(self._rhs.device), self._watched_rows()
         value = self.value[:, columns] + iterate.value
         drift = self._true_rows(rows, columns, value) - iterate.residual[rows]
         return bool(torch.linalg.matrix_norm(drift) > torch.linalg.matrix_norm(iterate.residual[rows]))
@@ -376,15 +369,12 @@ class Columns:
         """Value and residual of the best iterates, in the scale of the right-hand sides."""
         return self.value * self._scale, self.residual * self._scale
 
-    def _on_device(self, index: Tensor) -> Tensor:
-        return index.to(self._rhs.device)
-
 
 def _copy_columns(target: Tensor, place: Tensor, source: Tensor, columns: Tensor) -> None:
     if len(place) == target.shape[-1] == source.shape[-1]:  # all of them: a plain copy takes a tenth of the time
         target.copy_(source)
     else:
-        target[:, place] = source[:, columns]
+        target[:, place.to(target.device)] = source[:, columns.to(source.device)]
 
 
 def _advice(precision: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Which solver a system gets when its user has named none."""
+"""The default solver of a system."""
 
 from linear_operator import LinearOperator
 from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
@@ -20,8 +20,10 @@ MAX_FALLBACK_RANK = 500
 
 
 def default_solver(operator: LinearOperator) -> Solver:
-    """Cholesky up to 3,000 rows; beyond, alternating projections for matrices that are evaluated in tiles (few epochs,
-    served from kept tiles) and conjugate gradients for structured operators, whose products are cheap as a whole.
+    """Solver of a system [*b, n, n] for which none was chosen.
+
+    Cholesky up to 3,000 rows. Beyond, alternating projections for matrices that are evaluated in tiles (few epochs, served
+    from kept tiles), and conjugate gradients for structured operators, whose products are cheap as a whole.
     """
     if operator.shape[-1] <= EXACT_BELOW:
         return Cholesky()

@@ -65,7 +65,7 @@ class LowRankPlusDiagonal:
         return member
 
     def to(self, dtype: torch.dtype) -> Self:
-        """The same with vectors of another dtype; the inner factor stays what it is."""
+        """The same for vectors of another dtype; the inner factor stays in float64."""
         converted = copy.copy(self)
         for name in ("factor", "diagonal"):
             setattr(converted, name, getattr(self, name).to(dtype))
@@ -92,8 +92,8 @@ class LowRankPlusDiagonal:
     def dual_sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
         """S^-1 xi of the same base vectors: d^-1/2 (e + W (I + W^T W)^-1 (w - W^T e)).
 
-        Better than `solve(sample(...))`: nothing large cancels, and whatever the rounding of the inner matrix, the mean of
-        xi times its dual's transpose is the identity, on which the trace's estimate rests.
+        Better than `solve(sample(...))`: nothing large cancels, and the mean of xi times its dual's transpose is the
+        identity for any rounding of the inner matrix. The trace's estimate rests on that.
         """
         root = self.diagonal.sqrt().unsqueeze(-1)
         whitened = diagonal_base / root
@@ -118,7 +118,7 @@ def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _inner_matrix(factor: Tensor, diagonal: Tensor) -> Tensor:
-    """The lower triangle of I + W^T W [*b, k, k] in float64; there is something else above."""
+    """I + W^T W [*b, k, k] in float64, of which only the lower triangle counts."""
     rank, dtype = factor.shape[-1], factor.dtype
     inner = factor.new_zeros(*factor.shape[:-2], rank, rank, dtype=torch.float64)
     squares = sum((rows.square().sum(-2) for rows in _weighted_rows(factor, diagonal)), factor.new_zeros(()))

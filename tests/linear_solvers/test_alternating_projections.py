@@ -62,6 +62,13 @@ def test_blocks_are_scored_by_squares_so_that_opposite_columns_do_not_cancel() -
     assert PURE.solve(system(), opposite).status is SolveStatus.CONVERGED
 
 
+def test_blocks_of_a_cpu_have_512_rows_by_default() -> None:
+    operator, rhs = system(size=1100), right_hand_sides(1100)
+    solution = AlternatingProjections(max_epochs=512 / 1100).solve(operator, rhs)
+    assert solution.stats.iterations == 1
+    assert solution.stats.epochs == pytest.approx(512 / 1100)
+
+
 def test_one_block_takes_one_iteration() -> None:
     solution = AlternatingProjections(block_size=500, tolerance=1e-8).solve(system(), right_hand_sides())
     assert solution.stats.iterations == 1

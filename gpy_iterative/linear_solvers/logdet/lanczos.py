@@ -71,7 +71,7 @@ class BracketPositions:
     def learned(
         cls, bounds: Sequence[Bounds], truth: Tensor, error: Tensor, before: "BracketPositions | None"
     ) -> "BracketPositions":
-        """The positions of a long quadrature, by iteration: what it converged to [*b, s], and its mean's error [*b]."""
+        """The positions of a long quadrature, from its bounds by iteration, its limit [*b, s] and its error [*b]."""
         values = torch.stack([_position(bound, truth) for bound in bounds], dim=-1)
         zero = torch.zeros((), dtype=torch.int64, device=values.device)
         drift = torch.zeros_like(values[..., 0, :])
@@ -173,19 +173,22 @@ def stochastic_logdet(
     size = operator.shape[-1]
     most = min(max(max_iterations, LEAST_PRODUCTS), size)
     lanczos = _Lanczos(operator, probes, preconditioner, first_product)
-    samples, error = lanczos.advance()
-    while not _is_enough(error, samples, size, tolerance) and len(lanczos.bounds) < most:
+    while True:
         samples, error = lanczos.advance()
-        if positions is None or (found := positions.estimate(lanczos.bounds)) is None:
-            continue
-        expected, doubt = found
-        inherited = torch.hypot(doubt, positions.error)
-        counted = doubt if tolerance is None else inherited
-        is_enough = not positions.are_worn and _is_enough(counted, expected, size, tolerance)
-        is_last_and_better = len(lanczos.bounds) == most and bool((inherited < error).all())
-        if is_enough or (is_last_and_better and not _is_enough(error, samples, size, tolerance)):
-            return lanczos.log_determinant(expected, inherited, positions.used(len(lanczos.bounds)))
-    return lanczos.log_determinant(samples, error, BracketPositions.learned(lanczos.bounds, samples, error, positions))
+        is_last = len(lanczos.bounds) == most
+        if _is_enough(error, samples, size, tolerance):
+            break
+        if positions is not None and (found := positions.estimate(lanczos.bounds)) is not None:
+            expected, drifted = found
+            inherited = torch.hypot(drifted, positions.error)
+            counted = drifted if tolerance is None else inherited
+            is_enough = not positions.are_worn and _is_enough(counted, expected, size, tolerance)
+            if is_enough or (is_last and bool((inherited < error).all())):
+                return lanczos.log_determinant(expected, inherited, positions.used(len(lanczos.bounds)))
+        if is_last:
+            break
+    learned = BracketPositions.learned(lanczos.bounds, samples, error, positions)
+    return lanczos.log_determinant(samples, error, learned)
 
 
 def _is_enough(error: Tensor, samples: Tensor, size: int, tolerance: float | None) -> bool:
