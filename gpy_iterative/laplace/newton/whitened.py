@@ -13,7 +13,7 @@ from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.partial_products import rows_matmul
 from gpy_iterative.linear_operators.tiles.tiles import Rows
-from gpy_iterative.linear_solvers.jittered_cholesky import warned_cholesky
+from gpy_iterative.linear_solvers.cholesky import warned_cholesky
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 
 
