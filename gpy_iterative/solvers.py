@@ -18,7 +18,6 @@ from gpy_iterative.linear_solvers.logdet.quadrature_shares import QuadratureShar
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.linear_solvers.stochastic_dual_descent import StochasticDualDescent
 from gpy_iterative.linear_solvers.stochastic_gradient_descent import StochasticGradientDescent
-from gpy_iterative.linear_solvers.warm_start import WarmStart
 from gpy_iterative.randomized.solver_series import Series, conjugate_gradient_series, russian_roulette_solve
 
 __all__ = [
@@ -47,7 +46,6 @@ __all__ = [
     "Solver",
     "StochasticDualDescent",
     "StochasticGradientDescent",
-    "WarmStart",
     "conjugate_gradient_series",
     "default_solver",
     "krylov_logarithm_terms",

@@ -9,9 +9,9 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -28,8 +28,8 @@ from gpy_iterative.exact.line_search import ADVICE, LineSearchWatch
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior
 from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes, RandomFeatures, probe_jitter
 from gpy_iterative.exact.validation import check_data, check_likelihood, check_not_empty
+from gpy_iterative.exact.warm_start import WarmStart, check_warm_start, initial_guess, updated
 from gpy_iterative.linear_operators.observations import flat_targets, noisy_operator, observed_data
-from gpy_iterative.linear_operators.prior_parts import kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
@@ -44,9 +44,9 @@ from gpy_iterative.training.finite_checks import check_hyperparameters, with_che
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.training.report import MarginalLogLikelihoodReport
-from gpy_iterative.training.state_description import StateDescription, with_params, without_params
-from gpy_iterative.training.training_state import TrainingState
-from gpy_iterative.training.training_system import check_inputs
+from gpy_iterative.training.run import Part, Resumable, Run
+from gpy_iterative.training.state_description import StateDescription
+from gpy_iterative.training.training_system import TrainingSystem, check_inputs
 from gpy_iterative.worker_threads import divided
 
 logger = logging.getLogger(__name__)
@@ -55,12 +55,11 @@ logger = logging.getLogger(__name__)
 NUM_LOGDET_PROBES = 4
 
 
-class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
+class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     """Base of the marginal log likelihoods of exact Gaussian processes.
 
-    A subclass estimates the log density of the targets (`_estimate`), and begins the state of a run
-    (`gpy_iterative.training.training_state.TrainingState.begin`) with the options that shape what it draws, which a loaded
-    state has to fit. Everything else, checks, gradient, report, posterior and resume, is here.
+    A subclass estimates the log density of the targets (`_estimate`), and names the options that shape what it draws, which
+    a loaded state has to fit. Checks, gradient, report, posterior and resume are here.
     """
 
     def __init__(
@@ -70,7 +69,8 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         *,
         solver: Solver | None,
         products: KernelProducts | None,
-        state: TrainingState,
+        generator: torch.Generator | int | None,
+        options: Mapping[str, Any],
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
         check_inputs(model)  # now: of NaN inputs GPyTorch says later that they are not the training inputs
@@ -81,18 +81,16 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         self.products = KernelProducts() if products is None else products
         self.report: MarginalLogLikelihoodReport | None = None
         self.progress: Progress = False
-        self._state = state
-        self._params: LikelihoodParams | None = None
+        self._run = Run.begin(generator)
+        self._options = dict(options)
         # Lives as long as the run, so that every step evaluates its tiles into the same memory.
         self._caches = TileCaches()
         self._warned_of: set[SolveStatus] = set()
         self._line_search: LineSearchWatch | None = LineSearchWatch()  # None once it has warned
 
     @abstractmethod
-    def _estimate(
-        self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor
-    ) -> Estimate:
-        """The log density of N(0, H) at the residual [*b, n], and what its gradient needs; called without autograd."""
+    def _estimate(self, system: TrainingSystem, run: Run) -> tuple[Estimate, Run]:
+        """The log density of N(0, H) at y - mean with its gradient's factors, and the next run; without autograd."""
 
     def forward(self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
         """An estimate of the log marginal likelihood divided by the number of data.
@@ -138,10 +136,10 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         # What a run keeps (draws, solutions, tiles) must not be inference tensors: later steps could not use them.
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():
-            estimate = self._estimate(
-                operator.clone() if is_inference else operator, function_dist, observed, residual.detach()
-            )
-        self._params = LikelihoodParams.given(params, self.model, kwargs)
+            known = operator.clone() if is_inference else operator
+            system = TrainingSystem(function_dist, known, residual.detach(), observed)
+            estimate, run = self._estimate(system, self._run)
+        likelihood_params = LikelihoodParams.given(params, self.model, kwargs)
         result = estimate.with_gradient(operator, residual)
         result = self._add_other_terms(result, params).div_(num_data)
         self._warn_once(estimate)
@@ -159,6 +157,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
             probe_jitter=estimate.probe_jitter,
         )
         logger.info("%s: %s", type(self).__name__, self.report)
+        self._run, self._params = run, likelihood_params  # only now: a step that fails changes nothing
         return with_checked_gradient(result, self)
 
     def posterior(
@@ -177,7 +176,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         hyperparameters have not moved since the last solve, else one warm-started solve for the targets; what
         variances and sample paths cost is said in `PathwisePosterior`.
         """
-        solutions = self._state.warm_start.latest
+        solutions = self._latest_solutions()
         self._caches.clear()  # the posterior keeps tiles of its own
         posterior = PathwisePosterior(
             self.model,
@@ -185,7 +184,7 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
             solver=self._prediction_solver() if solver is None else solver,
             products=self.products,
             # Forked, so that looking at predictions in the middle of training does not change the training.
-            generator=torch.Generator().manual_seed((self._state.generator.initial_seed() + 1) % 2**64),
+            generator=torch.Generator().manual_seed((self._run.generator().initial_seed() + 1) % 2**64),
             params=() if self._params is None else self._params.current(self.model),
             kwargs=None if self._params is None else self._params.current_kwargs(self.model),
             initial_weights=None if solutions is None else solutions[..., 0],
@@ -204,33 +203,17 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
             return self.solver
         return ConjugateGradients(tolerance=1e-4)
 
+    def _latest_solutions(self) -> Tensor | None:
+        """Solutions of the last step for targets and probes, [*b, n, 1 + s]."""
+        part = self._run.part("warm_start")
+        return None if part is None else part["latest"]
+
     def _prior_samples(self) -> tuple[RandomFeatures, Draws, Tensor] | None:
         """Prior samples and their solutions that the posterior can go on with."""
         return None
 
-    def training_state(self) -> dict[str, Tensor]:
-        """Generator, frozen draws, warm start and the likelihood's arguments as a plain dict of tensors.
-
-        Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run exactly. Raises
-        ValueError where an argument of the likelihood is no tensor, number or string.
-        """
-        return self._description().added_to(with_params(self._state.to_dict(), self._params))
-
-    def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Takes what `training_state()` gave.
-
-        Raises ValueError, which names what differs, and changes nothing, for anything else: another method, other options
-        or sizes. The state may come from another device.
-        """
-        entries, params = without_params(self._description().taken_from(state))
-        self._state.load_dict(entries)
-        self._params = params
-        if self.model.train_inputs:
-            device = self.model.train_inputs[0].device
-            self._move_run(lambda tensor: tensor.to(device))
-
     def _description(self) -> StateDescription:
-        return StateDescription.of(self, self._state.options)
+        return StateDescription.of(self, self._options)
 
     def _warn_once(self, estimate: Estimate) -> None:
         is_solved = estimate.status in (SolveStatus.CONVERGED, SolveStatus.TRUNCATED)
@@ -253,11 +236,6 @@ class GaussianMarginalLogLikelihood(ExactMarginalLogLikelihood):
         self._move_run(fn)
         return self
 
-    def _move_run(self, fn: Callable[[Tensor], Tensor]) -> None:
-        self._state.apply(fn)
-        if self._params is not None:
-            self._params.apply(fn)
-
 
 class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     """Base of the marginal log likelihoods that estimate the gradient's trace term from probes.
@@ -272,14 +250,15 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         *,
         probes: ProbeDistribution,
         solver: Solver | None,
-        warm_start: Literal["extrapolated", "previous", False],
+        warm_start: WarmStart,
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
         progress: Progress,
     ) -> None:
-        state = TrainingState.begin(generator, {"probes": probes}, warm_start)
-        super().__init__(likelihood, model, solver=solver, products=products, state=state)
-        self.probes = probes
+        check_warm_start(warm_start)
+        options = {"probes": probes, "warm_start": warm_start}
+        super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
+        self.probes, self._warm_start = probes, warm_start
         check_progress(progress)
         self.progress = progress
         # Without the missing diagonal the spectrum is bounded by 1 from below, which the quadrature makes use of.
@@ -301,33 +280,32 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
     def _prior_samples(self) -> tuple[RandomFeatures, Draws, Tensor] | None:
         """The last step's pathwise probes and their solutions: samples that the posterior can go on with."""
-        draws, solutions = self._state.kept_draws("probes"), self._state.warm_start.latest
+        draws, solutions = self._run.part("probes"), self._latest_solutions()
         if not isinstance(self.probes, RandomFeatures) or draws is None or solutions is None:
             return None
-        return self.probes, draws, solutions[..., 1:]
+        return self.probes, dict(draws), solutions[..., 1:]
 
-    def _estimate(
-        self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor
-    ) -> DensityEstimate:
+    def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
+        operator, residual = system.operator, system.residual
         solver = default_solver(operator) if self.solver is None else self.solver
         if isinstance(solver, Cholesky):
-            return exact_estimate(operator, residual, solver)
+            return exact_estimate(operator, residual, solver), run
 
-        state, distribution = self._state, self.probes
-        terms = kernel_terms(prior.lazy_covariance_matrix, observed) if distribution.needs_terms else None
-        randomness = state.draws_for(
-            "probes",
-            residual,
-            operator.shape,
-            lambda: distribution.draw(operator, terms, state.generator),
-            keep=state.warm_start.mode is not False,
-        )
-        probes = distribution.probes(operator, terms, randomness)
+        run = run.for_system(operator)
+        generator = run.generator()
+        terms = system.terms() if self.probes.needs_terms else None
+        draws = run.part("probes") if self._warm_start else None
+        draws = self.probes.draw(operator, terms, generator) if draws is None else dict(draws)
+        probes = self.probes.probes(operator, terms, draws)
         with divided():
-            logdet_probes = self._logdet_probes(operator, residual, probes)
-            guess = state.warm_start.initial_guess(residual, distribution.num_probes + 1)
+            logdet_draws = run.part("logdet")
+            logdet_draws = (
+                self.logdet_probes.draw(operator, None, generator) if logdet_draws is None else dict(logdet_draws)
+            )
+            logdet_probes = self.logdet_probes.probes(operator, None, logdet_draws, others=probes)
+            guess = initial_guess(self._warm_start, run.part("warm_start"))
             guess_image, dual_image = _images(operator, guess, logdet_probes)
-            log_determinant = self._log_determinant(operator, logdet_probes, dual_image, solver)
+            log_determinant = _log_determinant(operator, logdet_probes, dual_image, solver, run.part("quadrature"))
             with reporting_solve(self.progress) as callback:
                 estimate = stochastic_estimate(
                     operator,
@@ -338,35 +316,32 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                     tolerances=(solver.tolerance, solver.probe_tolerance or self._probe_tolerance(solver)),
                     initial_guess=guess,
                     guess_image=guess_image,
-                    generator=state.generator,
+                    generator=generator,
                     callback=callback,
                 )
-        # Only now: a step that fails leaves the state as it was.
-        state.keep("quadrature", dict(vars(log_determinant.shares)))
-        state.warm_start.update(estimate.solutions)
-        return replace(estimate, probe_jitter=probe_jitter(probes, logdet_probes))
-
-    def _logdet_probes(self, operator: LinearOperator, residual: Tensor, others: Probes) -> Probes:
-        randomness = self._state.draws_for(
-            "logdet", residual, operator.shape, lambda: self.logdet_probes.draw(operator, None, self._state.generator)
+        assert estimate.solutions is not None
+        run = run.drawn(generator).having(
+            probes=draws,
+            logdet=logdet_draws,
+            quadrature=dict(vars(log_determinant.shares)),
+            warm_start=updated(self._warm_start, run.part("warm_start"), estimate.solutions),
         )
-        return self.logdet_probes.probes(operator, None, randomness, others=others)
+        return replace(estimate, probe_jitter=probe_jitter(probes, logdet_probes)), run
 
-    def _log_determinant(
-        self, operator: LinearOperator, probes: Probes, dual_image: Tensor | None, solver: Solver
-    ) -> LogDeterminant:
-        """Within the solver's budget: the value must not cost more passes over the matrix than the gradient may."""
-        budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
-        learned = self._state.kept_draws("quadrature")
-        shares = None if learned is None else QuadratureShares(**learned)
-        return stochastic_logdet(
-            operator,
-            probes.vectors,
-            preconditioner=probes.covariance,
-            max_iterations=min(MAX_LOGDET_PRODUCTS, int(budget)),
-            shares=shares,
-            first_image=dual_image,
-        )
+
+def _log_determinant(
+    operator: LinearOperator, probes: Probes, dual_image: Tensor | None, solver: Solver, learned: Part | None
+) -> LogDeterminant:
+    """Within the solver's budget: the value must not cost more passes over the matrix than the gradient may."""
+    budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
+    return stochastic_logdet(
+        operator,
+        probes.vectors,
+        preconditioner=probes.covariance,
+        max_iterations=min(MAX_LOGDET_PRODUCTS, int(budget)),
+        shares=None if learned is None else QuadratureShares(**learned),
+        first_image=dual_image,
+    )
 
 
 def _images(operator: LinearOperator, guess: Tensor | None, probes: Probes) -> tuple[Tensor | None, Tensor | None]:

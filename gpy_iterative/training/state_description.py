@@ -13,7 +13,7 @@ from torch import Tensor
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 
 #: Raised whenever older states cannot be loaded any more.
-FORMAT = 1
+FORMAT = 2
 _NAME = "description"
 _PARAMS = "params"
 _DATA = "fingerprint of the training data"
@@ -104,7 +104,7 @@ def check_tensors(state: Mapping[str, Any]) -> None:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"This is no training state: its entry {name!r} is a {type(value).__name__} and no tensor. Take it from "
+                f"This is no training state: its entry {name!r} is a {type(value).__name__} and no tensor; take it from "
                 "training_state()."
             )
 
