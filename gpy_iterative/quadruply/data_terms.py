@@ -15,7 +15,7 @@ from torch import Tensor
 from gpy_iterative.quadruply.control_variate.known_latent import KnownLatent
 from gpy_iterative.quadruply.feature_samples import Head, Sample
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
-from gpy_iterative.training.expected_log_prob import expected_log_prob
+from gpy_iterative.training.likelihood_forms import expected_log_prob
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,10 @@ from gpy_iterative.quadruply.printed_estimate import printed_estimate
 from gpy_iterative.quadruply.report import QuadruplyStochasticReport
 from gpy_iterative.quadruply.training_data import TrainingData
 from gpy_iterative.quadruply.weight_initialization import initialization_undone, initialize_weights, warn_of_capacity
-from gpy_iterative.training.finite_checks import with_checked_gradient
 from gpy_iterative.training.likelihood_forms import check_support, is_log_concave
 from gpy_iterative.training.run import make_generator
 from gpy_iterative.training.state_description import StateDescription, check_tensors, checked_generator
+from gpy_iterative.training.surrogate import with_checked_gradient
 
 logger = logging.getLogger(__name__)
 

@@ -261,7 +261,6 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             weights=stacked("weights"),
             left=stacked("left"),
             right=stacked("right"),
-            solutions=None,
             status=max((series.status for series in runs), key=list(SolveStatus).index),
             stats=dataclasses.replace(SolveStats.of_batch(stats), seconds=time.perf_counter() - start),
             truncation=report,

@@ -115,8 +115,8 @@ class Run:
 class Resumable:
     """A marginal log likelihood whose state of training is one `Run`, saved and loaded here for every method.
 
-    A subclass sets `_run` when it is made, and says what a state has to fit (`_description`). The likelihood's arguments of
-    the last call (`_params`) are saved with the run.
+    A subclass sets `_run` at construction and describes what a state has to fit (`_description`). The likelihood's
+    arguments of the last call (`_params`) are saved with the run.
     """
 
     model: Any

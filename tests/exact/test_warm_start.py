@@ -6,7 +6,7 @@ import pytest
 import torch
 from linear_operator.operators import DiagLinearOperator
 
-from gpy_iterative.exact.warm_start import check_warm_start, initial_guess, updated
+from gpy_iterative.exact.estimates import check_warm_start, initial_guess, updated
 from gpy_iterative.training.run import Run
 
 FIRST, SECOND = torch.ones(4, 3).double(), 3 * torch.ones(4, 3).double()
