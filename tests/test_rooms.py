@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "gpy_iterative"
 METHODS = ("randomized", "laplace", "features", "quadruply")
-FACES = ("kernels", "likelihoods", "mlls", "models", "prediction", "solvers", "truncation")
+FACES = ("kernels", "likelihoods", "mlls", "models", "prediction", "probes", "progress", "solvers", "truncation")
 IMPORT_EVERYTHING = """
 import importlib, pkgutil, gpy_iterative
 for _, name, _ in pkgutil.walk_packages(gpy_iterative.__path__, "gpy_iterative."):

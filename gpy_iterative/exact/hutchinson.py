@@ -38,7 +38,7 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
             at the last; both keep the probes frozen. False draws new probes and starts at zero, every step.
         products: how kernel products are computed.
         generator: a generator, or the seed of one. The global generator is never touched.
-        progress: True shows a bar for every solve; a callable gets every `gpy_iterative.training.progress.ProgressReport`.
+        progress: True shows a bar for every solve; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.

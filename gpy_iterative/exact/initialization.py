@@ -58,7 +58,7 @@ def initialize_from_subsets(
         learning_rate: of Adam.
         mll_class: made as `(likelihood, model)`; `functools.partial` passes options.
         params: the likelihood's own arguments, tensors with n rows each.
-        progress: True shows a bar of subsets; a callable gets every `gpy_iterative.training.progress.ProgressReport`.
+        progress: True shows a bar of subsets; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
         ValueError: options outside their range, a model without training data or with batches of inputs, inputs that

@@ -41,7 +41,7 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
         products: how kernel products are computed.
         generator: a generator, or the seed of one. The global generator is never touched.
-        progress: True shows a bar for every solve; a callable gets every `gpy_iterative.training.progress.ProgressReport`.
+        progress: True shows a bar for every solve; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.

@@ -57,7 +57,7 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
 
     Attributes:
         progress: True shows a bar for every pass over all data (`refresh`, `exact_value`, `gap`, `posterior`); a callable
-            gets every `gpy_iterative.training.progress.ProgressReport`.
+            gets every `gpy_iterative.progress.ProgressReport`.
         report: of the last step.
     """
 

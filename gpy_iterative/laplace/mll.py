@@ -71,7 +71,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         num_frequencies: of trace="pathwise".
         products: how kernel products are computed.
         generator: a generator, or the seed of one. The global generator is never touched.
-        progress: True shows a bar for every mode; a callable gets every `gpy_iterative.training.progress.ProgressReport`.
+        progress: True shows a bar for every mode; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
         UnsupportedLikelihoodError: a likelihood for which Laplace's method is meaningless.

@@ -46,6 +46,10 @@ class SpectralDensity(ABC):
         For a kernel that has no lengthscale, the frequencies themselves.
         """
 
+    def variance(self, kernel: kernels.Kernel) -> Tensor | None:
+        """k(x, x), [*b], which scales the features; None for 1."""
+        return None
+
 
 _REGISTRY: dict[type[kernels.Kernel], SpectralDensity] = {}
 
@@ -115,6 +119,33 @@ class GammaMixture(SpectralDensity):
     def frequencies(self, kernel: kernels.Kernel, draws: Draws) -> Tensor:
         alpha = kernel.alpha.detach()
         return draws["normal"] * gamma_quantile(draws["uniform"], alpha).sqrt().unsqueeze(-2)
+
+
+@register_spectral_density(kernels.SpectralMixtureKernel)
+class SpectralMixture(SpectralDensity):
+    """A mixture of normal distributions in each dimension, symmetric about zero.
+
+    GPyTorch sums the mixture in each dimension and multiplies the dimensions: every coordinate of a frequency has a
+    component of its own. Which one is frozen as a uniform number, and follows the mixture's weights.
+    """
+
+    without_gradient = ("raw_mixture_weights",)
+
+    def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
+        return {"normal": normal(dims, count), "uniform": uniform(dims, count), "sign": normal(dims, count).sign()}
+
+    def frequencies(self, kernel: kernels.Kernel, draws: Draws) -> Tensor:
+        weights = kernel.mixture_weights.detach().double()
+        shares = weights.cumsum(-1)[..., :-1] / weights.sum(-1, keepdim=True)
+        component = (draws["uniform"].unsqueeze(-1) > shares.unsqueeze(-2).unsqueeze(-2)).sum(-1)  # [*b, d, m]
+        mean, scale = (
+            values.squeeze(-2).mT.double().gather(-1, component)
+            for values in (kernel.mixture_means, kernel.mixture_scales)
+        )
+        return 2 * torch.pi * (draws["sign"] * mean + scale * draws["normal"])
+
+    def variance(self, kernel: kernels.Kernel) -> Tensor:
+        return kernel.mixture_weights.sum(-1) ** kernel.ard_num_dims
 
 
 def gamma_quantile(probability: Tensor, alpha: Tensor, iterations: int = 60) -> Tensor:

@@ -27,7 +27,9 @@ class RandomFourierFeatures:
     Args:
         num_frequencies: frequencies m of each summand, which has 2 m features.
 
-    A LinearKernel or RFFKernel has its exact features instead. A product adds the independent frequencies of its factors.
+    A LinearKernel, PolynomialKernel or RFFKernel has its exact features instead. A product adds the independent
+    frequencies of its factors. A MultitaskKernel has the features of its data kernel for every column of a root of its
+    task covariance, and T rows for each point, tasks of a point together.
     All members of a batch share the draws; each rescales them with hyperparameters of its own.
 
     Phases are computed in float64 whatever the dtype, and reduced to one turn: heavy-tailed densities (Matern-1/2) draw
@@ -68,13 +70,13 @@ class RandomFourierFeatures:
 
     @torch.no_grad()
     def features(self, terms: Sequence[KernelTerm], draws: Draws) -> Tensor:
-        """Phi [*b, n, features] at the inputs of the terms and the current hyperparameters.
+        """Phi [*b, n, features] at the inputs of the terms and the current hyperparameters (n T rows for T tasks).
 
         Cost n features d / 2 multiply-adds and n features sines and cosines; memory beyond the result is small.
         """
         blocks = self._blocks(terms, draws)
         rows, block = next(blocks)
-        size = terms[0].inputs.shape[-2]
+        size = terms[0].inputs.shape[-2] * summands(terms)[0].num_tasks
         if block.shape[-2] == size:
             return block
         result = block.new_empty(*block.shape[:-2], size, block.shape[-1])
@@ -115,8 +117,10 @@ class RandomFourierFeatures:
             size = summand.num_features(self.num_frequencies)
             scale = 1.0
             own = torch.arange(start, start + size, device=device)
-            if summand.exact is None:  # sines, then cosines
-                own = torch.cat([half[:num_frequencies] for half in own.split(self.num_frequencies)])
+            if summand.exact is None:  # sines, then cosines, each as often as there are columns of the tasks' root
+                length = summand.columns_per_feature
+                halves = own.split(self.num_frequencies * length)
+                own = torch.cat([half[: num_frequencies * length] for half in halves])
                 scale = (self.num_frequencies / num_frequencies) ** 0.5
             columns.append(own)
             scales.append(torch.full((len(own),), scale, dtype=torch.float64, device=device))
@@ -138,13 +142,15 @@ class RandomFourierFeatures:
         return sum(summand.num_features(self.num_frequencies) for summand in summands(terms))
 
     def _blocks(self, terms: Sequence[KernelTerm], draws: Draws) -> Iterator[tuple[slice, Tensor]]:
-        """Phi in blocks of rows; one empty block for no rows."""
+        """Phi in blocks of rows, and which rows; one empty block for no rows."""
         parts = [(summand, _frequencies(summand, draws)) for summand in summands(terms)]
         step = max(1, ENTRIES_AT_A_TIME // max(1, self.num_features(terms)))
         for start in range(0, max(terms[0].inputs.shape[-2], 1), step):
             rows = slice(start, start + step)
             blocks = [summand.features(rows, frequencies) for summand, frequencies in parts]
             batch = torch.broadcast_shapes(*(block.shape[:-2] for block in blocks))
+            num_tasks = parts[0][0].num_tasks
+            rows = slice(start * num_tasks, start * num_tasks + blocks[0].shape[-2])
             yield rows, torch.cat([block.expand(*batch, *block.shape[-2:]) for block in blocks], dim=-1)
 
 

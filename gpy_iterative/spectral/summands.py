@@ -1,7 +1,10 @@
 """A prior's kernels multiplied out: a sum of scaled products of kernels with a spectral density, or with exact features."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+from math import factorial, prod
 from typing import cast
 
 import torch
@@ -14,8 +17,31 @@ from gpy_iterative.linear_operators.from_gpytorch import active_inputs
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.spectral.densities import Draws, SpectralDensity, spectral_density
 
-#: Kernels whose `forward` is an explicit root Phi Phi^T; by exact type, as a subclass may compute anything.
-_EXACT = (kernels.LinearKernel, kernels.RFFKernel)
+
+def _root(kernel: kernels.Kernel, points: Tensor) -> Tensor:
+    """Of a kernel whose `forward` is an explicit root Phi Phi^T."""
+    return cast(RootLinearOperator, kernel.forward(points, points)).root.to_dense()
+
+
+def _monomials(kernel: kernels.PolynomialKernel, points: Tensor) -> Tensor:
+    """(x^T x' + c)^p as the monomials of degree p in [x, sqrt(c)], with the roots of their multinomial coefficients."""
+    offset = kernel.offset.view(*kernel.batch_shape, 1, 1)
+    batch = torch.broadcast_shapes(points.shape[:-2], offset.shape[:-2])
+    offset = offset.expand(*batch, points.shape[-2], 1)
+    extended = torch.cat([points.expand(*batch, *points.shape[-2:]), offset.sqrt()], dim=-1)
+    degree = int(kernel.power)
+    factors = list(combinations_with_replacement(range(extended.shape[-1]), degree))
+    multiplicities = [factorial(degree) / prod(map(factorial, Counter(chosen).values())) for chosen in factors]
+    columns = extended[..., torch.tensor(factors, device=points.device).reshape(-1, degree)]
+    return columns.prod(-1) * extended.new_tensor(multiplicities).sqrt()
+
+
+#: Features of kernels that have finitely many; by exact type, as a subclass may compute anything.
+_EXACT: dict[type[kernels.Kernel], Callable[[kernels.Kernel, Tensor], Tensor]] = {
+    kernels.LinearKernel: _root,
+    kernels.PolynomialKernel: _monomials,
+    kernels.RFFKernel: _root,
+}
 
 
 @dataclass(frozen=True)
@@ -58,24 +84,39 @@ class Summand:
         scale: [*b], or None for 1.
         factors: of the product; empty where `exact` is given.
         exact: a kernel with finitely many features, and its inputs.
+        tasks: a root [*b, T, r] of the covariance between tasks; the summand is its Kronecker product with the rest.
     """
 
     scale: Tensor | None
     factors: list[Factor]
     exact: tuple[kernels.Kernel, Tensor] | None = None
+    tasks: Tensor | None = None
+
+    @property
+    def num_tasks(self) -> int:
+        """Rows of features for each point."""
+        return 1 if self.tasks is None else self.tasks.shape[-2]
+
+    @property
+    def columns_per_feature(self) -> int:
+        """Columns that each feature of the points becomes."""
+        return 1 if self.tasks is None else self.tasks.shape[-1]
 
     def num_features(self, num_frequencies: int) -> int:
         """Columns of `features`."""
-        return 2 * num_frequencies if self.exact is None else self.features(slice(0, 0), []).shape[-1]
+        if self.exact is not None:
+            return self.features(slice(0, 0), []).shape[-1]
+        return 2 * num_frequencies * self.columns_per_feature
 
     def features(self, rows: slice, frequencies: list[Tensor]) -> Tensor:
-        """Phi [*b, rows, features] for the frequencies of each factor."""
+        """Phi [*b, rows T, features] for the frequencies of each factor; a point's tasks are neighbours."""
         if self.exact is not None:
             kernel, inputs = self.exact
-            points = inputs[..., rows, :]
-            result = cast(RootLinearOperator, kernel.forward(points, points)).root.to_dense()
+            result = _EXACT[type(kernel)](kernel, inputs[..., rows, :])
         else:
             result = self._trigonometric(rows, frequencies)
+        if self.tasks is not None:
+            result = torch.einsum("...nf,...tr->...ntfr", result, self.tasks.to(result)).flatten(-4, -3).flatten(-2)
         if self.scale is None:
             return result
         # A scale that has underflowed to zero is kept away from it: the root has no finite slope there.
@@ -107,12 +148,18 @@ def summands(terms: Sequence[KernelTerm]) -> list[Summand]:
 
 def has_random_features(kernel: kernels.Kernel) -> bool:
     """Whether RandomFourierFeatures can be drawn for this kernel."""
-    if type(kernel) is kernels.ScaleKernel:
+    if type(kernel) in (kernels.ScaleKernel, kernels.AdditiveStructureKernel):
         return has_random_features(kernel.base_kernel)
     if type(kernel) is kernels.AdditiveKernel:
         return all(has_random_features(child) for child in kernel.kernels)
     if type(kernel) is kernels.ProductKernel:
         return all(has_random_features(child) and not _has_exact_part(child) for child in kernel.kernels)
+    if type(kernel) is kernels.ProductStructureKernel:
+        return has_random_features(kernel.base_kernel) and not _has_exact_part(kernel.base_kernel)
+    if type(kernel) is kernels.MultitaskKernel:
+        return has_random_features(kernel.data_covar_module)
+    if type(kernel) is kernels.LCMKernel:
+        return all(has_random_features(child) for child in kernel.covar_module_list)
     return type(kernel) in _EXACT or spectral_density(kernel) is not None
 
 
@@ -132,23 +179,64 @@ def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | N
             for part in _expand(f"{name}.{index}", child, active_inputs(child, inputs), scale)
         ]
     if type(kernel) is kernels.ProductKernel:
-        parts = [Summand(scale, [])]
-        for index, child in enumerate(kernel.kernels):
-            expanded = _expand(f"{name}.{index}", child, active_inputs(child, inputs), None)
-            parts = [_times(left, right) for left in parts for right in expanded]
-        return parts
+        return _multiplied_out(
+            scale,
+            [
+                _expand(f"{name}.{index}", child, active_inputs(child, inputs), None)
+                for index, child in enumerate(kernel.kernels)
+            ],
+        )
+    if type(kernel) in (kernels.AdditiveStructureKernel, kernels.ProductStructureKernel):
+        return _expand_dimensions(name, kernel, inputs, scale)
+    if type(kernel) is kernels.LCMKernel:
+        return [
+            part
+            for index, child in enumerate(kernel.covar_module_list)
+            for part in _expand(f"{name}.{index}", child, inputs, scale)
+        ]
+    if type(kernel) is kernels.MultitaskKernel:
+        # Its forward calls the data kernel's forward, past that one's active dimensions.
+        tasks = _task_root(kernel.task_covar_module)
+        return [replace(part, tasks=tasks) for part in _expand(f"{name}.data", kernel.data_covar_module, inputs, scale)]
     if type(kernel) in _EXACT:
         return [Summand(scale, [], (kernel, inputs))]
     density = spectral_density(kernel)
     if density is None:
         raise _missing(kernel)
-    return [Summand(scale, [Factor(name, kernel, inputs, density)])]
+    return [Summand(_product(scale, density.variance(kernel)), [Factor(name, kernel, inputs, density)])]
+
+
+def _expand_dimensions(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | None) -> list[Summand]:
+    """The base kernel of each input dimension alone: their sum, or their product."""
+    base = kernel.base_kernel
+    if base.batch_shape:
+        raise _missing(kernel, "with a kernel of its own for each dimension")
+    points = active_inputs(base, inputs)
+    dimensions = [(f"{name}.{index}", points[..., index : index + 1]) for index in range(points.shape[-1])]
+    if type(kernel) is kernels.AdditiveStructureKernel:
+        return [part for place, point in dimensions for part in _expand(place, base, point, scale)]
+    return _multiplied_out(scale, [_expand(place, base, point, None) for place, point in dimensions])
+
+
+def _task_root(kernel: kernels.IndexKernel) -> Tensor:
+    """[*b, T, rank + T], a root of the covariance between tasks, B B^T + diag(v)."""
+    return torch.cat([kernel.covar_factor, torch.diag_embed(kernel.var.sqrt())], dim=-1)
+
+
+def _multiplied_out(scale: Tensor | None, factors: Sequence[Sequence[Summand]]) -> list[Summand]:
+    """A product of sums as the sum of products."""
+    parts = [Summand(scale, [])]
+    for expanded in factors:
+        parts = [_times(left, right) for left in parts for right in expanded]
+    return parts
 
 
 def _times(left: Summand, right: Summand) -> Summand:
     for side in (left, right):
         if side.exact is not None:
             raise _missing(side.exact[0], "as a factor of a product")
+        if side.tasks is not None:
+            raise _missing(side.factors[0].kernel, "as a factor of a product of several tasks")
     return Summand(_product(left.scale, right.scale), left.factors + right.factors)
 
 

@@ -53,7 +53,7 @@ def test_hutchinson_gradient_is_unbiased(name: str) -> None:
         assert_mean_within(samples, expected[parameter], max_sem=0.3 * scale, floor=1e-9)
 
 
-@pytest.mark.parametrize("name", [*ITERATIVE, "batch"])
+@pytest.mark.parametrize("name", [*ITERATIVE, "batch", "multitask", "spectral-mixture"])
 def test_pathwise_gradient_is_unbiased_with_few_frequencies(name: str) -> None:
     case = CASES[name]()
     _, expected = exact(case)

@@ -10,6 +10,9 @@ from gpy_iterative.spectral import RandomFourierFeatures, has_random_features
 from gpy_iterative.spectral import features as spectral_features
 from tests.exact.gaussian_models import data
 
+#: GPyTorch deprecates the kernels that sum or multiply one kernel of each dimension.
+pytestmark = pytest.mark.filterwarnings("ignore:.*StructureKernel.*:DeprecationWarning")
+
 KERNELS = {
     "rbf": lambda: kernels.RBFKernel(ard_num_dims=3),
     "matern-1/2": lambda: kernels.MaternKernel(nu=0.5, ard_num_dims=3),
@@ -26,6 +29,12 @@ KERNELS = {
         (kernels.RBFKernel(active_dims=(0,)) + kernels.RBFKernel(active_dims=(1,))) * kernels.RQKernel()
     ),
     "linear": lambda: kernels.ScaleKernel(kernels.LinearKernel()) + kernels.RBFKernel(),
+    "polynomial": lambda: kernels.ScaleKernel(kernels.PolynomialKernel(power=3)) + kernels.RBFKernel(),
+    "spectral mixture": lambda: kernels.ScaleKernel(kernels.SpectralMixtureKernel(num_mixtures=4, ard_num_dims=3)),
+    "additive structure": lambda: kernels.AdditiveStructureKernel(kernels.ScaleKernel(kernels.RBFKernel()), 3),
+    "product structure": lambda: kernels.ScaleKernel(kernels.ProductStructureKernel(kernels.MaternKernel(nu=0.5), 3)),
+    "multitask": lambda: kernels.MultitaskKernel(kernels.MaternKernel(nu=1.5), num_tasks=2, rank=1),
+    "coregionalised": lambda: kernels.LCMKernel([kernels.RBFKernel(), kernels.LinearKernel()], num_tasks=3, rank=2),
 }
 
 
@@ -207,7 +216,7 @@ class _OwnDistance(kernels.RBFKernel):
         _Doubled(kernels.RBFKernel()),
         _OwnDistance(),
         kernels.RBFKernelGrad(),
-        kernels.RBFKernel() + kernels.PolynomialKernel(power=2),
+        kernels.RBFKernel() + kernels.CosineKernel(),
         kernels.LinearKernel() * kernels.RBFKernel(),
     ],
     ids=lambda kernel: type(kernel).__name__,

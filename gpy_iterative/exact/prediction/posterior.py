@@ -69,7 +69,7 @@ class PathwisePosterior:
         num_frequencies: random frequencies a kernel term, of sample paths.
         exact_below: up to this many data variances come from a Cholesky factor, exactly, whatever the solver.
         progress: True shows a bar for every solve and for variances that come in chunks; a callable gets every
-            `gpy_iterative.training.progress.ProgressReport`.
+            `gpy_iterative.progress.ProgressReport`.
 
     Mean: k(x, X) a, one product. Construction solves for a.
 

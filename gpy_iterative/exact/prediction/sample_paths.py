@@ -46,7 +46,7 @@ class SamplePaths:
         return self._update.shape[-1]
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The functions at test inputs [*b, t, d]: [k, *b, t].
+        """The functions at test inputs [*b, t, d]: [k, *b, t], or [k, *b, t, T] for T tasks.
 
         Cost t (n + 2 m) k multiply-adds and t m sines and cosines for m frequencies; memory beyond the result is a few
         thousand rows of features. ValueError for inputs that do not fit the training inputs.
@@ -56,11 +56,12 @@ class SamplePaths:
             points = checked_inputs(list(model.train_inputs or ()), inputs)
             joint = joint_prior(model, points, self._update.shape[:-2], self._products)
             update = product(joint.test_train, self._update)
-            terms = kernel_terms(prior_at(model, points).lazy_covariance_matrix)
+            distribution = prior_at(model, points)
+            terms = kernel_terms(distribution.lazy_covariance_matrix)
             parts = []
             for start in range(0, max(points[0].shape[-2], 1), CHUNK_POINTS):
                 rows = [replace(term, inputs=term.inputs[..., start : start + CHUNK_POINTS, :]) for term in terms]
                 parts.append(self._distribution.prior_sample(rows, self._draws))
             prior = torch.cat(parts, dim=-2)
             values = joint.mean.unsqueeze(-1) + prior + update.reshape(*joint.mean.shape, self.num_paths)
-            return values.movedim(-1, 0)
+            return values.movedim(-1, 0).unflatten(-1, distribution.event_shape)

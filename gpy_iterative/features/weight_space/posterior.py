@@ -31,7 +31,7 @@ class WeightSpacePosterior:
         seed: of the sample paths.
         chunk_size: training rows that are evaluated at a time.
         progress: True shows a bar for a pass over the data; a callable gets every
-            `gpy_iterative.training.progress.ProgressReport`.
+            `gpy_iterative.progress.ProgressReport`.
 
     Construction makes one pass over the training data, n m^2. t test points cost t m^2. Hyperparameters, data, dtype or
     device that have changed since are noticed by value, and answered by another pass. Modes of model and likelihood stay

@@ -62,7 +62,7 @@ class LaplacePosterior:
         initial_weights: v [n, C] at similar hyperparameters, where the mode solver starts.
         params: of the likelihood's `forward` at the training points, for a likelihood that takes any.
         progress: True shows a bar for the mode and other solves; a callable gets every
-            `gpy_iterative.training.progress.ProgressReport`.
+            `gpy_iterative.progress.ProgressReport`.
         num_refinements: how often mean and covariance are taken towards the variational approximation, see
             `gpy_iterative.solvers.laplace.refine`; 0 is Laplace's approximation.
 
