@@ -28,7 +28,9 @@ from gpy_iterative.exact.estimates import (
     WarmStart,
     advice,
     check_warm_start,
+    estimated_logdet,
     exact_estimate,
+    first_products,
     initial_guess,
     stochastic_estimate,
     updated,
@@ -38,12 +40,10 @@ from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Random
 from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_data, check_likelihood
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
-from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
+from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
-from gpy_iterative.linear_solvers.logdet.lanczos import MAX_LOGDET_PRODUCTS, stochastic_logdet
-from gpy_iterative.linear_solvers.logdet.quadrature_shares import QuadratureShares
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.likelihood_params import LikelihoodParams
@@ -116,7 +116,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
                 warm start stay as they were. From `.backward()`, a non-finite gradient: no parameter's `.grad` is changed.
             NotPositiveDefiniteError: H has no Cholesky factor where one is needed.
         """
-        start, num_data = time.perf_counter(), function_dist.event_shape.numel()
+        start = time.perf_counter()
         check_data(self.model, function_dist, target)
         check_hyperparameters(self.model)
         system = linear_system(
@@ -129,6 +129,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
                 replace(system, operator=operator, residual=system.residual.detach()), self._run
             )
         result = estimate.with_gradient(system.operator, system.residual)
+        num_data = function_dist.event_shape.numel()
         result = self._add_other_terms(result, params).div_(num_data)
         likelihood_params = LikelihoodParams(params, self.model, kwargs) if params or kwargs else None
         self._warn_once(estimate)
@@ -278,24 +279,9 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             if logdet_draws is None:
                 logdet_draws = self.logdet_probes.draw(operator, None, generator)
             logdet_probes = self.logdet_probes.probes(operator, None, dict(logdet_draws), others=probes)
-            # The solve and the quadrature each begin with a product: one for both reads the tiles once.
             guess = initial_guess(self._warm_start, parts.get("warm_start"))
-            guess_image = dual_image = None
-            if guess is not None:
-                duals = logdet_probes.covariance.solve(logdet_probes.vectors)
-                images = operator._matmul(torch.cat([guess, duals], dim=-1))
-                guess_image, dual_image = images.tensor_split([guess.shape[-1]], dim=-1)
-            learned = parts.get("quadrature")
-            budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
-            log_determinant = stochastic_logdet(
-                operator,
-                logdet_probes.vectors,
-                preconditioner=logdet_probes.covariance,
-                # The value must not cost more passes over the matrix than the gradient may.
-                max_iterations=min(MAX_LOGDET_PRODUCTS, int(budget)),
-                shares=None if learned is None else QuadratureShares(**learned),
-                first_image=dual_image,
-            )
+            guess_image, dual_image = first_products(operator, guess, logdet_probes)
+            log_determinant = estimated_logdet(operator, logdet_probes, dual_image, solver, parts.get("quadrature"))
             with reporting_solve(self.progress) as callback:
                 estimate, solutions = stochastic_estimate(
                     operator,

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.exact.probes import Probes
-from gpy_iterative.linear_solvers.base import Solver
+from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
-from gpy_iterative.linear_solvers.logdet.lanczos import LogDeterminant
+from gpy_iterative.linear_solvers.logdet.lanczos import MAX_LOGDET_PRODUCTS, LogDeterminant, stochastic_logdet
+from gpy_iterative.linear_solvers.logdet.quadrature_shares import QuadratureShares
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Part
@@ -152,6 +153,34 @@ def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky)
         right=None,
         status=SolveStatus.CONVERGED if relative <= solver.tolerance else SolveStatus.STAGNATED,
         stats=SolveStats(0, 0.0, 1.0, {"targets": relative}, time.perf_counter() - start),
+    )
+
+
+def first_products(
+    operator: LinearOperator, guess: Tensor | None, probes: Probes
+) -> tuple[Tensor | None, Tensor | None]:
+    """H times the guess and H times the probes' duals in one product, which reads the tiles once; None without a guess."""
+    if guess is None:
+        return None, None
+    duals = probes.covariance.solve(probes.vectors)
+    guess_image, dual_image = operator._matmul(torch.cat([guess, duals], dim=-1)).tensor_split(
+        [guess.shape[-1]], dim=-1
+    )
+    return guess_image, dual_image
+
+
+def estimated_logdet(
+    operator: LinearOperator, probes: Probes, dual_image: Tensor | None, solver: Solver, learned: Part | None
+) -> LogDeterminant:
+    """Log det H within the solver's budget: the value must not cost more passes over the matrix than the gradient may."""
+    budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
+    return stochastic_logdet(
+        operator,
+        probes.vectors,
+        preconditioner=probes.covariance,
+        max_iterations=min(MAX_LOGDET_PRODUCTS, int(budget)),
+        shares=None if learned is None else QuadratureShares(**learned),
+        first_image=dual_image,
     )
 
 

@@ -74,7 +74,9 @@ def with_observations(
             asked for.
     """
     known, before = unexpanded(model.train_inputs or ()), model.train_targets
-    points = _checked_points(known, list(inputs))
+    points = checked_inputs(known, list(inputs))
+    if len({x.shape[-2] for x in points}) > 1:
+        raise ValueError(f"The new inputs differ in their rows: {[tuple(x.shape) for x in points]}.")
     count = points[0].shape[-2]
     _check_targets(targets, before, count, event_dims)
     _check_noise(noise, likelihood, targets)
@@ -95,13 +97,6 @@ def with_observations(
         shape = _broadcast(old.shape[:-1], noise.shape[:-1])
         likelihood.noise_covar = FixedGaussianNoise(noise=_stacked(old, noise, shape, -1).detach())
     return model, likelihood
-
-
-def _checked_points(known: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    points = checked_inputs(known, inputs)
-    if len({x.shape[-2] for x in points}) > 1:
-        raise ValueError(f"The new inputs differ in their rows: {[tuple(x.shape) for x in points]}.")
-    return points
 
 
 def _check_targets(targets: Tensor, before: Tensor, count: int, event_dims: int) -> None:

@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gpytorch
 import torch
@@ -362,10 +362,6 @@ def _seed(generator: torch.Generator | int | None) -> int:
     if not isinstance(generator, torch.Generator):
         return generator or 0
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
-
-
-if TYPE_CHECKING:
-    from gpy_iterative.exact.prediction.posterior import PathwisePosterior
 
 
 class PathwisePredictionStrategy:
