@@ -1,4 +1,4 @@
-"""Parts of prior covariances that predictions need: products, rows, single entries, many small blocks.
+"""Parts of prior covariances that predictions need: products, rows, many small blocks.
 
 Each has a default for any LinearOperator, and keeps the structure of those that have some.
 """
