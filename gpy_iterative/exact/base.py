@@ -32,6 +32,7 @@ from gpy_iterative.exact.estimates import (
     exact_estimate,
     first_products,
     initial_guess,
+    report_of,
     stochastic_estimate,
     updated,
 )
@@ -133,18 +134,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         result = self._add_other_terms(result, params).div_(num_data)
         likelihood_params = LikelihoodParams(params, self.model, kwargs) if params or kwargs else None
         self._warn_once(estimate)
-        self.report = MarginalLogLikelihoodReport(
-            status=estimate.status,
-            iterations=estimate.stats.iterations,
-            epochs=estimate.stats.epochs,
-            residual_targets=estimate.stats.residual_norms["targets"],
-            residual_probes=estimate.stats.residual_norms.get("probes"),
-            value=result.detach().clone(),
-            value_sem=estimate.value_sem / num_data,
-            seconds=time.perf_counter() - start,
-            truncation=estimate.truncation,
-            probe_jitter=estimate.probe_jitter,
-        )
+        self.report = report_of(estimate, result, num_data, time.perf_counter() - start)
         logger.info("%s: %s", type(self).__name__, self.report)
         self._run, self._params = run, likelihood_params  # only now: a step that fails changes nothing
         return with_checked_gradient(result, self)

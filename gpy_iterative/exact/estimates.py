@@ -21,7 +21,7 @@ from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.logdet.lanczos import MAX_LOGDET_PRODUCTS, LogDeterminant, stochastic_logdet
 from gpy_iterative.linear_solvers.logdet.quadrature_shares import QuadratureShares
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, SolveStats, SolveStatus
-from gpy_iterative.training.report import Report
+from gpy_iterative.training.report import MarginalLogLikelihoodReport, Report
 from gpy_iterative.training.run import Part
 from gpy_iterative.training.surrogate import surrogate
 
@@ -119,6 +119,23 @@ class DensityEstimate:
     def __post_init__(self) -> None:
         check_estimated("value", self.value)
         check_estimated("solve for y - mean", self.weights)
+
+
+def report_of(estimate: Estimate, value: Tensor, num_data: int, seconds: float) -> MarginalLogLikelihoodReport:
+    """The report of a step that returned this value."""
+    norms = estimate.stats.residual_norms
+    return MarginalLogLikelihoodReport(
+        status=estimate.status,
+        iterations=estimate.stats.iterations,
+        epochs=estimate.stats.epochs,
+        residual_targets=norms["targets"],
+        residual_probes=norms.get("probes"),
+        value=value.detach().clone(),
+        value_sem=estimate.value_sem / num_data,
+        seconds=seconds,
+        truncation=estimate.truncation,
+        probe_jitter=estimate.probe_jitter,
+    )
 
 
 def check_estimated(name: str, tensor: Tensor) -> None:
