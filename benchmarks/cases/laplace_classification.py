@@ -23,6 +23,7 @@ import gpy_iterative as gpi
 from benchmarks.cases.laplace_pictures import over_time
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing, names_of
 from benchmarks.datasets import Labelled, gaussian_mixture, mnist_digits
+from benchmarks.literal_newton import LiteralNewton
 from benchmarks.metrics import classification_scores
 from benchmarks.runner import CONTENDERS, RESULTS, Outcome, contender
 from benchmarks.runs import Measured, Run, SavedRuns
@@ -179,7 +180,7 @@ def published(*, dataset: str, rows: int, seconds: float, max_rank: int) -> Outc
     data = labelled(dataset, rows)
     clock = Clock(data, seconds)
     for outer in (1, 2, 3, 5):
-        solver = gpi.solvers.LaplaceNewton(literal=True, max_outer=outer, max_inner=5, max_rank=max_rank)
+        solver = LiteralNewton(max_outer=outer, max_inner=5, max_rank=max_rank)
         model = LaplaceClassifier(
             data.train_x, data.train_y, data.num_classes, start_lengthscale(data.train_x), solver=solver
         )

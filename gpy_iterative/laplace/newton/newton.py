@@ -5,7 +5,7 @@ actions; what the subspace does not see stays in the predictive variance as comp
 between Newton steps, so that all products are used again.
 
 Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Processes By Trading Off Computation For
-Uncertainty", algorithms 1 to 3; what differs, and why, is in the documentation (`literal=True` runs them as printed).
+Uncertainty", algorithms 1 to 3; docs/laplace.md lists what differs and why.
 """
 
 import math
@@ -23,14 +23,11 @@ from gpy_iterative.laplace.newton.actions import ActionState, Policy, PolicyName
 from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolver, Problem, StepSolver
 from gpy_iterative.laplace.newton.basis import ActionBasis, GalerkinSystem
 from gpy_iterative.laplace.newton.compression import Compression, check_compression, compress
-from gpy_iterative.laplace.newton.literal import LiteralOptions, literal_solve
 from gpy_iterative.laplace.newton.preconditioning import LatentFactor, NewtonPreconditioner, latent_factor
 from gpy_iterative.laplace.newton.solution import LaplaceSolution
 from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
 from gpy_iterative.worker_threads import divided
 
-#: Relative change of f - m at which the paper's algorithm stops.
-LITERAL_TOLERANCE = 1e-2
 #: Where random right-hand sides are solved so far, others tell more about the covariance.
 REFINED = 1e-3
 #: Products that covariance actions are spread over, several actions a product, where there are more of them.
@@ -62,9 +59,6 @@ class LaplaceNewton(LaplaceSolver):
             `gpy_iterative.laplace.newton.compression`), or None, which starts anew where the rank is exceeded.
         recycle: keep actions between Newton steps.
         num_covariance_actions: further actions when the mode is found, which only make the variance smaller; ten products.
-        literal: the paper's algorithms as printed: no damping, the plain residual, K + W^+ in the full space (also where
-            W is singular), two products an action. For comparisons; it does not converge on hard data. The tolerance is
-            then that of the relative change of f - m, 1e-2 by default.
 
     Further options are those of `LaplaceSolver`. The default tolerance is 1e-5, for kernel products in float32 1e-3.
     Everything but the kernel products is float64.
@@ -83,7 +77,6 @@ class LaplaceNewton(LaplaceSolver):
     compression: Compression | None = "keep_mean"
     recycle: bool = True
     num_covariance_actions: int = 0
-    literal: bool = False
 
     _budget: ClassVar[str] = "max_outer or max_inner"
     _room: ClassVar[str] = "raise its max_rank, "
@@ -95,24 +88,11 @@ class LaplaceNewton(LaplaceSolver):
         check_fraction("forcing", self.forcing)
         check_count("num_covariance_actions", self.num_covariance_actions, least=0)
         check_flag("recycle", self.recycle)
-        check_flag("literal", self.literal)
         check_compression(self.compression)
         policy_of(self.policy)
         check_instance("preconditioner", self.preconditioner, PreconditionerRecipe, "RandomlyPivotedCholesky(rank=100)")
-        if self.preconditioner is not None and (self.literal or self.policy != "weighted_residual"):
-            raise ValueError(
-                "A preconditioner is for the policy 'weighted_residual' and literal=False, "
-                f"got policy={self.policy!r} and literal={self.literal}."
-            )
-        if self.literal and self.num_covariance_actions:
-            raise ValueError("num_covariance_actions is not of the published algorithms, literal=True.")
-
-    def _find_mode(self, problem: Problem) -> LaplaceSolution:
-        if not self.literal:
-            return super()._find_mode(problem)
-        tolerance = LITERAL_TOLERANCE if self.tolerance is None else self.tolerance
-        options = LiteralOptions(self.max_outer, self.max_inner, self.max_rank, tolerance, self.recycle, self.curvature)
-        return literal_solve(problem, options)
+        if self.preconditioner is not None and self.policy != "weighted_residual":
+            raise ValueError(f"A preconditioner is for the policy 'weighted_residual', got policy={self.policy!r}.")
 
     def _step_solver(self, problem: Problem) -> StepSolver:
         return _SubspaceSteps(problem, self)

@@ -9,6 +9,7 @@ from gpytorch.constraints import GreaterThan
 from gpytorch.likelihoods import StudentTLikelihood
 from torch import Tensor
 
+from benchmarks.literal_newton import LiteralNewton
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
 from gpy_iterative.laplace.newton.basis import ActionBasis, GalerkinSystem
@@ -139,9 +140,8 @@ def test_residuals_are_conjugate_gradients(literal: bool) -> None:
         length = (r @ r) / (d @ image)
         x, following = x + length * d, r - length * image
         d, r = following + (following @ following) / (r @ r) * d, following
-    solver = LaplaceNewton(
-        max_outer=1, max_inner=6, forcing=1e-12, policy="residual", line_search=False, literal=literal
-    )
+    ours = LaplaceNewton(max_outer=1, max_inner=6, forcing=1e-12, policy="residual", line_search=False)
+    solver = LiteralNewton(max_outer=1, max_inner=6) if literal else ours
     solution = solver.solve(problem.prior(), problem.pointwise())
     torch.testing.assert_close(solution.value.flatten(), x, rtol=1e-7, atol=1e-8)
     assert solution.num_kernel_products == (13 if literal else 6)
@@ -393,19 +393,19 @@ def test_published_algorithms_overflow_where_they_do() -> None:
     x, y = poisson_draw(0)
     prior, likelihood = poisson_problem(x, (y * (280 / y.max())).round(), 0.1, 5.0)
     with pytest.raises(NonFiniteError):
-        LaplaceNewton(literal=True, max_inner=5, max_outer=20).solve(prior, likelihood)
+        LiteralNewton(max_inner=5, max_outer=20).solve(prior, likelihood)
 
 
 def test_published_algorithms_converge_where_they_do() -> None:
     problem = case("logit", n=30)
     prior, likelihood = problem.prior(), problem.pointwise()
-    literal = LaplaceNewton(literal=True, tolerance=1e-6, max_inner=30).solve(prior, likelihood)
+    literal = LiteralNewton(tolerance=1e-6, max_inner=30).solve(prior, likelihood)
     assert literal.converged
     exact = LaplaceCholesky().solve(prior, likelihood)
     torch.testing.assert_close(literal.latent, exact.latent, rtol=1e-3, atol=1e-3)
     root = literal.root
     torch.testing.assert_close(literal.image_of_root, prior.operator.to_dense() @ root, rtol=1e-5, atol=1e-6)
-    ranked = LaplaceNewton(literal=True, max_inner=30, max_rank=5).solve(prior, likelihood)
+    ranked = LiteralNewton(max_inner=30, max_rank=5).solve(prior, likelihood)
     assert ranked.converged
 
 

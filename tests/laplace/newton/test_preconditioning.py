@@ -193,10 +193,6 @@ def test_options_that_do_not_go_together() -> None:
     recipe = PivotedCholesky(rank=5)
     with pytest.raises(ValueError, match="policy='unit'"):
         LaplaceNewton(policy="unit", preconditioner=recipe)
-    with pytest.raises(ValueError, match="literal=True"):
-        LaplaceNewton(literal=True, preconditioner=recipe)
-    with pytest.raises(ValueError, match="num_covariance_actions"):
-        LaplaceNewton(literal=True, num_covariance_actions=5)
     with pytest.raises(TypeError, match="preconditioner must be None or"):
         LaplaceNewton(preconditioner="cholesky")  # pyright: ignore[reportArgumentType]
 
