@@ -204,6 +204,13 @@ class BoundEstimate:
         """Zero: there are no probes."""
         return torch.zeros_like(self.value)
 
+    def advice(self, dtype: torch.dtype) -> str:
+        """What to do where the maximisation did not converge."""
+        return (
+            f"The search for the largest lower bound ended with status {self.status.name.lower()}: value and gradient are "
+            "those of a smaller one. Bound the outputscale."
+        )
+
     def with_gradient(self, prior: LatentPrior, likelihood: PointwiseLikelihood) -> Tensor:
         """The bound [] in the prior's dtype, connected with the parameters behind K, m and the likelihood."""
         dtype = prior.operator.dtype

@@ -85,7 +85,7 @@ class LikelihoodParams:
         return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
     @classmethod
-    def from_bytes(cls, data: Tensor) -> "LikelihoodParams":
+    def from_bytes(cls, data: Tensor | None) -> "LikelihoodParams":
         """The inverse of `to_bytes`. Raises ValueError for anything else."""
         try:
             with torch.serialization.safe_globals([_TrainingInput]):

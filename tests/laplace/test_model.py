@@ -635,8 +635,6 @@ def test_targets_that_are_refused_by_the_mll() -> None:
     ("options", "error", "match"),
     [
         ({"objective": "map"}, ValueError, "objective"),
-        ({"trace": "exact"}, ValueError, "trace"),
-        ({"logdet": "cholesky"}, ValueError, "logdet"),
         ({"num_probes": 0}, ValueError, "num_probes"),
         ({"tolerance": 0.0}, ValueError, "tolerance"),
         ({"solver": "newton"}, TypeError, "solver"),
@@ -666,20 +664,6 @@ def test_a_budget_that_runs_out_is_told_once() -> None:
     with pytest.warns(ConvergenceWarning, match="mode was not reached"):
         mll(problem.model(problem.x), problem.y)
     mll(problem.model(problem.x), problem.y)  # warnings are errors here
-
-
-def test_too_many_features_are_refused() -> None:
-    problem = case("softmax", n=30)
-    solver = LaplaceNewton(num_covariance_actions=3)
-    mll = LaplaceMarginalLogLikelihood(
-        problem.likelihood, problem.model, solver=solver, trace="pathwise", num_frequencies=10**6
-    )
-    before = mll.training_state()
-    with pytest.raises(ValueError, match="fewer frequencies"):
-        mll(problem.model(problem.x), problem.y)
-    after = mll.training_state()
-    assert after.keys() == before.keys() == {"description", "generator"}
-    assert torch.equal(after["generator"], before["generator"])
 
 
 def test_questions_in_train_mode_change_no_mode_and_keep_what_they_found() -> None:

@@ -18,13 +18,12 @@ from gpy_iterative.exact.prediction.blocks import product
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
 from gpy_iterative.laplace.newton.base import LaplaceSolver
 from gpy_iterative.laplace.newton.solution import LaplaceSolution
-from gpy_iterative.laplace.newton.whitened import nystrom_preconditioner, whitened_system
+from gpy_iterative.laplace.newton.whitened import WhitenedSystem
 from gpy_iterative.laplace.prediction.fit import LaplaceFit, LaplaceFits
 from gpy_iterative.laplace.prediction.latent_blocks import latent_blocks, latent_covariance, latent_terms
 from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths, PriorFunctions
 from gpy_iterative.linear_operators.latent import point_blocks
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 
@@ -255,13 +254,9 @@ class LaplacePosterior:
 
     def _solve(self, fit: LaplaceFit, columns: Tensor, *, tolerance: float) -> Tensor:
         """(I + R^T K R)^-1 columns in float64, preconditioned with the mode's actions."""
-        dtype, solution = fit.prior.operator.dtype, fit.solution
-        preconditioner = nystrom_preconditioner(solution.curvature, solution.actions, solution.images, dtype)
-        system = whitened_system(fit.prior.operator, solution.curvature)
+        dtype, system = fit.prior.operator.dtype, WhitenedSystem.at(fit.prior.operator, fit.solution)
         with reporting_solve(self._progress) as callback:
-            found = ConjugateGradients(tolerance=tolerance).solve(
-                system, columns.to(dtype), preconditioner=preconditioner, callback=callback
-            )
+            found = system.solve(columns, tolerance, callback)
         if found.status is not SolveStatus.CONVERGED:
             warn(
                 f"A solve at the mode ended with status {found.status.name.lower()}: {float64_first(dtype)}loosen the "
