@@ -15,8 +15,7 @@ from torch import Tensor
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR, CurvatureFloor
-from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolver, Problem, StepSolver, evaluated
-from gpy_iterative.laplace.newton.solution import LaplaceSolution, empty_columns
+from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolution, LaplaceSolver, Problem, StepSolver
 from gpy_iterative.linear_solvers.solution import SolveProgress, SolveStats, SolveStatus
 
 #: Absolute and relative residual at which IterGP stops.
@@ -64,8 +63,8 @@ def literal_solve(problem: Problem, options: LiteralNewton) -> LaplaceSolution:
     start, tolerance = time.perf_counter(), options.tolerance or 1e-2
     size, mean = problem.prior.size, problem.mean
     products, status = 0, SolveStatus.BUDGET_EXHAUSTED
-    iterate = evaluated(problem, mean, torch.zeros_like(mean))
-    buffers = _Buffers(*(empty_columns(size, mean) for _ in range(3)))
+    iterate = problem.evaluated(mean, torch.zeros_like(mean))
+    buffers = _Buffers(*(mean.new_empty(size, 0) for _ in range(3)))
     outer = 0
     while outer < options.max_outer:
         curvature = problem.likelihood.curvature(problem.by_point(iterate.f), options.curvature, NO_FLOOR)
@@ -79,7 +78,7 @@ def literal_solve(problem: Problem, options: LiteralNewton) -> LaplaceSolution:
         outer += 1
         change = torch.linalg.vector_norm(f - iterate.f)
         previous = torch.linalg.vector_norm(iterate.f - mean)
-        iterate = evaluated(problem, f, v)
+        iterate = problem.evaluated(f, v)
         if problem.callback is not None:
             problem.callback(SolveProgress(outer, products, {"mode": iterate.stationarity}))
         if outer > 1 and change <= tolerance * previous:

@@ -29,7 +29,7 @@ from torch import Tensor
 from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.exact.probes import Probes, random_signs
 from gpy_iterative.laplace.likelihoods.pointwise import CurvatureKind, PointwiseLikelihood
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
+from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem, dense_factor
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.logdet.lanczos import stochastic_logdet

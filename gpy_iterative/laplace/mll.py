@@ -21,12 +21,11 @@ from gpy_iterative.laplace.elbo import BoundEstimate, exact_bound, subspace_boun
 from gpy_iterative.laplace.evidence import EvidenceEstimate, exact_evidence, stochastic_evidence
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood, check_laplace_likelihood
 from gpy_iterative.laplace.model import IterativeLaplaceGP
-from gpy_iterative.laplace.newton.base import LaplaceSolver
+from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
-from gpy_iterative.laplace.newton.default import default_laplace_solver
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
+from gpy_iterative.laplace.newton.newton import default_laplace_solver
+from gpy_iterative.laplace.prediction.fit import check_targets_fit, observed_params, observed_points
 from gpy_iterative.laplace.prediction.posterior import LaplacePosterior
-from gpy_iterative.laplace.prediction.targets import check_targets_fit, observed_params, observed_points
 from gpy_iterative.laplace.report import LaplaceReport
 from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, num_latents
 from gpy_iterative.linear_operators.products import KernelProducts

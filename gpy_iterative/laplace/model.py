@@ -19,8 +19,7 @@ from gpy_iterative.laplace.likelihoods.predictive import (
     class_probabilities,
     predictive_log_probs,
 )
-from gpy_iterative.laplace.newton.base import LaplaceSolver
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
+from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths
 from gpy_iterative.laplace.prediction.posterior import LaplacePosterior, VarianceSplit
 from gpy_iterative.linear_operators.latent import num_latents as latents_of

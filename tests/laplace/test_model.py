@@ -15,7 +15,7 @@ from torch import Tensor
 import gpy_iterative as gpi
 from gpy_iterative.errors import ConvergenceWarning, NonFiniteError, UnsupportedLikelihoodError
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
-from gpy_iterative.laplace.newton.refinement import marginal_blocks
+from gpy_iterative.laplace.prediction.fit import marginal_blocks
 from gpy_iterative.mlls import LaplaceMarginalLogLikelihood
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton
 from tests.laplace.cases import Case, Exposed, LaplaceModel, case, inputs

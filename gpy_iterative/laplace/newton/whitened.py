@@ -13,7 +13,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
+from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.partial_products import rows_matmul
 from gpy_iterative.linear_operators.tiles.tiles import Rows

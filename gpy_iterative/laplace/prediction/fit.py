@@ -1,26 +1,31 @@
-"""The mode of a model and its refinements, found again when data or hyperparameters have changed."""
+"""The mode of a model and its refinements, found again when data or hyperparameters have changed.
+
+Where the mode saturates the likelihood, the curvature is nearly zero and the covariance nearly the prior's, though the
+likelihood rules out much of what that covariance allows. A refinement takes gradient and curvature as averages over the
+marginals of the last approximation (`gpy_iterative.likelihoods.SmoothedLikelihood`). Its fixed point is a Gaussian at which
+the variational bound is stationary; one or two refinements are most of the way.
+"""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import gpytorch
 import torch
-from gpytorch.distributions import MultivariateNormal
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import GP
 from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning, warn
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
-from gpy_iterative.laplace.newton.base import LaplaceSolver
-from gpy_iterative.laplace.newton.default import default_laplace_solver
-from gpy_iterative.laplace.newton.refinement import refine
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
-from gpy_iterative.laplace.prediction.targets import check_targets_fit, observed_params, observed_points
-from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior
+from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
+from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
+from gpy_iterative.laplace.newton.newton import default_laplace_solver
+from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, num_latents
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_solvers.solution import SolveStats
+from gpy_iterative.linear_solvers.solution import SolveProgress, SolveStats
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.own_lock import OwnLock
 from gpy_iterative.training.progress import Progress, reporting_solve
@@ -28,6 +33,9 @@ from gpy_iterative.training.snapshot import ModelSnapshot
 from gpy_iterative.training.training_system import check_inputs, prior_at
 
 logger = logging.getLogger(__name__)
+
+#: Points whose share of K Q is held at a time.
+CHUNK_POINTS = 4096
 
 
 @dataclass(frozen=True)
@@ -154,3 +162,82 @@ class LaplaceFits:
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self._seed)
+
+
+@torch.no_grad()
+def refine(
+    solver: LaplaceSolver,
+    prior: LatentPrior,
+    likelihood: PointwiseLikelihood,
+    solution: LaplaceSolution,
+    *,
+    generator: torch.Generator | None = None,
+    callback: Callable[[SolveProgress], None] | None = None,
+) -> LaplaceSolution:
+    """The mode under the likelihood that is averaged over a solution's marginals, and the covariance around it.
+
+    Args:
+        solver: of the solution.
+        prior: of the solution.
+        likelihood: itself, not averaged.
+        solution: Laplace's, or of a refinement; its kernel products are used again.
+        generator, callback: see `LaplaceSolver.solve`, which also says what this raises.
+    """
+    smoothed = SmoothedLikelihood(likelihood, marginal_blocks(prior, solution))
+    return solver.solve(prior, smoothed, initial_solution=solution, generator=generator, callback=callback)
+
+
+@torch.no_grad()
+def marginal_blocks(prior: LatentPrior, solution: LaplaceSolution) -> Tensor:
+    """The covariance blocks [n, C, C] of a solution at the training points, computational uncertainty included.
+
+    Cost O(n C^2 B), no kernel product.
+    """
+    blocks = prior.point_blocks().double().clone()
+    images = solution.images.view(*prior.mean.shape, solution.images.shape[-1])
+    for start in range(0, prior.num_points, CHUNK_POINTS):
+        known = images[start : start + CHUNK_POINTS] @ solution.transform
+        blocks[start : start + CHUNK_POINTS] -= known @ known.mT
+    return blocks
+
+
+def observed_points(targets: Tensor) -> Tensor | None:
+    """Which points have targets, [n] bool, under GPyTorch's `observation_nan_policy` "mask"; None when all have.
+
+    Raises:
+        ValueError: under the policy "fill", which has no meaning for a likelihood that is not Gaussian.
+    """
+    policy = gpytorch.settings.observation_nan_policy.value()
+    if policy == "fill":
+        raise ValueError("observation_nan_policy('fill') has no meaning here; use 'mask', which drops the points.")
+    if policy == "ignore" or not targets.is_floating_point():
+        return None
+    missing = torch.isnan(targets)
+    observed = ~(missing if targets.dim() == 1 else missing.flatten(1).any(-1))
+    return None if bool(observed.all()) else observed
+
+
+def observed_params(params: Sequence[Any], observed: Tensor | None) -> tuple[Any, ...]:
+    """The likelihood's arguments at the observed points: tensors with an entry for each point lose the others."""
+    if observed is None:
+        return tuple(params)
+    has_rows = lambda value: isinstance(value, Tensor) and value.shape[:1] == observed.shape
+    return tuple(value[observed] if has_rows(value) else value for value in params)
+
+
+def check_targets_fit(distribution: MultivariateNormal, targets: Tensor) -> None:
+    """Raises ValueError unless there is one target, or one row of them, for each of the prior's points."""
+    latents = num_latents(distribution)
+    points = distribution.mean.numel() // latents
+    if not isinstance(targets, Tensor):
+        raise ValueError(f"The targets must be a tensor [n], got {type(targets).__name__}.")
+    if targets.shape[:1] != (points,) or targets.dim() > 2 or (targets.dim() == 2 and targets.shape[1] != latents):
+        hint = " Use targets.squeeze(-1)." if targets.shape[-1:] == (1,) else ""
+        raise ValueError(
+            f"Laplace's method takes one problem with targets [{points}]; their shape is {tuple(targets.shape)}.{hint}"
+        )
+    if targets.dim() == 2 and not isinstance(distribution, MultitaskMultivariateNormal):
+        hint = "Use targets.squeeze(-1)." if targets.shape[-1] == 1 else "Batches need one model for each problem."
+        raise ValueError(f"The targets must be [n], got {tuple(targets.shape)}. {hint}")
+    if targets.device != distribution.mean.device:
+        raise ValueError(f"The targets are on {targets.device}, the model's output on {distribution.mean.device}.")

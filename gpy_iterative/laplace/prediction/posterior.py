@@ -16,12 +16,16 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning, float64_first, warn
 from gpy_iterative.exact.prediction.blocks import product
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
-from gpy_iterative.laplace.newton.base import LaplaceSolver
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
+from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem
 from gpy_iterative.laplace.prediction.fit import LaplaceFit, LaplaceFits
-from gpy_iterative.laplace.prediction.latent_blocks import latent_blocks, latent_covariance, latent_terms
-from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths, PriorFunctions
+from gpy_iterative.laplace.prediction.paths import (
+    LaplaceSamplePaths,
+    PriorFunctions,
+    latent_blocks,
+    latent_covariance,
+    latent_terms,
+)
 from gpy_iterative.linear_operators.latent import point_blocks
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
