@@ -107,9 +107,9 @@ def _measure_laplace(clock: Clock, model: LaplaceClassifier, refinements: int = 
     model.eval()
     for count in range(refinements + 1):
         model.num_refinements = count
-        solution = model.fit_mode()
+        model.fit_mode()
         seconds, before = clock.now(), time.perf_counter()
-        products, rank = sum(part.epochs for part in model.posterior().stats), solution.actions.shape[-1]
+        report = model.posterior().report
         mean, covariance = model.posterior().moments(clock.data.test_x)
         for method in get_args(PredictiveMethod):
             parts = zip(mean.split(1000), covariance.split(1000), strict=True)
@@ -121,7 +121,7 @@ def _measure_laplace(clock: Clock, model: LaplaceClassifier, refinements: int = 
                 ]
             )
             kind = f"refined {method}" if count else method
-            clock.measure(kind, probabilities, seconds, products=products, rank=rank)
+            clock.measure(kind, probabilities, seconds, products=report.epochs, rank=report.rank)
         clock.paused += time.perf_counter() - before
     model.num_refinements = 0
     model.train()

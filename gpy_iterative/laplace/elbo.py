@@ -29,8 +29,8 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.evidence import diagonal_blocks
-from gpy_iterative.laplace.likelihoods.cubature import normal_rule
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
+from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.jittered_cholesky import jittered_cholesky
@@ -50,10 +50,9 @@ ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
 
 @dataclass(frozen=True)
 class BoundProblem:
-    """What is maximised over q.
+    """The bound as a function of q.
 
     Attributes:
-        likelihood: with its targets.
         mean: m [n, C].
         features: Psi [n C, r].
         rest: the prior's blocks [n, C, C] less those of Psi Psi^T.
@@ -85,7 +84,7 @@ class BoundProblem:
     def at(
         self, coefficients: Tensor, sites: Tensor, precision: Tensor, residual: Tensor | None = None
     ) -> "Gaussian | None":
-        """Q with these sites, at b + Q^-1 residual; None where Q is indefinite or the bound not finite."""
+        """The Gaussian with these sites, at b + Q^-1 residual; None where Q is indefinite or the bound not finite."""
         factor, info = torch.linalg.cholesky_ex(precision)
         if info.any():
             return None
@@ -105,13 +104,7 @@ class BoundProblem:
 
 
 class NaturalStep(NamedTuple):
-    """Where a whole natural step leads from q: to the sites that are wanted, and by Q^-1 residual with that Q.
-
-    Attributes:
-        coefficients: b [r].
-        residual: Psi^T E[g] - b [r].
-        sites, wanted: [n, C, C], of q, and E[W].
-    """
+    """A natural step: from b [r] by Q^-1 times the residual Psi^T E[g] - b, from the sites to the wanted ones, E[W]."""
 
     coefficients: Tensor
     residual: Tensor
@@ -121,13 +114,7 @@ class NaturalStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Expectation:
-    """sum_n E log p(y_n | f_n) for f_n ~ N(mu_n, V_n), and its exact derivatives.
-
-    Attributes:
-        value: [].
-        gradient: with respect to mu, [n, C]: E[g].
-        curvature: -2 times that with respect to V, [n, C, C]: E[W].
-    """
+    """sum_n E log p(y_n | f_n) [] for f_n ~ N(mu_n, V_n), with E[g] [n, C] and E[W] [n, C, C], its exact derivatives."""
 
     value: Tensor
     gradient: Tensor
@@ -159,10 +146,7 @@ class Gaussian:
         coefficients: b [r].
         sites: [n, C, C], with Q = I + Psi^T sites Psi.
         precision, factor: Q and its Cholesky factor, [r, r].
-        means: [n, C].
-        blocks: V [n, C, C].
-        expectation: of the log likelihood.
-        bound, rounding: the bound, and its rounding error.
+        means, blocks: of the latent values of each point, [n, C] and V [n, C, C].
     """
 
     coefficients: Tensor
@@ -181,23 +165,26 @@ class BoundEstimate:
     """The bound and the factors of its gradient; float64.
 
     Attributes:
-        value: the bound [], not divided by n.
-        left, right: [n C, k], with dB/dK = left right^T but for the blocks on the diagonal; right None: left is dB/dK.
-        diagonal: what belongs to these blocks alone, [n, C, C]; None for nothing.
         posterior: q.
         scale: the prior's variances, [n].
-        status: of the maximisation; the mode is where it starts.
+        status: of the maximisation, which starts at the mode.
+        left, right: [n C, k], with dB/dK = left right^T but for the blocks on the diagonal; right None: left is dB/dK.
+        diagonal: the further derivative with respect to these blocks, [n, C, C]; None for zero.
         probe_epochs: zero; there are no probes.
     """
 
-    value: Tensor
-    left: Tensor
-    right: Tensor | None
-    diagonal: Tensor | None
     posterior: Gaussian
     scale: Tensor
     status: SolveStatus
+    left: Tensor
+    right: Tensor | None = None
+    diagonal: Tensor | None = None
     probe_epochs: float = 0.0
+
+    @property
+    def value(self) -> Tensor:
+        """The bound [], not divided by n."""
+        return self.scale.new_tensor(self.posterior.bound)
 
     @property
     def value_sem(self) -> Tensor:
@@ -237,43 +224,24 @@ class BoundEstimate:
 
 @torch.no_grad()
 def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> BoundEstimate:
-    """The bound over all Gaussians, from dense matrices: O((n C)^3) a step, a few (n C)^2 numbers.
-
-    Args:
-        prior: m and K.
-        likelihood: with its targets.
-        solution: the mode, where the maximisation starts.
-    """
+    """The bound over all Gaussians, from dense matrices: O((n C)^3) a step, a few (n C)^2 numbers."""
     kernel = prior.operator.to_dense().detach().double()
     features, _ = jittered_cholesky(kernel, "The kernel matrix")
     blocks = diagonal_blocks(kernel, prior.num_latents)
     problem = BoundProblem(likelihood, prior.mean.double(), features, torch.zeros_like(blocks), _variances(blocks))
-    posterior, status = maximised(problem, solution)
+    posterior, status = _maximised(problem, solution)
     expected = posterior.expectation
     # P = W - W Sigma W, with W = E[W].
     roots = torch.linalg.solve_triangular(posterior.factor, features.mT, upper=False).mT
     roots = (expected.curvature @ problem.by_point(roots)).flatten(0, 1)
     gradient = expected.gradient.flatten()
     left = torch.outer(gradient, gradient) + roots @ roots.mT - torch.block_diag(*expected.curvature)
-    return BoundEstimate(
-        value=gradient.new_tensor(posterior.bound),
-        left=left / 2,
-        right=None,
-        diagonal=None,
-        posterior=posterior,
-        scale=problem.scale,
-        status=status,
-    )
+    return BoundEstimate(posterior, problem.scale, status, left / 2)
 
 
 @torch.no_grad()
 def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> BoundEstimate:
     """The bound over Gaussians in the span of the mode solver's actions, and its gradient for these actions.
-
-    Args:
-        prior: m and K.
-        likelihood: with its targets.
-        solution: the mode, where the maximisation starts; its actions S and K S, of the same hyperparameters.
 
     Cost: no kernel product, O(n C r^2) a step; a derivative pass with r columns.
     """
@@ -291,7 +259,7 @@ def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
     if prior.num_latents == 1:
         rest = rest.clamp_min(0)
     problem = BoundProblem(likelihood, prior.mean.double(), features, rest, _variances(blocks))
-    posterior, status = maximised(problem, solution)
+    posterior, status = _maximised(problem, solution)
     # The bound depends on K through T = K S, G = S^T T and the prior's blocks; at the maximum, in coordinates with G = I,
     # dB = <E[g] b^T + E[W] Psi (I - Q^-1), dT> - <b b^T + (Q - I) (I - Q^-1), dG> / 2 - <E[W], dK_nn> / 2.
     expected, b, precision = posterior.expectation, posterior.coefficients, posterior.precision
@@ -301,23 +269,12 @@ def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
     right = torch.outer(expected.gradient.flatten(), b) + weighted @ (identity - covariance)
     inner = torch.outer(b, b) + precision - 2 * identity + covariance
     right = right - actions @ (whitening @ inner) / 2
-    return BoundEstimate(
-        value=b.new_tensor(posterior.bound),
-        left=actions,
-        right=right @ whitening.mT,
-        diagonal=-expected.curvature / 2,
-        posterior=posterior,
-        scale=problem.scale,
-        status=status,
-    )
+    right = right @ whitening.mT
+    return BoundEstimate(posterior, problem.scale, status, actions, right, -expected.curvature / 2)
 
 
-def maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussian, SolveStatus]:
-    """Q at the maximum of the bound, from the mode, and how the search ended.
-
-    Raises:
-        NonFiniteError: the bound is not finite where the search starts.
-    """
+def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussian, SolveStatus]:
+    """The Gaussian at the maximum of the bound, from the mode, and how the search ended."""
     # More than the curvature: a density whose tails grow fast has no finite average under a wide Gaussian.
     sites = solution.curvature.blocks()
     sites = sites + torch.eye(sites.shape[-1]).to(sites)
@@ -350,7 +307,7 @@ def _lengths(steps: Sequence[NaturalStep], q: Gaussian) -> Tensor:
 def _mixed(
     problem: BoundProblem, current: Gaussian, steps: Sequence[NaturalStep], lengths: Tensor
 ) -> tuple[Gaussian, float] | None:
-    """Q after the mixture of steps that nearly cancel, and what it promised; None where the bound does not rise there.
+    """The Gaussian after the mixture of steps that nearly cancel, and the promised rise; None where it does not rise.
 
     Anderson's acceleration (Walker and Ni 2011): whole steps overshoot by much of their own length under a wide prior.
     """
@@ -365,7 +322,7 @@ def _mixed(
 
 
 def _ascended(problem: BoundProblem, current: Gaussian, step: NaturalStep) -> tuple[Gaussian, float] | None:
-    """Q after the longest part of a natural step that raises the bound, and what the whole promised; None where none."""
+    """The Gaussian after the longest part of a step that raises the bound, and the whole step's promise; None for none."""
     precision, length = problem.precision(step.wanted), 1.0
     while length > SHORTEST_STEP:
         trial = problem.at(
@@ -382,7 +339,7 @@ def _ascended(problem: BoundProblem, current: Gaussian, step: NaturalStep) -> tu
 
 
 def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> tuple[Gaussian, float] | None:
-    """A trial that raises the bound by a share of what its distance promises; `step` is the natural one from here."""
+    """A trial that raises the bound by a share of what its distance promises, and that promise; `step` starts here."""
     if trial is None:
         return None
     # The bound's derivatives by b and by the covariance, which is that by the blocks V, times how far these have moved.

@@ -13,7 +13,7 @@ from torch import Tensor
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 
 #: Raised whenever older states cannot be loaded any more.
-FORMAT = 1
+FORMAT = 2
 _NAME = "description"
 _PARAMS = "params"
 _DATA = "fingerprint of the training data"

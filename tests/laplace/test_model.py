@@ -367,13 +367,14 @@ def test_refinements_come_and_go(solver: LaplaceNewton | None) -> None:
     model, x = problem.model.eval(), test_points()
     plain, labels = model.predict_proba(x), torch.arange(9) % 3
     posterior = model.posterior()
-    assert len(posterior.stats) == 1
+    assert posterior.report.num_refinements == 0
     model.num_refinements = 1
     refined = model.predict_proba(x)
     assert model.posterior() is posterior
-    assert len(posterior.stats) == 2
+    assert posterior.report.num_refinements == 1
     assert model.fit_mode() is posterior.solution
-    assert posterior.solution.stats == posterior.stats[1]
+    assert posterior.report.rank == posterior.solution.actions.shape[-1]
+    assert posterior.report.epochs >= posterior.solution.num_kernel_products
     # Where Laplace's covariance is too wide, probabilities go away from the even ones.
     assert refined.max(-1).values.mean() > plain.max(-1).values.mean() + 0.02
     torch.testing.assert_close(model.predictive_log_prob(x, labels).exp(), refined.gather(1, labels[:, None])[:, 0])
@@ -384,7 +385,7 @@ def test_refinements_come_and_go(solver: LaplaceNewton | None) -> None:
         torch.testing.assert_close(twin.predict_proba(x), refined, rtol=1e-4, atol=1e-5)
     model.num_refinements = 0
     torch.testing.assert_close(model.predict_proba(x), plain)
-    assert len(posterior.stats) == 1
+    assert posterior.report.num_refinements == 0
     model.num_refinements = -1
     with pytest.raises(ValueError, match="num_refinements must be at least 0"):
         model.predict_proba(x)
@@ -402,7 +403,7 @@ def test_refinements_follow_the_hyperparameters() -> None:
     expected = fresh.model.eval()(x)
     torch.testing.assert_close(after.mean, expected.mean, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(after.variance, expected.variance, rtol=1e-6, atol=1e-7)
-    assert len(model.posterior().stats) == 3
+    assert model.posterior().report.num_refinements == 2
     model.set_train_data(problem.x[:7], problem.y[:7])
     assert model.fit_mode().latent.shape == (7, 1)
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_operators.partial_products import rows_matmul
-from gpy_iterative.linear_operators.tiles.tiles import Rows
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.jittered_cholesky import warned_cholesky
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress
@@ -48,18 +46,6 @@ class WhitenedKernelLinearOperator(LinearOperator):
 
     def _transpose_nonbatch(self) -> LinearOperator:
         return self
-
-
-@rows_matmul.register
-def _(operator: WhitenedKernelLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
-    curvature, kernel = operator.curvature, operator.kernel
-    size, latents = curvature.root_size, curvature.num_latents
-    index = torch.arange(operator.shape[-1], device=rhs.device)[rows]
-    points, position = (index // size).unique(return_inverse=True)
-    whole = (points.unsqueeze(-1) * latents + torch.arange(latents, device=rhs.device)).flatten()
-    product = rows_matmul(kernel, whole, curvature.root(rhs.double()).to(kernel.dtype))
-    whitened = curvature.at(points).root_t(product.double()).to(rhs.dtype)
-    return whitened[position * size + index % size]
 
 
 @dataclass(frozen=True)

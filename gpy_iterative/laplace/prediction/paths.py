@@ -1,6 +1,6 @@
 """Samples of a latent posterior that are functions: f + f_p(.) - k(., X) zeta, by pathwise conditioning.
 
-Wilson et al. 2021, "Pathwise conditioning of Gaussian processes"; zeta ~ N(0, P) takes the place of the solve for a
+Wilson et al. 2021, "Pathwise conditioning of Gaussian processes"; zeta ~ N(0, P) replaces the solve for a
 Gaussian observation.
 """
 
@@ -70,35 +70,30 @@ class PriorFunctions:
         return values.movedim(0, 1)
 
 
+@dataclass(frozen=True, eq=False)
 class LaplaceSamplePaths:
     """k functions of Laplace's approximation or of a refinement: the same at each call, at any x, differentiable there.
 
     They belong to the hyperparameters and data of the time when they were drawn.
 
-    Args:
-        snapshot: the model at the time when they were drawn.
+    Attributes:
+        snapshot: the model at that time.
         functions: prior samples.
         inputs: training inputs.
         update: v - zeta [n C, k].
         products: how kernel products are computed.
     """
 
-    def __init__(
-        self,
-        snapshot: ModelSnapshot,
-        functions: PriorFunctions,
-        inputs: list[Tensor],
-        update: Tensor,
-        products: KernelProducts,
-    ) -> None:
-        self._snapshot = snapshot
-        self._functions, self._inputs, self._update = functions, inputs, update
-        self._products = products
+    snapshot: ModelSnapshot
+    functions: PriorFunctions
+    inputs: list[Tensor]
+    update: Tensor
+    products: KernelProducts
 
     @property
     def num_paths(self) -> int:
-        """How many paths, k."""
-        return self._update.shape[-1]
+        """The number of functions, k."""
+        return self.update.shape[-1]
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The functions at test inputs [t, d]: [k, t], or [k, t, C] for several latent functions.
@@ -106,17 +101,17 @@ class LaplaceSamplePaths:
         Raises ValueError for inputs that do not fit the training inputs.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
-            model, _ = self._snapshot.copies()
-            points = checked_inputs(self._inputs, inputs)
+            model, _ = self.snapshot.copies()
+            points = checked_inputs(self.inputs, inputs)
             if any(x.dim() != 2 for x in points):
                 raise ValueError(
                     "Sample paths take test inputs [t, d]: list the points of a batch one after the other."
                 )
-            blocks = latent_blocks(model, self._inputs, points, self._products)
-            latents = self._functions.num_latents
-            update = product(blocks.test_train, self._update.to(points[0].dtype))
+            blocks = latent_blocks(model, self.inputs, points, self.products)
+            latents = self.functions.num_latents
+            update = product(blocks.test_train, self.update.to(points[0].dtype))
             update = update.view(len(points[0]), latents, self.num_paths)
-            prior = self._functions(latent_terms(prior_at(model, points))[0])
+            prior = self.functions(latent_terms(prior_at(model, points))[0])
             values = (blocks.mean.unsqueeze(-1) + prior + update).movedim(-1, 0)
             return values.squeeze(-1) if latents == 1 else values
 
