@@ -9,8 +9,8 @@ a sparse variational bound whose inducing variables are S^T f. It is maximised o
 
     b = Psi^T E[g],   Q = I + Psi^T E[W] Psi,
 
-with g and W the likelihood's gradient and negative Hessian. What does not move the bound to first order has no part in its
-gradient, which therefore takes no adjoint and no probes. Where S is everything, Psi is a root of K, and
+with g and W the likelihood's gradient and negative Hessian. At the maximum, b and Q do not move the bound to first order:
+its gradient takes no adjoint and no probes. Where S is everything, Psi is a root of K, and
 
     dB/dK = (c c^T - P) / 2,   dB/dm = c = E[g],   P = (I + E[W] K)^-1 E[W].
 
@@ -19,6 +19,7 @@ halved until the bound rises. Opper and Archambeau 2009, "The variational Gaussi
 space; Titsias 2009, "Variational learning of inducing variables", for subspaces.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
@@ -78,8 +79,8 @@ class BoundProblem:
 
     def natural_step(self, q: "Gaussian") -> "NaturalStep":
         """From q."""
-        residual = self.features.mT @ q.expectation.gradient.flatten() - q.coefficients
-        return NaturalStep(q.coefficients, residual, q.sites, q.expectation.curvature)
+        residual = self.features.mT @ q.gradient.flatten() - q.coefficients
+        return NaturalStep(q.coefficients, residual, q.sites, q.curvature)
 
     def at(
         self, coefficients: Tensor, sites: Tensor, precision: Tensor, residual: Tensor | None = None
@@ -93,14 +94,15 @@ class BoundProblem:
         roots = torch.linalg.solve_triangular(factor, self.features.mT, upper=False).mT.contiguous()
         known = self.by_point(roots) @ self.by_point(roots).mT
         means, blocks = self.mean + (self.features @ coefficients).view_as(self.mean), self.rest + known
-        expectation = Expectation.of(self.likelihood, means, blocks, self.scale)
+        value, gradient, curvature = _expectation(self.likelihood, means, blocks, self.scale)
         # tr Q^-1 = r - <Q - I, Q^-1>, of which the sites know the second part.
         divergence = (coefficients.square().sum() - (sites * known).sum()) / 2 + factor.diagonal().log().sum()
-        bound, size = expectation.value - divergence, expectation.value.abs() + divergence.abs()
-        if not (torch.isfinite(bound) and torch.isfinite(expectation.curvature).all()):
+        bound, size = float(value - divergence), float(value.abs() + divergence.abs())
+        if not (math.isfinite(bound) and torch.isfinite(curvature).all()):
             return None
-        rounding = 10 * torch.finfo(torch.float64).eps * float(size)
-        return Gaussian(coefficients, sites, precision, factor, means, blocks, expectation, float(bound), rounding)
+        rounding = 10 * torch.finfo(torch.float64).eps * size
+        moments = means, blocks, gradient, curvature
+        return Gaussian(coefficients, sites, precision, factor, *moments, bound, rounding)
 
 
 class NaturalStep(NamedTuple):
@@ -113,32 +115,6 @@ class NaturalStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Expectation:
-    """sum_n E log p(y_n | f_n) [] for f_n ~ N(mu_n, V_n), with E[g] [n, C] and E[W] [n, C, C], its exact derivatives."""
-
-    value: Tensor
-    gradient: Tensor
-    curvature: Tensor
-
-    @classmethod
-    def of(cls, likelihood: PointwiseLikelihood, means: Tensor, blocks: Tensor, scale: Tensor) -> "Expectation":
-        """At means [n, C] and blocks [n, C, C], one node after the other: memory O(n C^2)."""
-        with torch.enable_grad():
-            covariance = blocks.detach().clone().requires_grad_()
-            roots = _roots(covariance, scale)
-        value, gradient, of_roots = means.new_zeros(()), torch.zeros_like(means), torch.zeros_like(roots)
-        for node, weight in _nodes(means):
-            with torch.enable_grad():
-                point = (means + roots.detach() @ node).requires_grad_()
-                log_prob = likelihood.log_prob(point).sum()
-                (slope,) = torch.autograd.grad(log_prob, point)
-            value, gradient = value + weight * log_prob.detach(), gradient + weight * slope
-            of_roots = of_roots + weight * slope.unsqueeze(-1) * node
-        (of_blocks,) = torch.autograd.grad(roots, covariance, of_roots)
-        return cls(value, gradient, -(of_blocks + of_blocks.mT))
-
-
-@dataclass(frozen=True)
 class Gaussian:
     """q, and the bound there.
 
@@ -146,7 +122,9 @@ class Gaussian:
         coefficients: b [r].
         sites: [n, C, C], with Q = I + Psi^T sites Psi.
         precision, factor: Q and its Cholesky factor, [r, r].
-        means, blocks: of the latent values of each point, [n, C] and V [n, C, C].
+        means, blocks: of the latent values of each point, mu [n, C] and V [n, C, C].
+        gradient, curvature: E[g] [n, C] and E[W] [n, C, C].
+        bound, rounding: the bound, and its rounding error.
     """
 
     coefficients: Tensor
@@ -155,7 +133,8 @@ class Gaussian:
     factor: Tensor
     means: Tensor
     blocks: Tensor
-    expectation: Expectation
+    gradient: Tensor
+    curvature: Tensor
     bound: float
     rounding: float
 
@@ -206,7 +185,7 @@ class BoundEstimate:
             self.value.to(dtype),
             self.left.to(dtype),
             None if self.right is None else self.right.to(dtype),
-            self.posterior.expectation.gradient.flatten().to(dtype),
+            self.posterior.gradient.flatten().to(dtype),
             -prior.mean.flatten(),
         )
         if not torch.is_grad_enabled():
@@ -230,12 +209,11 @@ def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: L
     blocks = diagonal_blocks(kernel, prior.num_latents)
     problem = BoundProblem(likelihood, prior.mean.double(), features, torch.zeros_like(blocks), _variances(blocks))
     posterior, status = _maximised(problem, solution)
-    expected = posterior.expectation
     # P = W - W Sigma W, with W = E[W].
     roots = torch.linalg.solve_triangular(posterior.factor, features.mT, upper=False).mT
-    roots = (expected.curvature @ problem.by_point(roots)).flatten(0, 1)
-    gradient = expected.gradient.flatten()
-    left = torch.outer(gradient, gradient) + roots @ roots.mT - torch.block_diag(*expected.curvature)
+    roots = (posterior.curvature @ problem.by_point(roots)).flatten(0, 1)
+    gradient = posterior.gradient.flatten()
+    left = torch.outer(gradient, gradient) + roots @ roots.mT - torch.block_diag(*posterior.curvature)
     return BoundEstimate(posterior, problem.scale, status, left / 2)
 
 
@@ -262,15 +240,15 @@ def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
     posterior, status = _maximised(problem, solution)
     # The bound depends on K through T = K S, G = S^T T and the prior's blocks; at the maximum, in coordinates with G = I,
     # dB = <E[g] b^T + E[W] Psi (I - Q^-1), dT> - <b b^T + (Q - I) (I - Q^-1), dG> / 2 - <E[W], dK_nn> / 2.
-    expected, b, precision = posterior.expectation, posterior.coefficients, posterior.precision
+    b, precision = posterior.coefficients, posterior.precision
     covariance = torch.cholesky_inverse(posterior.factor)
     identity = torch.eye(len(b)).to(b)
-    weighted = (expected.curvature @ known).flatten(0, 1)
-    right = torch.outer(expected.gradient.flatten(), b) + weighted @ (identity - covariance)
+    weighted = (posterior.curvature @ known).flatten(0, 1)
+    right = torch.outer(posterior.gradient.flatten(), b) + weighted @ (identity - covariance)
     inner = torch.outer(b, b) + precision - 2 * identity + covariance
     right = right - actions @ (whitening @ inner) / 2
     right = right @ whitening.mT
-    return BoundEstimate(posterior, problem.scale, status, actions, right, -expected.curvature / 2)
+    return BoundEstimate(posterior, problem.scale, status, actions, right, -posterior.curvature / 2)
 
 
 def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussian, SolveStatus]:
@@ -347,6 +325,28 @@ def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> t
     promise = abs(float(moved + ((step.sites - step.wanted) * (trial.blocks - current.blocks)).sum() / 2))
     is_better = trial.bound >= current.bound + ARMIJO * promise - max(trial.rounding, current.rounding)
     return (trial, promise) if is_better else None
+
+
+def _expectation(
+    likelihood: PointwiseLikelihood, means: Tensor, blocks: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum_n E log p(y_n | f_n) [] for f_n ~ N(mu_n, V_n), and its exact derivatives E[g] [n, C] and E[W] [n, C, C].
+
+    One node after the other: memory O(n C^2).
+    """
+    with torch.enable_grad():
+        covariance = blocks.detach().clone().requires_grad_()
+        roots = _roots(covariance, scale)
+    value, gradient, of_roots = means.new_zeros(()), torch.zeros_like(means), torch.zeros_like(roots)
+    for node, weight in _nodes(means):
+        with torch.enable_grad():
+            point = (means + roots.detach() @ node).requires_grad_()
+            log_prob = likelihood.log_prob(point).sum()
+            (slope,) = torch.autograd.grad(log_prob, point)
+        value, gradient = value + weight * log_prob.detach(), gradient + weight * slope
+        of_roots = of_roots + weight * slope.unsqueeze(-1) * node
+    (of_blocks,) = torch.autograd.grad(roots, covariance, of_roots)
+    return value, gradient, -(of_blocks + of_blocks.mT)
 
 
 def _roots(blocks: Tensor, scale: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         tolerance: relative residual of the solves for probes and adjoint.
         products: how kernel products are computed.
         generator: a generator, whose position is copied, or a seed. The global generator is never touched.
-        progress: True shows a bar for every mode; a callable gets every `gpy_iterative.training.progress.ProgressReport`.
+        progress: True shows a bar for every mode; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
         UnsupportedLikelihoodError: a likelihood for which Laplace's method is meaningless.
@@ -110,7 +110,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         self._caches = TileCaches()
         self._warned_of: set[SolveStatus] = set()
 
-    # Priors and added loss terms: read from the model, whatever the mll.
+    # Priors and added loss terms of the model.
     _add_other_terms = ExactMarginalLogLikelihood._add_other_terms
 
     def forward(self, function_dist: MultivariateNormal, target: Tensor, *params: Any) -> Tensor:
@@ -149,7 +149,17 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         value = estimate.with_gradient(prior, likelihood)
         value = self._add_other_terms(value, params).div_(target.numel())
         self._warn_once(solution, estimate, solver, prior.operator.dtype)
-        self.report = _report(solution, estimate, value, target.numel(), time.perf_counter() - start)
+        self.report = LaplaceReport(
+            status=estimate.status,
+            iterations=solution.num_outer,
+            epochs=solution.stats.epochs,
+            probe_epochs=estimate.probe_epochs,
+            stationarity=solution.stationarity,
+            rank=solution.actions.shape[-1],
+            value=value.detach().clone(),
+            value_sem=estimate.value_sem / target.numel(),
+            seconds=time.perf_counter() - start,
+        )
         logger.info("%s: %s", type(self).__name__, self.report)
         self._params = LikelihoodParams.given(params, self.model)
         self._run = self._run.drawn(generator).having(mode={"weights": solution.value})
@@ -248,26 +258,6 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LaplaceMarginalLogLikelihood":
         super()._apply(fn, recurse)
-        # float64 whatever the model's dtype; the device follows.
+        # Always float64; the device follows the model's.
         self._run = self._run.mapped(lambda tensor: fn(tensor).double())
         return self
-
-
-def _report(
-    solution: LaplaceSolution,
-    estimate: EvidenceEstimate | BoundEstimate,
-    value: Tensor,
-    num_targets: int,
-    seconds: float,
-) -> LaplaceReport:
-    return LaplaceReport(
-        status=estimate.status,
-        iterations=solution.num_outer,
-        epochs=solution.stats.epochs,
-        probe_epochs=estimate.probe_epochs,
-        stationarity=solution.stationarity,
-        rank=solution.actions.shape[-1],
-        value=value.detach().clone(),
-        value_sem=estimate.value_sem / num_targets,
-        seconds=seconds,
-    )

@@ -1,6 +1,6 @@
 """A likelihood together with its targets, as Laplace's method sees it: log densities of points and their derivatives.
 
-Everything here is float64, whatever the model's dtype: float32 third derivatives of log Phi have the wrong sign.
+Everything here is float64 for any dtype of the model: float32 third derivatives of log Phi have the wrong sign.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Quadrature against normal distributions, with nodes in float64 whatever the default dtype is.
+"""Quadrature against normal distributions, with nodes in float64 under any default dtype.
 
 GPyTorch's own quadrature builds its nodes in the default dtype: under float32 they stay 1.5e-7 off after `.double()`.
 
@@ -79,7 +79,7 @@ def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def graded_rule() -> tuple[Tensor, Tensor]:
-    """Nodes and weights on [0, 1] for what changes on any scale near 0 and ever more slowly away from it: float64, CPU."""
+    """Nodes and weights on [0, 1] for functions with details near 0 that are smooth away from it: float64, CPU."""
     nodes, weights = np.polynomial.legendre.leggauss(PANEL_NODES)
     ends = np.concatenate([[0.0], 0.5 ** np.arange(NUM_PANELS - 1, -1, -1)])
     starts, lengths = ends[:-1, None], np.diff(ends)[:, None]

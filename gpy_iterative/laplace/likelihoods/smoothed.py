@@ -5,7 +5,7 @@ The best Gaussian approximation N(mu, S) of a posterior, in the sense of the var
     S^-1 = K^-1 + E[W],    K^-1 (mu - m) = E[d log p(y | f) / df],
 
 averages over its own marginals N(mu_n, S_nn). For given blocks V_n = S_nn the second condition says that mu is the mode
-under the averaged likelihood, and E[W] is that likelihood's curvature: whatever finds a mode finds mu.
+under the averaged likelihood, and E[W] is that likelihood's curvature: a mode solver finds mu.
 
 Opper and Archambeau 2009, "The variational Gaussian approximation revisited".
 """
