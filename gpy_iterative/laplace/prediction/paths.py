@@ -6,6 +6,7 @@ Gaussian observation.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
@@ -25,6 +26,9 @@ from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.training.snapshot import ModelSnapshot
 from gpy_iterative.training.training_system import prior_at
 
+#: Latent functions with one kernel, with a kernel each, or coupled by the prior.
+Layout = Literal["shared", "own", "coupled"]
+
 
 @dataclass(frozen=True)
 class PriorFunctions:
@@ -33,7 +37,8 @@ class PriorFunctions:
     Attributes:
         features: how Phi is made.
         draws: its frequencies.
-        weights: [F, C s] where the functions share a kernel, [C, F, s] where each has its own.
+        weights: [F, C s] where the functions share a kernel, [C, F, s] where each has its own, [F, s] where the prior
+            couples them and has the features of all.
         num_latents: C.
     """
 
@@ -50,7 +55,7 @@ class PriorFunctions:
         num_samples: int,
         num_frequencies: int,
         *,
-        shared: bool,
+        layout: Layout,
         generator: torch.Generator,
     ) -> "PriorFunctions":
         """Raises SpectralDensityMissingError for a kernel without random features, ValueError for counts below 1."""
@@ -58,7 +63,11 @@ class PriorFunctions:
         features = RandomFourierFeatures(num_frequencies)
         draws = features.draw(terms, generator)
         count, like = features.num_features(terms), terms[0].inputs
-        shape = (count, num_latents * num_samples) if shared else (num_latents, count, num_samples)
+        shape = {
+            "shared": (count, num_latents * num_samples),
+            "own": (num_latents, count, num_samples),
+            "coupled": (count, num_samples),
+        }[layout]
         weights = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
         return cls(features, draws, weights, num_latents)
 
@@ -66,7 +75,7 @@ class PriorFunctions:
         """The values at the inputs of the terms: [t, C, s]."""
         values = self.features.apply(terms, self.draws, self.weights)
         if self.weights.dim() == 2:
-            return values.unflatten(-1, (self.num_latents, -1))
+            return values.reshape(terms[0].inputs.shape[-2], self.num_latents, -1)
         return values.movedim(0, 1)
 
 
@@ -157,12 +166,14 @@ def latent_covariance(model: GP, points: Sequence[Tensor], products: KernelProdu
     return torch.stack(dense).reshape(*batch, *dense[0].shape)
 
 
-def latent_terms(distribution: MultivariateNormal) -> tuple[list[KernelTerm], bool]:
-    """The kernels of a prior, and whether all latent functions share them.
+def latent_terms(distribution: MultivariateNormal) -> tuple[list[KernelTerm], Layout]:
+    """The kernels of a prior, and how they belong to the latent functions.
 
     Raises SpectralDensityMissingError where the prior's covariance is no sum of kernels.
     """
     covariance = distribution.lazy_covariance_matrix
     if isinstance(covariance, BlockInterleavedLinearOperator):
         covariance = covariance.base_linear_op
-    return kernel_terms(covariance), not covariance.batch_shape
+    elif isinstance(distribution, MultitaskMultivariateNormal):
+        return kernel_terms(covariance), "coupled"
+    return kernel_terms(covariance), "own" if covariance.batch_shape else "shared"

@@ -207,9 +207,9 @@ class LaplacePosterior:
         # The functions outlive an inference mode around this call, and are differentiable outside of it.
         with torch.inference_mode(False), torch.no_grad():
             generator = torch.Generator().manual_seed(self._seed + 1)
-            terms, shared = latent_terms(fit.distribution)
+            terms, layout = latent_terms(fit.distribution)
             functions = PriorFunctions.draw(
-                terms, fit.prior.num_latents, num_paths, num_frequencies, shared=shared, generator=generator
+                terms, fit.prior.num_latents, num_paths, num_frequencies, layout=layout, generator=generator
             )
             curvature = fit.solution.curvature
             size = (curvature.num_points * curvature.root_size, num_paths)
