@@ -34,7 +34,7 @@ from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.linear_operators.latent import LatentPrior
-from gpy_iterative.linear_solvers.jittered_cholesky import jittered_cholesky
+from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.surrogate import surrogate
 

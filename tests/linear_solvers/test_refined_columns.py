@@ -17,7 +17,7 @@ from gpy_iterative.linear_operators import (
 )
 from gpy_iterative.linear_operators.lower_precision import lower_precision
 from gpy_iterative.linear_operators.tiles.precision import Precision
-from gpy_iterative.linear_solvers import refined_columns
+from gpy_iterative.linear_solvers import columns
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.solvers import (
     AcceleratedSketchAndProject,
@@ -42,7 +42,7 @@ class TestBrainFloat(SolverContract):
 
 
 class TestHalfPrecision(SolverContract):
-    solver = AlternatingProjections(block_size=20, finish=ConjugateGradients(preconditioner=PivotedCholesky(rank=10)))
+    solver = AlternatingProjections(block_size=20, fallback=ConjugateGradients(preconditioner=PivotedCholesky(rank=10)))
     precision = "float16"
     share, smallest_noise, budgets = None, 0.04, ()
 
@@ -56,7 +56,7 @@ SOLVERS = [
     ConjugateGradients(preconditioner=None),
     ConjugateGradients(),
     AlternatingProjections(block_size=20),
-    AlternatingProjections(block_size=20, finish=None),
+    AlternatingProjections(block_size=20, fallback=None),
     StochasticGradientDescent(batch_size=30),
     StochasticDualDescent(batch_size=30),
     AcceleratedSketchAndProject(block_size=20),
@@ -94,11 +94,11 @@ def smooth_system(noise: float, precision: Precision) -> NoisyLinearOperator:
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: type(solver).__name__)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_a_twin_that_is_of_no_use_is_told(solver: IterativeSolver, precision: Precision) -> None:
+def test_a_copy_that_is_of_no_use_is_told(solver: IterativeSolver, precision: Precision) -> None:
     """The rounded matrix has negative eigenvalues here. (Dense rows are not rounded: solvers that ask for them get on.)"""
     operator, rhs = smooth_system(1e-5, precision), right_hand_sides()
-    twin, _ = lower_precision(operator)
-    rounded = twin._matmul(torch.eye(operator.shape[-1]))
+    low, _ = lower_precision(operator)
+    rounded = low._matmul(torch.eye(operator.shape[-1]))
     assert torch.linalg.eigvalsh((rounded + rounded.mT) / 2)[0] < -1e-4
     solution = dataclasses.replace(solver, tolerance=1e-8, max_epochs=100).solve(operator, rhs)
     norms = true_norms(operator, rhs, solution.value)
@@ -140,7 +140,7 @@ def test_steps_compute_in_float32_with_a_given_preconditioner() -> None:
 
 
 def test_rounds_cost_one_native_product_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refined_columns, "WATCHED_EVERY", 1000)
+    monkeypatch.setattr(columns, "WATCHED_EVERY", 1000)
     operator, rhs, products = system(precision="float32"), right_hand_sides(), []
     matmul = RadialKernelLinearOperator._matmul
     monkeypatch.setattr(

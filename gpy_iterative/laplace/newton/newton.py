@@ -23,7 +23,7 @@ from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolution, LaplaceS
 from gpy_iterative.laplace.newton.basis import ActionBasis, GalerkinSystem
 from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
 from gpy_iterative.laplace.newton.preconditioning import LatentFactor, NewtonPreconditioner, latent_factor
-from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import PreconditionerRecipe
 from gpy_iterative.worker_threads import divided
 
 #: Up to so many latent values (points times functions) dense factors cost little, and are exact.

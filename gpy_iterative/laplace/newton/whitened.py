@@ -15,8 +15,8 @@ from torch import Tensor
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_solvers.cholesky import warned_cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.jittered_cholesky import warned_cholesky
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 
