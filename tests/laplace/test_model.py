@@ -90,9 +90,9 @@ def test_sample_paths_have_the_posterior(name: str, kind: str) -> None:
     problem = case(name, n=12, kind=kind)
     x = test_points()
     mean, covariance = dense_posterior(problem, x)
-    paths = problem.model.eval().sample_paths(1500, num_frequencies=2000)
-    values = paths(x).reshape(1500, -1)
-    assert torch.equal(paths(x).reshape(1500, -1), values)  # functions, not draws
+    paths = problem.model.eval().sample_paths(2000, num_frequencies=2000)
+    values = paths(x).reshape(2000, -1)
+    assert torch.equal(paths(x).reshape(2000, -1), values)  # functions, not draws
     assert_mean_within(values, mean, max_sem=0.04)
     # The random features' own error comes on top.
     assert_mean_within((values - mean).square(), covariance.diagonal(), max_sem=0.1, floor=0.06)

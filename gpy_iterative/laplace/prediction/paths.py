@@ -39,13 +39,14 @@ class PriorFunctions:
         draws: its frequencies.
         weights: [F, C s] where the functions share a kernel, [C, F, s] where each has its own, [F, s] where the prior
             couples them and has the features of all.
-        num_latents: C.
+        num_latents, num_samples: C and s.
     """
 
     features: RandomFourierFeatures
     draws: Draws
     weights: Tensor
     num_latents: int
+    num_samples: int
 
     @classmethod
     def draw(
@@ -69,13 +70,13 @@ class PriorFunctions:
             "coupled": (count, num_samples),
         }[layout]
         weights = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
-        return cls(features, draws, weights, num_latents)
+        return cls(features, draws, weights, num_latents, num_samples)
 
     def __call__(self, terms: Sequence[KernelTerm]) -> Tensor:
         """The values at the inputs of the terms: [t, C, s]."""
         values = self.features.apply(terms, self.draws, self.weights)
         if self.weights.dim() == 2:
-            return values.reshape(terms[0].inputs.shape[-2], self.num_latents, -1)
+            return values.reshape(terms[0].inputs.shape[-2], self.num_latents, self.num_samples)
         return values.movedim(0, 1)
 
 
