@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from gpytorch.likelihoods import Likelihood
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_fraction
@@ -15,6 +15,8 @@ from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 LEAST_PRECISION_RATIO = 0.5
 #: Halvings of a step before it is skipped.
 MAX_HALVINGS = 50
+#: Rate of the noise's step, and the most that one step changes the logarithm of the noise by.
+NOISE_RATE, MOST_LOG_CHANGE = 0.1, 1.0
 
 
 class HeadNaturalGradient(torch.optim.Optimizer):
@@ -103,12 +105,54 @@ def _length(mean: Tensor, change: Tensor, seen: list[SeenRows]) -> float:
     return next((length for k in range(MAX_HALVINGS) if bound(length := 0.5**k) >= before - rounding), 0.0)
 
 
+class NoiseNaturalGradient(torch.optim.Optimizer):
+    """Natural gradient steps of the variance of Gaussian noise.
+
+    The optimum at the current weights is E (y - f)^2, known in closed form, but only for the rows of a step. The log
+    variance moves by -2 lr (gradient of the loss for it): at rate 1/2 of the way there for a small distance, whatever the
+    units of y.
+
+    Args:
+        likelihood: with one trainable noise variance, `raw_noise`.
+        lr: at most 1.
+    """
+
+    def __init__(self, likelihood: GaussianLikelihood, *, lr: float = NOISE_RATE) -> None:
+        _check_rate("lr", lr)
+        super().__init__([likelihood.noise_covar.raw_noise], {"lr": lr})
+        self.likelihood = likelihood
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _to_pickle(self)
+
+    def step(self, closure: None = None) -> None:
+        """One step; nothing where the noise has no gradient."""
+        raw, constraint = self.likelihood.noise_covar.raw_noise, self.likelihood.noise_covar.raw_noise_constraint
+        if raw.grad is None:
+            return
+        with torch.enable_grad():
+            inner = raw.detach().requires_grad_()
+            noise = constraint.transform(inner)
+            (slope,) = torch.autograd.grad(noise.log().sum(), inner)
+        with torch.no_grad():
+            change = -2 * self.param_groups[0]["lr"] * raw.grad / slope
+            moved = noise * change.clamp(-MOST_LOG_CHANGE, MOST_LOG_CHANGE).exp()
+            least = constraint.lower_bound + torch.finfo(raw.dtype).eps
+            raw.copy_(constraint.inverse_transform(torch.maximum(moved, least * (1 + 1e-3))))
+
+
+def _has_own_noise(likelihood: Likelihood | None) -> bool:
+    """Whether the likelihood's one noise variance is to be trained."""
+    return type(likelihood) is GaussianLikelihood and likelihood.noise_covar.raw_noise.requires_grad
+
+
 class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
     """All optimisers of a quadruply stochastic model, with their schedule.
 
     `HeadNaturalGradient` for the head of a `NystromBasis`; Adagrad, whose sparse steps move only sampled rows, for the
-    other variational parameters and the precisions of relevance vectors; Adam at a small rate for hyperparameters, which
-    are fixed in the first steps. All rates decay exponentially. `param_groups` have the initial rates, which torch's
+    other variational parameters and the precisions of relevance vectors; `NoiseNaturalGradient` for the noise of a
+    `GaussianLikelihood`; Adam at a small rate for other hyperparameters. Noise and hyperparameters are fixed in the first
+    steps. All rates decay exponentially. `param_groups` have the initial rates, which torch's
     schedulers may change.
 
     Args:
@@ -158,8 +202,10 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
         sampled = [*_other_weights(model.weights, has_own_head), *model.basis.sampled_parameters()]
         if sampled:
             optimizers.append(torch.optim.Adagrad(sampled, lr=learning_rate))
-        taken = {id(parameter) for parameter in sampled}
         own = [] if likelihood is None else list(likelihood.parameters())
+        if _has_own_noise(likelihood):
+            optimizers.append(NoiseNaturalGradient(likelihood))
+        taken = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         hyper = [p for p in (*model.hyperparameters(), *own) if p.requires_grad and id(p) not in taken]
         if hyper and hyper_learning_rate:
             optimizers.append(torch.optim.Adam(hyper, lr=hyper_learning_rate))
@@ -187,7 +233,10 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         decay = self.options["final_fraction"] ** min(1.0, self.num_done / self.options["num_steps"])
         for optimizer in self.optimizers:
-            is_frozen = isinstance(optimizer, torch.optim.Adam) and self.num_done < self.options["num_frozen_steps"]
+            is_frozen = (
+                isinstance(optimizer, torch.optim.Adam | NoiseNaturalGradient)
+                and self.num_done < self.options["num_frozen_steps"]
+            )
             rates = [group["lr"] for group in optimizer.param_groups]
             try:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):

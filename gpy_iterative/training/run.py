@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import generator_or_seed
@@ -71,6 +72,14 @@ class Run:
         merged = {**self.parts, **parts}
         return replace(self, parts={name: part for name, part in merged.items() if part is not None})
 
+    def for_system(self, operator: LinearOperator) -> "Run":
+        """The run without its parts if they belong to a system H of another shape, dtype or device."""
+        like = torch.empty(0, *operator.shape, dtype=operator.dtype, device=operator.device)
+        known = self.parts.get("system", {}).get("like")
+        if known is not None and (known.shape, known.dtype, known.device) == (like.shape, like.dtype, like.device):
+            return self
+        return replace(self, parts={"system": {"like": like}})
+
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Run":
         """The run with every tensor moved or converted, as `nn.Module._apply` does with parameters."""
         parts = {name: {key: function(t) for key, t in part.items()} for name, part in self.parts.items()}
@@ -106,8 +115,8 @@ class Run:
 class Resumable:
     """A marginal log likelihood whose state of training is one `Run`, saved and loaded here for every method.
 
-    A subclass sets `_run` when it is made, and says what a state has to fit (`_description`). The likelihood's arguments of
-    the last call (`_params`) are saved with the run.
+    A subclass sets `_run` at construction and describes what a state has to fit (`_description`). The likelihood's
+    arguments of the last call (`_params`) are saved with the run.
     """
 
     model: Any
