@@ -3,10 +3,10 @@
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
 from gpy_iterative.exact.hutchinson import HutchinsonMarginalLogLikelihood
 from gpy_iterative.exact.pathwise import PathwiseMarginalLogLikelihood
+from gpy_iterative.features.base import MinibatchReport
 from gpy_iterative.features.compositional import CompositionalMarginalLogLikelihood
 from gpy_iterative.features.minibatch import MinibatchMarginalLogLikelihood
 from gpy_iterative.features.minimax import MinimaxMarginalLogLikelihood
-from gpy_iterative.features.report import MinibatchReport
 from gpy_iterative.features.variational_feature import VariationalFeatureMarginalLogLikelihood
 from gpy_iterative.laplace.mll import LaplaceMarginalLogLikelihood
 from gpy_iterative.laplace.report import LaplaceReport

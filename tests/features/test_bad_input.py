@@ -326,7 +326,7 @@ def test_training_states_of_others(method: str) -> None:
     others = [
         ({}, "no training state"),
         (None, "no training state"),
-        ({key: tensor for key, tensor in state.items() if key != "steps"}, "steps"),
+        ({key: tensor for key, tensor in state.items() if key != "counts.steps"}, "counts.steps"),
         (state | {"more": torch.tensor(0)}, "more"),
     ]
     case = feature_case(KERNELS["polynomial"](), n=30)
