@@ -25,13 +25,13 @@ from gpy_iterative.checks import check_count, check_finite
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.exact.validation import check_fit, check_likelihood
 from gpy_iterative.features.validation import StandstillWatch, check_features, check_rows, checked_indices
-from gpy_iterative.features.weight_space.bound import log_marginal_likelihood_gap
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpacePrior, WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import (
     WeightDistribution,
     exact_log_marginal_likelihood,
     exact_statistics,
+    log_marginal_likelihood_gap,
 )
 from gpy_iterative.training.surrogate import with_checked_gradient
 from gpy_iterative.training.likelihood_params import LikelihoodParams
@@ -116,7 +116,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self.num_features = self._count_features() if self.needs_features else 0
 
     @abstractmethod
-    def _start(self, problem: WeightSpaceProblem, run: Run, chunk_size: int) -> Run:
+    def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
         """The run with exact weights and parameters; without autograd."""
 
     @abstractmethod
@@ -206,56 +206,47 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             self._standstill.see(list(self.parameters(recurse=False)), list(self.model.parameters()), trains)
         return with_checked_gradient(result, self)
 
-    def refresh(self, chunk_size: int = 4096) -> None:
+    def refresh(self) -> None:
         """Makes the state exact at the current hyperparameters: one pass over the training data, n m^2.
 
         Call it every few epochs where features move fast (deep kernels), and before `gap()` where the state, and not the
         way to it, is of interest. Predictions and `exact_value()` make their own pass and need none.
         """
-        check_count("chunk_size", chunk_size)
         problem, target = self._train_problem()
-        self._commit(
-            self._begun(problem, target, is_known=False, chunk_size=chunk_size), (*self._train_inputs(), target)
-        )
+        self._commit(self._begun(problem, target, is_known=False), (*self._train_inputs(), target))
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def exact_value(self, chunk_size: int = 4096) -> Tensor:
+    def exact_value(self) -> Tensor:
         """The log marginal likelihood divided by n, with priors and added loss terms: two passes, n m^2; no gradient."""
-        check_count("chunk_size", chunk_size)
         problem, target = self._train_problem()
-        value = exact_log_marginal_likelihood(problem, chunk_size=chunk_size).to(target)
+        value = exact_log_marginal_likelihood(problem).to(target)
         params = () if self._params is None else self._params.current(self.model)
         return self._add_other_terms(value, params).div(problem.num_data)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def gap(self, chunk_size: int = 4096) -> Tensor:
+    def gap(self) -> Tensor:
         """How far the bound that the state's weights give lies below `exact_value()`: at least 0, a float64 scalar.
 
-        (J - l) / (2 n) in the notation of `gpy_iterative.features.weight_space.bound`; one pass, n m^2.
+        (J - l) / (2 n) in the notation of `gpy_iterative.features.weight_space.weights`; one pass, n m^2.
         """
-        check_count("chunk_size", chunk_size)
         check_hyperparameters(self)
         problem, target = self._train_problem()
-        run = self._begun(problem, target, chunk_size=chunk_size)
-        statistics = exact_statistics(problem, centred=self.centred, chunk_size=chunk_size)
+        run = self._begun(problem, target)
+        statistics = exact_statistics(problem, centred=self.centred)
         gap = log_marginal_likelihood_gap(self._weights(run), *statistics) / (2 * problem.num_data)
         self._commit(run)
         return gap
 
-    def posterior(self, *inputs: Tensor) -> WeightSpacePosterior | MultivariateNormal:
+    def posterior(self) -> WeightSpacePosterior:
         """The exact posterior at the current hyperparameters; one pass over the training data, n m^2.
 
-        Args:
-            inputs: test inputs [*b, t, d], or none.
-
-        Returns:
-            Without inputs, a `WeightSpacePosterior`: a function of test inputs, with `sample_paths`. With inputs, its
-            MultivariateNormal there. Training state and modes stay as they are.
+        `posterior(x)` is its MultivariateNormal at test inputs, `posterior.sample_paths(k)` are functions. Training state
+        and modes stay as they are.
         """
         params = self._known_params()
-        posterior = WeightSpacePosterior(
+        return WeightSpacePosterior(
             self.model,
             self.likelihood,
             params=params.current(self.model),
@@ -263,7 +254,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             seed=(self._run.generator().initial_seed() + 1) % 2**63,
             progress=self.progress,
         )
-        return posterior(*inputs) if inputs else posterior
 
     def training_state(self) -> dict[str, Tensor]:
         """State, generator, order of rows and the likelihood's arguments as a plain dict of tensors.
@@ -318,9 +308,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _begun(
-        self, problem: WeightSpaceProblem, target: Tensor, *, is_known: bool = True, chunk_size: int = 4096
-    ) -> Run:
+    def _begun(self, problem: WeightSpaceProblem, target: Tensor, *, is_known: bool = True) -> Run:
         """The run before a step: settled, or started from all data where these are other data."""
         run, num_data = self._present_run(), problem.num_data
         if is_known and int(run.parts["counts"]["num_data"]) == num_data:
@@ -328,7 +316,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         check_inputs(self.model)
         check_finite("target", target)
         counts = {"steps": run.parts["counts"]["steps"], "num_data": torch.tensor(num_data)}
-        return self._start(problem, run.having(counts=counts), chunk_size)
+        return self._start(problem, run.having(counts=counts))
 
     def _present_run(self) -> Run:
         """The run, with the parameters that the optimiser moves."""

@@ -11,10 +11,9 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood, num_steps
-from gpy_iterative.features.tracker_rate import resolved_rate
-from gpy_iterative.features.weight_space.bound import surrogate
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
-from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, triangular_root
+from gpy_iterative.features.weight_space.tracker_rate import TrackerRate
+from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, surrogate, triangular_root
 from gpy_iterative.training.run import Run
 
 
@@ -52,13 +51,13 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     ) -> None:
         options = {"tracker_rate": tracker_rate}
         super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options=options)
-        self.tracker_rate = resolved_rate(tracker_rate, self._current_batch_size(), self.num_features)
+        self.tracker_rate = TrackerRate.of(tracker_rate, self._current_batch_size(), self.num_features)
         zeros, identity = self._blank_state()
         self.mean = torch.nn.Parameter(zeros)
         self._run = self._run.having(weights={"precision": identity})
 
-    def _start(self, problem: WeightSpaceProblem, run: Run, chunk_size: int) -> Run:
-        precision, moment = exact_statistics(problem, centred=False, chunk_size=chunk_size)
+    def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
+        precision, moment = exact_statistics(problem, centred=False)
         mean = WeightDistribution.from_precision(precision, moment).mean
         return run.having(weights={"precision": precision}, parameters={"mean": mean})
 

@@ -43,7 +43,7 @@ class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     ) -> None:
         super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options={})
 
-    def _start(self, problem: WeightSpaceProblem, run: Run, chunk_size: int) -> Run:
+    def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
         return run
 
     def _weights(self, run: Run) -> WeightDistribution:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from gpy_iterative.errors import BiasWarning, warn
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood
-from gpy_iterative.features.weight_space.bound import surrogate
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
-from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, triangular_root
+from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, surrogate, triangular_root
 from gpy_iterative.training.row_sampler import NO_ROWS, next_rows
 from gpy_iterative.training.run import Run
 
@@ -83,8 +82,8 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         weights = {"dual": torch.zeros_like(identity), "scale": one, "strength": one}  # B, units of A, mu
         self._run = self._run.having(weights=weights, ascent=DONE, other_rows=NO_ROWS)
 
-    def _start(self, problem: WeightSpaceProblem, run: Run, chunk_size: int) -> Run:
-        precision, moment = exact_statistics(problem, centred=False, chunk_size=chunk_size)
+    def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
+        precision, moment = exact_statistics(problem, centred=False)
         weights = WeightDistribution.from_precision(precision, moment)
         inverse = weights.root @ weights.root.mT
         exact_from = precision.norm() * inverse.norm()

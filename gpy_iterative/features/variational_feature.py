@@ -15,10 +15,9 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_flag
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood, num_steps
-from gpy_iterative.features.tracker_rate import resolved_rate
-from gpy_iterative.features.weight_space.bound import surrogate
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpaceProblem
-from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, triangular_root
+from gpy_iterative.features.weight_space.tracker_rate import TrackerRate
+from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, surrogate, triangular_root
 from gpy_iterative.training.run import Run
 
 
@@ -101,15 +100,15 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         self.update, self.include_batch, self.centred = update, include_batch, centred
         zeros, identity = self._blank_state()
         if update == "natural":
-            self.tracker_rate = resolved_rate(tracker_rate, self._current_batch_size(), self.num_features)
+            self.tracker_rate = TrackerRate.of(tracker_rate, self._current_batch_size(), self.num_features)
             self._run = self._run.having(weights={"precision": identity, "moment": zeros})
         else:
             self.mean = torch.nn.Parameter(zeros)
             # L below its diagonal, and the logarithm of its diagonal there: positive whatever the optimiser does.
             self.raw_root = torch.nn.Parameter(torch.zeros_like(identity))
 
-    def _start(self, problem: WeightSpaceProblem, run: Run, chunk_size: int) -> Run:
-        precision, moment = exact_statistics(problem, centred=self.centred, chunk_size=chunk_size)
+    def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
+        precision, moment = exact_statistics(problem, centred=self.centred)
         if self.update == "natural":
             return run.having(weights={"precision": precision, "moment": moment})
         weights = WeightDistribution.from_precision(precision, moment)
