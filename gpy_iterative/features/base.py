@@ -108,7 +108,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self.batch_size, self._options = batch_size, dict(options)
         self.report: MinibatchReport | None = None
         self.progress: Progress = False
-        self._params: LikelihoodParams | None = None
         self._seen: SeenData | None = None  # None: the data of the next call are those of the run
         self._checked_modes: list[bool] = []
         self._standstill = StandstillWatch(type(self).__name__)
@@ -192,7 +191,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             )
         result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
         result = self._add_other_terms(result, params).div(num_data)
-        self._params = LikelihoodParams.given(params, self.model, kwargs)
+        self._params = LikelihoodParams(params, self.model, kwargs) if params or kwargs else None
         self._commit(_counted(run) if trains else begun, data)
         self.report = MinibatchReport(
             value=result.detach().clone(),
@@ -261,12 +260,10 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run bit for bit. Raises
         ValueError where an argument of the likelihood is no tensor, number or string.
         """
-        run = self._present_run()
-        if not self._is_settled(run):
-            run = self._begun(*self._train_problem())
-            self._commit(run)
-        params = None if self._params is None else {"bytes": self._params.to_bytes()}
-        return self._description().added_to(run.having(params=params).mapped(torch.detach).to_dict())
+        if not self._is_settled(self._run):
+            self._commit(self._begun(*self._train_problem()))
+        self._run = self._present_run().mapped(torch.detach)
+        return super().training_state()
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         """Takes what `training_state()` gave.
@@ -274,18 +271,13 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         Raises ValueError, which names what differs, and changes nothing, for anything else: another method or option, other
         numbers of features or data.
         """
-        run = self._checked_run(self._run.loaded(self._description().taken_from(state)))
-        saved = run.part("params")
-        params = None if saved is None else LikelihoodParams.from_bytes(saved["bytes"])
-        self._commit(self._on_device(run.having(params=None)))
-        self._params, self._seen = params, None
-        if params is not None:
-            device = self._train_inputs()[0].device
-            params.apply(lambda tensor: tensor.to(device))
+        super().load_training_state(state)
+        self._commit(self._run)
+        self._seen = None
 
     def _checked_run(self, run: Run) -> Run:
         now = self._present_run()
-        odd = _names(run.having(params=None)) ^ _names(now)
+        odd = _names(run) ^ _names(now)
         if odd:
             raise ValueError(f"This is no whole training state: {', '.join(sorted(odd))} is missing or unknown.")
         for part in ("weights", "parameters"):
@@ -339,12 +331,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self._run = run.having(parameters=None)
         if data is not None:
             self._seen = SeenData.of(data)
-
-    def _on_device(self, run: Run) -> Run:
-        """The run with weights and parameters where the data are."""
-        device = self._train_inputs()[0].device
-        moved = lambda part: {name: tensor.detach().to(device) for name, tensor in run.parts.get(part, {}).items()}
-        return run.having(weights=moved("weights"), parameters=moved("parameters"))
 
     def _check_device(self, device: torch.device) -> None:
         run = self._present_run()
@@ -430,12 +416,20 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return prior.features().basis.shape[-1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureMarginalLogLikelihood":
-        run = self._present_run().mapped(torch.detach)
+        self._run = self._present_run().mapped(torch.detach)
         super()._apply(fn, recurse)
-        self._commit(self._on_device(run))  # float64 whatever the model is converted to
-        if self._params is not None:
-            self._params.apply(fn)
+        self._move_run(fn)
+        self._commit(self._run)
         return self
+
+    def _move_run(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Weights and parameters follow the data to their device and stay float64; counts and rows stay where they are."""
+        device = self._train_inputs()[0].device
+        parts = {name: self._run.parts.get(name, {}) for name in ("weights", "parameters")}
+        moved = {name: {key: tensor.to(device) for key, tensor in part.items()} for name, part in parts.items()}
+        self._run = self._run.having(**moved)
+        if self._params is not None:
+            self._params.apply(function)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Nothing: dicts go to and from GPyTorch's own classes."""
