@@ -31,20 +31,3 @@ class TruncationReport(Report):
     converged: Tensor
     relative_variance: Tensor
     decay_rate: Tensor
-
-
-@dataclass(frozen=True)
-class FrequencyReport(Report):
-    """A random feature step.
-
-    Attributes:
-        num_frequencies: of the largest feature matrix that was used.
-        grid_index: which increment of the grid was drawn; None where there is no grid.
-        probability: of that draw; None likewise.
-        is_exact: whether the increment's upper end was the exact likelihood.
-    """
-
-    num_frequencies: int
-    grid_index: int | None = None
-    probability: float | None = None
-    is_exact: bool = False
