@@ -12,10 +12,12 @@ from gpy_iterative.laplace.mll import LaplaceMarginalLogLikelihood
 from gpy_iterative.laplace.report import LaplaceReport
 from gpy_iterative.quadruply.elbo import QuadruplyStochasticELBO, QuadruplyStochasticReport
 from gpy_iterative.randomized.random_features import FrequencyReport, RFFMarginalLogLikelihood
-from gpy_iterative.randomized.report import TruncationReport
-from gpy_iterative.randomized.russian_roulette import RussianRouletteMarginalLogLikelihood
+from gpy_iterative.randomized.russian_roulette import (
+    RussianRouletteMarginalLogLikelihood,
+    TruncatedCGMarginalLogLikelihood,
+)
+from gpy_iterative.randomized.series import TruncationReport
 from gpy_iterative.randomized.single_sample_rff import SingleSampleRFFMarginalLogLikelihood
-from gpy_iterative.randomized.truncated_cg import TruncatedCGMarginalLogLikelihood
 from gpy_iterative.training.report import MarginalLogLikelihoodReport, Report
 
 __all__ = [

@@ -19,9 +19,8 @@ from gpy_iterative.exact.estimates import Estimate
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
-from gpy_iterative.randomized.report import TruncationReport
-from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, Value
-from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, Truncation
+from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, TruncationReport
+from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, FixedTruncation, Truncation
 
 #: A relative residual that training by solves to a tolerance takes for solved.
 SOLVED = 0.01
@@ -47,9 +46,6 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             first one of the targets' for all of them, which keeps the run as short as that of the targets.
         preconditioner: of the series and of the probes, which have its covariance; None is the identity. A larger rank
             lowers the condition number, and thereby the variance, at little cost.
-        value: "unbiased" (quadratic form and log-determinant by the same weights), "truncated" (smoother, biased: the
-            data fit comes out too good and the complexity too large), or None: the number is then that of the surrogate
-            alone, whose gradient is the same and which costs one more product in place of the logarithms.
         tolerance: relative residual at which a series has converged; None is 1e-10 in float64 and 1e-6 in float32.
         resample: False keeps J and probes of the first step.
         solver: of predictions; None is Cholesky up to 3,000 data, and beyond conjugate gradients to 1e-4.
@@ -90,7 +86,6 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         num_probes: int = 10,
         probe_truncation: Literal["independent", "shared"] = "independent",
         preconditioner: PivotedCholesky | None = PivotedCholesky(rank=5),  # noqa: B008
-        value: Value = "unbiased",
         tolerance: float | None = None,
         resample: bool = True,
         solver: Solver | None = None,
@@ -113,7 +108,6 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             num_probes=num_probes,
             shares_truncation=probe_truncation == "shared",
             preconditioner=preconditioner,
-            value=value,
             tolerance=tolerance,
             resample=resample,
             solver=solver,
@@ -192,3 +186,57 @@ def _grows_without_bound(report: TruncationReport, residual: float, decay: float
         return False
     rate = -float(_next_survival(report).diff())
     return 2 * decay < rate < math.inf
+
+
+class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
+    """A marginal log likelihood whose solves always take the same number of steps: what others are compared with.
+
+    The value understates the quadratic form and overstates the log-determinant; the gradient is not that of the value, and
+    leads to an optimum of its own. `HutchinsonMarginalLogLikelihood` solves to a tolerance,
+    `RussianRouletteMarginalLogLikelihood` removes the bias.
+
+    Args:
+        likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
+        model: a `gpytorch.models.ExactGP`.
+        num_steps: of every solve.
+        tolerance: relative residual at which a column stops earlier; None is 1e-10 in float64 and 1e-6 in float32.
+        num_probes: probe vectors, of the preconditioner's covariance.
+        preconditioner: None is the identity.
+        resample: False keeps the probes of the first step.
+        solver: of predictions; None is Cholesky up to 3,000 data, and beyond conjugate gradients to 1e-4.
+        products: how kernel products are computed.
+        generator: a generator, or the seed of one. The global generator is never touched.
+
+    Raises:
+        UnsupportedLikelihoodError: the likelihood is not Gaussian.
+        ValueError: an option outside its range.
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        model: ExactGP,
+        *,
+        num_steps: int = 100,
+        tolerance: float | None = None,
+        num_probes: int = 10,
+        preconditioner: PivotedCholesky | None = PivotedCholesky(rank=5),  # noqa: B008
+        resample: bool = True,
+        solver: Solver | None = None,
+        products: KernelProducts | None = None,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        super().__init__(
+            likelihood,
+            model,
+            truncation=FixedTruncation(num_steps),
+            num_truncations=1,
+            num_probes=num_probes,
+            shares_truncation=True,
+            preconditioner=preconditioner,
+            tolerance=tolerance,
+            resample=resample,
+            solver=solver,
+            products=products,
+            generator=generator,
+        )
