@@ -33,13 +33,13 @@ from gpy_iterative.features.weight_space.weights import (
     exact_statistics,
     log_marginal_likelihood_gap,
 )
-from gpy_iterative.training.surrogate import with_checked_gradient
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.row_sampler import NO_ROWS, next_rows
 from gpy_iterative.training.run import Resumable, Run
 from gpy_iterative.training.state_description import StateDescription
+from gpy_iterative.training.surrogate import with_checked_gradient
 from gpy_iterative.training.training_system import check_hyperparameters, check_inputs, prior_at
 
 logger = logging.getLogger(__name__)

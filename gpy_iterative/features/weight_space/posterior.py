@@ -1,6 +1,8 @@
 """Predictions from the weights: no solve, no kernel matrix."""
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +18,24 @@ from gpy_iterative.features.weight_space.problem import WeightSpacePrior, Weight
 from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
+from gpy_iterative.training.report import Report
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
 from gpy_iterative.training.training_system import prior_at
+
+
+@dataclass(frozen=True)
+class PassReport(Report):
+    """The pass over the training data that a posterior of weights takes.
+
+    Attributes:
+        num_data: n.
+        num_features: m.
+        seconds: wall-clock time.
+    """
+
+    num_data: int
+    num_features: int
+    seconds: float
 
 
 class WeightSpacePosterior:
@@ -57,12 +75,17 @@ class WeightSpacePosterior:
         self._params = LikelihoodParams(params, model, kwargs)
         self._seed, self._progress = checked_seed(seed), progress
         self._lock = OwnLock()
-        self._snapshot, self._weights = self._solved()
+        self._snapshot, self._weights, self._report = self._solved()
+
+    @property
+    def report(self) -> PassReport:
+        """The last pass over the training data."""
+        return self._report
 
     def _current(self) -> tuple[ModelSnapshot, WeightDistribution]:
         with self._lock:
             if not self._snapshot.describes(self.model, self.likelihood):
-                self._snapshot, self._weights = self._solved()
+                self._snapshot, self._weights, self._report = self._solved()
             return self._snapshot, self._weights
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
@@ -103,7 +126,8 @@ class WeightSpacePosterior:
 
     @torch.inference_mode(False)  # what is computed now may be differentiated through later
     @torch.no_grad()
-    def _solved(self) -> tuple[ModelSnapshot, WeightDistribution]:
+    def _solved(self) -> tuple[ModelSnapshot, WeightDistribution, PassReport]:
+        start = time.perf_counter()
         model, likelihood = self.model, self.likelihood
         if model.train_inputs is None or model.train_targets is None:
             raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
@@ -115,7 +139,8 @@ class WeightSpacePosterior:
         problem.progress = self._progress
         weights = WeightDistribution.from_precision(*exact_statistics(problem))
         snapshot.hand_back(self.model, self.likelihood)
-        return snapshot, weights
+        report = PassReport(problem.num_data, len(weights.mean), time.perf_counter() - start)
+        return snapshot, weights, report
 
 
 class WeightSpacePaths:

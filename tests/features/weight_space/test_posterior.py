@@ -11,6 +11,7 @@ import gpy_iterative as gpi
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.features.weight_space import problem
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
+from gpy_iterative.training.posterior import Posterior
 from tests.exact.gaussian_models import Case, Regression, data
 from tests.features.feature_models import KERNELS, feature_case, fixed_noise_case
 from tests.features.test_exact import METHODS
@@ -40,6 +41,13 @@ def test_equals_dense(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found.covariance_matrix, covariance, rtol=1e-7, atol=1e-8)
     torch.testing.assert_close(found.variance, covariance.diagonal(), rtol=1e-7, atol=1e-8)
     assert not found.mean.requires_grad
+
+
+def test_it_is_a_posterior_that_reports_its_pass() -> None:
+    case = feature_case(KERNELS["fourier"]())
+    posterior = WeightSpacePosterior(case.model, case.likelihood)
+    assert isinstance(posterior, Posterior)
+    assert (posterior.report.num_data, posterior.report.num_features) == (40, 12)
 
 
 @pytest.mark.parametrize("method", METHODS)
