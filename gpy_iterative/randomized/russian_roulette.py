@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
-from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import BiasWarning, VarianceWarning, warn
@@ -22,7 +21,7 @@ from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, TruncationReport
 from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, FixedTruncation, Truncation
 
-#: A relative residual that training by solves to a tolerance takes for solved.
+#: Relative residual at which a solve to a tolerance would stop.
 SOLVED = 0.01
 
 
@@ -31,8 +30,8 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
 
     Conjugate gradients cut after a fixed number of steps have an optimum of their own. Cut after a random number J of
     steps, with step j divided by the probability of reaching it, they have the right one: bias becomes variance, which Adam
-    averages out. Noisy values and gradients are no food for L-BFGS or a line search, nor are frozen
-    ones (`resample=False`), which do not belong together: use Adam.
+    averages out. L-BFGS and other line searches do not work with noisy values and gradients, nor with frozen draws
+    (`resample=False`), whose gradient is not that of the value: use Adam.
 
     Args:
         likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
@@ -121,71 +120,35 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         report = estimate.truncation
         if not isinstance(report, TruncationReport) or self._has_warned:
             return
-        residual = estimate.stats.residual_norms["targets"]
-        decay, last = _decay(report, residual), _last_step(report)
-        if _has_biased_end(report, residual):
+        residual, last = estimate.stats.residual_norms["targets"], int(report.steps[..., 0].max())
+        decay = float(report.decay_rate.min())
+        if not math.isfinite(decay):  # too few terms: by the residual
+            decay = -math.log(max(residual, 1e-300)) / max(last, 1)
+        is_open = residual >= SOLVED and not report.converged[..., 0].all()
+        here, beyond = report.truncation.log_survival(torch.arange(last, last + 2)).tolist()
+        if is_open and beyond == -math.inf:
             warn(
                 f"The series reached the end of its truncation, {last} steps, with a relative residual of {residual:.2g}: "
-                "what comes after that is in no draw, so that value and gradient are biased, however many are averaged. "
-                "Raise max_steps (None is the longest that the arithmetic allows), or take a larger preconditioner.",
+                "no draw has the terms beyond, so that value and gradient are biased, however many are averaged. Raise "
+                "max_steps (None is the longest that the arithmetic allows), or take a larger preconditioner.",
                 BiasWarning,
             )
             self._has_warned = True
         variance = float(report.relative_variance.max())
-        is_infinite = _grows_without_bound(report, residual, decay)
+        is_infinite = is_open and 2 * decay < here - beyond < math.inf  # terms |term_j|^2 / S_j grow where it was cut
         if variance > 1 or is_infinite:
-            what = (
-                "grows without bound with the length of the series, and what comes after the truncation's end is a bias"
-                if is_infinite
-                else f"is {variance:.2g} times the squared solution"
-            )
-            advice = (
-                f"its terms fall as exp(-{decay:.3g} j) in norm, which asks for a rate of at most {decay:.3g}. Lower it, "
-                "raise"
-                if decay > 0
-                else f"in {last} steps its terms do not fall. Raise"
-            )
+            what = f"is {variance:.2g} times the squared solution"
+            if is_infinite:
+                what = "grows without bound with the length of the series, and terms beyond the truncation's end are a bias"
+            advice = f"in {last} steps its terms do not fall. Raise"
+            if decay > 0:
+                advice = f"its terms fall as exp(-{decay:.3g} j) in norm: lower the rate to {decay:.3g} or less, raise"
             warn(
                 f"The variance of the truncated solve {what}: {advice} min_steps, or take a larger preconditioner; "
                 "AutomaticTruncation() chooses rate and min_steps by itself.",
                 VarianceWarning,
             )
             self._has_warned = True
-
-
-def _last_step(report: TruncationReport) -> int:
-    """How far the targets' series was run."""
-    return int(report.steps[..., 0].max())
-
-
-def _decay(report: TruncationReport, residual: float) -> float:
-    """log(rho) of the targets' series: by the residual where there were too few terms to see it."""
-    decay = float(report.decay_rate.min())
-    return decay if math.isfinite(decay) else -math.log(max(residual, 1e-300)) / max(_last_step(report), 1)
-
-
-def _next_survival(report: TruncationReport) -> Tensor:
-    """The logarithms of S_j for the targets' last step and for the one after."""
-    last = _last_step(report)
-    return report.truncation.log_survival(torch.arange(last, last + 2))
-
-
-def _is_open(report: TruncationReport, residual: float) -> bool:
-    """Whether the targets' series was cut where other methods would not call it solved."""
-    return not bool(report.converged[..., 0].all()) and residual >= SOLVED
-
-
-def _has_biased_end(report: TruncationReport, residual: float) -> bool:
-    """Whether an open series was cut where the truncation lets none go on."""
-    return _is_open(report, residual) and float(_next_survival(report)[1]) == -math.inf
-
-
-def _grows_without_bound(report: TruncationReport, residual: float, decay: float) -> bool:
-    """Whether weighted terms 1 / S_j |term_j|^2 of an open series grow where it was cut."""
-    if not _is_open(report, residual):
-        return False
-    rate = -float(_next_survival(report).diff())
-    return 2 * decay < rate < math.inf
 
 
 class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
