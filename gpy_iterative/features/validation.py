@@ -1,4 +1,4 @@
-"""What mini-batch learning refuses, and what it warns of."""
+"""Checks of models, batches and optimisers for mini-batch training."""
 
 from collections.abc import Callable, Sequence
 
@@ -31,8 +31,8 @@ def check_features(model: gpytorch.models.ExactGP) -> None:
         else:
             continue
         raise ValueError(
-            f"The layer {name}, a {type(module).__name__} {state}, gives a row other features in another batch: then there "
-            f"is no one marginal likelihood. {remedy}"
+            f"The layer {name}, a {type(module).__name__} {state}, gives a row other features in another batch, "
+            f"which a marginal likelihood does not allow. {remedy}"
         )
 
 
@@ -63,8 +63,8 @@ def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Te
             if (ours - theirs).abs().max() > SAME_ROWS * ours.abs().max():
                 raise ValueError(
                     f"The model gives the first {size} data another mean or covariance beside other rows, or when they are "
-                    "evaluated again: a layer depends on the batch, or on chance. Then there is no one marginal "
-                    "likelihood. Put such layers into evaluation mode after every model.train(), or take LayerNorm."
+                    "evaluated again: a layer depends on the batch, or on chance, which no marginal likelihood allows. "
+                    "Put such layers into evaluation mode after every model.train(), or take LayerNorm."
                 )
 
 

@@ -24,8 +24,8 @@ from gpy_iterative.training.run import Run
 class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """An unbiased mini-batch estimate of a lower bound on the marginal likelihood, whose maximum is the exact one's.
 
-    The bound is that of weights N(v, S) in place of their posterior: equal to the log marginal likelihood where they are
-    the posterior, with the same gradient for every hyperparameter there. For all weights that do not know the batch, the
+    The bound takes weights N(v, S) for their posterior. Where they are the posterior, it equals the log marginal likelihood
+    and has the same gradient for every hyperparameter. For all weights that do not know the batch, the
     mean over batches of value and gradient is the full-data one. `gap()` measures how far the weights are behind.
 
     Args:

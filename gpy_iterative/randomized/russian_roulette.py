@@ -152,7 +152,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
 
 
 class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
-    """A marginal log likelihood whose solves always take the same number of steps: what others are compared with.
+    """A marginal log likelihood whose solves always take the same number of steps: the biased baseline.
 
     The value understates the quadratic form and overstates the log-determinant; the gradient is not that of the value, and
     leads to an optimum of its own. `HutchinsonMarginalLogLikelihood` solves to a tolerance,

@@ -2,7 +2,7 @@
 
 Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 4.1 and appendix C.
 With ys_a = sum_{j <= J_a} length_j direction_j / S_j, independent estimates of a = H^-1 (y - mean) from one run for M draws
-of J, likewise xs_i of H^-1 z_i, and probes of covariance P, the gradient is
+of J, the same xs_i for H^-1 z_i, and probes of covariance P, the gradient is
 
     1/2 mean_{a != b} ys_a^T dH ys_b - 1/(2s) sum_i xs_i^T dH P^-1 z_i + (mean_a ys_a)^T dmean.
 
@@ -49,7 +49,7 @@ from gpy_iterative.training.training_system import TrainingSystem
 
 @dataclass(frozen=True)
 class TruncationReport(Report):
-    """A truncated conjugate gradient series: what was drawn, what was run, and the variance that this leaves.
+    """Draws, steps and variance of a truncated conjugate gradient series.
 
     Attributes:
         truncation: the distribution of the draws.

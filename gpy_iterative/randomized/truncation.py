@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 
-#: What is left of the survival function where an infinite sum over it is cut.
+#: Survival probability at which an infinite sum is cut.
 NEGLIGIBLE = 1e-18
 #: Weights 1 / S_j grow to this part of 1 / eps: beyond, a term's rounding error outweighs what it corrects.
 LARGEST_WEIGHT = 0.1
@@ -29,7 +29,7 @@ TAIL = 0.1
 
 @runtime_checkable
 class Truncation(Protocol):
-    """What a distribution of J in {1, 2, ...} has to offer: any object with these two methods."""
+    """A distribution of J in {1, 2, ...}: any object with these two methods."""
 
     def log_survival(self, steps: Tensor) -> Tensor:
         """The logarithm of P(J >= j) for integers [*]: 0 for j = 1, never increasing, -inf past the end; float64."""
@@ -154,7 +154,7 @@ class ExponentialTruncation:
         return self.min_steps + _geometric_mean(self.rate) if self.max_steps is None else self.expected_max(1)
 
     def expected_max(self, count: int) -> float:
-        """E of the largest of `count` independent draws: what one run for all of them costs. A sum over the support."""
+        """E of the largest of `count` independent draws, the cost of one run for all of them. A sum over the support."""
         check_count("count", count)
         last = self.max_steps
         if last is None:
@@ -165,11 +165,11 @@ class ExponentialTruncation:
 
     @property
     def _support(self) -> float:
-        """L, how many values J can take."""
+        """L, the number of values that J can take."""
         return math.inf if self.max_steps is None else float(self.max_steps - self.min_steps + 1)
 
     def _log_mass(self, steps: Tensor) -> Tensor:
-        """The logarithm of what is proportional to the probability of so many neighbouring values; 0 is -inf."""
+        """Logarithm of the unnormalised probability of so many neighbouring values; -inf for none."""
         return steps.log() if self.rate == 0 else torch.log(-torch.expm1(-self.rate * steps))
 
 

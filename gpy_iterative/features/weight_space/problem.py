@@ -34,7 +34,7 @@ class FeatureBatch:
         variances: c, of the weights a priori, [m].
         residual: y_i - mean_i, [b].
         noise: s_i, [b].
-        weight: n / b: what a sum over the batch is multiplied with to estimate the sum over all data.
+        weight: n / b: factor by which a sum over the batch estimates the sum over all data.
     """
 
     basis: Tensor
@@ -114,7 +114,7 @@ class WeightSpaceProblem:
         kwargs: the likelihood's own arguments with names.
 
     Attributes:
-        progress: what is told of every pass over all data, see `gpy_iterative.training.progress`.
+        progress: shows or reports every pass over all data, see `gpy_iterative.progress`.
 
     Raises:
         ValueError: as WeightSpacePrior, and for a batch of priors or a multitask prior.
