@@ -242,9 +242,9 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     def _probe_tolerance(self, solver: Solver) -> float:
         """The relative residual to which probes are solved when `solver.probe_tolerance` is None."""
         # The solver's error of the probes is a bias of the gradient: below the probes' noise of 1 / sqrt(num_probes).
-        if self.probes.resembles_system:
-            return max(solver.tolerance, min(0.05, 0.12 / math.sqrt(self.probes.num_probes)))
-        return solver.tolerance
+        if self.probes.residual_of_one is None:
+            return solver.tolerance
+        return max(solver.tolerance, min(0.05, self.probes.residual_of_one / math.sqrt(self.probes.num_probes)))
 
     def _prior_samples(self) -> tuple[RandomFeatures, Draws, Tensor] | None:
         draws, solutions = self._run.part("probes"), self._run.part("warm_start")

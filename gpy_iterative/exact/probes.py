@@ -80,9 +80,12 @@ class ProbeDistribution(ABC):
         check_count("num_probes", self.num_probes)
 
     @property
-    def resembles_system(self) -> bool:
-        """Whether S resembles H, and S^-1 xi is known: errors of the probes' solves then enter the trace once."""
-        return False
+    def residual_of_one(self) -> float | None:
+        """Relative residual at which the solver's error of a single probe stays below half of the probe's own noise.
+
+        None where S does not resemble H, or S^-1 xi is not known: errors of the solves then enter the trace more than once.
+        """
+        return None
 
     @abstractmethod
     def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
@@ -133,8 +136,8 @@ class Preconditioned(ProbeDistribution):
     recipe: PivotedCholesky | None = None
 
     @property
-    def resembles_system(self) -> bool:
-        return True
+    def residual_of_one(self) -> float | None:
+        return 0.12
 
     @divided()
     def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
@@ -186,8 +189,8 @@ class RandomFeatures(ProbeDistribution):
         RandomFourierFeatures(self.num_frequencies)  # validates
 
     @property
-    def resembles_system(self) -> bool:
-        return self.corrected
+    def residual_of_one(self) -> float | None:
+        return 0.2 if self.corrected else None
 
     def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
         noisy, terms = _prior(operator, terms)

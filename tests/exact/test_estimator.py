@@ -201,4 +201,4 @@ def test_probes_of_a_known_covariance_are_solved_to_below_their_noise() -> None:
         )
         mll(case.model(case.x), case.y)
         residuals[corrected] = mll.report.residual_probes
-    assert residuals[False] <= 1e-4 < residuals[True] <= 0.03
+    assert residuals[False] <= 1e-4 < residuals[True] <= 0.05
