@@ -6,14 +6,8 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.bilinear_derivative import bilinear_derivative
 from gpy_iterative.linear_operators.partial_products import columns_matmul, dense_rows, principal_block, rows_matmul
 from gpy_iterative.linear_operators.tiles.tiles import Rows
-
-#: Rounding errors of the whole that the kernel's part of bilinear forms has at least, to be taken from a solve. An
-#: outputscale's gradient is then off by a thousandth of its terms at the most (float32, 1,500 points: by 6e-7 where the
-#: outputscale is a hundredth of the noise).
-LEAST_FORMS = 1e3
 
 
 class NoisyLinearOperator(LinearOperator):
@@ -42,7 +36,10 @@ class NoisyLinearOperator(LinearOperator):
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         if left_vecs.dim() == 1:
             left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
-        return bilinear_derivative(self, left_vecs, right_vecs)
+        kernel = self.kernel._bilinear_derivative(left_vecs, right_vecs)
+        if not self.noise.requires_grad:
+            return (*kernel, None)
+        return (*kernel, (left_vecs * right_vecs).sum(-1).sum_to_size(self.noise.shape))
 
     def _diagonal(self) -> Tensor:
         return self.kernel._diagonal() + self.noise
@@ -79,27 +76,6 @@ class NoisyLinearOperator(LinearOperator):
     def to_dense(self) -> Tensor:
         """The matrix [*b, n, n]; O(n^2) memory, differentiable."""
         return self.kernel.to_dense() + torch.diag_embed(self.noise)
-
-
-@bilinear_derivative.register
-def _(
-    operator: NoisyLinearOperator, left: Tensor, right: Tensor, forms: Tensor | None = None
-) -> tuple[Tensor | None, ...]:
-    kernel = bilinear_derivative(operator.kernel, left, right, _of_kernel(operator, left, right, forms))
-    if not operator.noise.requires_grad:
-        return (*kernel, None)
-    return (*kernel, (left * right).sum(-1).sum_to_size(operator.noise.shape))
-
-
-def _of_kernel(operator: NoisyLinearOperator, left: Tensor, right: Tensor, forms: Tensor | None) -> Tensor | None:
-    """The kernel's part of the forms [*b, s]; None where, beside the noise's, it is lost in the rounding of a solve."""
-    if forms is None:
-        return None
-    noise = operator.noise.detach().unsqueeze(-1)
-    kernel = forms - (left * noise * right).sum(-2, dtype=torch.float64)
-    # Without their signs: where all terms together vanish, as at an optimum, nothing is lost.
-    rounding = torch.finfo(left.dtype).eps * forms.abs().sum(-1)
-    return kernel if bool((kernel.abs().sum(-1) > LEAST_FORMS * rounding).all()) else None
 
 
 @rows_matmul.register
