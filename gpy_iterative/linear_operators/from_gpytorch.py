@@ -149,7 +149,7 @@ def operator_of_kernel(
 
 def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) -> LinearOperator:
     """The operator of k(x1, x2), whose inputs are already reduced to the kernel's active dims."""
-    how.products.check(_values_dtype(kernel, x1), x1.device)
+    how.products.check(_values_dtype(kernel, x1))
     if type(kernel) is kernels.ScaleKernel:
         # ScaleKernel calls its base's forward: the base's active dims are already selected.
         return _times(_of_kernel(kernel.base_kernel, x1, x2, how), kernel.outputscale)

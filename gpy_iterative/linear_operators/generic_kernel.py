@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from gpy_iterative.linear_operators.kernel_functions import kernel_functions
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
-from gpy_iterative.linear_operators.products import KernelProducts, LoweredProducts
+from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from gpy_iterative.linear_operators.tiles.tiles import Tiles, blocks
@@ -99,6 +99,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         members: what becomes of the kernel's batch, one step after the other: an index picks some of its members, a
             torch.Size is the batch that it is expanded to.
         leaves: tensors that the kernel uses beside its parameters, by whatever way it finds them.
+        dtype: of the matrix, to which the kernel's buffers are converted; None is the inputs' own, and leaves the buffers.
 
     The kernel is called with the batch dimensions of its inputs, and no others: many users' kernels know none.
     A product costs one evaluation of the kernel the first time and n m s multiply-adds once its tiles are kept; the
@@ -121,6 +122,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         cache: TileCache | None = None,
         members: tuple[tuple[Any, ...], ...] = (),
         leaves: tuple[Tensor, ...] = (),
+        dtype: torch.dtype | None = None,
     ) -> None:
         products = KernelProducts() if products is None else products
         if products.backend == "keops":
@@ -130,15 +132,14 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             )
         cache = TileCache() if cache is None else cache
         options = {"kernel": kernel, "names": names, "products": products, "cache": cache, "members": members}
-        super().__init__(x1, *tensors, **({} if x2 is None else {"x2": x2}), **options, leaves=leaves)
+        super().__init__(x1, *tensors, **({} if x2 is None else {"x2": x2}), **options, leaves=leaves, dtype=dtype)
         self.x1, self.x2, self.parameters = x1, x2, tensors[: len(names)]
         self.kernel, self.names, self.products, self.cache, self.members = kernel, names, products, cache, members
         self._tensors, self._leaves = tensors, leaves
-        is_lowered = isinstance(products, LoweredProducts)
         dtypes = (tensor.dtype for tensor in (x1, *self.parameters) if tensor.is_floating_point())
-        self._dtype = torch.float32 if is_lowered else next(dtypes, kernel.dtype)
-        self._converted_buffers = _floating_buffers(kernel, self._dtype) if is_lowered else {}
-        self._functions = kernel_functions(own_buffers=is_lowered)
+        self._dtype = next(dtypes, kernel.dtype) if dtype is None else dtype
+        self._converted_buffers = {} if dtype is None else _floating_buffers(kernel, dtype)
+        self._functions = kernel_functions(own_buffers=dtype is not None)
 
     @classmethod
     def of_kernel(
@@ -227,20 +228,20 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         named = {f"kernel.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
         return named | self._converted_buffers
 
-    def _make_lowered(self, products: LoweredProducts) -> "GenericKernelLinearOperator":
-        """The twin, whose kernel is tried on one pair of inputs: what float32 cannot compute is refused before work."""
-        lowered = super()._make_lowered(products)
-        assert isinstance(lowered, GenericKernelLinearOperator)
+    def low_precision_copy(self) -> "GenericKernelLinearOperator":
+        """The same matrix in float32. Its kernel is tried on one pair of inputs."""
+        copy = super().low_precision_copy()
+        copy = type(self)(*copy._args, **copy._kwargs | {"dtype": torch.float32})
         try:
             with torch.no_grad():
-                lowered.evaluate(lowered.x1[..., :1, :], lowered.columns[..., :1, :])
+                copy.evaluate(copy.x1[..., :1, :], copy.columns[..., :1, :])
         except RuntimeError as error:
             raise ValueError(
-                f"{type(self.kernel).__name__} cannot be computed in float32, as precision={products.precision!r} asks "
-                "for: leave 'native'. Where the kernel is your own, register its tensors as buffers (register_buffer), and "
+                f"{type(self.kernel).__name__} cannot be computed in float32, as precision='float32' asks for: leave "
+                "'native'. Where the kernel is your own, register its tensors as buffers (register_buffer), and "
                 f"let it take dtypes from its inputs. What torch says: {error}"
             ) from error
-        return lowered
+        return copy
 
     def _outputs(self) -> int:
         return self.kernel.num_outputs_per_input(self.x1, self.columns)
@@ -265,6 +266,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             products=self.products,
             members=self.members if members is None else members,
             leaves=self._leaves,
+            dtype=self._kwargs["dtype"],
         )
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:

@@ -17,8 +17,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_fraction
-from gpy_iterative.linear_operators.lower_precision import lower_precision
-from gpy_iterative.linear_operators.tiles.precision import EPS
+from gpy_iterative.linear_operators.low_precision_copy import low_precision_copy
 from gpy_iterative.linear_solvers.columns import Columns, Iterate
 from gpy_iterative.linear_solvers.curvature import is_negative
 from gpy_iterative.linear_solvers.linear_system import Given, LinearSystem, check_system
@@ -188,9 +187,8 @@ class IterativeSolver(Solver, Generic[State]):
     def _solve_one(self, system: LinearSystem) -> Solution:
         start = time.perf_counter()
         operator, preconditioner, callback = system.operator, system.preconditioner, system.callback
-        eps = torch.finfo(operator.dtype).eps
-        lowered = lower_precision(operator)
-        if lowered is None:
+        copy = low_precision_copy(operator)
+        if copy is None:
             columns = Columns(
                 operator,
                 system.rhs,
@@ -201,10 +199,10 @@ class IterativeSolver(Solver, Generic[State]):
                 guess_image=system.guess_image,
             )
         else:
-            columns = RefinedColumns(system, *lowered, stopping=self.stopping, recursive=self.recursive)
-            operator, precision = lowered  # from here on, what the iterations compute with
-            eps = EPS[precision]
+            columns = RefinedColumns(system, copy, stopping=self.stopping, recursive=self.recursive)
+            operator = copy  # from here on, what the iterations compute with
             preconditioner = None if preconditioner is None else preconditioner.to(operator.dtype)
+        eps = torch.finfo(operator.dtype).eps
         # A budget of whole steps is not missed by the rounding of their fractions of an epoch.
         budget = self.max_epochs * (1 + 1e-9)
         state, iterations, epochs, exhausted, diverged, shortfall = None, 0, 0.0, False, False, math.inf

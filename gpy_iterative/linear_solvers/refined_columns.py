@@ -13,7 +13,6 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.tiles.precision import EPS, Precision
 from gpy_iterative.linear_solvers.columns import LOWER_AIM, Columns, Iterate
 from gpy_iterative.linear_solvers.linear_system import LinearSystem
 from gpy_iterative.linear_solvers.solution import ColumnGroup
@@ -31,8 +30,9 @@ class RefinedColumns(Columns):
     Args:
         system: without batch dimensions.
         twin: of its operator, H' [n, n], in the dtype that the iterations compute in.
-        precision: of its entries. A round lowers a residual by the root of their relative rounding error at the most: far
-            enough to be worth its true residual, and hardly ever so far that the twin's error has taken over.
+
+    A round lowers a residual by the root of the twin's relative rounding error at the most: far enough to be worth its
+    true residual, and hardly ever so far that the twin's error has taken over.
 
     Stopping and recursive are as in `Columns`. True residuals, one product with the operator a round, are overhead.
     """
@@ -43,7 +43,6 @@ class RefinedColumns(Columns):
         self,
         system: LinearSystem,
         twin: LinearOperator,
-        precision: Precision,
         *,
         stopping: Literal["columns", "mean"],
         recursive: bool,
@@ -57,7 +56,7 @@ class RefinedColumns(Columns):
             initial_guess=system.initial_guess,
             guess_image=system.guess_image,
         )
-        self._twin, self._precision, self._reduction = twin, precision, EPS[precision] ** 0.5
+        self._twin, self._reduction = twin, torch.finfo(twin.dtype).eps ** 0.5
         self._watched_at = 0.0
         self._aims *= LOWER_AIM  # room for what the twin leaves
 
@@ -115,10 +114,9 @@ class RefinedColumns(Columns):
         self._running = self.norms.clone()
 
     def _advice(self) -> str:
-        wider = ", or take 'bfloat16', whose range is that of float32" if self._precision == "float16" else ""
         return (
-            f"The iterations computed with precision={self._precision!r}, and the kernel's values may be beyond its range: "
-            f"leave KernelProducts(precision='native'){wider}."
+            "The iterations computed with precision='float32', and the kernel's values may be beyond its range: leave "
+            "KernelProducts(precision='native')."
         )
 
     def _groups_of_round(self) -> list[ColumnGroup]:

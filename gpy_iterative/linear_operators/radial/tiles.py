@@ -128,7 +128,7 @@ class RadialTiles(Tiles):
         return any(tensor.requires_grad for tensor in self._owner)
 
     def _evaluated_to_keep(self, i: int, columns: range, out: Tensor) -> Tensor:
-        if self.keeps_derivatives and out.dtype == self._like.dtype:
+        if self.keeps_derivatives:
             evaluate = lambda derivative: self._evaluate_both(i, columns, out, derivative)[1]
             kept = self.cache.derivatives().evaluate((i, columns[0]), out.shape, out, self._budget, evaluate)
             if kept is not None:

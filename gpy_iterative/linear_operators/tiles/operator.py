@@ -1,13 +1,14 @@
 """A linear operator that is made of tiles: its products, and its derivative as a weighted sum of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.products import KernelProducts, LoweredProducts
-from gpy_iterative.linear_operators.tiles.cache import TileCache, version
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.tiles import Tiles
 from gpy_iterative.linear_operators.tiles.weights import BilinearWeights, MatrixWeights, TileWeights
 
@@ -49,33 +50,20 @@ class TiledLinearOperator(LinearOperator):
             kept = self.__dict__["_tiles"] = self._make_tiles()
         return kept
 
-    def lowered(self) -> "TiledLinearOperator | None":
-        """The same matrix in float32, with products in the lower precision that `products` asks for; None for none.
-
-        One object as long as the tensors are unchanged, so that one evaluation of its tiles serves several solves.
+    def low_precision_copy(self) -> "TiledLinearOperator":
+        """The same matrix in float32, without gradient. All operators that share the cache share its tiles.
 
         Raises:
-            ValueError: the tensors' dtype or device does not allow that precision, or a kernel's own code cannot be
-                computed in it.
+            ValueError: the tensors' dtype or the kernel's own code does not allow float32.
         """
-        products = self.products.lowered()
-        if products is None:
-            return None
-        self.products.check(self.dtype, self.device)
-        versions = [version(tensor) for tensor in self.representation()]
-        kept: tuple[list[object], TiledLinearOperator] | None = self.__dict__.get("_lowered")
-        if kept is None or kept[0] != versions:
-            kept = self.__dict__["_lowered"] = versions, self._make_lowered(products)
-        return kept[1]
-
-    def _make_lowered(self, products: LoweredProducts) -> "TiledLinearOperator":
+        self.products.check(self.dtype)
         lower = lambda part: self.cache.single(part) if torch.is_tensor(part) else part
         options = {name: lower(part) for name, part in self._kwargs.items()}
-        options |= {"products": products, "cache": self.cache.lowered()}
+        options |= {"products": replace(self.products, precision="native"), "cache": self.cache.lowered()}
         return type(self)(*map(lower, self._args), **options)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_tiles", "_lowered")}
+        return {key: value for key, value in self.__dict__.items() if key != "_tiles"}
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         if rhs.dim() == 1:

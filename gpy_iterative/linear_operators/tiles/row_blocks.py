@@ -7,8 +7,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.tiles.precision import TileArithmetic
-
 #: Columns up to which a CPU multiplies tiles by them from the right, and not their transposes from the left.
 FEW_COLUMNS = 8
 
@@ -142,6 +140,14 @@ def block_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Ten
     return torch.matmul(left, right, out=out)
 
 
+def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left [*b, g, k, m] @ right [*b, g, m, l] to out [*b, g, k, l]."""
+    if out.dim() == 3:
+        out.baddbmm_(left, right)
+    else:
+        out += left @ right
+
+
 class RowSums:
     """Sums over rows of tiles, each tile times the vectors that it faces, one row after the other.
 
@@ -150,11 +156,10 @@ class RowSums:
     Args:
         result: what is added to.
         most: neighbouring tiles at the most.
-        arithmetic: how tiles are multiplied.
     """
 
-    def __init__(self, result: RowBlocks, most: int, arithmetic: TileArithmetic) -> None:
-        self._result, self._most, self._arithmetic = result, most, arithmetic
+    def __init__(self, result: RowBlocks, most: int) -> None:
+        self._result, self._most = result, most
         self._is_few = result.data.shape[-2] <= FEW_COLUMNS and result.data.device.type == "cpu"
         self._members = result.data.new_empty(0)
         self._row: Tensor | None = None
@@ -163,15 +168,15 @@ class RowSums:
         """Adds tiles [*b, g, rows, m] of a row times the vectors [*b, g, s, m] that they face."""
         row, count = self._result.part(range(number, number + 1)), tiles.shape[-3]
         if count == 1 and not self._is_few:
-            self._arithmetic.add_times_(row, vectors, tiles.mT)
+            add_product_(row, vectors, tiles.mT)
             return
         if row is not self._row:
             self._start(row)
         members = self._members if count == self._most else self._members[..., :count, :, :]
         if self._is_few:
-            self._arithmetic.add_tiles_times_(members, tiles, vectors)
+            add_product_(members, tiles, vectors.mT)
         else:
-            self._arithmetic.add_times_(members, vectors, tiles.mT)
+            add_product_(members, vectors, tiles.mT)
 
     def _start(self, row: Tensor) -> None:
         self.finish()

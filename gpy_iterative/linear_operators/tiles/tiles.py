@@ -23,7 +23,15 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache, version
-from gpy_iterative.linear_operators.tiles.row_blocks import RowBlocks, RowSums, TileRun, overlaps, tile_runs, whole_run
+from gpy_iterative.linear_operators.tiles.row_blocks import (
+    RowBlocks,
+    RowSums,
+    TileRun,
+    add_product_,
+    overlaps,
+    tile_runs,
+    whole_run,
+)
 from gpy_iterative.linear_operators.tiles.schedule import TileVisits, Visit, strips_with
 from gpy_iterative.worker_threads import run, shares
 
@@ -80,8 +88,6 @@ class Tiles(ABC):
         self.products, self.cache = products, cache
         self._owner, self._versions = owner, [version(tensor) for tensor in owner]
         self._like = like
-        self._arithmetic = products.arithmetic(self._like.device)
-        self._kept_like = self._like.new_empty(0, dtype=self._arithmetic.kept)
         self._memory = _WorkingMemory()
         self.ranks = products.ranks()
         self._agreed = False
@@ -108,14 +114,12 @@ class Tiles(ABC):
     def strip_part(self, i: int, strip: range, columns: range) -> Tensor:
         """The tiles of row block i and some neighbouring columns out of one of `strips[i]`: [*b, g, rows, columns].
 
-        In the format that they are multiplied in; valid until the next call, and not to be overwritten. The cache has been
-        claimed.
+        Valid until the next call, and not to be overwritten. The cache has been claimed.
         """
         kept = self._kept(i, strip)
         if kept is None:
             return self._evaluated(i, columns)
-        picked = _picked(kept, strip, columns)
-        return self.scratch(picked.shape, 0).copy_(picked) if self._arithmetic.widens else picked
+        return _picked(kept, strip, columns)
 
     def tile(self, i: int, j: int) -> Tensor:
         """The tile (i, j), i <= j when symmetric, of this process or of another; likewise."""
@@ -140,14 +144,12 @@ class Tiles(ABC):
         if kept is None:
             shape = self.strip_shape(i, columns)
             kept = self.cache.evaluate(
-                key, shape, self._kept_like, self._budget, lambda out: self._evaluated_to_keep(i, columns, out)
+                key, shape, self._like, self._budget, lambda out: self._evaluated_to_keep(i, columns, out)
             )
         return kept
 
     def _evaluated_to_keep(self, i: int, columns: range, out: Tensor) -> Tensor:
-        if out.dtype == self._like.dtype:
-            return self.evaluate(i, columns, out)
-        return out.copy_(self._evaluated(i, columns))
+        return self.evaluate(i, columns, out)
 
     def strip_shape(self, i: int, columns: range) -> torch.Size:
         """[*b, g, rows, columns] of neighbouring tiles of equal shape."""
@@ -228,14 +230,14 @@ class Tiles(ABC):
         """Every tile is visited once, and may serve twice: for itself, and for its transpose."""
         vectors, columns = given.data, given.run
         result = RowBlocks.zeros(vectors, (*vectors.shape[:-3], vectors.shape[-2]), rows)
-        sums = RowSums(result, STRIP, self._arithmetic)
+        sums = RowSums(result, STRIP)
         for i, strip, needed, direct, mirrored in visits:
             tiles = self.strip_part(i, strip, needed)
             if direct:
                 sums.add(i, given.part(direct), _inner(_picked(tiles, needed, direct), rows, columns))
             if mirrored:
                 picked = _inner(_picked(tiles, needed, mirrored), columns, rows)
-                self._arithmetic.add_times_(result.part(mirrored), given.repeated(i, len(mirrored)), picked)
+                add_product_(result.part(mirrored), given.repeated(i, len(mirrored)), picked)
         sums.finish()
         return result
 
@@ -287,17 +289,16 @@ class Tiles(ABC):
         """The block on the diagonal, as a dense tensor: the caller's to overwrite.
 
         Every process evaluates it whole, and the same way: a kept strip may differ in the last bit from a single tile.
-        Nor does it come from tiles that were rounded to be kept, and may have lost their Cholesky factor by that.
         """
         if not self.symmetric:
             raise ValueError("A rectangular kernel matrix has no principal blocks.")
         size = len(range(*block.indices(self.shape[-1])))
         result = self._like.new_empty(size, size)
-        is_exact = self.ranks.size == 1 and self._arithmetic.kept is None
+        is_alone = self.ranks.size == 1
 
         def fill(rows: TileRun, columns: TileRun) -> None:
             i, j = rows.numbers.start, columns.numbers.start
-            tile = self.tile(i, j) if is_exact else self._evaluated(i, columns.numbers).squeeze(-3)
+            tile = self.tile(i, j) if is_alone else self._evaluated(i, columns.numbers).squeeze(-3)
             result[rows.outer, columns.outer] = tile = tile[rows.inner, columns.inner]
             if i != j:
                 result[columns.outer, rows.outer] = tile.mT
