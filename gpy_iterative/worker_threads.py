@@ -11,11 +11,10 @@ How many threads there are is torch's own setting, `torch.set_num_threads`.
 
 import os
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import torch
@@ -102,15 +101,14 @@ def divided() -> Iterator[None]:
         torch.set_num_threads(number)
 
 
-def shares(items: Sequence[Item], sizes: Sequence[float]) -> list[Sequence[Item]]:
-    """Neighbouring items together, in as many shares of nearly the same size as `run` has use for: one at least."""
+def shares(items: Sequence[Item]) -> list[Sequence[Item]]:
+    """Neighbouring items together, in as many shares of nearly the same length as `run` has use for: at least one."""
     number = num_threads()
-    wanted = min(PARTS_PER_THREAD * number, len(items))
-    if number == 1 or wanted <= 1:
+    count = min(PARTS_PER_THREAD * number, len(items))
+    if number == 1 or count <= 1:
         return [items]
-    ends = list(accumulate(sizes))
-    cuts = [bisect_left(ends, ends[-1] * part / wanted) + 1 for part in range(1, wanted)]
-    return [items[start:stop] for start, stop in pairwise([0, *cuts, len(items)]) if start < stop]
+    cuts = [len(items) * part // count for part in range(count + 1)]
+    return [items[start:stop] for start, stop in pairwise(cuts)]
 
 
 class _Work(Generic[Result]):

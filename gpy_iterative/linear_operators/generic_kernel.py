@@ -19,9 +19,8 @@ from gpy_iterative.linear_operators.kernel_functions import kernel_functions
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
-from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import Tiles, blocks
-from gpy_iterative.linear_operators.tiles.weights import TileWeights
 from gpy_iterative.worker_threads import run
 
 #: Points of a block of which only the diagonal is wanted; entries that are evaluated for one wanted entry, at the most.
@@ -40,26 +39,19 @@ class KernelTiles(Tiles):
         super().__init__(
             operator.shape,
             symmetric=operator.symmetric,
-            rows=[self._scaled(part) for part in self.input_rows],
-            columns=[self._scaled(part) for part in self.input_columns],
+            length=length * outputs,
             owner=operator.representation(),
             like=operator.tile_scale,
             products=operator.products,
             cache=operator.cache,
         )
 
-    def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
+    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
         with torch.no_grad():
             x1 = self._operator.x1[..., self.input_rows[i], :]
             # The same object on the diagonal: kernels recognise it and keep distances of exactly zero.
-            on_diagonal = self.symmetric and i == columns[0]
-            x2 = x1 if on_diagonal else self._operator.columns[..., self.input_span(columns), :]
-            values = self._operator.evaluate(x1, x2)
-            return out.copy_(values.unflatten(-1, (len(columns), -1)).transpose(-3, -2))
-
-    def input_span(self, columns: range) -> slice:
-        """The inputs of a strip's columns."""
-        return slice(self.input_columns[columns[0]].start, self.input_columns[columns[-1]].stop)
+            x2 = x1 if self.symmetric and i == j else self._operator.columns[..., self.input_columns[j], :]
+            return out.copy_(self._operator.evaluate(x1, x2))
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         with torch.no_grad():
@@ -79,9 +71,6 @@ class KernelTiles(Tiles):
         values = operator.evaluate(operator.x1[..., inputs, :], operator.columns[..., first : -(-stop // outputs), :])
         values = values[..., position * outputs + rows % outputs, :]
         return values[..., start - first * outputs : stop - first * outputs].clone()
-
-    def _scaled(self, part: slice) -> slice:
-        return slice(part.start * self._outputs, part.stop * self._outputs)
 
 
 class GenericKernelLinearOperator(TiledLinearOperator):
@@ -287,17 +276,14 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             return (None,) * len(tensors)
         tiles = self.tiles()
         assert isinstance(tiles, KernelTiles)
-        visits = [(i, columns) for i, strips in enumerate(tiles.strips) for columns in strips]
 
-        def share(visits: Sequence[tuple[int, range]]) -> list[Tensor]:
+        def share(visits: Sequence[tuple[int, int]]) -> list[Tensor]:
             found = [torch.zeros_like(tensor) for tensor in tensors]
-            for i, columns in visits:
-                weight = weights.strip(i, columns).transpose(-3, -2).flatten(-2)
-                self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_span(columns), weight)
+            for i, j in visits:
+                self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_columns[j], weights.tile(i, j))
             return found
 
-        shares = tiles.shares(visits, [len(columns) for _, columns in visits])
-        gradients, *others = run([partial(share, part) for part in shares])
+        gradients, *others = run([partial(share, part) for part in tiles.shares(tiles.visits())])
         for other in others:
             for gradient, part in zip(gradients, other, strict=True):
                 gradient += part

@@ -107,9 +107,9 @@ class KernelProducts:
                 "model.double() and convert the data where the accuracy of float64 is wanted."
             )
 
-    def ranks(self) -> Ranks:
-        """The processes that share the tiles."""
-        return Ranks(self.process_group)
+    def ranks(self) -> Ranks | None:
+        """The processes that share the tiles; None where there is only this one."""
+        return None if self.process_group is None else Ranks(self.process_group)
 
     def tile_rows(self, device: torch.device) -> int:
         """Rows and columns of a tile on this device."""
@@ -133,4 +133,5 @@ class KernelProducts:
         if device.type == "cuda":
             return torch.cuda.mem_get_info(device)[0] // 2
         # What is available, pages that only cache files included; not what nobody uses.
-        return min(psutil.virtual_memory().available // 2, MAX_CPU_CACHE) // self.ranks().on_this_machine
+        budget, ranks = min(psutil.virtual_memory().available // 2, MAX_CPU_CACHE), self.ranks()
+        return budget if ranks is None else budget // ranks.on_this_machine

@@ -16,9 +16,8 @@ from gpy_iterative.linear_operators.radial.keops_sums import RadialKeOps
 from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
-from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import blocks
-from gpy_iterative.linear_operators.tiles.weights import TileWeights
 
 
 class RadialKernelLinearOperator(TiledLinearOperator):

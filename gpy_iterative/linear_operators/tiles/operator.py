@@ -1,6 +1,8 @@
-"""A linear operator that is made of tiles: its products, and its derivative as a weighted sum of them."""
+"""A linear operator that is made of tiles: its products, and the derivative of a weighted sum of its entries."""
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,8 +11,72 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
-from gpy_iterative.linear_operators.tiles.tiles import Tiles
-from gpy_iterative.linear_operators.tiles.weights import BilinearWeights, MatrixWeights, TileWeights
+from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
+
+
+class TileWeights(ABC):
+    """Weights W of the sum over all entries, W_ij K_ij, that is differentiated.
+
+    Attributes:
+        batch_shape: of W and K together.
+        tensors: what W is made of.
+    """
+
+    batch_shape: torch.Size
+    tensors: tuple[Tensor, ...]
+
+    @abstractmethod
+    def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
+        """W of the tile (i, j), [*b, rows, columns], to be overwritten.
+
+        Of a symmetric matrix, the weights of (i, j) and (j, i) together. `out`, of that shape, is memory that may be used.
+        """
+
+
+class BilinearWeights(TileWeights):
+    """W = L R^T.
+
+    Args:
+        left, right: [*b, n, s] and [*b, m, s].
+        batch_shape: of the matrix.
+        tiles: its tiles; those of a symmetric one are visited in the upper triangle.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
+        self.batch_shape = torch.broadcast_shapes(batch_shape, left.shape[:-2], right.shape[:-2])
+        self.left, self.right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
+        self.tensors, self._tiles = (self.left, self.right), tiles
+
+    def both_sides(self) -> tuple[Tensor, Tensor]:
+        """The factors of W + W^T, the weights of the pairs (i, j) and (j, i) together."""
+        return torch.cat([self.left, self.right], dim=-1), torch.cat([self.right, self.left], dim=-1)
+
+    @cached_property
+    def _blocks(self) -> tuple[RowBlocks, RowBlocks]:
+        rows, columns = self.both_sides() if self._tiles.symmetric else (self.left, self.right)
+        size, length = self._tiles.shape, self._tiles.length
+        return RowBlocks.of(rows, size[-2], length), RowBlocks.of(columns, size[-1], length)
+
+    def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
+        left, right = self._blocks
+        product = torch.matmul(left.block(i).mT, right.block(j), out=out)
+        return product.mul_(0.5) if self._tiles.symmetric and i == j else product
+
+
+class MatrixWeights(TileWeights):
+    """W as a dense matrix [*b, n, m]; the other arguments are those of `BilinearWeights`."""
+
+    def __init__(self, matrix: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
+        self.batch_shape = torch.broadcast_shapes(batch_shape, matrix.shape[:-2])
+        self._matrix, self._tiles = matrix.expand(*self.batch_shape, *matrix.shape[-2:]), tiles
+        self.tensors = (self._matrix,)
+
+    def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
+        rows, columns = self._tiles.rows[i], self._tiles.columns[j]
+        block = self._matrix[..., rows, columns]
+        if self._tiles.symmetric and i != j:
+            return block + self._matrix[..., columns, rows].mT
+        return block.clone(memory_format=torch.contiguous_format)
 
 
 class TiledLinearOperator(LinearOperator):
