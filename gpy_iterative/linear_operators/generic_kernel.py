@@ -217,7 +217,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         named = {f"kernel.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
         return named | self._converted_buffers
 
-    def low_precision_copy(self) -> "GenericKernelLinearOperator":
+    def low_precision_copy(self) -> LinearOperator:
         """The same matrix in float32. Its kernel is tried on one pair of inputs."""
         copy = super().low_precision_copy()
         copy = type(self)(*copy._args, **copy._kwargs | {"dtype": torch.float32})

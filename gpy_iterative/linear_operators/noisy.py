@@ -6,11 +6,18 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.partial_products import columns_matmul, dense_rows, principal_block, rows_matmul
-from gpy_iterative.linear_operators.tiles.tiles import Rows
+from gpy_iterative.linear_operators.extensions import (
+    ExtendedLinearOperator,
+    Rows,
+    columns_matmul,
+    dense_rows,
+    matrix_derivative,
+    principal_block,
+    rows_matmul,
+)
 
 
-class NoisyLinearOperator(LinearOperator):
+class NoisyLinearOperator(ExtendedLinearOperator):
     """A kernel matrix plus one observation noise variance per datum.
 
     Args:
@@ -77,30 +84,28 @@ class NoisyLinearOperator(LinearOperator):
         """The matrix [*b, n, n]; O(n^2) memory, differentiable."""
         return self.kernel.to_dense() + torch.diag_embed(self.noise)
 
+    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        return rows_matmul(self.kernel, rows, rhs) + self.noise[rows].unsqueeze(-1) * rhs[rows]
 
-@rows_matmul.register
-def _(operator: NoisyLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
-    return rows_matmul(operator.kernel, rows, rhs) + operator.noise[rows].unsqueeze(-1) * rhs[rows]
+    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        result = columns_matmul(self.kernel, columns, rhs)
+        result[columns] += self.noise[columns].unsqueeze(-1) * rhs
+        return result
 
+    def principal_block(self, block: slice) -> Tensor:
+        result = principal_block(self.kernel, block)
+        result.diagonal().add_(self.noise[block])
+        return result
 
-@columns_matmul.register
-def _(operator: NoisyLinearOperator, columns: slice, rhs: Tensor) -> Tensor:
-    result = columns_matmul(operator.kernel, columns, rhs)
-    result[columns] += operator.noise[columns].unsqueeze(-1) * rhs
-    return result
+    def dense_rows(self, rows: Tensor) -> Tensor:
+        kernel, batch = dense_rows(self.kernel, rows), self.batch_shape
+        # Several noises may share a kernel matrix, which is then copied for each.
+        result = kernel if kernel.shape[:-2] == batch else kernel.expand(*batch, *kernel.shape[-2:]).clone()
+        index, noise = rows.expand(*batch, -1), self.noise[..., rows].expand(*batch, -1)
+        return result.scatter_add_(-1, index.unsqueeze(-1), noise.unsqueeze(-1).to(result.dtype))
 
-
-@principal_block.register
-def _(operator: NoisyLinearOperator, block: slice) -> Tensor:
-    result = principal_block(operator.kernel, block)
-    result.diagonal().add_(operator.noise[block])
-    return result
-
-
-@dense_rows.register
-def _(operator: NoisyLinearOperator, rows: Tensor) -> Tensor:
-    kernel, batch = dense_rows(operator.kernel, rows), operator.batch_shape
-    # Several noises may share a kernel matrix, which is then copied for each.
-    result = kernel if kernel.shape[:-2] == batch else kernel.expand(*batch, *kernel.shape[-2:]).clone()
-    index, noise = rows.expand(*batch, -1), operator.noise[..., rows].expand(*batch, -1)
-    return result.scatter_add_(-1, index.unsqueeze(-1), noise.unsqueeze(-1).to(result.dtype))
+    def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
+        kernel = matrix_derivative(self.kernel, weights)
+        if not self.noise.requires_grad:
+            return (*kernel, None)
+        return (*kernel, weights.diagonal(dim1=-2, dim2=-1).sum_to_size(self.noise.shape))

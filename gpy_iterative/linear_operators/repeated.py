@@ -6,11 +6,10 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.partial_products import rows_matmul
-from gpy_iterative.linear_operators.tiles.tiles import Rows
+from gpy_iterative.linear_operators.extensions import ExtendedLinearOperator, Rows, rows_matmul
 
 
-class RepeatedKernelLinearOperator(LinearOperator):
+class RepeatedKernelLinearOperator(ExtendedLinearOperator):
     """The covariance of `repeats` independent functions with the same kernel, their values at a point side by side.
 
     Args:
@@ -65,13 +64,11 @@ class RepeatedKernelLinearOperator(LinearOperator):
         kernel = self.kernel.to_dense()
         return torch.kron(kernel, torch.eye(self.repeats, dtype=kernel.dtype, device=kernel.device))
 
-
-@rows_matmul.register
-def _(operator: RepeatedKernelLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
-    index = torch.arange(operator.shape[-2], device=rhs.device)[rows]
-    points, position = (index // operator.repeats).unique(return_inverse=True)
-    found = rows_matmul(operator.kernel, points, operator._side_by_side(rhs))
-    return found.view(len(points), operator.repeats, -1)[position, index % operator.repeats]
+    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        index = torch.arange(self.shape[-2], device=rhs.device)[rows]
+        points, position = (index // self.repeats).unique(return_inverse=True)
+        found = rows_matmul(self.kernel, points, self._side_by_side(rhs))
+        return found.view(len(points), self.repeats, -1)[position, index % self.repeats]
 
 
 def _whole_points(index: Any, repeats: int) -> slice | None:

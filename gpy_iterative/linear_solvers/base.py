@@ -17,7 +17,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_fraction
-from gpy_iterative.linear_operators.low_precision_copy import low_precision_copy
+from gpy_iterative.linear_operators.extensions import low_precision_copy
 from gpy_iterative.linear_solvers.columns import Columns, Iterate
 from gpy_iterative.linear_solvers.curvature import is_negative
 from gpy_iterative.linear_solvers.linear_system import Given, LinearSystem, check_system

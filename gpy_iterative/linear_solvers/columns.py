@@ -15,7 +15,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.partial_products import rows_matmul
+from gpy_iterative.linear_operators.extensions import rows_matmul
 from gpy_iterative.linear_solvers.solution import ColumnGroup
 
 #: Rows, evenly spread, on which a running residual is compared with the true one; smaller systems are compared as a whole.

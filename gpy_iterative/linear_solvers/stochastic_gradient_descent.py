@@ -11,7 +11,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.partial_products import rows_matmul
+from gpy_iterative.linear_operators.extensions import rows_matmul
 from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.linear_solvers.descent import Descent, DescentState, StochasticDescent, row_permutation
 

@@ -15,7 +15,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators.partial_products import dense_rows
+from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.partial_cholesky import PartialCholesky, factor_on
 from gpy_iterative.preconditioners.recipe import LowRankRecipe, kernel_and_noise

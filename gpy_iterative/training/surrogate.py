@@ -17,7 +17,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
+from gpy_iterative.linear_operators.extensions import matrix_derivative
 from gpy_iterative.worker_threads import divided
 
 

@@ -20,8 +20,7 @@ from gpy_iterative.linear_operators import (
     principal_block,
     rows_matmul,
 )
-from gpy_iterative.linear_operators.low_precision_copy import low_precision_copy
-from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
+from gpy_iterative.linear_operators.extensions import low_precision_copy, matrix_derivative
 from gpy_iterative.linear_operators.radial.functions import MATERN12, MATERN32, MATERN52, RATIONAL_QUADRATIC, RBF
 from tests.devices import moved
 from tests.simulated_device import DEVICE, SimulatedDevice

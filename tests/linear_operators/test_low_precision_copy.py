@@ -30,7 +30,7 @@ from gpy_iterative.linear_operators import (
     principal_block,
     rows_matmul,
 )
-from gpy_iterative.linear_operators.low_precision_copy import low_precision_copy, native_precision
+from gpy_iterative.linear_operators.extensions import low_precision_copy, native_precision
 from gpy_iterative.linear_operators.radial.functions import MATERN32
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCaches

@@ -15,7 +15,7 @@ from gpy_iterative.linear_operators import (
     NoisyLinearOperator,
     RadialKernelLinearOperator,
 )
-from gpy_iterative.linear_operators.low_precision_copy import low_precision_copy
+from gpy_iterative.linear_operators.extensions import low_precision_copy
 from gpy_iterative.linear_solvers import refined_columns
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.solvers import (

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from gpy_iterative.exact.prediction.blocks import principal_blocks
 from gpy_iterative.exact.prediction.projection import jittered_factor
-from gpy_iterative.linear_operators.partial_products import dense_rows
+from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.training.training_system import TrainingSystem
 
 #: New rows that are solved for at a time, and old rows that are solved for with them.

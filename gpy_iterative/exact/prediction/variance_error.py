@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gpy_iterative.exact.prediction.projection import Projection
 from gpy_iterative.exact.prediction.training_solves import warn_unless_converged
-from gpy_iterative.linear_operators.low_precision_copy import native_precision
+from gpy_iterative.linear_operators.extensions import native_precision
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.training.shared_columns import as_columns, from_columns
 from gpy_iterative.training.training_system import TrainingSystem

@@ -10,14 +10,13 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
+from gpy_iterative.linear_operators.extensions import ExtendedLinearOperator, Rows, rows_matmul
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_operators.partial_products import rows_matmul
-from gpy_iterative.linear_operators.tiles.tiles import Rows
 from gpy_iterative.linear_solvers.jittered_cholesky import warned_cholesky
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 
 
-class WhitenedKernelLinearOperator(LinearOperator):
+class WhitenedKernelLinearOperator(ExtendedLinearOperator):
     """R^T K R [n r, n r] for a fixed curvature; its products are one of K each, and carry no gradient.
 
     Args:
@@ -43,17 +42,15 @@ class WhitenedKernelLinearOperator(LinearOperator):
     def _transpose_nonbatch(self) -> LinearOperator:
         return self
 
-
-@rows_matmul.register
-def _(operator: WhitenedKernelLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
-    curvature, kernel = operator.curvature, operator.kernel
-    size, latents = curvature.root_size, curvature.num_latents
-    index = torch.arange(operator.shape[-1], device=rhs.device)[rows]
-    points, position = (index // size).unique(return_inverse=True)
-    whole = (points.unsqueeze(-1) * latents + torch.arange(latents, device=rhs.device)).flatten()
-    product = rows_matmul(kernel, whole, curvature.root(rhs.double()).to(kernel.dtype))
-    whitened = curvature.at(points).root_t(product.double()).to(rhs.dtype)
-    return whitened[position * size + index % size]
+    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        curvature, kernel = self.curvature, self.kernel
+        size, latents = curvature.root_size, curvature.num_latents
+        index = torch.arange(self.shape[-1], device=rhs.device)[rows]
+        points, position = (index // size).unique(return_inverse=True)
+        whole = (points.unsqueeze(-1) * latents + torch.arange(latents, device=rhs.device)).flatten()
+        product = rows_matmul(kernel, whole, curvature.root(rhs.double()).to(kernel.dtype))
+        whitened = curvature.at(points).root_t(product.double()).to(rhs.dtype)
+        return whitened[position * size + index % size]
 
 
 def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinearOperator:

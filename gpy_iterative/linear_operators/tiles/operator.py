@@ -9,6 +9,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators.extensions import ExtendedLinearOperator, Rows
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
@@ -79,7 +80,7 @@ class MatrixWeights(TileWeights):
         return block.clone(memory_format=torch.contiguous_format)
 
 
-class TiledLinearOperator(LinearOperator):
+class TiledLinearOperator(ExtendedLinearOperator):
     """A linear operator whose products are made of tiles, times a scale.
 
     Subclasses make the tiles (`_make_tiles`), say by what to multiply them (`tile_scale`), differentiate a weighted sum
@@ -116,17 +117,26 @@ class TiledLinearOperator(LinearOperator):
             kept = self.__dict__["_tiles"] = self._make_tiles()
         return kept
 
-    def low_precision_copy(self) -> "TiledLinearOperator":
+    @property
+    def has_low_precision(self) -> bool:
+        return self.products.precision != "native"
+
+    def low_precision_copy(self) -> LinearOperator:
         """The same matrix in float32, without gradient. All operators that share the cache share its tiles.
 
         Raises:
             ValueError: the tensors' dtype or the kernel's own code does not allow float32.
         """
+        if not self.has_low_precision:
+            return super().low_precision_copy()
         self.products.check(self.dtype)
         lower = lambda part: self.cache.single(part) if torch.is_tensor(part) else part
         options = {name: lower(part) for name, part in self._kwargs.items()}
         options |= {"products": replace(self.products, precision="native"), "cache": self.cache.lowered()}
         return type(self)(*map(lower, self._args), **options)
+
+    def native_precision(self) -> LinearOperator:
+        return type(self)(*self._args, **self._kwargs | {"products": replace(self.products, precision="native")})
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_tiles"}
@@ -164,5 +174,23 @@ class TiledLinearOperator(LinearOperator):
 
     @torch.no_grad()
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
-        """See `gpy_iterative.linear_operators.matrix_derivative`."""
         return self._tile_derivatives(MatrixWeights(weights, self.batch_shape, self.tiles()))
+
+    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        _check_rows(rhs, self.shape[-1])
+        return self.tiles().rows_matmul(rows, rhs).mul_(self.tile_scale)
+
+    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        _check_rows(rhs, len(range(*columns.indices(self.shape[-1]))))
+        return self.tiles().columns_matmul(columns, rhs).mul_(self.tile_scale)
+
+    def principal_block(self, block: slice) -> Tensor:
+        return self.tiles().principal_block(block).mul_(self.tile_scale)
+
+    def dense_rows(self, rows: Tensor) -> Tensor:
+        return self.tiles().dense_rows(rows) * self.tile_scale  # not in place: several scales may share the tiles
+
+
+def _check_rows(rhs: Tensor, expected: int) -> None:
+    if rhs.shape[-2] != expected:
+        raise ValueError(f"{expected} columns of a matrix times {rhs.shape[-2]} rows: the two numbers must be equal.")

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.changes import SeenVersions
+from gpy_iterative.linear_operators.extensions import Rows
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.worker_threads import run, shares
 
-Rows = slice | Tensor
 Item = TypeVar("Item")
 
 #: Columns up to which a CPU multiplies tiles by them from the right, and not their transposes from the left.

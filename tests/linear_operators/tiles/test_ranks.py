@@ -21,7 +21,7 @@ from gpy_iterative.linear_operators import (
     principal_block,
     rows_matmul,
 )
-from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
+from gpy_iterative.linear_operators.extensions import matrix_derivative
 from gpy_iterative.linear_operators.radial.functions import MATERN32, RATIONAL_QUADRATIC
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from tests.processes import Processes, Raised
