@@ -4,7 +4,7 @@ Nothing is evaluated that a user's kernel would store as an n x n matrix; what a
 (a dense matrix, a Kronecker or Toeplitz structure) is taken as it is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -59,41 +59,42 @@ def kernel_operator(
             "gpytorch.beta_features.checkpoint_kernel has no use here (nothing of size n x n is stored) and changes "
             "what lazy kernels mean: leave it off."
         )
-    if caches is None:
-        caches = TileCaches()
-    caches.restart()
-    return _read(covariance, _How(products, caches))
+    return _read(covariance, _Place(products, TileCaches() if caches is None else caches))
 
 
 @dataclass(frozen=True)
-class _How:
+class _Place:
+    """A kernel's path in the prior, under which its tiles are kept."""
+
     products: KernelProducts
     caches: TileCaches
+    path: str = ""
+
+    def at(self, name: str) -> "_Place":
+        """The place of a part."""
+        return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the next operator."""
-        return {"products": self.products, "cache": self.caches.take()}
+        """Keyword arguments of the operator here."""
+        return {"products": self.products, "cache": self.caches.take(self.path)}
 
 
-def _read(covariance: LinearOperator | Tensor, how: _How) -> LinearOperator:
+def _read(covariance: LinearOperator | Tensor, place: _Place) -> LinearOperator:
     if isinstance(covariance, LazyEvaluatedKernelTensor):
-        return _of_lazy_kernel(covariance, how)
+        return _of_lazy_kernel(covariance, place)
     if isinstance(covariance, AddedDiagLinearOperator):
-        return NoisyLinearOperator(_read(covariance._linear_op, how), added_diagonal(covariance))
+        return NoisyLinearOperator(_read(covariance._linear_op, place), added_diagonal(covariance))
     if isinstance(covariance, SumLinearOperator):
-        return _sum([_read(part, how) for part in covariance.linear_ops])
+        return _sum([_read(part, place.at(str(i))) for i, part in enumerate(covariance.linear_ops)])
     if isinstance(covariance, ConstantMulLinearOperator):
-        return _times(_read(covariance.base_linear_op, how), covariance._constant)
+        return _times(_read(covariance.base_linear_op, place), covariance._constant)
     covariance = to_linear_operator(covariance)
     if not _is_lazy(covariance):
         return covariance
-    # Any other composition (batches summed or interleaved, masks, ...) of kernels that nobody has evaluated yet.
-    parts = [_read(part, how) if isinstance(part, LinearOperator) else part for part in covariance._args]
-    options = {
-        name: _read(part, how) if isinstance(part, LinearOperator) else part
-        for name, part in covariance._kwargs.items()
-    }
-    return type(covariance)(*parts, **options)
+    # Any other composition (batches summed or interleaved, masks) of kernels that nobody has evaluated yet.
+    read = lambda name, part: _read(part, place.at(str(name))) if isinstance(part, LinearOperator) else part
+    parts = [read(number, part) for number, part in enumerate(covariance._args)]
+    return type(covariance)(*parts, **{name: read(name, part) for name, part in covariance._kwargs.items()})
 
 
 def _is_lazy(covariance: LinearOperator) -> bool:
@@ -104,14 +105,14 @@ def _is_lazy(covariance: LinearOperator) -> bool:
     )
 
 
-def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, how: _How) -> LinearOperator:
+def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, place: _Place) -> LinearOperator:
     x1, x2 = lazy.x1, lazy.x2
     kernel = lazy.kernel
     check_kernel_dtype(kernel, x1)
     same = are_same_inputs(x1, x2)
     if lazy.last_dim_is_batch or lazy.params:
         return evaluated(kernel, x1, x2, diag=False, last_dim_is_batch=lazy.last_dim_is_batch, **lazy.params)
-    return _of_kernel(kernel, x1, None if same else x2, how)
+    return _of_kernel(kernel, x1, None if same else x2, place)
 
 
 def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
@@ -144,35 +145,36 @@ def operator_of_kernel(
     kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts
 ) -> LinearOperator:
     """The operator k(x1, x2) of one kernel, whose inputs are already reduced to its active dims; x2 None is x1."""
-    return _of_kernel(kernel, x1, x2, _How(products, TileCaches()))
+    return _of_kernel(kernel, x1, x2, _Place(products, TileCaches()))
 
 
-def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) -> LinearOperator:
+def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
     """The operator of k(x1, x2), whose inputs are already reduced to the kernel's active dims."""
-    how.products.check(_values_dtype(kernel, x1))
+    place.products.check(_values_dtype(kernel, x1))
     if type(kernel) is kernels.ScaleKernel:
         # ScaleKernel calls its base's forward: the base's active dims are already selected.
-        return _times(_of_kernel(kernel.base_kernel, x1, x2, how), kernel.outputscale)
+        return _times(_of_kernel(kernel.base_kernel, x1, x2, place.at("base_kernel")), kernel.outputscale)
     if type(kernel) is kernels.AdditiveKernel:
-        return _sum(
-            [
-                _of_kernel(part, active_inputs(part, x1), None if x2 is None else active_inputs(part, x2), how)
-                for part in kernel.kernels
-            ]
-        )
+        return _sum([_of_part(part, x1, x2, place.at(f"kernels.{i}")) for i, part in enumerate(kernel.kernels)])
     if _is_radial(kernel):
-        return _radial(kernel, x1, x2, how)
+        return _radial(kernel, x1, x2, place)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # It calls its data kernel's forward, past the data kernel's active dims; so do predictions with model(x).
-        data = _of_kernel(kernel.data_covar_module, x1, x2, how)
+        data = _of_kernel(kernel.data_covar_module, x1, x2, place.at("data_covar_module"))
         return KroneckerProductLinearOperator(data, to_linear_operator(kernel.task_covar_module.covar_matrix))
     if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
-        return _sum([_of_kernel(part, x1, x2, how) for part in kernel.covar_module_list])
+        parts = enumerate(kernel.covar_module_list)
+        return _sum([_of_kernel(part, x1, x2, place.at(f"covar_module_list.{i}")) for i, part in parts])
     if isinstance(kernel, kernels.GridInterpolationKernel):
         _check_within_grid(kernel, x1 if x2 is None else torch.cat([x1.flatten(0, -2), x2.flatten(0, -2)]))
     if isinstance(kernel, _STRUCTURED):
         return evaluated(kernel, x1, x1 if x2 is None else x2)
-    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, **how.options())
+    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, **place.options())
+
+
+def _of_part(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
+    """The operator of a kernel in a sum, whose active dims are not selected yet."""
+    return _of_kernel(kernel, active_inputs(kernel, x1), None if x2 is None else active_inputs(kernel, x2), place)
 
 
 def _check_within_grid(kernel: kernels.GridInterpolationKernel, inputs: Tensor) -> None:
@@ -214,7 +216,7 @@ def _is_radial(kernel: kernels.Kernel) -> bool:
     return type(kernel) in (kernels.keops.RBFKernel, kernels.keops.MaternKernel)
 
 
-def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) -> LinearOperator:
+def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
     x1, x2 = (None if x is None else x.to(_values_dtype(kernel, x)) for x in (x1, x2))
     function, alpha = RBF, None
     if isinstance(kernel, (kernels.MaternKernel, kernels.keops.MaternKernel)):
@@ -232,7 +234,7 @@ def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) ->
         alpha=alpha,
         function=function,
         scales_only=not x1.requires_grad and (x2 is None or not x2.requires_grad),
-        **how.options(),
+        **place.options(),
     )
 
 

@@ -142,9 +142,9 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     ) -> "GenericKernelLinearOperator":
         """The operator of a kernel's own parameters.
 
-        Each call has tensors of its own, so that no tiles of an earlier one are taken for its: GPyTorch sets parameters
-        through `.data`, which their versions do not tell. It has modules of its own, too: what is evaluated later is
-        evaluated in the mode of now.
+        Each call has its own copies of tensors, so that no tiles of an earlier call are taken: GPyTorch sets parameters
+        through `.data`, which does not change their version. It has its own copies of the modules, too, in the mode of
+        now.
 
         Raises:
             ValueError: the kernel contains a GridInterpolationKernel whose grid follows its inputs.
@@ -156,7 +156,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             )
         kernel = ModuleCopies().of(kernel)
         named = {name: parameter.clone() for name, parameter in kernel.named_parameters()}
-        x1 = x1.view_as(x1)
+        x1 = x1.clone()
         operator = cls(x1, *named.values(), x2=x2, kernel=kernel, names=tuple(named), products=products, cache=cache)
         leaves = operator._other_leaves()
         if not leaves:

@@ -16,7 +16,7 @@ from linear_operator.operators import DiagLinearOperator, RootLinearOperator
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from gpy_iterative.linear_operators.tiles.cache import version
+from gpy_iterative.changes import version
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpy_iterative.changes import version
 from gpy_iterative.checks import check_count, check_finite
-from gpy_iterative.linear_operators.tiles.cache import version
 
 
 @dataclass(frozen=True)

@@ -73,14 +73,14 @@ class RadialTiles(Tiles):
     def _evaluate_to_keep(self, i: int, j: int, out: Tensor) -> Tensor:
         if self.keeps_derivatives:
             evaluate = lambda derivative: self._evaluate_both(i, j, out, derivative)[1]
-            if self.cache.derivatives().evaluate((i, j), out.shape, out, self._budget, evaluate) is not None:
+            if self.cache.derivatives.evaluate((i, j), out.shape, out, self._budget, evaluate) is not None:
                 return out
         return super()._evaluate_to_keep(i, j, out)
 
     def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
         """The tile (i, j) of f, and that of df/dq over its factor; see `tile`."""
         if self.keeps_derivatives:
-            value, derivative = self.cache.get((i, j)), self.cache.derivatives().get((i, j))
+            value, derivative = self.cache.get((i, j)), self.cache.derivatives.get((i, j))
             if value is not None and derivative is not None:
                 return value, derivative
         shape = self.tile_shape(i, j)

@@ -130,9 +130,9 @@ class TiledLinearOperator(ExtendedLinearOperator):
         if not self.has_low_precision:
             return super().low_precision_copy()
         self.products.check(self.dtype)
-        lower = lambda part: self.cache.single(part) if torch.is_tensor(part) else part
+        lower = lambda part: self.cache.in_float32(part) if torch.is_tensor(part) else part
         options = {name: lower(part) for name, part in self._kwargs.items()}
-        options |= {"products": replace(self.products, precision="native"), "cache": self.cache.lowered()}
+        options |= {"products": replace(self.products, precision="native"), "cache": self.cache.low_precision}
         return type(self)(*map(lower, self._args), **options)
 
     def native_precision(self) -> LinearOperator:

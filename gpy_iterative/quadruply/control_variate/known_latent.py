@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gpy_iterative.changes import version
 from gpy_iterative.errors import ApproximationWarning, warn
-from gpy_iterative.linear_operators.tiles.cache import version
 from gpy_iterative.quadruply.feature_samples import Sample
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 

@@ -288,7 +288,7 @@ def test_derivatives_are_kept_only_where_there_is_a_gradient_and_room() -> None:
         with torch.no_grad():
             operator._matmul(rhs)
             assert operator.cache.own_bytes == one  # tiles displace derivatives, and not the other way round
-            assert least <= operator.cache.derivatives().own_bytes <= most
+            assert least <= operator.cache.derivatives.own_bytes <= most
         constant = operator_of(MATERN32, KernelProducts(tile_size=8, cache_memory=memory)).detach()
         constant._matmul(rhs)
         assert constant.cache.num_bytes == one
