@@ -28,7 +28,7 @@ from gpy_iterative.exact.line_search import ADVICE, LineSearchWatch
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior
 from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes, RandomFeatures, probe_jitter
 from gpy_iterative.exact.validation import check_data, check_likelihood, check_not_empty
-from gpy_iterative.linear_operators.observations import flat_targets, noisy_operator, observed_data
+from gpy_iterative.linear_operators.from_gpytorch import flat_targets, noisy_operator, observed_data
 from gpy_iterative.linear_operators.prior_parts import kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches

@@ -6,11 +6,10 @@ The room may import `errors`, `checks` and `worker_threads`.
 """
 
 from gpy_iterative.linear_operators.extensions import columns_matmul, dense_rows, principal_block, rows_matmul
-from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, operator_of_kernel
+from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, noisy_operator, operator_of_kernel
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.latent import latent_prior
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_operators.observations import noisy_operator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.repeated import RepeatedKernelLinearOperator

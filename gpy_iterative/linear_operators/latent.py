@@ -9,8 +9,7 @@ from linear_operator.operators import BlockInterleavedLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
-from gpy_iterative.linear_operators.observations import masked_covariance
+from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, masked_covariance
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.repeated import RepeatedKernelLinearOperator
 from gpy_iterative.linear_operators.tiles.cache import TileCaches

@@ -13,7 +13,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_finite
-from gpy_iterative.linear_operators.observations import flat_targets, noisy_operator, observed_data
+from gpy_iterative.linear_operators.from_gpytorch import flat_targets, noisy_operator, observed_data
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.training.shared_columns import unexpanded

@@ -116,7 +116,10 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         gradients = {"x1": found.x1 * factor, "outputscale": found.value, "alpha": (found.alpha * scale).unsqueeze(-1)}
         if found.x2 is not None:
             gradients["x2"] = found.x2 * factor
-        return tuple(_sum_to(gradients[name], tensor) if name in wanted else None for name, tensor in tensors.items())
+        return tuple(
+            gradients[name].sum_to_size(tensor.shape).to(tensor.dtype) if name in wanted else None
+            for name, tensor in tensors.items()
+        )
 
     # Parts of the matrix
 
@@ -199,7 +202,3 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         for rows in blocks(self.shape[-2], self.products.tile_rows(self.x1.device)):
             result[..., rows, :] = self.tiles().block(rows, slice(None))
         return result.mul_(self.tile_scale)
-
-
-def _sum_to(gradient: Tensor, tensor: Tensor) -> Tensor:
-    return gradient.sum_to_size(tensor.shape).to(tensor.dtype)

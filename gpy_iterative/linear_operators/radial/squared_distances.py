@@ -50,6 +50,7 @@ class SquaredDistances:
     ) -> None:
         x1, x2, self._scale = x1.detach(), x2.detach(), scale
         left, right = x1 * scale**0.5, x2 * scale**0.5
+        self.batch_shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
         #: The coordinates that one product serves, and those whose differences are taken one by one.
         self.together, self.apart = together, apart = _by_spread(left, right, has_kink)
         of_rows = lambda x: RowBlocks.of(x, x1.shape[-2], length)
@@ -59,10 +60,6 @@ class SquaredDistances:
         # Not multiplied by the scale's root, which would round them differently from where no tiles are made.
         self._left_apart = of_rows(x1.expand_as(left)[..., apart])
         self._right_apart = of_columns(x2.expand_as(right)[..., apart])
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(self._left.data.shape[:-3], self._right.data.shape[:-3])
 
     def tile(self, i: int, j: int, *, out: Tensor, scratch: Tensor) -> Tensor:
         """The tile (i, j), [*b, rows, columns], negative by a rounding error at most.

@@ -7,7 +7,7 @@ that stretch over hundreds of lengthscales, whose differences `SquaredDistances`
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -114,17 +114,13 @@ class RadialTiles(Tiles):
         return _DerivativePass(self, weights, value=value, alpha=alpha, scales_only=scales_only).run()
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        chosen = self._row_numbers[rows]
+        chosen = torch.arange(self.shape[-2], device=self.x1.device)[rows]  # any kind of index
         first, stop, step = columns.indices(self.shape[-1])
         u = self.distances.block(chosen, torch.arange(first, stop, step, device=chosen.device))
         if self.symmetric:
             _zero_own_distances(u, chosen, first)
         self.function.clamp_(u)
         return self.function.value_(u, torch.empty_like(u), self.alpha)
-
-    @cached_property
-    def _row_numbers(self) -> Tensor:
-        return torch.arange(self.shape[-2], device=self.x1.device)
 
 
 def _zero_own_distances(u: Tensor, rows: Tensor, first: int) -> None:

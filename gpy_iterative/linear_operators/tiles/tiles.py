@@ -87,13 +87,6 @@ def _add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
         out += left @ right
 
 
-class _WorkingMemory(threading.local):
-    """Tensors that one thread alone overwrites."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[tuple[int, ...], int], Tensor] = {}
-
-
 class Tiles(ABC):
     """A matrix [*b, n, m] that is evaluated tile by tile, without autograd.
 
@@ -121,7 +114,7 @@ class Tiles(ABC):
         self.shape, self.symmetric, self.length, self.cache = shape, symmetric, length, cache
         self.rows, self.columns = blocks(shape[-2], length), blocks(shape[-1], length)
         self._owner, self._seen, self._like = owner, SeenVersions.of(owner), like
-        self._memory = _WorkingMemory()
+        self._memory = threading.local()
         self.ranks, self._agreed = products.ranks(), False
         self._budget = products.cache_budget(like.device)
 
@@ -147,10 +140,7 @@ class Tiles(ABC):
         if kept is None and self._budget > 0:
             evaluate = partial(self._evaluate_to_keep, i, j)
             kept = self.cache.evaluate((i, j), self.tile_shape(i, j), self._like, self._budget, evaluate)
-        return self._evaluated(i, j) if kept is None else kept
-
-    def _evaluated(self, i: int, j: int) -> Tensor:
-        return self.evaluate(i, j, self.scratch(self.tile_shape(i, j), 0))
+        return self.evaluate(i, j, self.scratch(self.tile_shape(i, j), 0)) if kept is None else kept
 
     def _evaluate_to_keep(self, i: int, j: int, out: Tensor) -> Tensor:
         return self.evaluate(i, j, out)
@@ -162,7 +152,7 @@ class Tiles(ABC):
 
     def scratch(self, shape: tuple[int, ...], which: int) -> Tensor:
         """Working memory that lives as long as this object: for every thread, one tensor for every shape and number."""
-        key, known = (shape, which), self._memory.tensors
+        known, key = self._memory.__dict__, (shape, which)
         if key not in known:
             known[key] = torch.empty(shape, dtype=self._like.dtype, device=self._like.device)
         return known[key]
@@ -196,8 +186,23 @@ class Tiles(ABC):
     # Parts of the matrix, without batch dimensions
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        """Those rows of the matrix times rhs [m, s]."""
-        return self._product(rows, slice(None), rhs) if isinstance(rows, slice) else self._picked_rows(rows, rhs)
+        """Those rows of the matrix times rhs [m, s].
+
+        Rows from everywhere, given by an index, take no tiles: every process evaluates them for a share of the columns.
+        """
+        if isinstance(rows, slice):
+            return self._product(rows, slice(None), rhs)
+
+        def product(share: Sequence[slice]) -> Tensor:
+            result = rhs.new_zeros(len(rows), rhs.shape[-1])
+            for columns in share:
+                result.addmm_(self.block(rows, columns), rhs[columns])
+            return result
+
+        columns = slice(0, self.shape[-1]) if self.ranks is None else self.ranks.part(self.shape[-1])
+        result = sum(run([partial(product, share) for share in self._pieces(len(rows), columns)]))
+        self.complete([result], [rows, rhs])
+        return result
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
         """Those columns of the matrix times rhs [len(columns), s]."""
@@ -240,20 +245,6 @@ class Tiles(ABC):
                 _add_product_(result.block(j), given.block(i), tile)
         return result
 
-    def _picked_rows(self, rows: Tensor, rhs: Tensor) -> Tensor:
-        """Rows from everywhere, which no tiles are kept for, times rhs: every process takes a share of the columns."""
-
-        def product(share: Sequence[slice]) -> Tensor:
-            result = rhs.new_zeros(len(rows), rhs.shape[-1])
-            for columns in share:
-                result.addmm_(self.block(rows, columns), rhs[columns])
-            return result
-
-        columns = slice(0, self.shape[-1]) if self.ranks is None else self.ranks.part(self.shape[-1])
-        result = sum(run([partial(product, share) for share in self._pieces(len(rows), columns)]))
-        self.complete([result], [rows, rhs])
-        return result
-
     def dense_rows(self, rows: Tensor) -> Tensor:
         """Those rows, newly evaluated, [*b, len(rows), m]; every process evaluates them whole."""
         result = self._like.new_empty(*self.shape[:-2], len(rows), self.shape[-1])
@@ -283,12 +274,13 @@ class Tiles(ABC):
         if not self.symmetric:
             raise ValueError("A rectangular kernel matrix has no principal blocks.")
         start, stop, _ = block.indices(self.shape[-1])
+        is_alone = self.ranks is None
         numbers = self._numbers(start, stop)
         first, last = numbers.start * self.length, min(numbers.stop * self.length, self.shape[-1])
         result = self._like.new_empty(last - first, last - first)
         with self.claimed():
             for i, j in combinations_with_replacement(numbers, 2):
-                tile = self.tile(i, j) if self.ranks is None else self._evaluated(i, j)
+                tile = self.tile(i, j) if is_alone else self.evaluate(i, j, self.scratch(self.tile_shape(i, j), 0))
                 rows, columns = (slice(part.start - first, part.stop - first) for part in (self.rows[i], self.rows[j]))
                 result[rows, columns] = tile
                 if i != j:
