@@ -1,12 +1,11 @@
-"""Threads that share a computation, each of which computes alone.
+"""Threads that share the parts of a computation.
 
-Torch divides every single operation among OpenMP's threads, which wait for each other at its end. A training step is made
-of thousands of operations: where another process holds one of the processors, each of them waits, actively, for a thread
-that is not running (beside one busy process a step on 6,000 rows took fifty times as long). So the work of a step is
-divided above torch: worker threads take the next part of it, rows of tiles for example, and every operation inside runs
-on the one thread that asks for it. Nobody waits before the parts run out, and a worker that never gets to run takes none.
+Torch divides every operation among OpenMP's threads, which wait for each other at its end. Where another process holds one
+of the processors, each of the thousands of operations of a training step waits for a thread that is not running. So the
+work is divided above torch: worker threads take the next part, some tiles for example, and every operation inside runs on
+one thread. Nobody waits before the parts run out, and a worker that never gets to run takes none.
 
-How many threads there are is torch's own setting, `torch.set_num_threads`.
+The number of threads is torch's own setting, `torch.set_num_threads`.
 """
 
 import os
