@@ -103,7 +103,9 @@ def solver_of(options: Options) -> gpi.solvers.AlternatingProjections:
     With few epochs to spend, projections get furthest however large the matrix; conjugate gradients would need a
     preconditioner whose rank grows with it, and have no epochs left to finish in.
     """
-    return gpi.solvers.AlternatingProjections(max_epochs=options.max_epochs, block_size=options.block_size, finish=None)
+    return gpi.solvers.AlternatingProjections(
+        max_epochs=options.max_epochs, block_size=options.block_size, fallback=None
+    )
 
 
 def train(data: Split, checkpoint: Checkpoint, options: Options) -> Training:

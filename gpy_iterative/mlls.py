@@ -10,8 +10,7 @@ from gpy_iterative.features.report import MinibatchReport
 from gpy_iterative.features.variational_feature import VariationalFeatureMarginalLogLikelihood
 from gpy_iterative.laplace.mll import LaplaceMarginalLogLikelihood
 from gpy_iterative.laplace.report import LaplaceReport
-from gpy_iterative.quadruply.elbo import QuadruplyStochasticELBO
-from gpy_iterative.quadruply.report import QuadruplyStochasticReport
+from gpy_iterative.quadruply.elbo import QuadruplyStochasticELBO, QuadruplyStochasticReport
 from gpy_iterative.randomized.random_features import RFFMarginalLogLikelihood
 from gpy_iterative.randomized.report import FrequencyReport, TruncationReport
 from gpy_iterative.randomized.russian_roulette import RussianRouletteMarginalLogLikelihood

@@ -4,9 +4,8 @@ from gpy_iterative.laplace.model import IterativeLaplaceGP
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
 from gpy_iterative.quadruply.bases.inducing_point_basis import InducingPointBasis
 from gpy_iterative.quadruply.bases.nystrom_basis import NystromBasis
-from gpy_iterative.quadruply.bases.pruning import prune_relevance_vectors
 from gpy_iterative.quadruply.bases.random_fourier_basis import RandomFourierBasis
-from gpy_iterative.quadruply.bases.relevance_vector_basis import RelevanceVectorBasis
+from gpy_iterative.quadruply.bases.relevance_vector_basis import RelevanceVectorBasis, prune_relevance_vectors
 from gpy_iterative.quadruply.deferred import DeferredPrediction
 from gpy_iterative.quadruply.feature_weights import FeatureWeights, WeightRows
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP

@@ -6,18 +6,20 @@ from gpy_iterative.laplace.newton.newton import LaplaceNewton
 from gpy_iterative.laplace.newton.solution import LaplaceSolution
 from gpy_iterative.linear_solvers.accelerated_sketch_and_project import AcceleratedSketchAndProject
 from gpy_iterative.linear_solvers.alternating_projections import AlternatingProjections
-from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
+from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
-from gpy_iterative.linear_solvers.linear_system import Given
 from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
-from gpy_iterative.linear_solvers.logdet.lanczos import MAX_LOGDET_PRODUCTS, LogDeterminant, stochastic_logdet
-from gpy_iterative.linear_solvers.logdet.quadrature_shares import QuadratureShares
+from gpy_iterative.linear_solvers.logdet.lanczos import (
+    MAX_LOGDET_PRODUCTS,
+    BracketPositions,
+    LogDeterminant,
+    stochastic_logdet,
+)
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
-from gpy_iterative.linear_solvers.stochastic_dual_descent import StochasticDualDescent
-from gpy_iterative.linear_solvers.stochastic_gradient_descent import StochasticGradientDescent
+from gpy_iterative.linear_solvers.stochastic_descent import StochasticDualDescent, StochasticGradientDescent
 from gpy_iterative.linear_solvers.warm_start import WarmStart
 from gpy_iterative.randomized.solver_series import Series, conjugate_gradient_series, russian_roulette_solve
 
@@ -26,11 +28,11 @@ __all__ = [
     "MAX_LOGDET_PRODUCTS",
     "AcceleratedSketchAndProject",
     "AlternatingProjections",
+    "BracketPositions",
     "Cholesky",
     "CholeskyFactor",
     "ColumnGroup",
     "ConjugateGradients",
-    "Given",
     "Iterate",
     "IterativeSolver",
     "LaplaceCholesky",
@@ -38,9 +40,9 @@ __all__ = [
     "LaplaceSolution",
     "LaplaceSolver",
     "LogDeterminant",
-    "QuadratureShares",
     "Series",
     "Solution",
+    "SolveInputs",
     "SolveProgress",
     "SolveStats",
     "SolveStatus",

@@ -84,7 +84,7 @@ def test_fractions() -> None:
 @pytest.mark.parametrize(
     ("options", "name", "value"),
     [
-        (gpi.solvers.AlternatingProjections, "finish", "cg"),
+        (gpi.solvers.AlternatingProjections, "fallback", "cg"),
         (gpi.solvers.ConjugateGradients, "preconditioner", 100),
     ],
 )

@@ -12,7 +12,7 @@ from linear_operator.utils.warnings import NumericalWarning
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import warn
-from gpy_iterative.linear_solvers.jittered_cholesky import warned_cholesky
+from gpy_iterative.linear_solvers.cholesky import warned_cholesky
 from gpy_iterative.solvers import ConjugateGradients, LaplaceCholesky, LaplaceNewton, SolveStatus
 from tests.exact.gaussian_models import Regression, data
 from tests.laplace.cases import LaplaceModel, case

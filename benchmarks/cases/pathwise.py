@@ -55,7 +55,7 @@ def make_solver(name: str, block_size: int, max_epochs: float) -> IterativeSolve
     if name == "CG":
         return ConjugateGradients(preconditioner=PivotedCholesky(rank=100), **options)
     if name == "AP":
-        return AlternatingProjections(block_size=block_size, finish=None, **options)
+        return AlternatingProjections(block_size=block_size, fallback=None, **options)
     return StochasticGradientDescent(batch_size=block_size, **options)
 
 

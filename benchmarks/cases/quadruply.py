@@ -103,7 +103,7 @@ class QuadruplyStochastic:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def predict(self, x: Tensor) -> MultivariateNormal:
-        return self.likelihood(self.model.predict(x))
+        return self.likelihood(self.model.posterior(x))
 
 
 def _variational(data: Split, start: SquaredExponentialRegression, options: dict[str, Any]) -> VariationalTraining:

@@ -11,7 +11,7 @@ from benchmarks.datasets import load
 from benchmarks.runner import Outcome
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN32
-from gpy_iterative.preconditioners import AutomaticRank, Nystrom, PivotedCholesky, RandomlyPivotedCholesky
+from gpy_iterative.preconditioners import Nystrom, PivotedCholesky, RandomlyPivotedCholesky
 from gpy_iterative.solvers import (
     AcceleratedSketchAndProject,
     AlternatingProjections,
@@ -53,14 +53,13 @@ def _solvers(tolerance: float, max_epochs: float, block_size: int) -> dict[str, 
         "PivotedCholesky(500)": PivotedCholesky(500),
         "RandomlyPivotedCholesky(500)": RandomlyPivotedCholesky(500),
         "Nystrom(500)": Nystrom(500),
-        "AutomaticRank()": AutomaticRank(tolerance=tolerance, num_columns=1 + PROBES),
     }
     solvers: dict[str, IterativeSolver] = {
         f"CG, {name}": ConjugateGradients(preconditioner=recipe, **common) for name, recipe in recipes.items()
     }
     return solvers | {
-        "AlternatingProjections": AlternatingProjections(block_size=block_size, finish=None, **common),
-        "AlternatingProjections, with its finish": AlternatingProjections(block_size=block_size, **common),
+        "AlternatingProjections": AlternatingProjections(block_size=block_size, fallback=None, **common),
+        "AlternatingProjections, with its fallback": AlternatingProjections(block_size=block_size, **common),
         "StochasticGradientDescent": StochasticGradientDescent(batch_size=block_size, **common),
         "StochasticDualDescent": StochasticDualDescent(batch_size=block_size, **common),
         "AcceleratedSketchAndProject": AcceleratedSketchAndProject(block_size=block_size, **common),

@@ -36,8 +36,12 @@ from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
-from gpy_iterative.linear_solvers.logdet.lanczos import MAX_LOGDET_PRODUCTS, LogDeterminant, stochastic_logdet
-from gpy_iterative.linear_solvers.logdet.quadrature_shares import QuadratureShares
+from gpy_iterative.linear_solvers.logdet.lanczos import (
+    MAX_LOGDET_PRODUCTS,
+    BracketPositions,
+    LogDeterminant,
+    stochastic_logdet,
+)
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.finite_checks import check_hyperparameters, with_checked_gradient
@@ -337,12 +341,12 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                     solver,
                     tolerances=(solver.tolerance, solver.probe_tolerance or self._probe_tolerance(solver)),
                     initial_guess=guess,
-                    guess_image=guess_image,
+                    guess_product=guess_image,
                     generator=state.generator,
                     callback=callback,
                 )
         # Only now: a step that fails leaves the state as it was.
-        state.keep("quadrature", dict(vars(log_determinant.shares)))
+        state.keep("quadrature", dict(vars(log_determinant.positions)))
         state.warm_start.update(estimate.solutions)
         return replace(estimate, probe_jitter=probe_jitter(probes, logdet_probes))
 
@@ -358,14 +362,13 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         """Within the solver's budget: the value must not cost more passes over the matrix than the gradient may."""
         budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
         learned = self._state.kept_draws("quadrature")
-        shares = None if learned is None else QuadratureShares(**learned)
         return stochastic_logdet(
             operator,
             probes.vectors,
             preconditioner=probes.covariance,
             max_iterations=min(MAX_LOGDET_PRODUCTS, int(budget)),
-            shares=shares,
-            first_image=dual_image,
+            positions=None if learned is None else BracketPositions(**learned),
+            first_product=dual_image,
         )
 
 

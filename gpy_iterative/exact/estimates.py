@@ -140,7 +140,7 @@ def stochastic_estimate(
     *,
     tolerances: tuple[float, float],
     initial_guess: Tensor | None,
-    guess_image: Tensor | None,
+    guess_product: Tensor | None,
     generator: torch.Generator,
     callback: Callable[[SolveProgress], None] | None,
 ) -> DensityEstimate:
@@ -154,7 +154,7 @@ def stochastic_estimate(
         solver: an iterative solver.
         tolerances: relative residuals for the target and for the probes.
         initial_guess: [*b, n, 1 + s] or None.
-        guess_image: H times it, or None where it is not known.
+        guess_product: H times it, or None where it is not known.
         generator: for solvers that draw.
         callback: told of the solve's progress.
 
@@ -168,7 +168,7 @@ def stochastic_estimate(
         rhs,
         groups=groups,
         initial_guess=initial_guess,
-        guess_image=guess_image,
+        guess_product=guess_product,
         generator=generator,
         callback=callback,
     )

@@ -33,7 +33,7 @@ from gpy_iterative.laplace.likelihoods.cubature import normal_rule
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.newton.solution import LaplaceSolution
 from gpy_iterative.linear_operators.latent import LatentPrior
-from gpy_iterative.linear_solvers.jittered_cholesky import jittered_cholesky
+from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.surrogate import surrogate
 

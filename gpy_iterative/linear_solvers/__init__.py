@@ -1,6 +1,6 @@
 """Solvers for linear systems with the kernel matrix.
 
-Begin with `base.py`, the one loop that owns tolerance, budget and warm start; every solver has a file and gives only
-its steps. `default.py` chooses one. `logdet/` estimates log-determinants. The room may import `preconditioners`,
-`spectral` and all below them.
+Begin with `base.py`, the one loop, and `columns.py`, its tolerances and residuals; a solver's file has only its steps.
+`default.py` chooses a solver. `logdet/` estimates log-determinants. The room may import `preconditioners`, `spectral` and
+all below them.
 """

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.extensions import dense_rows
-from gpy_iterative.linear_solvers.base import IterativeSolver
-from gpy_iterative.linear_solvers.block_cholesky import block_cholesky, block_solve
+from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, lowest_curvature
+from gpy_iterative.linear_solvers.cholesky import block_cholesky
 from gpy_iterative.linear_solvers.columns import Iterate
-from gpy_iterative.linear_solvers.curvature import lowest_curvature
-from gpy_iterative.linear_solvers.descent import WayBack, largest_eigenvalue, row_permutation
-from gpy_iterative.linear_solvers.linear_system import Given
+from gpy_iterative.linear_solvers.stochastic_descent import WayBack, largest_eigenvalue, row_permutation
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.nystrom import Nystrom
 
@@ -33,7 +31,7 @@ class _State:
     Attributes:
         ahead, ahead_residual: z, where a block is solved.
         momentum, momentum_residual: v.
-        convexity: what the weights are made of; None once acceleration was given up.
+        convexity: sets the weights; None once acceleration was given up.
         curvature: the lowest of all blocks'.
     """
 
@@ -53,15 +51,14 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
     """A random block of rows solved an iteration, n / block_size iterations an epoch.
 
     Args:
-        block_size: rows of a block, drawn anew without repetition; clamped at n.
-        rank: of the Nystrom approximation of the block that is solved in its place, for blocks whose Cholesky factor
-            would cost more than their rows; None solves the blocks exactly. The approximation is damped by the largest
-            eigenvalue of what it leaves, so that a whole step is stable; the paper damps by the smallest eigenvalue that
+        block_size: rows of a block, drawn for every iteration without repetition; clamped at n.
+        rank: of the block's Nystrom approximation, which is solved instead where a Cholesky factor of the block would
+            cost more than its rows; None solves the blocks exactly. The approximation is damped by the largest
+            eigenvalue of the remainder, so that a whole step is stable; the paper damps by the smallest eigenvalue that
             it finds, and scales the step.
         convexity: mu, the strong convexity that the acceleration counts on, at most block_size / n: too small a value
-            makes the iterates swing, too large a one slows them down. None is a third of block_size / n: with blocks
-            of 64 and 256 rows of 2,000 the best of five values lay between a tenth and the whole of it on four systems.
-            The papers take the noise, over a diagonal of 1, which is too small where the noise is.
+            makes the iterates swing, too large a one slows them down. None is a third of block_size / n. The papers
+            take the noise, over a diagonal of 1, which is too small where the noise is.
 
     Further options are those of `IterativeSolver`. A solve that diverges starts again without acceleration, whose error
     falls with every exactly solved block. Memory: fourteen blocks [n, s], and block_size rows of the matrix. Without a
@@ -84,8 +81,8 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         if self.convexity is not None and not 0 < self.convexity <= 1:
             raise ValueError(f"convexity must lie in (0, 1], got {self.convexity}.")
 
-    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> _State:
-        generator = torch.Generator().manual_seed(0) if given.generator is None else given.generator
+    def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
+        generator = torch.Generator().manual_seed(0) if inputs.generator is None else inputs.generator
         return self._begin(iterate, self._convexity(operator), generator)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
@@ -95,22 +92,19 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         rows = row_permutation(operator, state.generator)[: self.block_size]
         matrix = dense_rows(operator, rows)
         update, curvature = self._solve_block(matrix[:, rows], state.ahead_residual[rows], state.generator)
-        image = matrix.mT @ update
-        if self.rank is not None:  # an approximation sees what its update goes along
-            curvature = min(curvature, float(lowest_curvature(update, (update * image[rows]).sum(0))))
+        product = matrix.mT @ update
+        if self.rank is not None:  # of an approximation: the curvature along its update
+            curvature = min(curvature, float(lowest_curvature(update, (update * product[rows]).sum(0))))
         state = replace(state, curvature=min(state.curvature, curvature))
         iterate.value.copy_(state.ahead)
         iterate.value[rows] += update
-        torch.sub(state.ahead_residual, image, out=iterate.residual)
+        torch.sub(state.ahead_residual, product, out=iterate.residual)
         if state.convexity is None:
             state.ahead.copy_(iterate.value)
             state.ahead_residual.copy_(iterate.residual)
         else:
-            self._accelerate(iterate, state, state.convexity, rows, update, image)
-        growth = state.way_back.growth(iterate.residual)
-        if growth <= 1:
-            return state
-        return self._give_up(iterate, state)
+            self._accelerate(iterate, state, state.convexity, rows, update, product)
+        return state if state.way_back.growth(iterate.residual) <= 1 else self._give_up(iterate, state)
 
     def narrow(self, state: _State, columns: Tensor) -> _State:
         return replace(
@@ -129,7 +123,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         return state.diverged
 
     def _accelerate(
-        self, iterate: Iterate, state: _State, convexity: float, rows: Tensor, update: Tensor, image: Tensor
+        self, iterate: Iterate, state: _State, convexity: float, rows: Tensor, update: Tensor, product: Tensor
     ) -> None:
         blocks = max(len(state.ahead) / self.block_size, 1.0)
         keep = 1 - math.sqrt(convexity / blocks)
@@ -137,7 +131,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         share = 1 / (1 + stride * blocks)
         state.momentum.lerp_(state.ahead, 1 - keep)
         state.momentum[rows] += stride * update
-        state.momentum_residual.lerp_(state.ahead_residual, 1 - keep).sub_(image, alpha=stride)
+        state.momentum_residual.lerp_(state.ahead_residual, 1 - keep).sub_(product, alpha=stride)
         torch.lerp(iterate.value, state.momentum, share, out=state.ahead)
         torch.lerp(iterate.residual, state.momentum_residual, share, out=state.ahead_residual)
 
@@ -147,8 +141,8 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
     def _solve_block(self, block: Tensor, residual: Tensor, generator: torch.Generator) -> tuple[Tensor, float]:
         """The block's inverse, or its approximation's, times the residual, and the curvature that was seen."""
         if self.rank is None or self.rank >= len(block):
-            factor, curvature = block_cholesky(block)
-            return block_solve(factor, residual), curvature
+            factor = block_cholesky(block)
+            return factor.solve(residual), factor.curvature
         approximation = Nystrom(self.rank).build(DenseLinearOperator(block), generator=generator)
         left = block - approximation.factor @ approximation.factor.mT
         largest, _ = largest_eigenvalue(DenseLinearOperator(left), generator)

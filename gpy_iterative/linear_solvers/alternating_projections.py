@@ -14,37 +14,43 @@ from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count, check_instance
 from gpy_iterative.linear_operators.extensions import columns_matmul, principal_block
-from gpy_iterative.linear_solvers.base import IterativeSolver
-from gpy_iterative.linear_solvers.block_cholesky import BlockFactor
+from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs
+from gpy_iterative.linear_solvers.cholesky import BlockFactor, block_cholesky
 from gpy_iterative.linear_solvers.columns import Iterate, reads_every
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.linear_system import Given
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
-#: The pace is taken over this many epochs; when it promises more than `PATIENCE` further ones, about what the finish with
-#: its preconditioner takes, the finish takes over. (Measured on training steps: elevators, pol, protein, 6,000 rows.)
+#: Rows of a block: on a CPU, whose time for a factor grows with the cube of them, and on an accelerator.
+CPU_BLOCK, ACCELERATOR_BLOCK = 512, 1024
+#: The pace is taken over this many epochs. The fallback takes over when it promises more than `PATIENCE` further ones:
+#: about the cost of the fallback with its preconditioner.
 EPOCHS_PER_LOOK = 1.0
 PATIENCE = 3.0
-#: Bytes that the factors of blocks may take together. Where there are so many blocks that these do not suffice, a step's
-#: products cost a hundred times what another factor does.
+#: Bytes of all factors together. Systems whose blocks need more have products that cost far more than a factor.
 MAX_FACTOR_BYTES = 2**29
 
 
 @dataclass(frozen=True)
 class _State:
-    """What the finish begins with, block factors by their number, blocks already chosen, the pace; then its own state.
+    """Block factors by their number, blocks already chosen, and the pace; then the fallback's own state.
 
-    `curvature` is the lowest of all blocks'.
+    `shortfall` is that at the last look, `steps` those since then, `curvature` the lowest of all blocks'.
     """
 
     size: int
-    given: Given
+    block_size: int
+    inputs: SolveInputs
     shortfall: float
     steps: int = 0
     factors: dict[int, BlockFactor] = field(default_factory=dict)
     chosen: tuple[int, ...] = ()
-    finishing: Any = None
+    fallback: Any = None
     curvature: float = math.inf
+
+    @property
+    def share(self) -> float:
+        """Epochs of a projection."""
+        return min(self.block_size / self.size, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +59,16 @@ class AlternatingProjections(IterativeSolver[_State]):
 
     The first digits come fast, and a warm start often needs a fraction of an epoch; but along the smooth directions of
     a large kernel matrix with little noise the iteration crawls. Preconditioned conjugate gradients do not: when the
-    pace of an epoch promises more than three further ones, they finish the columns that are left.
+    pace of an epoch promises more than three further ones, they solve the columns that are left.
 
     Args:
-        block_size: rows of a block; clamped at n. Blocks of the tile size are served from kept tiles. On a CPU a block of
-            more than 512 rows is solved by its halves, forth and back.
-        finish: what takes over, with its preconditioner (its tolerances and budget do not count); None never does, as
-            in the papers.
+        block_size: rows of a block; clamped at n. None is 512 on a CPU and 1024 on an accelerator.
+        fallback: takes over, with its preconditioner, where projections crawl (its tolerances and budget do not count);
+            None never does, as in the papers.
 
-    Further options are those of `IterativeSolver`. Memory: eleven blocks [n, s]; [n, rank] for the finish; and n block_size
-    numbers, but no more than half a gigabyte, for the Cholesky factors, which live as long as the projections; blocks
-    beyond that are factored at every visit. A block is factored in float64 where float32 finds no factor.
+    Further options are those of `IterativeSolver`. Memory: eleven blocks [n, s]; [n, rank] for the fallback; and n
+    block_size numbers, but no more than half a gigabyte, for the Cholesky factors, which live as long as the projections;
+    blocks beyond that are factored at every visit. A block is factored in float64 where float32 finds no factor.
 
     Raises (from `solve`):
         NonFiniteError: as every solver, or a block has entries that are not finite.
@@ -72,35 +77,37 @@ class AlternatingProjections(IterativeSolver[_State]):
     not the solution; where that is beyond rounding, the status is INDEFINITE.
 
     Examples:
-        >>> solver = gpi.solvers.AlternatingProjections(max_epochs=10)  # a budget: what it leaves is in `mll.report`
+        >>> solver = gpi.solvers.AlternatingProjections(max_epochs=10)  # a budget; `mll.report` says what it leaves
         >>> model = MyExactGP(train_x, train_y, likelihood)
         >>> mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, solver=solver)
     """
 
-    block_size: int = 1024
-    finish: ConjugateGradients | None = field(
+    block_size: int | None = None
+    fallback: ConjugateGradients | None = field(
         default=ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=500))
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("block_size", self.block_size)
-        check_instance("finish", self.finish, ConjugateGradients, "ConjugateGradients()")
+        if self.block_size is not None:
+            check_count("block_size", self.block_size)
+        check_instance("fallback", self.fallback, ConjugateGradients, "ConjugateGradients()")
 
-    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> _State:
-        return _State(operator.shape[-1], given, iterate.shortfall)
+    def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
+        block_size = self.block_size or (CPU_BLOCK if operator.device.type == "cpu" else ACCELERATOR_BLOCK)
+        return _State(operator.shape[-1], block_size, inputs, iterate.shortfall)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
-        if self.finish is not None and state.finishing is not None:
-            return replace(state, finishing=self.finish.restart(iterate, state.finishing))
+        if self.fallback is not None and state.fallback is not None:
+            return replace(state, fallback=self.fallback.restart(iterate, state.fallback))
         return replace(state, shortfall=iterate.shortfall, steps=0, chosen=())
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
-        if self.finish is not None and state.finishing is not None:
-            return replace(state, finishing=self.finish.step(operator, iterate, state.finishing))
-        chosen, *later = state.chosen or self._worst_blocks(iterate.residual)
-        block = slice(chosen * self.block_size, min((chosen + 1) * self.block_size, state.size))
-        factor = self._factor(operator, chosen, block, state.factors)
+        if self.fallback is not None and state.fallback is not None:
+            return replace(state, fallback=self.fallback.step(operator, iterate, state.fallback))
+        chosen, *later = state.chosen or _worst_blocks(iterate.residual, state.block_size)
+        block = slice(chosen * state.block_size, min((chosen + 1) * state.block_size, state.size))
+        factor = _factor(operator, chosen, block, state.factors)
         update = factor.solve(iterate.residual[block])
         iterate.value[block] += update
         iterate.residual -= columns_matmul(operator, block, update)
@@ -108,56 +115,50 @@ class AlternatingProjections(IterativeSolver[_State]):
         return replace(state, steps=state.steps + 1, chosen=tuple(later), curvature=curvature)
 
     def after_step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
-        share = self._share(state)
-        if self.finish is None or state.finishing is not None or state.steps * share < EPOCHS_PER_LOOK:
+        epochs = state.steps * state.share
+        if self.fallback is None or state.fallback is not None or epochs < EPOCHS_PER_LOOK:
             return state
         gained, remaining = math.log(state.shortfall / iterate.shortfall), math.log(iterate.shortfall)
-        if remaining * state.steps * share > PATIENCE * gained:
-            finishing = self.finish.init(operator, iterate, state.given)
-            return replace(state, finishing=finishing, factors={})
+        if remaining * epochs > PATIENCE * gained:
+            return replace(state, fallback=self.fallback.init(operator, iterate, state.inputs), factors={})
         return replace(state, shortfall=iterate.shortfall, steps=0)
 
     def narrow(self, state: _State, columns: Tensor) -> _State:
-        if self.finish is not None and state.finishing is not None:
-            return replace(state, finishing=self.finish.narrow(state.finishing, columns))
+        if self.fallback is not None and state.fallback is not None:
+            return replace(state, fallback=self.fallback.narrow(state.fallback, columns))
         return state
 
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
-        return self._share(state) if state.finishing is None else 1.0
+        return state.share if state.fallback is None else 1.0
 
     def work_of_setup(self, state: _State) -> float:
         # The blocks on the diagonal, as if all of them had been visited.
-        work = self._share(state)
-        if self.finish is not None and state.finishing is not None:
-            work += self.finish.work_of_setup(state.finishing)
-        return work
+        if self.fallback is None or state.fallback is None:
+            return state.share
+        return state.share + self.fallback.work_of_setup(state.fallback)
 
     def curvature(self, state: _State) -> float:
-        if self.finish is None or state.finishing is None:
+        if self.fallback is None or state.fallback is None:
             return state.curvature
-        return min(state.curvature, self.finish.curvature(state.finishing))
+        return min(state.curvature, self.fallback.curvature(state.fallback))
 
-    def _factor(
-        self, operator: LinearOperator, number: int, block: slice, factors: dict[int, BlockFactor]
-    ) -> BlockFactor:
-        """The factor of a block: the kept one, or a new one that is kept where there is room for it."""
-        if number in factors:
-            return factors[number]
-        factor = BlockFactor.of(principal_block(operator, block))
-        if sum(kept.nbytes for kept in factors.values()) + factor.nbytes <= MAX_FACTOR_BYTES:
-            factors[number] = factor
-        return factor
 
-    def _share(self, state: _State) -> float:
-        return min(self.block_size / state.size, 1.0)
+def _factor(operator: LinearOperator, number: int, block: slice, factors: dict[int, BlockFactor]) -> BlockFactor:
+    """The factor of a block: the kept one, or a new one that is kept where there is room for it."""
+    if number in factors:
+        return factors[number]
+    factor = block_cholesky(principal_block(operator, block))
+    if sum(kept.lower.nbytes for kept in factors.values()) + factor.lower.nbytes <= MAX_FACTOR_BYTES:
+        factors[number] = factor
+    return factor
 
-    def _worst_blocks(self, residual: Tensor) -> list[int]:
-        """The block with the largest sum of squares (a sum over columns must not let them cancel).
 
-        Where the host has to wait for the answer: the next few of them as well, of no more than half of all blocks.
-        """
-        rows = residual.square().sum(-1)
-        missing = -len(rows) % self.block_size
-        scores = pad(rows, (0, missing)).view(-1, self.block_size).sum(-1)
-        count = min(reads_every(residual.device), max(len(scores) // 2, 1))
-        return [int(scores.argmax())] if count == 1 else scores.topk(count).indices.tolist()
+def _worst_blocks(residual: Tensor, block_size: int) -> list[int]:
+    """The block with the largest sum of squares (a sum over columns must not let them cancel).
+
+    Where the host has to wait for the answer: the next few of them as well, of no more than half of all blocks.
+    """
+    rows = residual.square().sum(-1)
+    scores = pad(rows, (0, -len(rows) % block_size)).view(-1, block_size).sum(-1)
+    count = min(reads_every(residual.device), max(len(scores) // 2, 1))
+    return [int(scores.argmax())] if count == 1 else scores.topk(count).indices.tolist()

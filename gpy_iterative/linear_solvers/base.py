@@ -1,7 +1,7 @@
-"""What all solvers answer, and the loop that the iterative ones share.
+"""The solvers' interface, and the one loop of the iterative ones.
 
 A solver says how an iteration starts (`init`, `restart`), what one step does (`step`) and what it costs
-(`work_per_step`). Budget, rounds and batches are here; what belongs to the columns is in `columns`.
+(`work_per_step`). Budget, rounds and batches are here; tolerances, residuals and precision are in `columns`.
 """
 
 import logging
@@ -17,11 +17,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_fraction
-from gpy_iterative.linear_operators.extensions import low_precision_copy
-from gpy_iterative.linear_solvers.columns import Columns, Iterate
-from gpy_iterative.linear_solvers.curvature import is_negative
-from gpy_iterative.linear_solvers.linear_system import Given, LinearSystem, check_system
-from gpy_iterative.linear_solvers.refined_columns import RefinedColumns
+from gpy_iterative.linear_solvers.columns import Columns, Iterate, LinearSystem
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.worker_threads import divided
@@ -29,14 +25,16 @@ from gpy_iterative.worker_threads import divided
 State = TypeVar("State")
 logger = logging.getLogger(__name__)
 
-#: A round that lowers the worst column by less than this does not lower it at all.
+#: A round makes progress when it lowers the worst column by at least this part.
 LEAST_PROGRESS = 0.01
 #: Where the matrix is not positive definite, residuals that grow by more than this do not come back.
 DIVERGENCE = 1e3
+#: A matrix is called indefinite where its curvature is below zero by so many rounding errors of a product.
+SLACK = 10
 
 
 class Solver(ABC):
-    """What answers H V = B for a symmetric positive definite operator H; how is said in `_solve_columns`."""
+    """A solver of H V = B for a symmetric positive definite operator H."""
 
     #: Relative residual norm of columns that come without groups; zero for solvers that have no tolerance.
     tolerance: float = 0.0
@@ -51,7 +49,7 @@ class Solver(ABC):
         groups: Sequence[ColumnGroup] | None = None,
         preconditioner: LowRankPlusDiagonal | None = None,
         initial_guess: Tensor | None = None,
-        guess_image: Tensor | None = None,
+        guess_product: Tensor | None = None,
         generator: torch.Generator | None = None,
         callback: Callable[[SolveProgress], None] | None = None,
     ) -> Solution:
@@ -61,42 +59,64 @@ class Solver(ABC):
             operator: H [*b, n, n], symmetric positive definite. Members of a batch are solved one by one.
             rhs: B [*b, n] or [*b, n, s].
             groups: neighbouring columns with a tolerance of their own, in order; None is one group "targets".
-            preconditioner: built for this operator, for solvers that take one; None lets the solver build what its
-                options say.
+            preconditioner: built for this operator, for solvers that take one; None lets the solver build the
+                one of its options.
             initial_guess: V to start from, shaped as rhs. Each column is scaled first, at no cost, to be nearest to
                 the solution in the norm of H. A bad guess makes the solve slow, never wrong.
-            guess_image: H times it, where that is at hand: saves the product that its residual takes.
+            guess_product: H times the guess, where that is known: saves the product that its residual takes.
             generator: for solvers that draw.
             callback: told of the progress; on an accelerator every few iterations.
 
         Returns:
-            A Solution. What was not reached within the budget is a status there, not an exception.
+            A Solution. A tolerance that was not reached within the budget is a status there, not an exception.
 
         Raises:
-            NonFiniteError: a NaN or an infinity appeared; nothing of the caller's was changed.
+            NonFiniteError: a NaN or an infinity appeared; the caller's tensors are unchanged.
             ValueError: shapes, dtypes or devices that do not fit.
         """
-        vector = rhs.dim() == operator.dim() - 1
-        if vector:
+        is_vector = rhs.dim() == operator.dim() - 1
+        if is_vector:
             rhs = rhs.unsqueeze(-1)
             initial_guess = None if initial_guess is None else initial_guess.unsqueeze(-1)
-            guess_image = None if guess_image is None else guess_image.unsqueeze(-1)
+            guess_product = None if guess_product is None else guess_product.unsqueeze(-1)
         if groups is None:
             groups = (ColumnGroup("targets", rhs.shape[-1], self.tolerance),)
-        check_system(operator, rhs, groups)
         # Tiles of inference tensors cannot be kept.
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():
             kept = operator.clone() if is_inference else operator
-            system = LinearSystem(kept, rhs, groups, preconditioner, initial_guess, generator, callback, guess_image)
-            solution = self._solve_columns(system)
-        if vector:
+            solution = self._solve_columns(
+                LinearSystem(kept, rhs, groups, preconditioner, initial_guess, generator, callback, guess_product)
+            )
+        if is_vector:
             solution = replace(solution, value=solution.value.squeeze(-1), residual=solution.residual.squeeze(-1))
         return solution
 
     @abstractmethod
     def _solve_columns(self, system: LinearSystem) -> Solution:
-        """Solves for columns [*b, n, s], without autograd; the guess, which not every solver takes, is not checked yet."""
+        """Solves for columns [*b, n, s], without autograd."""
+
+
+@dataclass(frozen=True)
+class SolveInputs:
+    """Inputs of a solve that an iteration may use.
+
+    Attributes:
+        preconditioner: built for this operator.
+        generator: to draw from.
+    """
+
+    preconditioner: LowRankPlusDiagonal | None = None
+    generator: torch.Generator | None = None
+
+
+@dataclass
+class _Work:
+    """Iterations and epochs so far, and the budget of epochs."""
+
+    budget: float
+    iterations: int = 0
+    epochs: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,18 +143,19 @@ class IterativeSolver(Solver, Generic[State]):
     stopping: Literal["columns", "mean"] = "columns"
 
     def __post_init__(self) -> None:
-        for name in ("tolerance", "probe_tolerance"):
-            value = getattr(self, name)
-            if value is not None:
-                check_fraction(name, value)
+        check_fraction("tolerance", self.tolerance)
+        if self.probe_tolerance is not None:
+            check_fraction("probe_tolerance", self.probe_tolerance)
         if not self.max_epochs > 0:
             raise ValueError(f"max_epochs must be positive, got {self.max_epochs}.")
         if self.stopping not in ("columns", "mean"):
             raise ValueError(f"stopping must be 'columns' or 'mean', got {self.stopping!r}.")
 
+    # What a solver gives
+
     @abstractmethod
-    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> State:
-        """What the steps need besides the iterate. Called once, and not at all when there is nothing to do."""
+    def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> State:
+        """The state besides the iterate. Called once, and not at all when there is nothing to do."""
 
     @abstractmethod
     def restart(self, iterate: Iterate, state: State) -> State:
@@ -157,7 +178,7 @@ class IterativeSolver(Solver, Generic[State]):
         return state
 
     def work_of_setup(self, state: State) -> float:
-        """Epochs that went into the state itself: told apart from the iterations', as `overhead`."""
+        """Epochs that went into the state itself: reported apart from the iterations', as `overhead`."""
         return 0.0
 
     def has_diverged(self, state: State) -> bool:
@@ -165,15 +186,16 @@ class IterativeSolver(Solver, Generic[State]):
         return False
 
     def curvature(self, state: State) -> float:
-        """A bound above the smallest eigenvalue of H, from the directions or blocks that the steps have met.
+        """An upper bound on the smallest eigenvalue of H, from the directions or blocks that the steps have met.
 
         Infinite where they look at none.
         """
         return math.inf
 
+    # The loop
+
     @divided()
     def _solve_columns(self, system: LinearSystem) -> Solution:
-        system.check_guess()
         if not system.operator.batch_shape:
             return self._solve_one(system)
         solutions = [self._solve_one(member) for member in system.members()]
@@ -185,72 +207,93 @@ class IterativeSolver(Solver, Generic[State]):
         )
 
     def _solve_one(self, system: LinearSystem) -> Solution:
+        """Rounds of iterations, until the true residuals are within the tolerance or no round helps any more."""
         start = time.perf_counter()
-        operator, preconditioner, callback = system.operator, system.preconditioner, system.callback
-        copy = low_precision_copy(operator)
-        if copy is None:
-            columns = Columns(
-                operator,
-                system.rhs,
-                system.groups,
-                stopping=self.stopping,
-                recursive=self.recursive,
-                initial_guess=system.initial_guess,
-                guess_image=system.guess_image,
-            )
-        else:
-            columns = RefinedColumns(system, copy, stopping=self.stopping, recursive=self.recursive)
-            operator = copy  # from here on, what the iterations compute with
-            preconditioner = None if preconditioner is None else preconditioner.to(operator.dtype)
-        eps = torch.finfo(operator.dtype).eps
+        columns = Columns(system, stopping=self.stopping, recursive=self.recursive)
+        preconditioner = None if system.preconditioner is None else system.preconditioner.to(columns.operator.dtype)
         # A budget of whole steps is not missed by the rounding of their fractions of an epoch.
-        budget = self.max_epochs * (1 + 1e-9)
-        state, iterations, epochs, exhausted, diverged, shortfall = None, 0, 0.0, False, False, math.inf
+        work = _Work(self.max_epochs * (1 + 1e-9))
+        state, status, shortfall = None, None, math.inf
         for _ in range(columns.max_rounds):
             iterate = columns.begin()
-            if iterate is None or exhausted or diverged:
-                break
-            if self.recursive and columns.shortfall() > (1 - LEAST_PROGRESS) * shortfall:
+            if iterate is None or (self.recursive and columns.shortfall() > (1 - LEAST_PROGRESS) * shortfall):
                 break
             shortfall = columns.shortfall()
             if state is None:
-                state = self.init(operator, iterate, Given(preconditioner, system.generator))
+                state = self.init(columns.operator, iterate, SolveInputs(preconditioner, system.generator))
             else:
                 state = self.restart(iterate, state)
-            while True:
-                work = self.work_per_step(operator, state)
-                exhausted = epochs + work > budget
-                if exhausted:
-                    break
-                state = self.step(operator, iterate, state)
-                iterations, epochs = iterations + 1, epochs + work
-                if iterations % columns.reads_every:
-                    continue
-                kept = columns.observe(iterate, iterations, epochs)
-                if callback is not None:
-                    callback(SolveProgress(iterations, epochs, columns.group_norms(running=True)))
-                if kept is not None:
-                    iterate.keep(kept)
-                    if len(kept) == 0:
-                        break
-                    state = self.narrow(state, kept)
-                state = self.after_step(operator, iterate, state)
-                grown = iterate.shortfall > DIVERGENCE * shortfall and is_negative(self.curvature(state), operator, eps)
-                diverged = grown or self.has_diverged(state)
-                if diverged:
-                    break
-            columns.end(iterate, iterations)
-        if state is not None and is_negative(self.curvature(state), operator, eps):
+            state, status = self._iterate(columns, iterate, state, work, system.callback)
+            columns.end(iterate, work.iterations)
+            if status is not None:
+                break
+        if state is not None and is_negative(self.curvature(state), columns.operator, columns.eps):
             status = SolveStatus.INDEFINITE
-        elif columns.is_done():
+        elif columns.shortfall() <= 1:
             status = SolveStatus.CONVERGED
-        elif diverged:
-            status = SolveStatus.DIVERGED
-        else:
-            status = SolveStatus.BUDGET_EXHAUSTED if exhausted else SolveStatus.STAGNATED
-        value, residual = columns.unscaled()
+        elif status is None:
+            status = SolveStatus.STAGNATED
         overhead = columns.overhead + (0.0 if state is None else self.work_of_setup(state))
         seconds = time.perf_counter() - start
-        stats = SolveStats(iterations, epochs, overhead, columns.group_norms(), seconds)
+        stats = SolveStats(work.iterations, work.epochs, overhead, columns.group_norms(), seconds)
         logger.debug("%s: %s, %s", type(self).__name__, status.name.lower(), stats)
-        return Solution(value, residual, status, stats)
+        return Solution(*columns.unscaled(), status, stats)
+
+    def _iterate(
+        self,
+        columns: Columns,
+        iterate: Iterate,
+        state: State,
+        work: _Work,
+        callback: Callable[[SolveProgress], None] | None,
+    ) -> tuple[State, SolveStatus | None]:
+        """One round: steps until no column is left. The status says why no other round can help; None: one may."""
+        operator, begun_at = columns.operator, columns.shortfall()
+        while True:
+            epochs = work.epochs + self.work_per_step(operator, state)
+            if epochs > work.budget:
+                return state, SolveStatus.BUDGET_EXHAUSTED
+            state = self.step(operator, iterate, state)
+            work.iterations, work.epochs = work.iterations + 1, epochs
+            if work.iterations % columns.reads_every:
+                continue
+            remaining = columns.observe(iterate, work.iterations)
+            if callback is not None:
+                callback(SolveProgress(work.iterations, work.epochs, columns.group_norms(running=True)))
+            if remaining is not None:
+                iterate.keep(remaining)
+                if len(remaining) == 0:
+                    return state, None
+                state = self.narrow(state, remaining)
+            if columns.has_lost_the_matrix(iterate, work.iterations, work.epochs):
+                return state, None
+            state = self.after_step(operator, iterate, state)
+            has_grown = iterate.shortfall > DIVERGENCE * begun_at
+            if self.has_diverged(state) or (has_grown and is_negative(self.curvature(state), operator, columns.eps)):
+                return state, SolveStatus.DIVERGED
+
+
+# Negative curvature
+
+
+def is_negative(curvature: float, operator: LinearOperator, eps: float) -> bool:
+    """Whether a curvature v^T H v / v^T v is negative beyond the rounding of a product.
+
+    Args:
+        curvature: found in products with H, or in blocks on its diagonal.
+        operator: H [n, n].
+        eps: relative rounding error of its entries.
+
+    Evaluates H's diagonal, and only where the curvature is negative.
+    """
+    if not curvature < 0:
+        return False
+    largest = float(operator.diagonal(dim1=-1, dim2=-2).abs().max())
+    return curvature < -SLACK * eps * math.sqrt(operator.shape[-1]) * largest
+
+
+def lowest_curvature(directions: Tensor, energies: Tensor) -> Tensor:
+    """The smallest of v^T H v / v^T v [], for directions v [n, s] and their v^T H v [s]; infinite where all are zero."""
+    squares = directions.square().sum(-2)
+    quotients = energies / squares.clamp_min(torch.finfo(squares.dtype).tiny)
+    return torch.where((squares > 0) & (quotients == quotients), quotients, torch.inf).amin()

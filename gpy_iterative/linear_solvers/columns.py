@@ -1,43 +1,121 @@
-"""The columns of one solve: their scales, their norms, which are done, and the best iterate of each.
+"""A linear system, and its columns while they are solved: scales, norms, which are done, and the best iterate of each.
 
-A column is done when its relative residual is within its group's tolerance; it then leaves the block, and the
-products of the remaining iterations become narrower. Norms live on the host, which waits for an accelerator
-to read them: it does so every few iterations only.
+A column is done when its relative residual is within its group's tolerance. It then leaves the block, and the products of
+the remaining iterations become narrower.
+
+Iterations run in rounds. A round ends with true residuals; where these miss the tolerance that the running ones had
+reached, another round follows. (In float32 this measures better than recomputing the residual every so many iterations,
+which costs conjugate gradients the conjugacy of its directions.)
+
+Iterations in lower precision are iterative refinement: a round solves H' d = r for corrections d, on a low-precision copy
+H' of the operator, and adds them to the solutions where their true residuals become smaller. So a tolerance is kept
+whatever the copy is like; a poor one takes more rounds. Carson & Higham 2018, "Accelerating the solution of linear systems
+by iterative refinement in three precisions", with an iterative solver instead of LU factors.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.extensions import rows_matmul
-from gpy_iterative.linear_solvers.solution import ColumnGroup
+from gpy_iterative.linear_operators.extensions import low_precision_copy, rows_matmul
+from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 
-#: Rows, evenly spread, on which a running residual is compared with the true one; smaller systems are compared as a whole.
+#: Rows, evenly spread, on which a running residual is compared with the true one; a smaller system is compared as a whole.
 VERIFIED_ROWS = 256
 #: A running residual is taken for the true one while it differs by less than this part of the tolerance.
 ALLOWED_DRIFT = 0.1
 #: A new best iterate is copied when its norm is below this part of the last copy's: few copies, almost the best.
 WORTH_A_COPY = 0.9
-#: Iterations between two readings of an accelerator. A column runs on for so many less one at the most.
+#: Iterations between two readings of an accelerator. A column runs on for at most so many iterations less one.
 READ_EVERY = 4
-#: What helps where a number is not finite.
-ADVICE = (
-    "Check the data and hyperparameters for extreme values; a noise constraint and float64 keep the arithmetic within "
-    "range."
-)
-#: How much lower a column aims after its true residual turned out above the tolerance.
+#: A column aims this much lower after its true residual turned out above the tolerance.
 LOWER_AIM = 0.8
+#: Rounds at the most, and of iterative refinement.
+MAX_ROUNDS, MAX_REFINEMENTS = 10, 50
+#: Iterations on a low-precision copy between two comparisons with true residuals; and the least work between them, in
+#: comparisons.
+WATCHED_EVERY = 20
+#: A copy that was rounded to a matrix with negative eigenvalues may let residuals grow by this factor at the most.
+DIVERGENCE = 1e3
 
 
 def reads_every(device: torch.device) -> int:
-    """How many iterations on this device pass from one reading of it to the next."""
+    """Iterations from one reading of this device to the next."""
     return 1 if device.type == "cpu" else READ_EVERY
+
+
+@dataclass(frozen=True)
+class LinearSystem:
+    """H V = B for a block of columns, with the other arguments of `Solver.solve`.
+
+    Attributes:
+        operator: H [*b, n, n].
+        rhs: B [*b, n, s].
+        groups: of all s columns.
+        preconditioner, generator, callback: as in `Solver.solve`.
+        initial_guess: [*b, n, s] or None.
+        guess_product: H times the guess, or None where it is not known.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+
+    operator: LinearOperator
+    rhs: Tensor
+    groups: Sequence[ColumnGroup]
+    preconditioner: LowRankPlusDiagonal | None = None
+    initial_guess: Tensor | None = None
+    generator: torch.Generator | None = None
+    callback: Callable[[SolveProgress], None] | None = None
+    guess_product: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_system(self.operator, self.rhs, self.groups)
+        rhs = self.rhs
+        for name in ("initial_guess", "guess_product"):
+            given = getattr(self, name)
+            if given is not None and (given.shape, given.dtype) != (rhs.shape, rhs.dtype):
+                raise ValueError(
+                    f"{name} must have the shape and dtype of the right-hand side, {tuple(rhs.shape)}, {rhs.dtype}; got "
+                    f"{tuple(given.shape)}, {given.dtype}."
+                )
+        if self.initial_guess is None and self.guess_product is not None:
+            raise ValueError("guess_product was given without its initial_guess. Give both, or neither.")
+
+    def members(self) -> Iterator["LinearSystem"]:
+        """The systems [n, n] of a batch."""
+        for index in itertools.product(*map(range, self.operator.batch_shape)):
+            parts = {name: getattr(self, name) for name in ("preconditioner", "initial_guess", "guess_product")}
+            yield replace(
+                self,
+                operator=cast(LinearOperator, self.operator[index]),
+                rhs=self.rhs[index],
+                **{name: None if part is None else part[index] for name, part in parts.items()},
+            )
+
+
+def check_system(operator: LinearOperator, rhs: Tensor, groups: Sequence[ColumnGroup]) -> None:
+    """ValueError unless B [*b, n, s] and its groups fit H [*b, n, n]."""
+    if operator.shape[-1] != operator.shape[-2]:
+        raise ValueError(f"Only square systems can be solved, got an operator of shape {tuple(operator.shape)}.")
+    if rhs.shape[:-1] != operator.shape[:-1]:
+        raise ValueError(
+            f"The right-hand side has shape {tuple(rhs.shape)}, which does not fit the operator's {tuple(operator.shape)}."
+        )
+    if (rhs.dtype, rhs.device) != (operator.dtype, operator.device):
+        raise ValueError(
+            f"The right-hand side is {rhs.dtype} on {rhs.device}, the operator {operator.dtype} on {operator.device}."
+        )
+    if sum(group.size for group in groups) != rhs.shape[-1]:
+        raise ValueError(f"The groups' sizes do not add up to {rhs.shape[-1]} columns: {groups}.")
 
 
 @dataclass
@@ -62,242 +140,249 @@ class Columns:
     """All columns of one solve, scaled to right-hand sides of norm one.
 
     Args:
-        operator: H [n, n].
-        rhs: B [n, s].
-        groups: neighbouring columns with a tolerance of their own.
+        system: without batch dimensions.
         stopping: see `IterativeSolver`.
         recursive: the iteration's residual is `rhs - H value` up to rounding; else it is an estimate, and no iterate
             counts before its true residual is known.
-        initial_guess: [n, s] or None.
-        guess_image: H times it, where that is known.
-        numbers: what the columns are called in errors; None counts them.
-        scaled: whether columns are scaled to norm one; else their norms count as relative already.
-        advice: what errors say.
 
     Attributes:
+        operator: of the iterations: H, or its low-precision copy.
+        eps: relative rounding error of its entries.
+        max_rounds: rounds at the most.
         reads_every: iterations from one observation to the next.
-        max_rounds: a round ends with true residuals; where they miss the tolerance that the running ones had reached,
-            another follows. In float32 this measures better than recomputing the residual every so many iterations, which
-            costs conjugate gradients the conjugacy of its directions.
-        value, residual, norms: the best iterate so far, its residual and relative norms.
+        value, residual, norms: the best iterate so far, its residual and relative norms (on the host).
         overhead: passes over the matrix that were spent here.
 
     Raises:
         NonFiniteError: a right-hand side, its norm or the guess is not finite.
     """
 
-    max_rounds: ClassVar[int] = 10
-
-    def __init__(
-        self,
-        operator: LinearOperator,
-        rhs: Tensor,
-        groups: Sequence[ColumnGroup],
-        *,
-        stopping: Literal["columns", "mean"],
-        recursive: bool,
-        initial_guess: Tensor | None,
-        guess_image: Tensor | None = None,
-        numbers: Tensor | None = None,
-        scaled: bool = True,
-        advice: str = ADVICE,
-    ) -> None:
-        self.operator, self.groups, self.stopping, self.recursive = operator, groups, stopping, recursive
-        self._advised = advice
-        self._sizes = [group.size for group in groups]
-        self.tolerances = torch.tensor([g.tolerance for g in groups for _ in range(g.size)], dtype=torch.float64)
-        self._aims = self.tolerances.clone()
-        self.overhead = 0.0
+    def __init__(self, system: LinearSystem, *, stopping: Literal["columns", "mean"], recursive: bool) -> None:
+        self._matrix, rhs, self._groups = system.operator, system.rhs, system.groups
+        self._stopping, self._recursive = stopping, recursive
+        copy = low_precision_copy(system.operator)
+        self._is_refined = copy is not None
+        self.operator = system.operator if copy is None else copy
+        self.eps = torch.finfo(rhs.dtype if copy is None else self.operator.dtype).eps
+        self.max_rounds = MAX_REFINEMENTS if self._is_refined else MAX_ROUNDS
         self.reads_every = reads_every(rhs.device)
-        self._open = torch.arange(rhs.shape[-1])
-        self._numbers = self._open if numbers is None else numbers
-        self._norms_of(rhs, iteration=0)  # a norm that overflows would scale its column to zero
+        self.overhead = self._watched_at = 0.0
+        self._sizes = [group.size for group in self._groups]
+        tolerances = [group.tolerance for group in self._groups for _ in range(group.size)]
+        self._tolerances = torch.tensor(tolerances, dtype=torch.float64).clamp_min(torch.finfo(torch.float64).tiny)
+        # Refinement leaves room for the copy's error.
+        self._aims = self._tolerances * (LOWER_AIM if self._is_refined else 1.0)
+        self._open = self._round = every = torch.arange(rhs.shape[-1])
+
+        self._norms_of(rhs, every, iteration=0)  # a norm that overflows would scale its column to zero
         norms = torch.linalg.vector_norm(rhs, dim=-2, dtype=torch.float64).to(rhs.dtype)  # tiny squares are no zeros
         # A zero column has the solution zero; its scale only has to be harmless.
-        self.scale = torch.where(norms > 0, norms, 1.0) if scaled else torch.ones_like(norms)
-        self.rhs = rhs / self.scale
-        if initial_guess is None:
-            self.value, self.residual = torch.zeros_like(self.rhs), self.rhs.clone()
-        else:
-            product = operator._matmul(initial_guess) if guess_image is None else guess_image
-            self.overhead += 1  # whoever made it
-            self.value, self.residual = self._scaled_start(initial_guess / self.scale, product / self.scale)
-        self.norms = self._norms_of(self.residual, iteration=0)
-        self._running = self.norms.clone()
-        self._round = self._open
-        self._candidate: Tensor | None = None
+        self._scale = torch.where(norms > 0, norms, 1.0)
+        self._rhs = rhs / self._scale
+        self.value, self.residual = self._start(system.initial_guess, system.guess_product)
+        self.norms = self._norms_of(self.residual, every, iteration=0)
 
-    def _scaled_start(self, guess: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
+    def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
         """Value and residual of the guess, each column scaled to be nearest to the solution in the norm of H.
 
-        The product is needed anyway, and a guess so scaled is never farther away than zero. A column whose residual
-        is nevertheless the larger one starts at zero: a warm start is never reported worse than a cold one.
+        A guess so scaled is never farther away than zero. A column whose residual is nevertheless larger than that of zero
+        starts at zero: a warm start is never reported worse than a cold one.
         """
+        if guess is None:
+            return torch.zeros_like(self._rhs), self._rhs.clone()
+        self.overhead += 1  # whoever made the product
+        guess, product = (
+            guess / self._scale,
+            (self._matrix._matmul(guess) if product is None else product) / self._scale,
+        )
         energy = (guess * product).sum(-2)
-        is_safe = energy > 0
-        factor = (guess * self.rhs).sum(-2) / torch.where(is_safe, energy, torch.ones_like(energy))
-        norms = torch.linalg.vector_norm(self.rhs - product * factor, dim=-2)
+        factor = (guess * self._rhs).sum(-2) / torch.where(energy > 0, energy, torch.ones_like(energy))
+        norms = torch.linalg.vector_norm(self._rhs - product * factor, dim=-2)
         # Written so that NaN stays NaN, and is found.
         factor = torch.where((norms >= 1) | (energy <= 0), torch.zeros_like(factor), factor)
-        return guess * factor, self.rhs - product * factor
-
-    # What is open
-
-    def is_done(self) -> bool:
-        """Whether the best iterates satisfy the stopping rule."""
-        return not self._is_open(self.norms, self.tolerances).any()
+        return guess * factor, self._rhs - product * factor
 
     def shortfall(self) -> float:
         """How far the best iterates are from the tolerance: the largest norm over its tolerance; 1 or less is done."""
-        return self._shortfall(self.norms, self.tolerances)
+        return float(self._shortfalls(self.norms, self._tolerances).max()) if len(self.norms) else 0.0
 
-    def _shortfall(self, norms: Tensor, tolerances: Tensor) -> float:
-        if self.stopping == "columns":
-            return float((norms / tolerances).max())
+    def _shortfalls(self, norms: Tensor, tolerances: Tensor) -> Tensor:
+        """Each column's norm over its tolerance; under stopping="mean" the largest ratio of a group's means, for all.
+
+        A column is open while this is above 1.
+        """
+        if self._stopping == "columns":
+            return norms / tolerances
         pairs = zip(norms.split(self._sizes), tolerances.split(self._sizes), strict=True)
-        return max(float(part.mean() / tolerance.mean()) for part, tolerance in pairs if len(part))
-
-    def _is_open(self, norms: Tensor, tolerances: Tensor) -> Tensor:
-        if self.stopping == "columns":
-            return norms > tolerances
-        return torch.full_like(norms, self._shortfall(norms, tolerances) > 1, dtype=torch.bool)
+        ratios = [float(norm.mean() / goal.mean()) for norm, goal in pairs if len(norm)]
+        return torch.full_like(norms, max(ratios, default=0.0))
 
     # A round of iterations: begin, observe after each, end
 
     def begin(self) -> Iterate | None:
-        """The block of all columns that are not done, at their best iterates; None when there is none."""
-        self._open = self._round = self._is_open(self.norms, self.tolerances).nonzero().squeeze(-1)
+        """The block of all columns that are not done; None when there is none.
+
+        It begins at the best iterates; of a low-precision copy at corrections that are zero.
+        """
+        self._open = self._round = (self._shortfalls(self.norms, self._tolerances) > 1).nonzero().squeeze(-1)
         if not len(self._open):
             return None
+        columns = self._open.to(self._rhs.device)
+        value, residual, rhs = (tensor[:, columns] for tensor in (self.value, self.residual, self._rhs))
+        aims = self._aims
+        self._kept, self._kept_norms = self.value, self.norms
+        if self._is_refined:
+            residual = residual.to(self.operator.dtype)
+            value, rhs = torch.zeros_like(residual), residual.clone()
+            # Far enough to be worth a true residual, and hardly ever so far that the copy's error has taken over.
+            aims = aims.maximum(self.eps**0.5 * self.norms)
+            self._kept = self.value.new_zeros(self.value.shape, dtype=self.operator.dtype)
+            self._kept_norms = self.norms.clone()
+        elif not self._recursive:
+            self._kept, self._kept_norms = self.value.clone(), self.norms.clone()
         self._running = self.norms.clone()
-        self._candidate = None if self.recursive else self.value.clone()
-        columns = self._open.to(self.rhs.device)
-        value, residual, rhs = (tensor[:, columns] for tensor in (self.value, self.residual, self.rhs))
-        return Iterate(value, residual, rhs, self._shortfall(self._running, self._aims))
+        self._round_aims = torch.full_like(aims, torch.inf)
+        self._round_aims[self._round] = aims[self._round]
+        return Iterate(value, residual, rhs, float(self._shortfalls(self._running, self._round_aims).max()))
 
-    def observe(self, iterate: Iterate, iteration: int, epochs: float) -> Tensor | None:
-        """Reads the norms after an iteration: the columns of the block that go on, or None when all do.
-
-        `epochs` is the work of all iterations so far.
-        """
-        norms = self._running[self._open] = self._norms_of(iterate.residual, iteration)
-        iterate.shortfall = self._shortfall(self._running, self._aims)
-        leaving = ~self._is_open(self._running, self._aims)[self._open]
-        if self.recursive:
-            best = self.norms[self._open]
-            self._store(iterate, norms, (norms < WORTH_A_COPY * best) | (leaving & (norms < best)))
+    def observe(self, iterate: Iterate, iteration: int) -> Tensor | None:
+        """Reads the norms after an iteration: the columns of the block that go on, or None when all do."""
+        norms = self._running[self._open] = self._norms_of(iterate.residual, self._open, iteration)
+        shortfalls = self._shortfalls(self._running, self._round_aims)
+        iterate.shortfall, leaving = float(shortfalls.max()), shortfalls[self._open] <= 1
+        self._keep(iterate, norms, leaving)
         if not leaving.any():
             return None
-        if self._candidate is not None:
-            index = leaving.nonzero().squeeze(-1)
-            self._candidate[:, self._on_device(self._open[index])] = iterate.value[:, self._on_device(index)]
         staying = (~leaving).nonzero().squeeze(-1)
         self._open = self._open[staying]
-        return self._on_device(staying)
+        return staying.to(self._rhs.device)
+
+    def has_lost_the_matrix(self, iterate: Iterate, iteration: int, epochs: float) -> bool:
+        """Whether a low-precision copy's residuals say nothing about the system any more: the round has to end."""
+        if not self._is_refined:
+            return False
+        grown = (self._running > DIVERGENCE * self.norms)[self._round].any()
+        return bool(grown) or (self._recursive and self._is_watched(iteration, epochs) and self._has_drifted(iterate))
 
     def end(self, iterate: Iterate, iteration: int) -> None:
         """Closes the round with true residuals. Columns that turn out to miss their tolerance will aim lower."""
-        value = self.latest(iterate, iteration)
-        if self.recursive:
+        if len(self._open):  # read again: the last iterations may not have been observed
+            norms = self._running[self._open] = self._norms_of(iterate.residual, self._open, iteration)
+            self._keep(iterate, norms, torch.ones_like(norms, dtype=torch.bool))
+        if self._kept is self.value:
             self._verify(iteration)
         else:
-            self._accept_candidate(value, iteration)
-        self._running = self.norms.clone()
-        missed = self._is_open(self.norms, self.tolerances)
-        self._aims[missed] *= LOWER_AIM
+            self._accept(iteration)
+        seemed_done = self._shortfalls(self._running, self._round_aims) <= 1
+        self._aims[seemed_done & (self._shortfalls(self.norms, self._tolerances) > 1)] *= LOWER_AIM
 
-    def close(self, iterate: Iterate, kept: Tensor | None, iteration: int) -> Tensor:
-        """Ends the round for all columns that an observation let go on; an empty choice of columns, as `observe` gives."""
-        if kept is not None:
-            iterate.keep(kept)
-        self.latest(iterate, iteration)
-        self._open = self._open[:0]
-        return self._on_device(self._open)
-
-    def latest(self, iterate: Iterate, iteration: int) -> Tensor:
-        """The values [n, s] that the round has come to, of which nothing but running residuals is known yet."""
-        if self._candidate is not None:
-            self._candidate[:, self._on_device(self._open)] = iterate.value
-            return self._candidate
-        # Read again: the last iterations may not have been observed.
-        norms = self._running[self._open] = self._norms_of(iterate.residual, iteration)
-        self._store(iterate, norms, norms < self.norms[self._open])
-        return self.value
-
-    def _store(self, iterate: Iterate, norms: Tensor, which: Tensor) -> None:
-        index = which.nonzero().squeeze(-1)
+    def _keep(self, iterate: Iterate, norms: Tensor, leaving: Tensor) -> None:
+        """Keeps the iterates of columns that leave; of a recursive iteration the best ones on the way too."""
+        if self._recursive:
+            best = self._kept_norms[self._open]
+            leaving = (norms < WORTH_A_COPY * best) | (leaving & (norms < best))
+        index = leaving.nonzero().squeeze(-1)
         if not len(index):
             return
         target = self._open[index]
-        self.norms[target] = norms[index]
-        if len(target) == self.value.shape[-1]:  # all of them: a plain copy, and a tenth of the time
-            self.value.copy_(iterate.value)
-            self.residual.copy_(iterate.residual)
-            return
-        source, place = self._on_device(index), self._on_device(target)
-        self.value[:, place] = iterate.value[:, source]
-        self.residual[:, place] = iterate.residual[:, source]
+        self._kept_norms[target] = norms[index]
+        _copy_columns(self._kept, target, iterate.value, index)
+        if self._kept is self.value:
+            _copy_columns(self.residual, target, iterate.residual, index)
 
-    def _accept_candidate(self, candidate: Tensor, iteration: int) -> None:
-        """Takes those columns whose true residual is smaller than the best one's."""
-        columns = self._on_device(self._round)
-        value = candidate[:, columns]
-        residual = self.rhs[:, columns] - self.operator._matmul(value)
+    def _accept(self, iteration: int) -> None:
+        """Takes those of the kept iterates, or corrections, whose true residuals are smaller than the best ones'."""
+        columns = self._round.to(self._rhs.device)
+        value = self._kept[:, columns].to(self.value.dtype)
+        if self._is_refined:
+            value = self.value[:, columns] + value
+        residual = self._rhs[:, columns] - self._matrix._matmul(value)
         self.overhead += 1
-        self._open = self._round
-        norms = self._norms_of(residual, iteration)
-        self._store(Iterate(value, residual, residual), norms, norms < self.norms[self._round])
+        norms = self._norms_of(residual, self._round, iteration)
+        index = (norms < self.norms[self._round]).nonzero().squeeze(-1)
+        target = self._round[index]
+        self.norms[target] = norms[index]
+        _copy_columns(self.value, target, value, index)
+        _copy_columns(self.residual, target, residual, index)
+
+    # Running residuals against true ones
 
     def _verify(self, iteration: int) -> None:
         """Compares the round's residuals with true ones on some rows, and replaces them where they have drifted."""
-        columns, size = self._on_device(self._round), self.rhs.shape[0]
+        columns, size = self._round.to(self._rhs.device), self._rhs.shape[0]
         value = self.value[:, columns]
         if size > VERIFIED_ROWS:
             rows = self._watched_rows()
             drift = self._true_rows(rows, columns, value) - self.residual[rows][:, columns]
             drift = torch.linalg.vector_norm(drift, dim=0).double().cpu()
-            if (drift * math.sqrt(size / VERIFIED_ROWS) <= ALLOWED_DRIFT * self.tolerances[self._round]).all():
+            if (drift * math.sqrt(size / VERIFIED_ROWS) <= ALLOWED_DRIFT * self._tolerances[self._round]).all():
                 return
-        residual = self.rhs[:, columns] - self.operator._matmul(value)
+        residual = self._rhs[:, columns] - self._matrix._matmul(value)
         self.overhead += 1
-        self._open = self._round
-        self.norms[self._round] = self._norms_of(residual, iteration)
+        self.norms[self._round] = self._norms_of(residual, self._round, iteration)
         self.residual[:, columns] = residual
 
-    def _watched_rows(self) -> Tensor:
-        size = self.rhs.shape[0]
-        return torch.linspace(0, size - 1, self._num_watched_rows(), device=self.rhs.device).long()
+    def _is_watched(self, iteration: int, epochs: float) -> bool:
+        """Whether it is time for another comparison; `epochs` is the work of all iterations so far."""
+        cost = len(self._watched_rows()) / self._rhs.shape[0]
+        if iteration % WATCHED_EVERY or epochs - self._watched_at < WATCHED_EVERY * cost:
+            return False
+        self._watched_at = epochs
+        return True
 
-    def _num_watched_rows(self) -> int:
-        return min(VERIFIED_ROWS, self.rhs.shape[0])
+    def _has_drifted(self, iterate: Iterate) -> bool:
+        """Whether the copy's residuals, of all columns together, are nearer to zero than to the true ones."""
+        columns, rows = self._open.to(self._rhs.device), self._watched_rows()
+        value = self.value[:, columns] + iterate.value
+        drift = self._true_rows(rows, columns, value) - iterate.residual[rows]
+        return bool(torch.linalg.matrix_norm(drift) > torch.linalg.matrix_norm(iterate.residual[rows]))
+
+    def _watched_rows(self) -> Tensor:
+        size = self._rhs.shape[0]
+        return torch.linspace(0, size - 1, min(VERIFIED_ROWS, size), device=self._rhs.device).long()
 
     def _true_rows(self, rows: Tensor, columns: Tensor, value: Tensor) -> Tensor:
         """Those rows of the true residuals of some columns, whose values are given."""
-        self.overhead += len(rows) / self.rhs.shape[0]
-        return self.rhs[rows][:, columns] - rows_matmul(self.operator, rows, value)
+        self.overhead += len(rows) / self._rhs.shape[0]
+        return self._rhs[rows][:, columns] - rows_matmul(self._matrix, rows, value)
 
     # Norms and results
 
-    def _norms_of(self, residual: Tensor, iteration: int) -> Tensor:
+    def _norms_of(self, residual: Tensor, columns: Tensor, iteration: int) -> Tensor:
         norms = torch.linalg.vector_norm(residual, dim=-2).double().cpu()
         if not torch.isfinite(norms).all():
             first = int((~torch.isfinite(norms)).nonzero()[0])
-            column = int(self._numbers[self._open[first]])
             raise NonFiniteError(
-                f"The residual of column {column} of a linear solve is {norms[first].item()} after "
-                f"{iteration} iterations. {self._advised}"
+                f"The residual of column {int(columns[first])} of a linear solve is {norms[first].item()} after "
+                f"{iteration} iterations. {_advice(is_refined=self._is_refined and iteration > 0)}"
             )
         return norms
 
     def group_norms(self, *, running: bool = False) -> dict[str, float]:
         """One relative norm a group, of the best iterates or of the running ones."""
-        reduce = torch.Tensor.mean if self.stopping == "mean" else torch.Tensor.amax
+        reduce = torch.Tensor.mean if self._stopping == "mean" else torch.Tensor.amax
         parts = (self._running if running else self.norms).split(self._sizes)
-        return {g.name: float(reduce(part)) if g.size else 0.0 for g, part in zip(self.groups, parts, strict=True)}
+        return {g.name: float(reduce(part)) if g.size else 0.0 for g, part in zip(self._groups, parts, strict=True)}
 
     def unscaled(self) -> tuple[Tensor, Tensor]:
         """Value and residual of the best iterates, in the scale of the right-hand sides."""
-        return self.value * self.scale, self.residual * self.scale
+        return self.value * self._scale, self.residual * self._scale
 
-    def _on_device(self, index: Tensor) -> Tensor:
-        return index.to(self.rhs.device)
+
+def _copy_columns(target: Tensor, place: Tensor, source: Tensor, columns: Tensor) -> None:
+    if len(place) == target.shape[-1] == source.shape[-1]:  # all of them: a plain copy takes a tenth of the time
+        target.copy_(source)
+    else:
+        target[:, place.to(target.device)] = source[:, columns.to(source.device)]
+
+
+def _advice(*, is_refined: bool) -> str:
+    if not is_refined:
+        return (
+            "Check the data and hyperparameters for extreme values; a noise constraint and float64 keep the arithmetic "
+            "within range."
+        )
+    return (
+        "The iterations computed with precision='float32', and the kernel's values may be beyond its range: leave "
+        "KernelProducts(precision='native')."
+    )

@@ -1,28 +1,72 @@
 """Preconditioned conjugate gradients on a block of columns, each with its own step sizes.
 
-Gardner et al. 2018 (batched, with a pivoted Cholesky preconditioner); random pivots: Diaz et al. 2023. The recurrence is in
-`conjugate_directions`.
+Gardner et al. 2018 (batched, with a pivoted Cholesky preconditioner); random pivots: Diaz et al. 2023; the recurrence: Lin
+et al. 2024, algorithm 1, with the first direction preconditioned.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_instance
-from gpy_iterative.linear_solvers.base import IterativeSolver
+from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, lowest_curvature
 from gpy_iterative.linear_solvers.columns import Iterate
-from gpy_iterative.linear_solvers.conjugate_directions import ConjugateDirections
-from gpy_iterative.linear_solvers.curvature import lowest_curvature
-from gpy_iterative.linear_solvers.linear_system import Given
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, PreconditionerRecipe
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
-from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
+
+
+@dataclass(frozen=True)
+class ConjugateDirections:
+    """The recurrence before a step; the solver and the randomly truncated series share it.
+
+    Attributes:
+        direction: d [n, s].
+        product: r^T P^-1 r [s].
+        preconditioner: P, or None for the identity.
+    """
+
+    direction: Tensor
+    product: Tensor
+    preconditioner: LowRankPlusDiagonal | None
+
+    @classmethod
+    def begin(cls, residual: Tensor, preconditioner: LowRankPlusDiagonal | None) -> Self:
+        """The first directions, for residuals [n, s]."""
+        # Preconditioned, unlike in the printed algorithm, which diverges. Cloned: a step overwrites the residual.
+        direction = (residual if preconditioner is None else preconditioner.solve(residual)).clone()
+        return cls(direction, (residual * direction).sum(0), preconditioner)
+
+    def advance(self, operator: LinearOperator, residual: Tensor) -> tuple[Self, Tensor, Tensor]:
+        """One step, a product with H: the next directions, how far [s] the solution goes along these ones, and d^T H d [s].
+
+        The solution's change is `direction * length`, which is left to the caller. The residual is overwritten.
+        """
+        along = operator._matmul(self.direction)
+        energy = (self.direction * along).sum(0)
+        length = _ratio(self.product, energy)
+        residual.addcmul_(along, -length)
+        preconditioned = residual if self.preconditioner is None else self.preconditioner.solve(residual)
+        product = (residual * preconditioned).sum(0)
+        direction = torch.addcmul(preconditioned, _ratio(product, self.product), self.direction)
+        return type(self)(direction, product, self.preconditioner), length, energy
+
+    def narrow(self, columns: Tensor) -> Self:
+        """Some of the columns."""
+        return type(self)(self.direction[:, columns], self.product[columns], self.preconditioner)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Zero where a column is done exactly (0 / 0); NaN stays NaN."""
+    is_zero = denominator == 0
+    return torch.where(is_zero, torch.zeros_like(numerator), numerator / denominator.masked_fill(is_zero, 1))
 
 
 @dataclass(frozen=True)
 class _State:
-    """The recurrence, how much of the matrix it took to build its preconditioner here, and the lowest curvature so far."""
+    """The recurrence, the epochs that its preconditioner took to build, and the lowest curvature so far."""
 
     directions: ConjugateDirections
     setup: float
@@ -34,9 +78,8 @@ class ConjugateGradients(IterativeSolver[_State]):
     """One product with the matrix an iteration, one iteration an epoch.
 
     Args:
-        preconditioner: the recipe that `solve` builds when it is given none; None for no preconditioner. Random recipes
-            draw from the generator of `solve`. Random pivots, the default, take half to all of the epochs of greedy
-            ones.
+        preconditioner: the recipe that `solve` builds when it is given no preconditioner; None for none at all. Random
+            recipes draw from the generator of `solve`.
 
     Further options are those of `IterativeSolver`. Memory: eight blocks [n, s], and [n, rank].
 
@@ -56,10 +99,10 @@ class ConjugateGradients(IterativeSolver[_State]):
         super().__post_init__()
         check_instance("preconditioner", self.preconditioner, PreconditionerRecipe, "RandomlyPivotedCholesky(rank=100)")
 
-    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> _State:
-        preconditioner, setup = given.preconditioner, 0.0
+    def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
+        preconditioner, setup = inputs.preconditioner, 0.0
         if preconditioner is None and self.preconditioner is not None:
-            preconditioner = self.preconditioner.build(operator, generator=given.generator)
+            preconditioner = self.preconditioner.build(operator, generator=inputs.generator)
             setup = preconditioner.build_epochs
         curvature = torch.full_like(iterate.residual[0, 0], torch.inf)
         return _State(ConjugateDirections.begin(iterate.residual, preconditioner), setup, curvature)

@@ -1,4 +1,4 @@
-"""Which solver a system gets when its user has named none."""
+"""The default solver of a system."""
 
 from linear_operator import LinearOperator
 from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
@@ -13,23 +13,25 @@ from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholes
 
 #: Up to here a dense factor costs less than an iterative solve, and is exact.
 EXACT_BELOW = 3000
-#: The preconditioner of the finish has a sixteenth as many columns as the matrix, and no more than 500. It then takes about
-#: what two passes over the matrix with the default number of probes do: 500 columns of 4,000 took six.
+#: The fallback's preconditioner has a sixteenth as many columns as the matrix, and no more than 500. Its cost is then about
+#: that of two passes over the matrix with the default number of probes.
 ROWS_PER_COLUMN = 16
-MAX_FINISH_RANK = 500
+MAX_FALLBACK_RANK = 500
 
 
 def default_solver(operator: LinearOperator) -> Solver:
-    """Cholesky up to 3,000 rows; beyond, alternating projections for matrices that are evaluated in tiles (few epochs,
-    served from kept tiles) and conjugate gradients for structured operators, whose products are cheap as a whole.
+    """Solver of a system [*b, n, n] for which none was chosen.
+
+    Cholesky up to 3,000 rows. Beyond, alternating projections for matrices that are evaluated in tiles (few epochs, served
+    from kept tiles), and conjugate gradients for structured operators, whose products are cheap as a whole.
     """
     if operator.shape[-1] <= EXACT_BELOW:
         return Cholesky()
     kernel = operator.kernel if isinstance(operator, NoisyLinearOperator) else operator
     if not _is_tiled(kernel):
         return ConjugateGradients()
-    rank = min(operator.shape[-1] // ROWS_PER_COLUMN, MAX_FINISH_RANK)
-    return AlternatingProjections(finish=ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=rank)))
+    rank = min(operator.shape[-1] // ROWS_PER_COLUMN, MAX_FALLBACK_RANK)
+    return AlternatingProjections(fallback=ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=rank)))
 
 
 def _is_tiled(operator: LinearOperator) -> bool:

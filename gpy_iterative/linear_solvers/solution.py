@@ -1,4 +1,4 @@
-"""What a solve answers: the value, how it ended, and what it took."""
+"""Result of a solve: solutions, residuals, status and statistics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class ColumnGroup:
 
 @dataclass(frozen=True)
 class SolveStats:
-    """What a solve took and how exact it is.
+    """Cost and accuracy of a solve.
 
     Attributes:
         iterations: of the solver.
@@ -97,7 +97,7 @@ class SolveStats:
 
 @dataclass(frozen=True)
 class SolveProgress:
-    """Told to a callback while a solve runs: `residual_norms` as in SolveStats, but estimated."""
+    """Progress of a solve, for a callback: `residual_norms` as in SolveStats, but estimated."""
 
     iteration: int
     epochs: float
@@ -106,13 +106,13 @@ class SolveProgress:
 
 @dataclass(frozen=True)
 class Solution:
-    """The answer of a solver.
+    """Result of a solve.
 
     Attributes:
         value: [*b, n, s], the best iterate of every column.
         residual: [*b, n, s], the true `rhs - H value`. Gradients are made of it: one that is not true makes them wrong.
         status: how the solve ended; of several batch members, the worst.
-        stats: what it took.
+        stats: cost and accuracy.
 
     A warm start of the next solve needs `value` and nothing else.
     """

@@ -1,23 +1,25 @@
-"""S = L L^T + diag(d): solved, sampled and measured through one k x k Cholesky factor."""
+"""Preconditioners S = L L^T + diag(d), through one k x k Cholesky factor, and the recipes that build them."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Self
 
 import torch
+from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 
-#: Columns up to which a product is computed as the transpose of one with rows: on a CPU in a third of the time
-#: (n = 14,940, rank 100, four columns: .3 ms in place of 1.2).
+#: Up to this many columns a product is computed as the transpose of one with rows: a third of the time on a CPU.
 FEW_COLUMNS = 8
 #: Rows that are multiplied at a time: their products are summed in float64.
 CHUNK = 4096
 #: Columns of the inner matrix that are computed at a time, from the diagonal downwards.
 COLUMNS = 256
-#: The norm of the inner matrix's rounding, whose eigenvalues are 1 and more, up to which it is multiplied out in the
-#: factor's own dtype. What is compared with it overestimates the norm (measured: four to ten times).
+#: The inner matrix has eigenvalues of 1 and more. Where the norm of its rounding may be larger than this, it is multiplied
+#: in float64.
 ROUNDING = 0.1
 
 
@@ -63,7 +65,7 @@ class LowRankPlusDiagonal:
         return member
 
     def to(self, dtype: torch.dtype) -> Self:
-        """The same with vectors of another dtype; the inner factor stays what it is."""
+        """The same for vectors of another dtype; the inner factor stays in float64."""
         converted = copy.copy(self)
         for name in ("factor", "diagonal"):
             setattr(converted, name, getattr(self, name).to(dtype))
@@ -90,8 +92,8 @@ class LowRankPlusDiagonal:
     def dual_sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
         """S^-1 xi of the same base vectors: d^-1/2 (e + W (I + W^T W)^-1 (w - W^T e)).
 
-        Better than `solve(sample(...))`: nothing large cancels, and whatever the rounding of the inner matrix, the mean of
-        xi times its dual's transpose is the identity, on which the trace's estimate rests.
+        Better than `solve(sample(...))`: nothing large cancels, and the mean of xi times its dual's transpose is the
+        identity for any rounding of the inner matrix. The trace's estimate rests on that.
         """
         root = self.diagonal.sqrt().unsqueeze(-1)
         whitened = diagonal_base / root
@@ -106,7 +108,7 @@ class LowRankPlusDiagonal:
 class NystromFactor(LowRankPlusDiagonal):
     """L L^T + diag(d) for a system K + diag(d), with L L^T nowhere larger than K.
 
-    The preconditioned spectrum is then bounded by 1 from below, which quadratures of log-determinants make use of.
+    The preconditioned spectrum is then bounded by 1 from below, which quadratures of log-determinants use.
     """
 
 
@@ -116,7 +118,7 @@ def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _inner_matrix(factor: Tensor, diagonal: Tensor) -> Tensor:
-    """The lower triangle of I + W^T W [*b, k, k] in float64; there is something else above."""
+    """I + W^T W [*b, k, k] in float64, of which only the lower triangle counts."""
     rank, dtype = factor.shape[-1], factor.dtype
     inner = factor.new_zeros(*factor.shape[:-2], rank, rank, dtype=torch.float64)
     squares = sum((rows.square().sum(-2) for rows in _weighted_rows(factor, diagonal)), factor.new_zeros(()))
@@ -137,3 +139,29 @@ def _weighted_rows(factor: Tensor, diagonal: Tensor) -> Iterator[Tensor]:
     roots = diagonal.sqrt().unsqueeze(-1).split(CHUNK, dim=-2)
     for rows, root in zip(factor.split(CHUNK, dim=-2), roots, strict=True):
         yield rows / root
+
+
+class PreconditionerRecipe(ABC):
+    """Options from which a preconditioner is built for any system."""
+
+    @abstractmethod
+    def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> LowRankPlusDiagonal:
+        """The preconditioner of a system H [*b, n, n].
+
+        Args:
+            operator: K plus noise, or any other symmetric positive definite operator.
+            generator: for recipes that draw; None is seed 0.
+        """
+
+
+def kernel_and_noise(operator: LinearOperator) -> tuple[LinearOperator, Tensor, Tensor | None]:
+    """The matrix that a factor approximates [*b, n, n], its diagonal [*b, n], and the noise [*b, n].
+
+    Of K plus noise these are K and the noise; of any other operator the operator itself, and None.
+    """
+    noisy = isinstance(operator, NoisyLinearOperator)
+    kernel = operator.kernel if noisy else operator
+    if kernel.shape != operator.shape:
+        kernel = kernel.expand(operator.shape)
+    diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
+    return kernel, diagonal, operator.noise.detach().expand(diagonal.shape) if noisy else None

@@ -10,13 +10,13 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
-from gpy_iterative.preconditioners.partial_cholesky import factor_on
-from gpy_iterative.preconditioners.recipe import LowRankRecipe, kernel_and_noise
+from gpy_iterative.checks import check_count
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor, PreconditionerRecipe, kernel_and_noise
+from gpy_iterative.preconditioners.pivoted_cholesky import factor_on
 
 
 class RandomizedNystromFactor(NystromFactor):
-    """L L^T + diag(d) on the test matrix [*b, n, k] that it was built from."""
+    """L L^T + diag(d), built on the test matrix [*b, n, k]."""
 
     def __init__(self, factor: Tensor, diagonal: Tensor, test_matrix: Tensor) -> None:
         super().__init__(factor, diagonal)
@@ -29,11 +29,11 @@ class RandomizedNystromFactor(NystromFactor):
 
 
 @dataclass(frozen=True)
-class Nystrom(LowRankRecipe):
-    """The recipe; `build` makes K C (C^T K C)^-1 C^T K plus the noise, for a random subspace C of dimension `rank`.
+class Nystrom(PreconditionerRecipe):
+    """Recipe for K C (C^T K C)^-1 C^T K plus the noise, for a random subspace C of dimension `rank`.
 
     The paper scales the complement of the subspace by the smallest eigenvalue that was found; here it is the noise, which
-    bounds the preconditioned spectrum by 1 from below. The spread of the two spectra is alike.
+    bounds the preconditioned spectrum by 1 from below. Both spectra have about the same spread.
 
     Args:
         rank: dimension of the subspace; clamped at n.
@@ -41,6 +41,11 @@ class Nystrom(LowRankRecipe):
     Raises:
         ValueError: a rank below 1.
     """
+
+    rank: int = 100
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
 
     @torch.no_grad()
     def build(
@@ -68,13 +73,13 @@ class Nystrom(LowRankRecipe):
         kernel, diagonal, noise = kernel_and_noise(operator)
         if test_matrix is None:
             test_matrix = self._draw(operator, generator)
-        image = kernel._matmul(test_matrix).detach()
-        block = test_matrix.mT.double() @ image.double()
+        product = kernel._matmul(test_matrix).detach()
+        block = test_matrix.mT.double() @ product.double()
         block = (block + block.mT) / 2
-        batch, (size, rank) = image.shape[:-2], image.shape[-2:]
+        batch, (size, rank) = product.shape[:-2], product.shape[-2:]
         factors = [
             factor_on(rows, inner)[0]
-            for rows, inner in zip(image.mT.reshape(-1, rank, size), block.reshape(-1, rank, rank), strict=True)
+            for rows, inner in zip(product.mT.reshape(-1, rank, size), block.reshape(-1, rank, rank), strict=True)
         ]
         factor = torch.stack(factors).reshape(*batch, size, rank)
         least = torch.finfo(diagonal.dtype).eps * diagonal.mean(-1, keepdim=True)

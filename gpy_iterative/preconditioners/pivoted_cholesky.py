@@ -1,8 +1,11 @@
-"""Pivoted Cholesky factors of a kernel matrix, plus its noise: greedy pivots, and random ones.
+"""Pivoted Cholesky factors of a kernel matrix, plus its noise: greedy pivots and random pivots.
 
-Greedy: Harbrecht, Peters and Schneider 2012, "On the low-rank approximation by the pivoted Cholesky decomposition"; as a
-preconditioner for Gaussian processes: Gardner et al. 2018. Random: Epperly, Tropp and Webber 2024; as a preconditioner:
-Diaz, Epperly, Frangella, Tropp and Webber 2023, "Robust, randomized preconditioning for kernel ridge regression".
+Greedy pivots are where the rest of the diagonal is largest: Harbrecht, Peters and Schneider 2012, "On the low-rank
+approximation by the pivoted Cholesky decomposition"; as a preconditioner for Gaussian processes: Gardner et al. 2018.
+Random pivots are drawn in proportion to the rest of the diagonal: Chen, Epperly, Tropp and Webber 2022, "Randomly pivoted
+Cholesky"; in blocks of proposals: Epperly, Tropp and Webber 2024, "Embrace rejection: kernel matrix approximation by
+accelerated randomly pivoted Cholesky"; as a preconditioner: Diaz, Epperly, Frangella, Tropp and Webber 2023, "Robust,
+randomized preconditioning for kernel ridge regression".
 """
 
 import itertools
@@ -15,17 +18,22 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import dense_rows
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
-from gpy_iterative.preconditioners.partial_cholesky import PartialCholesky, factor_on
-from gpy_iterative.preconditioners.recipe import LowRankRecipe, kernel_and_noise
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import (
+    LowRankPlusDiagonal,
+    PreconditionerRecipe,
+    kernel_and_noise,
+)
+
+NOT_FINITE = "The kernel matrix has NaN or infinite entries. Check the data and the hyperparameters."
 
 
 class PivotedCholeskyFactor(LowRankPlusDiagonal):
-    """L L^T + diag(d) on the pivots [*b, k] that it was built from.
+    """L L^T + diag(d), built on the pivots [*b, k].
 
-    `jitter` [*b], in units of the largest diagonal entry of the pivots' block, is what that needed for a factor beyond what
-    rounding usually takes; 0 where it needed no more.
+    `jitter` [*b], in units of the largest diagonal entry of the pivots' block, is the jitter that this block needed beyond
+    the usual one; 0 where it needed no more.
     """
 
     def __init__(self, factor: Tensor, diagonal: Tensor, pivots: Tensor, jitter: Tensor) -> None:
@@ -34,8 +42,8 @@ class PivotedCholeskyFactor(LowRankPlusDiagonal):
 
 
 @dataclass(frozen=True)
-class PivotedCholesky(LowRankRecipe):
-    """The recipe; `build` makes the factor for one operator.
+class PivotedCholesky(PreconditionerRecipe):
+    """Recipe for a pivoted Cholesky factor with greedy pivots.
 
     Args:
         rank: columns of the factor; clamped at n.
@@ -47,6 +55,11 @@ class PivotedCholesky(LowRankRecipe):
         >>> gpi.solvers.ConjugateGradients(preconditioner=gpi.preconditioners.PivotedCholesky(rank=400)).preconditioner.rank
         400
     """
+
+    rank: int = 100
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
 
     @torch.no_grad()
     def build(
@@ -64,62 +77,47 @@ class PivotedCholesky(LowRankRecipe):
             operator: K plus noise, whose K is factored and whose noise is the diagonal; of any other positive
                 definite operator, the operator itself is factored and the rest of its diagonal is the diagonal.
             pivots: [*b, k] from an earlier factor: the search is skipped. While pivots stay, the factor is a smooth
-                function of the hyperparameters.
+                function of the hyperparameters. Pivots that have become linearly dependent stay; the diagonal takes what
+                they no longer carry.
             correct_diagonal: add diag(K - L L^T) to the diagonal, so that S has the diagonal of H.
             generator: for random pivots; None is seed 0.
-            known: of the same operator, with whichever diagonal: where it has the same pivots, its L is taken.
+            known: a factor of the same operator, with any diagonal: where it has the same pivots, its L is used.
 
         Cost: k rows of the kernel matrix and n k^2 multiply-adds, for one member of a batch after the other. The
         search stops early when the rest of the diagonal is rounding noise (duplicate rows); a batch stops together.
 
         Raises:
             NonFiniteError: an entry of the factor is not finite.
-
-        Given pivots that have become linearly dependent stay: what they no longer carry is left to the diagonal.
         """
         kernel, diagonal, noise = kernel_and_noise(operator)
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
         if known is not None and pivots is not None and torch.equal(known.pivots, pivots):
             factor, jitter = known.factor, known.jitter
         else:
-            factor, pivots, jitter = self._factor(kernel, diagonal, noise, pivots, generator)
+            generator = torch.Generator().manual_seed(0) if generator is None else generator
+            factor, pivots, jitter = self._factor(kernel, diagonal, pivots, generator)
         # Norms, and not sums of squares, which would all be in memory at once.
         rest = (diagonal - torch.linalg.vector_norm(factor, dim=-1).square()).clamp_min(0)
         mean = diagonal.mean(-1, keepdim=True)
         eps = torch.finfo(diagonal.dtype).eps
-        if noise is not None:
+        if noise is None:
+            # The factor is exact on its pivots and leaves nothing there: the floor stands for the unknown noise.
+            added = rest + 1e-3 * rest.mean(-1, keepdim=True) + eps**0.5 * mean
+        else:
             # Never zero: S stays positive definite, and its inverse finite, where the noise has vanished.
-            return PivotedCholeskyFactor(
-                factor, (noise + rest if correct_diagonal else noise).maximum(eps * mean), pivots, jitter
-            )
-        # On its pivots the factor is exact and leaves nothing, the unknown noise included.
-        floor = 1e-3 * rest.mean(-1, keepdim=True) + eps**0.5 * mean
-        return PivotedCholeskyFactor(factor, rest + floor, pivots, jitter)
-
-    def extend(self, partial: PartialCholesky, rank: int, generator: torch.Generator) -> None:
-        """Grows a partial factor to a rank, by this recipe's way to choose pivots."""
-        partial.add_greedy(rank)
-
-    def _choose(self, partial: PartialCholesky, noise: Tensor | None, generator: torch.Generator) -> None:
-        """All pivots of one member [n, n], whose noise is [n] where it is known."""
-        self.extend(partial, min(self.rank, len(partial.rest)), generator)
+            added = (noise + rest if correct_diagonal else noise).maximum(eps * mean)
+        return PivotedCholeskyFactor(factor, added, pivots, jitter)
 
     def _factor(
-        self,
-        kernel: LinearOperator,
-        diagonal: Tensor,
-        noise: Tensor | None,
-        pivots: Tensor | None,
-        generator: torch.Generator,
+        self, kernel: LinearOperator, diagonal: Tensor, pivots: Tensor | None, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """L [*b, n, k], its pivots [*b, k] and the jitter [*b] that it took, member by member."""
+        """L [*b, n, k], its pivots [*b, k] and its jitter [*b], member by member."""
         batch, size = diagonal.shape[:-1], diagonal.shape[-1]
         members = []
         for index in itertools.product(*map(range, batch)):
             member = cast(LinearOperator, kernel[index]) if batch else kernel
             if pivots is None:
                 partial = PartialCholesky(member, diagonal[index], min(self.rank, size))
-                self._choose(partial, None if noise is None else noise[index], generator)
+                self._grow(partial, generator)
                 members.append((partial.factor, partial.pivots, 0.0))
             else:
                 rows = dense_rows(member, pivots[index])
@@ -131,13 +129,23 @@ class PivotedCholesky(LowRankRecipe):
         jitters = torch.tensor([jitter for _, _, jitter in members], dtype=diagonal.dtype, device=diagonal.device)
         return factors.reshape(*batch, size, rank), chosen.reshape(*batch, rank), jitters.reshape(batch)
 
+    def _grow(self, partial: "PartialCholesky", generator: torch.Generator) -> None:
+        """Adds pivots up to the capacity, or until the matrix is exhausted."""
+        while partial.rank < partial.capacity:
+            # A tensor of one index, not a number, which an accelerator would have to send to the host.
+            pivot = partial.rest.argmax().unsqueeze(0)
+            left = partial.rest[pivot]
+            if left <= partial.stop:
+                return
+            partial.append(partial.rows(pivot) / left.sqrt(), pivot)
+
 
 @dataclass(frozen=True)
 class RandomlyPivotedCholesky(PivotedCholesky):
-    """Pivots drawn in proportion to the diagonal that is left, many at a time.
+    """Recipe for a pivoted Cholesky factor with random pivots, drawn in proportion to the rest of the diagonal.
 
-    Outliers, which greedy search takes first and which tell nothing about other data, are met as often as they matter.
-    Rows come in blocks, which kernels evaluate several times faster than one by one.
+    Greedy search takes outliers first, which say nothing about other data; random pivots meet them as often as they matter.
+    Rows are evaluated in blocks, which is several times faster than one by one.
 
     Args:
         rank: columns of the factor; clamped at n.
@@ -157,7 +165,123 @@ class RandomlyPivotedCholesky(PivotedCholesky):
         if self.block_size is not None:
             check_count("block_size", self.block_size)
 
-    def extend(self, partial: PartialCholesky, rank: int, generator: torch.Generator) -> None:
-        """Grows a partial factor to a rank by accepted proposals."""
-        block_size = max(8, math.ceil(self.rank / 10)) if self.block_size is None else self.block_size
-        partial.add_random(rank, block_size, generator)
+    def _grow(self, partial: "PartialCholesky", generator: torch.Generator) -> None:
+        proposals = max(8, math.ceil(self.rank / 10)) if self.block_size is None else self.block_size
+        while partial.rank < partial.capacity and not (partial.rest <= partial.stop).all():  # NaN goes on, and is found
+            candidates = partial.propose(proposals, generator)
+            block = partial.rest_of(candidates)
+            # Replaces running differences. Where these were rounding, nothing is left to propose again: every round takes
+            # its first candidate or rules it out, and the rounds come to an end.
+            partial.rest[candidates] = block.diagonal().clamp_min(0).to(partial.rest)
+            threshold = torch.rand(proposals, generator=generator, device=generator.device, dtype=torch.float64)
+            most = partial.capacity - partial.rank
+            chosen, lower = _accepted(block, threshold.cpu(), float(partial.stop), most)
+            if len(chosen):
+                pivots, lower = candidates[chosen.to(candidates.device)], lower.to(partial.rest)
+                partial.append(torch.linalg.solve_triangular(lower, partial.rows(pivots), upper=False), pivots)
+
+
+class PartialCholesky:
+    """A growing L [n, k] with L L^T nowhere larger than K, and exact on its pivots.
+
+    Args:
+        kernel: K [n, n].
+        diagonal: of K [n].
+        capacity: the largest rank.
+
+    Attributes:
+        rest: the diagonal of K - L L^T [n].
+        stop: entries of the rest that are rounding noise.
+        rank: k.
+    """
+
+    def __init__(self, kernel: LinearOperator, diagonal: Tensor, capacity: int) -> None:
+        self.kernel, self.capacity, self.rank = kernel, capacity, 0
+        self.rest, self.stop = diagonal.clone(), torch.finfo(diagonal.dtype).eps * diagonal.max()
+        # Columns are rows here: each step reads and writes contiguous memory.
+        self._columns = diagonal.new_zeros(capacity, diagonal.shape[-1])
+        self._pivots = torch.zeros(capacity, dtype=torch.long, device=diagonal.device)
+
+    @property
+    def factor(self) -> Tensor:
+        """L [n, k]."""
+        return self._columns[: self.rank].mT
+
+    @property
+    def pivots(self) -> Tensor:
+        """[k], in the order in which they were taken."""
+        return self._pivots[: self.rank]
+
+    def append(self, columns: Tensor, pivots: Tensor) -> None:
+        """Adds columns of L, given as rows [p, n], and their pivots [p]."""
+        first, self.rank = self.rank, self.rank + len(pivots)
+        self._columns[first : self.rank], self._pivots[first : self.rank] = columns, pivots
+        self.rest = (self.rest - columns.square().sum(0)).clamp_min_(0)
+        self.rest[self.pivots] = 0
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Rows of K - L L^T [p, n]."""
+        return dense_rows(self.kernel, rows) - self._columns[: self.rank, rows].mT @ self.factor.mT
+
+    def rest_of(self, rows: Tensor) -> Tensor:
+        """K - L L^T on some rows and columns [p, p], on the host in float64."""
+        size = len(rows)
+        entries = self.kernel[rows.repeat_interleave(size), rows.repeat(size)].view(size, size).double().cpu()
+        known = self._columns[: self.rank, rows].double().cpu()
+        return entries - known.mT @ known
+
+    def propose(self, size: int, generator: torch.Generator) -> Tensor:
+        """Rows [size] with repetition, in proportion to the rest of the diagonal."""
+        left = self.rest.masked_fill(self.rest <= self.stop, 0).double().cumsum(-1)
+        if not torch.isfinite(left[-1]):
+            raise NonFiniteError(NOT_FINITE)
+        drawn = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).to(left.device)
+        # `right`: a row without any rest is never met, not even by a drawn 0.
+        return torch.searchsorted(left, drawn * left[-1], right=True).clamp_max(len(left) - 1)
+
+
+def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple[Tensor, Tensor]:
+    """The candidates that are taken, `most` at the most, and their lower Cholesky factor.
+
+    `block` [p, p] is K - L L^T on the candidates, `threshold` [p] uniform draws. Each candidate is drawn as if those before
+    it in its block had not been taken. It is taken with the share of its diagonal entry that they left, which makes the
+    draw right.
+    """
+    rest, start, chosen = block.clone(), block.diagonal().clone(), []
+    columns = [block[:, :0]]
+    for candidate in range(len(block)):
+        left = rest[candidate, candidate]
+        if len(chosen) < most and left > stop and threshold[candidate] * start[candidate] < left:
+            chosen.append(candidate)
+            column = rest[:, candidate] / left.sqrt()
+            columns.append(column.unsqueeze(-1))
+            rest = rest - torch.outer(column, column)
+    taken = torch.tensor(chosen, dtype=torch.long)
+    return taken, torch.cat(columns, dim=-1)[taken].tril()
+
+
+def factor_on(rows: Tensor, block: Tensor) -> tuple[Tensor, float]:
+    """K C times the inverse transpose of the Cholesky factor of C^T K C [n, k], and how far its jitter was raised.
+
+    Args:
+        rows: C^T K [k, n]; for pivots, rows of K.
+        block: C^T K C [k, k] in float64.
+
+    The jitter keeps L L^T below K, and covers twice the block's negative eigenvalues, which are rounding errors of the
+    kernel. It is fixed where these are smaller than half of it. Where they are larger it is raised, continuously in the
+    hyperparameters, to the returned multiple of the block's largest diagonal entry: directions that carry only rounding
+    fade out, and the rest of the factor stays as good as it was. 0 where it was not raised.
+    """
+    if not torch.isfinite(block).all():
+        raise NonFiniteError(NOT_FINITE)
+    scale = float(block.diagonal().max()) if len(block) else 0.0
+    if not scale > 0:  # a kernel that is zero
+        return torch.zeros_like(rows).mT, 0.0
+    jitter, raised = max(1e-10, len(rows) * torch.finfo(rows.dtype).eps), 0.0
+    identity = torch.eye(len(block), dtype=block.dtype, device=block.device)
+    if torch.linalg.cholesky_ex(block + 0.5 * jitter * scale * identity).info:
+        jitter = raised = -2 * float(torch.linalg.eigvalsh(block)[0]) / scale
+    lower = torch.linalg.cholesky(block + jitter * scale * identity)
+    # By its inverse: a product takes a third of the time of a solve with so many columns, and float64 has digits left.
+    inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+    return (inverse @ rows.double()).mT.to(rows.dtype), raised

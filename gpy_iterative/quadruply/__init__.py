@@ -1,5 +1,5 @@
-"""Quadruply stochastic Gaussian processes: millions of features, of which every step samples some.
+"""Quadruply stochastic Gaussian processes: models with millions of features, of which every step samples some.
 
-Begin with `model.py` (what a user holds), `elbo.py` (one training step) and `optimizers.py`; the bases have a file
-each. The room may import `exact` and all below it, and no other method.
+Read `model.py` (what a user makes), `elbo.py` (one training step) and `known_latent.py` first; the bases have a file each.
+The room imports `exact` and the rooms below it, and no other method.
 """

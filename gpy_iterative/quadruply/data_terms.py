@@ -1,9 +1,11 @@
-"""What the data contribute to the evidence lower bound: unbiased for Gaussian noise, a bound for other likelihoods.
+"""What sampled rows contribute: the data terms of the evidence lower bound, and the start of the diagonal of C.
 
-Sums over data run in float64: a float32 sum weighted by n over the batch loses what the features were computed with.
+Sums over data are in float64: weighted by n / b, a float32 sum would lose the digits of the features.
 """
 
 import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,29 +14,26 @@ from gpytorch.distributions import base_distributions
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from torch import Tensor
 
-from gpy_iterative.quadruply.control_variate.known_latent import KnownLatent
-from gpy_iterative.quadruply.feature_samples import Head, Sample
-from gpy_iterative.quadruply.model import QuadruplyStochasticGP
+from gpy_iterative.errors import ApproximationWarning, warn
+from gpy_iterative.quadruply.feature_weights import FeatureWeights
+from gpy_iterative.quadruply.known_latent import KnownValues
+from gpy_iterative.quadruply.model import BLOCK, QuadruplyStochasticGP
+from gpy_iterative.quadruply.samples import Head, Sample
 from gpy_iterative.training.expected_log_prob import expected_log_prob
+
+#: 1 / (largest curvature of a logistic likelihood), used as the noise of likelihoods that have none.
+LOGISTIC_NOISE = 4.0
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Sampled data.
+    """Sampled data."""
 
-    Attributes:
-        x: [b, d].
-        target: [b].
-        prior_mean: of the mean module, [b].
-        noise: variances of a Gaussian likelihood, [b]; None for another one.
-        weight: n / b.
-    """
-
-    x: Tensor
-    target: Tensor
-    prior_mean: Tensor
-    noise: Tensor | None
-    weight: float
+    x: Tensor  # [b, d]
+    target: Tensor  # [b]
+    prior_mean: Tensor  # [b]
+    noise: Tensor | None  # variances of a Gaussian likelihood, [b]
+    weight: float  # n / b
 
     @property
     def residual(self) -> Tensor:
@@ -42,43 +41,52 @@ class Rows:
         return self.target - self.prior_mean
 
 
-def noise_variances(
-    likelihood: Likelihood, index: Tensor, size: int, params: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """A Gaussian likelihood's noise variances at some of `size` data, [b].
+@dataclass(frozen=True)
+class Call:
+    """Arguments of one evaluation."""
 
-    Raises ValueError for fixed noises of another number than the data, and for variances that are not positive.
-    """
-    is_fixed = isinstance(likelihood, FixedNoiseGaussianLikelihood)
-    given = kwargs.get("noise", likelihood.noise_covar.noise if is_fixed else None)
-    if given is None:
-        noise = likelihood._shaped_noise_covar(index.shape, *params, **kwargs).diagonal(dim1=-1, dim2=-2)
-    elif given.shape != (size,):
-        raise ValueError(
-            f"There are noise variances of shape {tuple(given.shape)} for {size} data. For a batch pass its own: "
-            "mll(model(x), y, noise=noise)."
-        )
-    else:
-        # Not by the likelihood: given a noise, it takes it for the additional one as well.
-        noise = given[index] + (likelihood.second_noise if is_fixed else 0)
-    bad = ~(torch.isfinite(noise) & (noise > 0))
-    if bad.any():
-        raise ValueError(f"Every noise variance must be finite and positive, but one is {noise[bad][0].item()}.")
-    return noise
+    likelihood: Likelihood
+    x: Tensor  # [n, d], all data or a batch of them
+    target: Tensor  # [n]
+    params: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    num_data: int  # of all data
+    generator: torch.Generator
 
+    def rows(self, model: QuadruplyStochasticGP, index: Tensor, *, is_gaussian: bool) -> Rows:
+        """Rows `index` [b]; raises as `noise`."""
+        x = self.x[index]
+        noise = self.noise(index) if is_gaussian else None
+        return Rows(x, self.target[index].to(x), model.prior_mean(x), noise, self.num_data / len(index))
 
-def diagonal_variance(model: QuadruplyStochasticGP, rows: Rows, head: Head, sample: Sample, features: Tensor) -> Tensor:
-    """The latent variance from columns of C with a diagonal entry alone, [b]: exact, or unbiased from the sample."""
-    weights = model.weights
-    if weights.shared_diagonal:
-        return head.variance + weights.shared_variance * model.tail_prior_variance(rows.x, head.features)
-    return head.variance + sample.weight * (features.square() @ (2 * sample.rows.log_diagonal).exp())
+    def noise(self, index: Tensor) -> Tensor:
+        """Noise variances of a Gaussian likelihood at rows `index`, [b].
+
+        Raises ValueError where the number of fixed noises is not that of the rows, and for variances that are not positive.
+        """
+        is_fixed = isinstance(self.likelihood, FixedNoiseGaussianLikelihood)
+        given = self.kwargs.get("noise", self.likelihood.noise_covar.noise if is_fixed else None)
+        if given is None:
+            covariance = self.likelihood._shaped_noise_covar(index.shape, *self.params, **self.kwargs)
+            noise = covariance.diagonal(dim1=-1, dim2=-2)
+        elif given.shape != self.x.shape[:1]:
+            raise ValueError(
+                f"There are noise variances of shape {tuple(given.shape)} for {len(self.x)} data. For a batch pass its "
+                "own: mll(model(x), y, noise=noise)."
+            )
+        else:
+            # Not through the likelihood, which would add a noise that is passed to its second noise twice.
+            noise = given[index] + (self.likelihood.second_noise if is_fixed else 0)
+        bad = ~(torch.isfinite(noise) & (noise > 0))
+        if bad.any():
+            raise ValueError(f"Noise variances must be finite and positive, but one is {noise[bad][0].item()}.")
+        return noise
 
 
 def gaussian_term(model: QuadruplyStochasticGP, rows: Rows, first: Sample, second: Sample) -> Tensor:
-    """Unbiased for -2 E_q log p(y | f) from independent samples of groups: [], float64.
+    """Estimate of -2 E_q log p(y | f) from independent samples of groups: [], float64.
 
-    The product of two residuals absorbs the targets' own square, and cancels before anything large is summed.
+    The square of a residual is estimated by the product of two, which are small: large sums do not have to cancel.
     """
     head = Head.of(model, model.head_features(rows.x))
     left = model.tail_features(rows.x, head.features, first.groups)
@@ -86,62 +94,74 @@ def gaussian_term(model: QuadruplyStochasticGP, rows: Rows, first: Sample, secon
     target = rows.residual - head.mean
     square = (target - first.mean(left)) * (target - second.mean(right))
     variance = ((head.root + first.root(left)) * (head.root + second.root(right))).sum(-1)
-    return _gaussian(model, rows, head, square + variance + diagonal_variance(model, rows, head, first, left))
+    return _gaussian(model, rows, head, square + variance + _diagonal_variance(model, rows, head, first, left))
 
 
-def known_gaussian_term(
-    model: QuadruplyStochasticGP, rows: Rows, latent: KnownLatent, first: Sample, second: Sample
-) -> Tensor:
+def known_gaussian_term(model: QuadruplyStochasticGP, rows: Rows, known: KnownValues, sample: Sample) -> Tensor:
     """-2 E_q log p(y | f) of rows whose latent function is known, with an unbiased gradient: [], float64.
 
-    The sample matters to the gradient alone, and to a diagonal of C that is not shared.
+    The value depends on the sample only through a diagonal of C that is not shared.
     """
-    mean, root, features, head = _known(model, latent, first, second)
-    variance = root.square().sum(-1) + diagonal_variance(model, rows, head, first, features)
-    return _gaussian(model, rows, head, (rows.residual - mean).square() + variance)
+    variance = known.root.square().sum(-1) + _diagonal_variance(model, rows, known.head, sample, known.left)
+    return _gaussian(model, rows, known.head, (rows.residual - known.mean).square() + variance)
 
 
 def site_bound(
     likelihood: Likelihood, model: QuadruplyStochasticGP, rows: Rows, sample: Sample, **kwargs: Any
 ) -> Tensor:
-    """In expectation at most E_q log p(y | f) for a log-concave likelihood, and equal for all groups: [], float64.
+    """Estimate of a lower bound of E_q log p(y | f) for a log-concave likelihood; exact for all groups: [], float64.
 
-    By Jensen's inequality: given the weights, the sampled latent value has the right mean. What the sample contributes to
-    the variance is taken with whole rows of C; a shared diagonal entry contributes exactly. (Theorem 3 of the paper has the
-    variance where its square root belongs, and is no bound.)
+    By Jensen's inequality, since the sampled latent mean is unbiased given the weights. The sample's part of the variance
+    is taken with whole rows of C; a shared diagonal is exact. (Theorem 3 of Evans and Nair 2018 has the variance in the
+    place of its square root, and is no bound.)
     """
     head = Head.of(model, model.head_features(rows.x))
     features = model.tail_features(rows.x, head.features, sample.groups)
-    variance = _site_variance(model, rows, head.root + sample.root(features), head, sample, features)
-    return _site(likelihood, model, rows, head, head.mean + sample.mean(features), variance, **kwargs)
+    mean, root = head.mean + sample.mean(features), head.root + sample.root(features)
+    return _site(likelihood, model, rows, head, mean, root, sample, features, **kwargs)
 
 
 def known_site_term(
     likelihood: Likelihood,
     model: QuadruplyStochasticGP,
     rows: Rows,
-    latent: KnownLatent,
-    first: Sample,
-    second: Sample,
+    known: KnownValues,
+    sample: Sample,
     **kwargs: Any,
 ) -> Tensor:
     """E_q log p(y | f) of rows whose latent function is known, with an unbiased gradient: [], float64.
 
-    For any likelihood where the diagonal of C is shared; where it is not, a lower bound in expectation, of a log-concave
-    one.
+    Exact for any likelihood where the diagonal of C is shared; else a lower bound, of a log-concave one.
     """
-    mean, root, features, head = _known(model, latent, first, second)
-    variance = _site_variance(model, rows, root, head, first, features)
-    return _site(likelihood, model, rows, head, mean, variance, **kwargs)
+    return _site(likelihood, model, rows, known.head, known.mean, known.root, sample, known.left, **kwargs)
 
 
-def _known(
-    model: QuadruplyStochasticGP, latent: KnownLatent, first: Sample, second: Sample
-) -> tuple[Tensor, Tensor, Tensor, Head]:
-    """Mean [b] and root [b, k] of all features, the first sample's features, and the head."""
-    features, _, total = latent.at(model, first, second)
-    head = Head.of(model, latent.head)
-    return head.mean + total[:, 0], head.root + total[:, 1:], features, head
+def control_term(known: KnownValues, first: Sample, second: Sample, residual: Tensor, noise: Tensor) -> Tensor:
+    """Control variate for `gaussian_term`, over the number of points p: expectation zero in value and gradient, [].
+
+    sum_p [ (r - a)^2 - (r - v_i)(r - v_j) ] / noise with the known latent mean a and its estimates v_i, v_j: the residual
+    form of equation 3 of Evans and Nair 2018, which has less variance near the optimum.
+
+    Args:
+        known: values at the support points.
+        first, second: the step's samples.
+        residual: targets minus prior mean at the points, [p], detached.
+        noise: variances at the points, [p], detached: their gradient would be biased by the factor (all) / |U|.
+    """
+    head, target = known.head, residual - known.head.mean
+    estimate = (target - first.mean(known.left)) * (target - second.mean(known.right))
+    roots = (head.root + first.root(known.left)) * (head.root + second.root(known.right))
+    total = (residual - known.mean).square() - estimate + (known.root.square() - roots).sum(-1)
+    return (total.double() / noise.double()).sum() / len(residual)
+
+
+def _diagonal_variance(
+    model: QuadruplyStochasticGP, rows: Rows, head: Head, sample: Sample, features: Tensor, factor: float = 1.0
+) -> Tensor:
+    """The latent variance from the diagonal columns of C, [b]: exact, or `factor` times an estimate from the sample."""
+    if model.weights.shared_diagonal:
+        return head.variance + model.weights.shared_variance * model.tail_prior_variance(rows.x, head.features)
+    return head.variance + factor * sample.variance(features)
 
 
 def _gaussian(model: QuadruplyStochasticGP, rows: Rows, head: Head, square: Tensor) -> Tensor:
@@ -157,10 +177,15 @@ def _site(
     rows: Rows,
     head: Head,
     mean: Tensor,
-    variance: Tensor,
+    root: Tensor,
+    sample: Sample,
+    features: Tensor,
     **kwargs: Any,
 ) -> Tensor:
-    """E log p of latent values with moments [b], weighted and summed."""
+    """E log p of latent values with this mean [b] and root [b, k] of the variance, weighted and summed."""
+    # A sampled diagonal of C is weighted twice: by Jensen's inequality its variance is too large.
+    diagonal = _diagonal_variance(model, rows, head, sample, features, factor=sample.weight)
+    variance = root.square().sum(-1) + diagonal
     deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
     mean = rows.prior_mean + mean
 
@@ -173,12 +198,62 @@ def _site(
     return fit(mean, deviation)
 
 
-def _site_variance(
-    model: QuadruplyStochasticGP, rows: Rows, root: Tensor, head: Head, sample: Sample, features: Tensor
-) -> Tensor:
-    """Of the latent value, [b]; by Jensen's inequality too much where the diagonal of C is sampled."""
-    variance = root.square().sum(-1)
-    if model.weights.shared_diagonal:
-        return variance + diagonal_variance(model, rows, head, sample, features)
-    own = features.square() @ (2 * sample.rows.log_diagonal).exp()
-    return variance + head.variance + sample.weight**2 * own
+@torch.no_grad()
+def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) -> None:
+    """c_r^2 = 1 / (s_r + phi_r^T phi_r / noise) (proposition 1), once a model; O(b m) without a shared diagonal."""
+    weights = model.weights
+    noise = LOGISTIC_NOISE if rows.noise is None else rows.noise.mean()
+    head = model.head_features(rows.x)
+    weights.head_log_diagonal.copy_(_log_deviation(num_data * head.square().mean(0) / noise, model.head_precision()))
+    if weights.shared_diagonal and weights.num_tail:
+        total = num_data * model.tail_prior_variance(rows.x, head).mean() / noise
+        weights.tail_log_diagonal.fill_(_log_deviation(total / weights.num_tail, None))
+    elif not weights.shared_diagonal:
+        for groups in model.tail_blocks(BLOCK):
+            gram = num_data * model.tail_features(rows.x, head, groups).square().mean(0) / noise
+            index = model.basis.feature_index(groups)
+            weights.tail_log_diagonal[index, 0] = _log_deviation(gram, model.tail_precision(groups))
+    weights.initialized.fill_(1)
+
+
+@contextmanager
+def initialization_undone(weights: FeatureWeights, *, always: bool) -> Iterator[None]:
+    """Takes back a first initialisation of the diagonal of C after an exception, or `always`."""
+    if weights.initialized:
+        yield
+        return
+    diagonals = (weights.head_log_diagonal, weights.tail_log_diagonal)
+    before = [diagonal.detach().clone() for diagonal in diagonals]
+    undo = True
+    try:
+        yield
+        undo = always
+    finally:
+        if undo:
+            with torch.no_grad():
+                for diagonal, values in zip(diagonals, before, strict=True):
+                    diagonal.copy_(values)
+                weights.initialized.zero_()
+
+
+@torch.no_grad()
+def warn_of_capacity(model: QuadruplyStochasticGP, rows: Rows, num_data: int, parameters: Iterable[Tensor]) -> None:
+    """Warns where hyperparameters are learned from more random features than the bound can bear."""
+    free = any(parameter.requires_grad for parameter in parameters)
+    is_random = model.basis.knows_group_variance and not model.basis.num_head_features
+    if rows.noise is None or not is_random or not free:
+        return
+    head = model.head_features(rows.x)
+    limit = float(num_data * model.tail_prior_variance(rows.x, head).mean() / rows.noise.mean())
+    if model.weights.num_tail >= limit:
+        warn(
+            f"{model.weights.num_tail} random features with independent posterior deviations are more than n outputscale / "
+            f"noise = {limit:.3g}: variances stay above half of the prior's, and hyperparameters that are learned from "
+            "this bound drift to too much noise and too small an outputscale. Use NystromBasis, fix the hyperparameters "
+            "with requires_grad_(False), or learn them with another marginal log likelihood.",
+            ApproximationWarning,
+        )
+
+
+def _log_deviation(gram: Tensor, precision: Tensor | None) -> Tensor:
+    return -0.5 * (gram + (1 if precision is None else precision)).log()

@@ -1,7 +1,7 @@
-"""Distributions of latent values that are worked out when they are looked at, and not before."""
+"""Distributions of latent values that are computed when they are read."""
 
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -9,45 +9,32 @@ from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 from torch.distributions import Distribution
 
-#: Variances that differ by more than this part, and by more than rounding, were computed from different weights.
+if TYPE_CHECKING:
+    from gpy_iterative.quadruply.model import QuadruplyStochasticGP
+
+#: Variances that differ by more than this part, and by more than rounding, belong to different weights.
 MOVED = 1e-3
 #: Rounding errors of k(x, x) - |phi(x)|^2, in units of |phi(x)|^2 times the dtype's accuracy.
 ROUNDING = 100
 
 
-class Predictor(Protocol):
-    """A model in weight space, as far as its distributions need it."""
-
-    def predict(self, x: Tensor) -> MultivariateNormal:
-        """The latent distribution at x [t, d]."""
-        ...
-
-    def head_features(self, x: Tensor) -> Tensor:
-        """The features that every step evaluates, [t, h]."""
-        ...
-
-    def diagonal_part(self, x: Tensor, block_size: int) -> Tensor:
-        """The covariance from the columns of C that have a diagonal entry alone, [t, t]."""
-        ...
-
-
 class DeferredPrediction(MultivariateNormal):
-    """What a model returns in train mode: knows its inputs, and predicts when mean or covariance are asked for.
+    """Output of a model in train mode: knows its inputs, and predicts when its mean or covariance is read.
 
     Args:
-        model: that predicts.
+        model: whose `posterior` it is.
         x: [n, d].
 
-    What GPyTorch derives from it (`likelihood(output)`, `output[:5]`, `output * 2`) is a plain MultivariateNormal.
+    Distributions that GPyTorch derives from it (`likelihood(output)`, `output[:5]`) are plain MultivariateNormals.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MultivariateNormal:
-        # GPyTorch derives distributions by `self.__class__(mean, covariance)`: there is nothing to defer in these.
+        # GPyTorch derives distributions by `self.__class__(mean, covariance)`: these are not deferred.
         if kwargs or (args and isinstance(args[0], Tensor)):
             return MultivariateNormal(*args, **kwargs)
         return super().__new__(cls)
 
-    def __init__(self, model: Predictor, x: Tensor) -> None:
+    def __init__(self, model: "QuadruplyStochasticGP", x: Tensor) -> None:
         Distribution.__init__(self, torch.Size(), x.shape[:1], validate_args=False)
         self.model, self.x = model, x
         self._islazy = True
@@ -55,7 +42,7 @@ class DeferredPrediction(MultivariateNormal):
 
     @cached_property
     def _prediction(self) -> MultivariateNormal:
-        return self.model.predict(self.x)
+        return self.model.posterior(self.x)
 
     @property
     def loc(self) -> Tensor:
@@ -68,15 +55,10 @@ class DeferredPrediction(MultivariateNormal):
 
 
 class WeightSpaceCovarianceLinearOperator(LinearOperator):
-    """phi(x) C C^T phi(x)^T [t, t], of which the diagonal is known and all else is worked out on request.
+    """phi(x) C C^T phi(x)^T [t, t], whose diagonal is known and whose other entries are computed on request.
 
-    Args:
-        x: [t, d].
-        root: the part of the dense columns of C, [t, k].
-        diagonal: the variances of the other columns, [t].
-        extra: variances that are independent between points, [t].
-        model: works out the covariances of the other columns, at t^2 m.
-        block_size: features that it evaluates at a time.
+    `root` [t, k] is the part of the dense columns of C, `diagonal` [t] has the variances from the other columns, `extra`
+    [t] variances that are independent between points.
     """
 
     def __init__(
@@ -86,7 +68,7 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
         diagonal: Tensor,
         extra: Tensor,
         *,
-        model: Predictor,
+        model: "QuadruplyStochasticGP",
         block_size: int,
     ) -> None:
         super().__init__(x, root, diagonal, extra, model=model, block_size=block_size)
@@ -103,10 +85,10 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
         return self.root.square().sum(-1) + self.diagonal_part + self.extra
 
     def to_dense(self) -> Tensor:
-        """The matrix [t, t]; kept once it is known.
+        """The matrix [t, t], which is kept.
 
         Raises:
-            RuntimeError: the model has moved since the prediction, whose root and variances are those of then.
+            RuntimeError: weights or hyperparameters have changed since the prediction.
         """
         kept: Tensor | None = self.__dict__.get("_dense")
         if kept is not None:
@@ -115,8 +97,8 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
             others = self.model.diagonal_part(self.x, self.block_size)
             if not torch.allclose(others.diagonal(), self.diagonal_part, rtol=MOVED, atol=self._tolerance()):
                 raise RuntimeError(
-                    "The model's weights or hyperparameters have moved since this prediction: predict again, or look at "
-                    "its covariance before the next step."
+                    "The model's weights or hyperparameters have moved since this prediction: predict again, or read the "
+                    "covariance before the next step."
                 )
             dense = self.root @ self.root.mT + others + torch.diag(self.extra)
         if not dense.requires_grad:
@@ -127,7 +109,7 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
     def _tolerance(self) -> float:
         if not len(self.x):
             return 0.0
-        # A posterior variance may be a rounding error of the prior's, from which the head's has been subtracted.
+        # A posterior variance may be as small as the rounding errors of k(x, x) - |head(x)|^2.
         head = self.model.head_features(self.x).square().sum(-1).amax()
         return float(MOVED * self.diagonal_part.abs().amax() + ROUNDING * torch.finfo(head.dtype).eps * head)
 

@@ -1,11 +1,11 @@
-"""The variational distribution of a basis' weights: q(w) = N(mu, C C^T) with a chevron C.
+"""Variational distribution of the weights: q(w) = N(mu, C C^T) with a chevron C.
 
-The first k columns of C are dense below the diagonal, the others have a diagonal entry alone. Parameters of the head, which
-every step touches, and of the rest, of which a step touches a few rows, are apart: the latter have sparse gradients, so
-that a step of training knows nothing of their number.
+The first k columns of C are dense below the diagonal, the others have a diagonal entry only. The parameters of the head,
+which every step moves, and of the tail, of which a step moves a few rows, are apart: the tail's gradients are sparse, so
+that the cost of a step does not grow with its size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,10 @@ from linear_operator.operators import DiagLinearOperator, RootLinearOperator
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-from gpy_iterative.changes import version
-
 
 @dataclass(frozen=True)
 class WeightRows:
-    """Rows of the parameters beyond the head.
+    """Rows of the tail's parameters.
 
     Attributes:
         mean: [t].
@@ -33,25 +31,24 @@ class WeightRows:
     columns: Tensor
     log_diagonal: Tensor | None
 
+    @property
+    def joined(self) -> Tensor:
+        """Mean and columns, [t, 1 + k]."""
+        return torch.cat([self.mean.unsqueeze(-1), self.columns], dim=-1)
+
 
 @dataclass(frozen=True)
 class SeenRows:
-    """Data of an evaluation of which a gradient was taken.
+    """Rows of an evaluation whose gradient was taken."""
 
-    Attributes:
-        features: of the head, [b, h].
-        curvature: minus the second derivative of the bound along the latent mean of each, over the number of data, [b].
-        fit: E_q log p(y | f), weighted as in the bound, after a change [b] of the latent means: []; None where curvature
-            says it all.
-    """
-
-    features: Tensor
-    curvature: Tensor
+    features: Tensor  # of the head, [b, h]
+    curvature: Tensor  # minus the second derivative of the bound in each latent mean, over n, [b]
+    # E_q log p(y | f), weighted as in the bound, after a change [b] of the latent means; None for Gaussian noise.
     fit: Callable[[Tensor], Tensor] | None
 
 
 class FeatureWeights(_VariationalDistribution):
-    """mu and C of all weights.
+    """Mean and factor C of all weights.
 
     Args:
         num_head: features of the head.
@@ -61,9 +58,9 @@ class FeatureWeights(_VariationalDistribution):
         like: gives dtype and device.
 
     Attributes:
-        initialized: whether the diagonal of C has been set from data (0 or 1, kept in the state_dict).
-        seen: rows whose gradient the present `.grad` holds; None where no optimiser asks for them.
-        revision: counts what may have moved the weights: steps of any objective, and states that were loaded.
+        initialized: whether the diagonal of C has been set from data (0 or 1, part of the state_dict).
+        seen: rows whose gradient is in `.grad`; None where no optimiser uses them.
+        revision: number of evaluations with a gradient, of any objective, and of loaded states.
     """
 
     def __init__(
@@ -80,19 +77,19 @@ class FeatureWeights(_VariationalDistribution):
         self.num_head, self.num_tail, self.num_dense_columns = num_head, num_tail, num_dense_columns
         self.revision = 0
         self.seen: list[SeenRows] | None = None
-        self._before_step: tuple[object, ...] | None = None
+        self._writes_before_step: int | None = None
         self.shared_diagonal = shared_diagonal
         self.register_parameter("head_mean", zeros(num_head))
         self.register_parameter("head_columns", zeros(num_head, num_dense_columns))
         self.register_parameter("head_log_diagonal", zeros(num_head))
         self.register_parameter("tail_mean", zeros(num_tail, 1))
         self.register_parameter("tail_columns", zeros(num_tail, num_dense_columns))
-        # Without a tail its deviation is the prior's: nothing to learn.
+        # Without a tail its deviation is that of the prior: there is nothing to learn.
         self.register_parameter("tail_log_diagonal", zeros(1 if shared_diagonal and num_tail else num_tail, 1))
         self.register_buffer("initialized", torch.zeros((), dtype=torch.uint8, device=like.device))
 
     def tail_rows(self, index: Tensor, *, sparse: bool) -> WeightRows:
-        """The rows [t] of the tail, whose gradient is sparse on request; cost O(t)."""
+        """Rows [t] of the tail; cost O(t). Their gradient is sparse on request."""
         rows = lambda parameter: functional.embedding(index, parameter, sparse=sparse)
         k = self.num_dense_columns
         columns = rows(self.tail_columns) if k else self.tail_columns.new_zeros(len(index), 0)
@@ -100,7 +97,7 @@ class FeatureWeights(_VariationalDistribution):
         return WeightRows(rows(self.tail_mean).squeeze(-1), columns, diagonal)
 
     def watch(self, features: Tensor, variance: Tensor, fit: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Notes in `seen` what a backward pass says of data, where an optimiser asks for it.
+        """Adds the rows to `seen` in the backward pass, where an optimiser uses them.
 
         Args:
             features: of the head, [b, h].
@@ -110,27 +107,24 @@ class FeatureWeights(_VariationalDistribution):
         if self.seen is None or not variance.requires_grad:
             return
         features = features.detach()
-        # The derivative for the variance is half the second one for the mean, of any density (Price's theorem).
+        # The derivative in the variance is half the second one in the mean, of any density (Price's theorem).
         note = lambda gradient: self.seen.append(SeenRows(features, 2 * gradient, fit))
         variance.register_hook(note)
 
     def announce_step(self) -> None:
-        """To be called by an evaluation that a step of the optimiser may follow."""
+        """Called by an evaluation that a step of the optimiser may follow."""
         self.revision += 1
-        self._before_step = self.versions()
-
-    def acknowledge_step(self) -> None:
-        """To be called where one was seen, though it may have written past autograd."""
-        self._before_step = None
+        self._writes_before_step = self.writes
 
     @property
     def awaits_step(self) -> bool:
-        """Whether an evaluation with a gradient may be without its step yet."""
-        return self._before_step == self.versions()
+        """Whether no step has followed the last evaluation with a gradient yet."""
+        return self._writes_before_step == self.writes
 
-    def versions(self) -> tuple[object, ...]:
-        """What changes with every step that moves the tail in place."""
-        return version(self.tail_mean), version(self.tail_columns)
+    @property
+    def writes(self) -> int:
+        """Number of in-place writes to the tail, which grows with every step that moves it."""
+        return num_writes((self.tail_mean, self.tail_columns))
 
     @property
     def dense_head_columns(self) -> Tensor:
@@ -141,12 +135,12 @@ class FeatureWeights(_VariationalDistribution):
 
     @property
     def head_variances(self) -> Tensor:
-        """Squared diagonal of C beyond the dense columns, in the head: [h - k]."""
+        """Squared diagonal entries of the head's diagonal columns, [h - k]."""
         return (2 * self.head_log_diagonal[self.num_dense_columns :]).exp()
 
     @property
     def shared_variance(self) -> Tensor:
-        """The squared diagonal entry of C that the tail shares, []; 1 where there is no tail."""
+        """Squared diagonal entry that the tail shares, []; 1 where there is no tail."""
         return (2 * self.tail_log_diagonal).exp().prod()
 
     @property
@@ -161,21 +155,26 @@ class FeatureWeights(_VariationalDistribution):
         return dense + self._diagonal_variances()
 
     def forward(self) -> Distribution:
-        """q(w): low rank plus diagonal, O(m k)."""
+        """q(w) as low rank plus diagonal, O(m k)."""
         root = torch.cat([self.dense_head_columns.detach(), self.tail_columns.detach()])
         covariance = RootLinearOperator(root) + DiagLinearOperator(self._diagonal_variances())
         return MultivariateNormal(self.mean, covariance)
 
-    @torch.no_grad()
     def initialize_variational_distribution(self, prior_dist: MultivariateNormal) -> None:
-        """Mean and variance of the prior, [m], which the first step leaves; the dense columns become diagonal."""
-        mean, log_diagonal = prior_dist.mean, prior_dist.variance.log() / 2
-        self.head_mean.copy_(mean[: self.num_head])
-        self.tail_mean.copy_(mean[self.num_head :].unsqueeze(-1))
-        self.head_columns.zero_()
-        self.tail_columns.zero_()
-        self.head_log_diagonal.copy_(log_diagonal[: self.num_head])
-        tail = log_diagonal[self.num_head :].unsqueeze(-1)
+        """Takes mean and variance of a distribution [m], which the first step keeps; dense columns become diagonal."""
+        columns = self.head_columns.new_zeros(self.num_head + self.num_tail, self.num_dense_columns)
+        self.assign(prior_dist.mean, columns, prior_dist.variance.log() / 2)
+
+    @torch.no_grad()
+    def assign(self, mean: Tensor, columns: Tensor, log_diagonal: Tensor) -> None:
+        """Sets mean [m], dense columns [m, k] below the diagonal, and log diagonal of C [m]."""
+        h = self.num_head
+        tail = log_diagonal[h:].unsqueeze(-1)
+        self.head_mean.copy_(mean[:h])
+        self.tail_mean.copy_(mean[h:].unsqueeze(-1))
+        self.head_columns.copy_(columns[:h])
+        self.tail_columns.copy_(columns[h:])
+        self.head_log_diagonal.copy_(log_diagonal[:h])
         self.tail_log_diagonal.copy_(tail.mean(0, keepdim=True) if self.shared_diagonal and len(tail) else tail)
         self.initialized.fill_(1)
         self.revision += 1
@@ -191,3 +190,8 @@ class FeatureWeights(_VariationalDistribution):
         head = functional.pad(self.head_variances.detach(), (self.num_dense_columns, 0))
         tail = (2 * self.tail_log_diagonal.detach().squeeze(-1)).exp()
         return torch.cat([head, tail.expand(self.num_tail) if self.shared_diagonal else tail])
+
+
+def num_writes(tensors: Iterable[Tensor]) -> int:
+    """Number of in-place writes to all tensors, which torch counts. Inference tensors count none."""
+    return sum(tensor._version for tensor in tensors if not tensor.is_inference())

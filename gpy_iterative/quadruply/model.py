@@ -1,7 +1,6 @@
-"""A Gaussian process in weight space, f(x) = mean(x) + phi(x) w, with a variational distribution of w."""
+"""Gaussian process in weight space, f(x) = mean(x) + phi(x) w, with a variational distribution of w."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import gpytorch
 import torch
@@ -14,40 +13,29 @@ from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
 from gpy_iterative.quadruply.deferred import DeferredPrediction, WeightSpaceCovarianceLinearOperator
 from gpy_iterative.quadruply.feature_weights import FeatureWeights
 
-
-@dataclass(frozen=True)
-class Moments:
-    """Of the latent function at t inputs.
-
-    Attributes:
-        mean: without the mean module's, [t].
-        root: phi(x) times the dense columns of C, [t, k].
-        diagonal: the variance from all other columns, [t].
-    """
-
-    mean: Tensor
-    root: Tensor
-    diagonal: Tensor
+#: Features that are evaluated at a time.
+BLOCK = 8192
 
 
 class QuadruplyStochasticGP(gpytorch.models.GP):
     """The model of `mlls.QuadruplyStochasticELBO` (Evans and Nair 2018, "Quadruply stochastic Gaussian processes").
 
     Args:
-        basis: phi; `NystromBasis` is the one to begin with.
+        basis: phi; begin with `NystromBasis`.
         mean_module: of the prior; None is zero.
-        num_dense_columns: k, the columns of the factor C of the posterior covariance of w that are dense; the others have a
-            diagonal entry alone. They belong to the first features of the basis.
-        shared_diagonal: one diagonal entry of C for all sampled features. Its contribution to variances is then exact,
-            without sampling; and the optimum of entries that are equal within pairs of a sine and a cosine has them all
-            equal. None is True wherever the basis knows the prior variance of its groups together.
+        num_dense_columns: k, the number of dense columns of C, where C C^T is the posterior covariance of w. The other
+            columns have a diagonal entry only. Dense columns belong to the first features of the basis.
+        shared_diagonal: one diagonal entry of C for all sampled features. Its part of the variance is then exact. Within
+            pairs of a sine and a cosine this costs nothing: the optimum of equal entries has all pairs equal. None is True
+            where the basis knows the prior variance of its groups.
 
-    In train mode `model(x)` evaluates nothing: what it returns knows x, for the marginal log likelihood to sample from, and
-    predicts when it is asked for a mean or variance. In eval mode it is the exact prediction, all features in blocks.
-    `model.variational_parameters()` and `model.hyperparameters()` are for two optimisers, or all for a
-    `QuadruplyStochasticOptimizer`.
+    In train mode `model(x)` evaluates nothing: its output knows x, from which the marginal log likelihood samples, and
+    predicts when its mean or variance is read. In eval mode `model(x)` is `posterior(x)`.
+    `model.variational_parameters()` and `model.hyperparameters()` are for two optimisers, or use one
+    `QuadruplyStochasticOptimizer` for all.
 
     Raises:
+        TypeError: a basis that is no `FeatureBasis`.
         ValueError: more dense columns than features, or not whole groups of them.
 
     Memory: m (1 + k) numbers, and as much for the optimiser.
@@ -72,28 +60,11 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         super().__init__()
         if not isinstance(basis, FeatureBasis):
             raise TypeError(f"basis must be a FeatureBasis such as RandomFourierBasis, got {type(basis).__name__}.")
-        if num_dense_columns:
-            check_count("num_dense_columns", num_dense_columns)
-        if num_dense_columns > basis.num_features:
-            raise ValueError(
-                f"num_dense_columns must be at most {basis.num_features}, the features of the basis; got "
-                f"{num_dense_columns}."
-            )
-        beyond = max(0, num_dense_columns - basis.num_head_features)
-        if beyond % basis.group_size:
-            raise ValueError(
-                f"num_dense_columns beyond the head must be a multiple of {basis.group_size}, so that no group (a sine and "
-                f"its cosine) is cut in two; got {num_dense_columns} with a head of {basis.num_head_features}."
-            )
-        if beyond and basis.num_head_features:
-            raise ValueError(
-                f"num_dense_columns must be at most {basis.num_head_features}, the head of the {type(basis).__name__}: its "
-                f"tail is what the head leaves; got {num_dense_columns}."
-            )
+        beyond = _dense_columns_beyond_head(basis, num_dense_columns)
         if shared_diagonal and not basis.knows_group_variance:
             raise ValueError(
-                f"shared_diagonal=True needs a basis that knows the prior variance of its features together; "
-                f"{type(basis).__name__} does not. Leave it at None."
+                f"shared_diagonal=True needs a basis with a group_prior_variance, and {type(basis).__name__} has none. "
+                "Leave it at None."
             )
         self.basis = basis
         self.mean_module = gpytorch.means.ZeroMean() if mean_module is None else mean_module
@@ -118,55 +89,54 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return self.basis.like.device
 
     def forward(self, x: Tensor) -> MultivariateNormal:
-        """The prediction at x [t, d], latent; deferred in train mode."""
+        """The latent distribution at x [t, d]; computed when it is read in train mode."""
         x = self.check_inputs(x)
-        return DeferredPrediction(self, x) if self.training else self.predict(x)
+        return DeferredPrediction(self, x) if self.training else self.posterior(x)
 
-    def predict(
-        self, x: Tensor, *, block_size: int = 8192, augmentation_noise: Tensor | float | None = None
+    def posterior(
+        self, x: Tensor, *, block_size: int = BLOCK, augmentation_noise: Tensor | float | None = None
     ) -> MultivariateNormal:
-        """The exact mean and covariance of the latent function at x.
+        """The latent function at x: exact mean and covariance, from all features.
 
         Args:
             x: [t, d].
             block_size: features that are evaluated at a time.
             augmentation_noise: the noise variance; adds one kernel function at each test point, whose weight is independent
                 of the others (Evans and Nair, appendix G): variances return to the prior's away from the data. For an
-                `InducingPointBasis` at the training inputs; never lowers a variance, leaves the mean.
+                `InducingPointBasis` at the training inputs. It raises variances and leaves the mean.
 
         Returns:
-            A MultivariateNormal [t], of which nothing of size t x t is evaluated before it is asked for. The likelihood
-            adds noise to it.
+            A MultivariateNormal [t], without noise. Its t x t covariance is computed when it is read.
 
         Raises:
             ValueError: inputs that do not fit or are not finite; augmentation of another basis or with a noise that is not
                 positive.
 
-        Cost: t m (d + k); memory t (k + block_size). A graph where x asks for one, none otherwise.
+        Cost: t m (d + k); memory t (k + block_size). It has a graph only where x requires a gradient.
         """
         x = self.check_inputs(x)
         check_finite("x", x)
         check_count("block_size", block_size)
         with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
-            moments = self.moments(x, block_size)
+            mean, root, diagonal = self._moments(x, block_size)
             extra = self._augmentation(x, augmentation_noise, block_size)
             covariance = WeightSpaceCovarianceLinearOperator(
-                x, moments.root, moments.diagonal, extra, model=self, block_size=block_size
+                x, root, diagonal, extra, model=self, block_size=block_size
             )
-            return MultivariateNormal(self.prior_mean(x) + moments.mean, covariance)
+            return MultivariateNormal(self.prior_mean(x) + mean, covariance)
 
     def prior_mean(self, x: Tensor) -> Tensor:
-        """The mean module's, [n]. Raises ValueError where it has another shape, as that of a batch of models."""
+        """Values of the mean module, [n]. Raises ValueError where they have another shape."""
         mean = self.mean_module(x)
         if mean.shape != x.shape[:1]:
             raise ValueError(
-                f"The mean module must return a mean of shape ({len(x)},) for {len(x)} inputs: a batch of models is not "
-                f"supported, nor are several outputs. Got {tuple(mean.shape)}."
+                f"The mean module must return a mean of shape ({len(x)},), got {tuple(mean.shape)}: a batch of models or "
+                "several outputs are not supported."
             )
         return mean
 
     def head_features(self, x: Tensor) -> Tensor:
-        """The features that every step evaluates, [n, h]: the basis' head and the groups of dense columns."""
+        """Features that every step evaluates, [n, h]: the basis' head and the groups of dense columns."""
         head = self.basis.head_features(x)
         if not self.num_leading_groups:
             return head
@@ -174,18 +144,16 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return torch.cat([head, self.basis.group_features(x, head, leading)], dim=-1)
 
     def tail_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
-        """Features of some of the groups that are sampled, [n, g * group_size]."""
+        """Features of some sampled groups, [n, g * group_size]."""
         if not len(groups):
             return x.new_empty(x.shape[0], 0)
         own = head[:, : self.basis.num_head_features]
         return self.basis.group_features(x, own, groups + self.num_leading_groups)
 
     def tail_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:
-        """The prior variance that all sampled groups have together, [n]."""
+        """Prior variance of all sampled groups, [n]."""
         own = head[:, : self.basis.num_head_features]
         variance = self.basis.group_prior_variance(x, own)
-        if variance is None:
-            raise ValueError(f"{type(self.basis).__name__} does not know the prior variance of its features together.")
         return variance * (self.num_tail_groups / self.basis.num_groups) if self.basis.num_groups else variance
 
     def head_precision(self) -> Tensor | None:
@@ -198,13 +166,46 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return self.basis.prior_precision(groups + self.num_leading_groups)
 
     def tail_blocks(self, block_size: int) -> Iterator[Tensor]:
-        """All sampled groups, [g] at a time, in blocks of about so many features."""
+        """All sampled groups, [g] at a time, in blocks of about `block_size` features."""
         step = max(1, block_size // self.basis.group_size)
         for start in range(0, self.num_tail_groups, step):
             yield torch.arange(start, min(start + step, self.num_tail_groups), device=self.device)
 
-    def moments(self, x: Tensor, block_size: int = 8192) -> Moments:
-        """Mean, low rank part and diagonal part of the latent variance at x [t, d]; exact, in blocks of features."""
+    def diagonal_part(self, x: Tensor, block_size: int = BLOCK) -> Tensor:
+        """Covariance from the diagonal columns of C, [t, t]; cost t^2 m."""
+        weights, head = self.weights, self.head_features(x)
+        own = head[:, weights.num_dense_columns :]
+        result = (own * weights.head_variances) @ own.mT
+        if weights.shared_diagonal:
+            prior = self.basis.group_prior_covariance(x, head[:, : self.basis.num_head_features])
+            if prior is not None:
+                return result + weights.shared_variance * prior
+        for groups in self.tail_blocks(block_size):
+            features = self.tail_features(x, head, groups)
+            rows = weights.tail_rows(self.basis.feature_index(groups), sparse=False)
+            variances = weights.shared_variance if rows.log_diagonal is None else (2 * rows.log_diagonal).exp()
+            result = result + (features * variances) @ features.mT
+        return result
+
+    def check_inputs(self, x: Tensor) -> Tensor:
+        """Inputs [n, d]; a vector becomes one column.
+
+        Raises ValueError for a batch of inputs, or another dtype or device than that of the basis.
+        """
+        if not isinstance(x, Tensor):
+            raise ValueError(f"The inputs must be a tensor [n, d], got {type(x).__name__}.")
+        x = x.unsqueeze(-1) if x.dim() == 1 else x
+        if x.dim() != 2:
+            raise ValueError(f"The inputs must be [n, d], got {tuple(x.shape)}: a batch of models is not supported.")
+        like = self.basis.like
+        for what in ("dtype", "device"):
+            ours, theirs = getattr(like, what), getattr(x, what)
+            if ours != theirs:
+                raise ValueError(f"The model has {what} {ours}, the inputs {theirs}.")
+        return x
+
+    def _moments(self, x: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean without the mean module's [t], phi(x) C_d [t, k], and variance from the diagonal columns of C [t]."""
         weights, head = self.weights, self.head_features(x)
         k = weights.num_dense_columns
         mean, root = head @ weights.head_mean, head @ weights.dense_head_columns
@@ -217,41 +218,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             mean, root = mean + features @ rows.mean, root + features @ rows.columns
             if rows.log_diagonal is not None:
                 diagonal = diagonal + features.square() @ (2 * rows.log_diagonal).exp()
-        return Moments(mean, root, diagonal)
-
-    def diagonal_part(self, x: Tensor, block_size: int = 8192) -> Tensor:
-        """The covariance from the columns of C that have a diagonal entry alone, [t, t]; cost t^2 m."""
-        weights, head = self.weights, self.head_features(x)
-        own = head[:, weights.num_dense_columns :]
-        result = (own * weights.head_variances) @ own.mT
-        if weights.shared_diagonal:
-            prior = self.basis.group_prior_covariance(x, head[:, : self.basis.num_head_features])
-            if prior is not None:
-                return result + weights.shared_variance * prior
-        for groups in self.tail_blocks(block_size):
-            features = self.tail_features(x, head, groups)
-            rows = weights.tail_rows(self.basis.feature_index(groups), sparse=False)
-            shared = rows.log_diagonal is None
-            variances = weights.shared_variance if shared else (2 * rows.log_diagonal).exp()
-            result = result + (features * variances) @ features.mT
-        return result
-
-    def check_inputs(self, x: Tensor) -> Tensor:
-        """Inputs [n, d], a vector as one column.
-
-        Raises ValueError for a batch of inputs, another dtype or device than the basis has.
-        """
-        if not isinstance(x, Tensor):
-            raise ValueError(f"The inputs must be a tensor [n, d], got {type(x).__name__}.")
-        x = x.unsqueeze(-1) if x.dim() == 1 else x
-        if x.dim() != 2:
-            raise ValueError(f"The inputs must be [n, d]: a batch of models is not supported. Got {tuple(x.shape)}.")
-        like = self.basis.like
-        for what in ("dtype", "device"):
-            ours, theirs = getattr(like, what), getattr(x, what)
-            if ours != theirs:
-                raise ValueError(f"The model has {what} {ours}, the inputs {theirs}.")
-        return x
+        return mean, root, diagonal
 
     def _augmentation(self, x: Tensor, noise: Tensor | float | None, block_size: int) -> Tensor:
         """Noise k(x, x)^2 / (|k(X, x)|^2 + noise k(x, x)), [t]; zeros without a noise."""
@@ -259,7 +226,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             return x.new_zeros(x.shape[0])
         if self.basis.has_diagonal_prior:
             raise ValueError(
-                f"Only a basis of kernel functions at the training inputs (InducingPointBasis) is augmented, not a "
+                "augmentation_noise needs an InducingPointBasis at the training inputs, got a "
                 f"{type(self.basis).__name__}."
             )
         noise = torch.as_tensor(noise, dtype=x.dtype, device=x.device)
@@ -272,3 +239,26 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         for groups in self.tail_blocks(block_size):
             norm = norm + self.tail_features(x, head, groups).square().sum(-1)
         return noise * variance.square() / (norm + noise * variance)
+
+
+def _dense_columns_beyond_head(basis: FeatureBasis, num_dense_columns: int) -> int:
+    """Features of dense columns that are not in the basis' head. Raises ValueError for a number that is not possible."""
+    if num_dense_columns:
+        check_count("num_dense_columns", num_dense_columns)
+    if num_dense_columns > basis.num_features:
+        raise ValueError(
+            f"num_dense_columns must be at most {basis.num_features}, the features of the basis; got "
+            f"{num_dense_columns}."
+        )
+    beyond = max(0, num_dense_columns - basis.num_head_features)
+    if beyond % basis.group_size:
+        raise ValueError(
+            f"num_dense_columns beyond the head must be a multiple of {basis.group_size}, the features of a group; got "
+            f"{num_dense_columns} with a head of {basis.num_head_features}."
+        )
+    if beyond and basis.num_head_features:
+        raise ValueError(
+            f"num_dense_columns must be at most {basis.num_head_features}, the head of the {type(basis).__name__}; got "
+            f"{num_dense_columns}."
+        )
+    return beyond

@@ -1,35 +1,36 @@
-"""Optimisers for weights in weight space, and the schedule that goes with them."""
+"""Optimisers of quadruply stochastic models, with their schedule."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from gpytorch.likelihoods import Likelihood
+from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.quadruply.feature_weights import FeatureWeights, SeenRows
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 
-#: Deviations grow by at most the square root of the inverse of this in a step.
+#: A step divides precisions by at most the inverse of this.
 LEAST_PRECISION_RATIO = 0.5
-#: Halvings of a step, before none is taken.
+#: Halvings of a step before it is skipped.
 MAX_HALVINGS = 50
+#: Rate of the noise's step, and the most that one step changes the logarithm of the noise by.
+NOISE_RATE, MOST_LOG_CHANGE = 0.1, 1.0
 
 
 class HeadNaturalGradient(torch.optim.Optimizer):
-    """Natural gradient steps of q's mean and diagonal at the features of a basis' own head (`NystromBasis`).
+    """Natural gradient steps of the mean and diagonal of q at the head of a `NystromBasis`.
 
-    mu moves to the minimum of the step's own rows, at their curvature, plus |mu - mu_before|^2_{C^-2} / (2 lr): by
-    -lr C (I + G^T G)^-1 C (gradient), G = sqrt(lr curvature) phi C. Directions that data determine converge in about 1 / lr
-    steps, and no row, however much it weighs or stands out, moves them beyond what it says itself. Precisions c^-2 move to
-    those that the rows say by the rate lr.
-    Where a likelihood is not Gaussian, the step of mu is halved until the bound of its rows does not fall.
+    mu minimises the bound of the step's rows, at their curvature, plus |mu - mu_before|^2_{C^-2} / (2 lr): it moves by
+    -lr C (I + G^T G)^-1 C (gradient), G = sqrt(lr curvature) phi C. Directions that the data determine converge in about
+    1 / lr steps, and a row does not overshoot whatever its weight. Precisions c^-2 move towards those of the rows at rate
+    lr. For a likelihood that is not Gaussian the step of mu is halved until the bound of its rows does not fall.
 
     Args:
-        weights: of a model. It notes the rows of backward passes from now on.
+        weights: of a model. From now on it notes the rows of backward passes.
         num_data: n, which the loss was divided by.
-        lr: of at most 1.
+        lr: at most 1.
 
     Raises:
         ValueError: options outside their range.
@@ -43,7 +44,7 @@ class HeadNaturalGradient(torch.optim.Optimizer):
         weights.seen = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients, and the rows that they are of."""
+        """Removes gradients and their rows."""
         super().zero_grad(set_to_none)
         self.weights.seen = []
 
@@ -52,18 +53,18 @@ class HeadNaturalGradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step for the rows of all backward passes since the last; cost O(b h min(b, h)) in float64.
+        """One step for the rows of all backward passes since the last step; cost O(b h min(b, h)) in float64.
 
         Raises:
-            RuntimeError: there is a gradient, but not of the rows of a `QuadruplyStochasticELBO`.
+            RuntimeError: the gradient is not that of a `QuadruplyStochasticELBO`.
         """
         weights = self.weights
         if weights.head_mean.grad is None:
             return
         if not weights.seen:
             raise RuntimeError(
-                "HeadNaturalGradient needs the rows of the gradient, and no QuadruplyStochasticELBO of this model has "
-                "noted them: make the optimiser before loss.backward(), and call backward() before every step."
+                "HeadNaturalGradient needs the rows of the gradient, which no QuadruplyStochasticELBO of this model has "
+                "noted. Make the optimiser before loss.backward(), and call backward() before every step."
             )
         seen, weights.seen = weights.seen, []
         rate, log_diagonal = self.param_groups[0]["lr"], weights.head_log_diagonal
@@ -75,13 +76,13 @@ class HeadNaturalGradient(torch.optim.Optimizer):
         change = -rate * deviations * _solved(root, deviations * gradient)
         weights.head_mean += (_length(weights.head_mean.double(), change, seen) * change).to(weights.head_mean.dtype)
         if log_diagonal.grad is not None:
-            # c^-2 += lr (1 + curvature - c^-2), in terms of the gradient of log c.
+            # c^-2 += lr (1 + curvature - c^-2), written with the gradient of log c.
             ratio = 1 + rate * self.num_data * log_diagonal.grad
             log_diagonal -= ratio.clamp_min(LEAST_PRECISION_RATIO).log() / 2
 
 
 def _solved(root: Tensor, rhs: Tensor) -> Tensor:
-    """(I + G^T G)^-1 v [h] for G [b, h], by the smaller of its Gram matrices."""
+    """(I + G^T G)^-1 v [h] for G [b, h], by the smaller Gram matrix."""
     small = root if len(root) <= root.shape[1] else root.mT
     gram = small @ small.mT
     gram.diagonal().add_(1)
@@ -92,7 +93,7 @@ def _solved(root: Tensor, rhs: Tensor) -> Tensor:
 
 
 def _length(mean: Tensor, change: Tensor, seen: list[SeenRows]) -> float:
-    """1, or the first half of a half of it that does not lower the bound of the rows that were seen."""
+    """Length of the step: 1, halved until the bound of the seen rows does not fall; 0 where it never does."""
     others = [(rows.fit, rows.features @ change.to(rows.features.dtype)) for rows in seen if rows.fit is not None]
     if not others:
         return 1.0
@@ -104,13 +105,55 @@ def _length(mean: Tensor, change: Tensor, seen: list[SeenRows]) -> float:
     return next((length for k in range(MAX_HALVINGS) if bound(length := 0.5**k) >= before - rounding), 0.0)
 
 
-class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
-    """All optimisers of one training, with their schedule: what the authors of the method do, and natural gradients.
+class NoiseNaturalGradient(torch.optim.Optimizer):
+    """Natural gradient steps of the variance of Gaussian noise.
 
-    `HeadNaturalGradient` for the head of a `NystromBasis`, Adagrad (whose sparse steps move sampled rows alone) for all
-    other variational parameters and precisions of relevance vectors, Adam at a small rate for hyperparameters.
-    These stay as they are for the first steps, while q has yet to become what they can be judged by. All rates fall
-    exponentially: `param_groups` have them as at the start, for torch's schedulers to change beside that.
+    The optimum at the current weights is E (y - f)^2, known in closed form, but only for the rows of a step. The log
+    variance moves by -2 lr (gradient of the loss for it): at rate 1/2 of the way there for a small distance, whatever the
+    units of y.
+
+    Args:
+        likelihood: with one trainable noise variance, `raw_noise`.
+        lr: at most 1.
+    """
+
+    def __init__(self, likelihood: GaussianLikelihood, *, lr: float = NOISE_RATE) -> None:
+        _check_rate("lr", lr)
+        super().__init__([likelihood.noise_covar.raw_noise], {"lr": lr})
+        self.likelihood = likelihood
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _to_pickle(self)
+
+    def step(self, closure: None = None) -> None:
+        """One step; nothing where the noise has no gradient."""
+        raw, constraint = self.likelihood.noise_covar.raw_noise, self.likelihood.noise_covar.raw_noise_constraint
+        if raw.grad is None:
+            return
+        with torch.enable_grad():
+            inner = raw.detach().requires_grad_()
+            noise = constraint.transform(inner)
+            (slope,) = torch.autograd.grad(noise.log().sum(), inner)
+        with torch.no_grad():
+            change = -2 * self.param_groups[0]["lr"] * raw.grad / slope
+            moved = noise * change.clamp(-MOST_LOG_CHANGE, MOST_LOG_CHANGE).exp()
+            least = constraint.lower_bound + torch.finfo(raw.dtype).eps
+            raw.copy_(constraint.inverse_transform(torch.maximum(moved, least * (1 + 1e-3))))
+
+
+def _has_own_noise(likelihood: Likelihood | None) -> bool:
+    """Whether the likelihood's one noise variance is to be trained."""
+    return type(likelihood) is GaussianLikelihood and likelihood.noise_covar.raw_noise.requires_grad
+
+
+class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
+    """All optimisers of a quadruply stochastic model, with their schedule.
+
+    `HeadNaturalGradient` for the head of a `NystromBasis`; Adagrad, whose sparse steps move only sampled rows, for the
+    other variational parameters and the precisions of relevance vectors; `NoiseNaturalGradient` for the noise of a
+    `GaussianLikelihood`; Adam at a small rate for other hyperparameters. Noise and hyperparameters are fixed in the first
+    steps. All rates decay exponentially. `param_groups` have the initial rates, which torch's
+    schedulers may change.
 
     Args:
         model: whose parameters are trained.
@@ -120,12 +163,12 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
         head_learning_rate: of `HeadNaturalGradient`.
         learning_rate: of Adagrad.
         hyper_learning_rate: of Adam; 0 leaves hyperparameters out.
-        final_fraction: of all rates, at the end.
-        num_frozen_steps: before hyperparameters move; None is a tenth of all.
+        final_fraction: last rate over the first, of all optimisers.
+        num_frozen_steps: steps before hyperparameters move; None is a tenth of all.
 
     Attributes:
-        optimizers: those of which it consists.
-        num_done: steps so far.
+        optimizers: the optimisers it consists of.
+        num_done: number of steps made.
 
     Raises:
         ValueError: options outside their range.
@@ -159,8 +202,10 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
         sampled = [*_other_weights(model.weights, has_own_head), *model.basis.sampled_parameters()]
         if sampled:
             optimizers.append(torch.optim.Adagrad(sampled, lr=learning_rate))
-        taken = {id(parameter) for parameter in sampled}
         own = [] if likelihood is None else list(likelihood.parameters())
+        if _has_own_noise(likelihood):
+            optimizers.append(NoiseNaturalGradient(likelihood))
+        taken = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         hyper = [p for p in (*model.hyperparameters(), *own) if p.requires_grad and id(p) not in taken]
         if hyper and hyper_learning_rate:
             optimizers.append(torch.optim.Adam(hyper, lr=hyper_learning_rate))
@@ -175,7 +220,7 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
         self.all_parameters = [*model.parameters(), *own]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of all parameters, those that are not trained included."""
+        """Removes the gradients of all parameters, trained or not."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
         for parameter in self.all_parameters:
@@ -183,12 +228,15 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
                 parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every optimiser, and of the schedule; returns what the closure, which is called first, does."""
+        """One step of every optimiser and of the schedule; returns the value of the closure, which is called first."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         decay = self.options["final_fraction"] ** min(1.0, self.num_done / self.options["num_steps"])
         for optimizer in self.optimizers:
-            is_frozen = isinstance(optimizer, torch.optim.Adam) and self.num_done < self.options["num_frozen_steps"]
+            is_frozen = (
+                isinstance(optimizer, torch.optim.Adam | NoiseNaturalGradient)
+                and self.num_done < self.options["num_frozen_steps"]
+            )
             rates = [group["lr"] for group in optimizer.param_groups]
             try:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -204,34 +252,29 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
         """Raises ValueError: the parameters are those of the model and the likelihood."""
         if hasattr(self, "optimizers"):
             raise ValueError(
-                "QuadruplyStochasticOptimizer takes no further parameters: give others an optimiser of theirs."
+                "QuadruplyStochasticOptimizer takes no further parameters: use another optimiser for them."
             )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """For `torch.save`."""
-        return {
-            "kinds": self._kinds(),
-            "options": dict(self.options),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "num_done": self.num_done,
-        }
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        return {"run": self._description(), "optimizers": states, "num_done": self.num_done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave.
+        """Loads what `state_dict` returned.
 
-        Raises ValueError, which names what differs, and changes nothing, for anything else: other optimisers, parameters of
-        other shapes, another schedule or number of data.
+        Raises ValueError, which names the difference, and changes nothing where optimisers, shapes of parameters, schedule
+        or number of data are others.
         """
         if not isinstance(state_dict, Mapping) or state_dict.keys() != self.state_dict().keys():
             raise ValueError(
                 "This is no state of a QuadruplyStochasticOptimizer of this version: take it from state_dict()."
             )
-        found = {"optimisers and shapes": state_dict["kinds"], **state_dict["options"]}
-        here = {"optimisers and shapes": self._kinds(), **self.options}
+        found = state_dict["run"]
         differences = [
             f"{name} is {found.get(name)} in it and {value} here"
-            for name, value in here.items()
+            for name, value in self._description().items()
             if found.get(name) != value
         ]
         if differences:
@@ -244,24 +287,25 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self.num_done = state_dict["num_done"]
 
-    def _kinds(self) -> list[list[Any]]:
-        """Name and shapes of the parameters of each optimiser."""
-        return [
+    def _description(self) -> dict[str, Any]:
+        """Schedule, and name and shapes of the parameters of each optimiser."""
+        shapes = [
             [type(optimizer).__name__, [list(p.shape) for group in optimizer.param_groups for p in group["params"]]]
             for optimizer in self.optimizers
         ]
+        return {"optimisers and shapes": shapes, **self.options}
 
     def __getstate__(self) -> dict[str, Any]:
         return _to_pickle(self)
 
 
 def _to_pickle(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What torch pickles of an optimiser, and its own attributes; hooks, and steps that schedulers wrap, are left out."""
+    """Attributes without hooks and without the step that schedulers wrap, as torch pickles an optimiser."""
     return {name: value for name, value in vars(optimizer).items() if not name.startswith("_") and name != "step"}
 
 
 def _other_weights(weights: FeatureWeights, has_own_head: bool) -> Iterator[Tensor]:
-    """What Adagrad moves. Features of dense columns are no head of their own: they are correlated as all others are."""
+    """Parameters of Adagrad: with those of the features of dense columns, which are correlated like all others."""
     own = () if has_own_head else (weights.head_mean, weights.head_log_diagonal)
     tail = (weights.tail_mean, weights.tail_columns, weights.tail_log_diagonal)
     for parameter in (*own, weights.head_columns, *tail):

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_fraction
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_solvers.conjugate_directions import ConjugateDirections
-from gpy_iterative.linear_solvers.linear_system import check_system
+from gpy_iterative.linear_solvers.columns import check_system
+from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateDirections
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveStats, SolveStatus
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, PreconditionerRecipe
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
-from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
 from gpy_iterative.randomized.truncation import Truncation, check_truncation, draw_stops, survival_table, within
 from gpy_iterative.worker_threads import divided
 

@@ -1,4 +1,4 @@
-"""Spectral densities: how the frequencies of a stationary kernel are drawn, one entry a kernel.
+"""Spectral densities of stationary kernels, one registry entry a kernel.
 
 Draws are made once, for unit lengthscale, and rescaled with the hyperparameters: a frozen draw stays valid, and moves
 smoothly, while they are trained. Rahimi and Recht 2007, "Random features for large-scale kernel machines".
@@ -18,7 +18,7 @@ Draws = dict[str, Tensor]
 
 
 def draws_under(prefix: str, draws: Draws) -> Draws:
-    """Those whose names begin with `prefix.`, by the rest of their names: how one dict holds the draws of several parts."""
+    """The draws whose names begin with `prefix.`, by the rest of their names: one dict holds the draws of several parts."""
     start = f"{prefix}."
     return {name.removeprefix(start): tensor for name, tensor in draws.items() if name.startswith(start)}
 
@@ -27,7 +27,7 @@ class SpectralDensity(ABC):
     """The distribution of omega in k(x - x') = E[cos(omega^T (x - x') / lengthscale)].
 
     Attributes:
-        without_gradient: parameters of the kernel that `frequencies` depends on and is not differentiable in.
+        without_gradient: parameters of the kernel on which `frequencies` depends without a gradient.
     """
 
     without_gradient: ClassVar[tuple[str, ...]] = ()
@@ -55,7 +55,7 @@ _REGISTRY: dict[type[kernels.Kernel], SpectralDensity] = {}
 
 
 def register_spectral_density(kernel_class: type[kernels.Kernel]) -> Callable[[type], type]:
-    """Class decorator: makes a SpectralDensity that of a kernel class, whose `lengthscale` (if any) scales its inputs.
+    """Class decorator: registers a SpectralDensity for a kernel class, whose `lengthscale` (if any) scales its inputs.
 
     Subclasses of the kernel are covered as long as they compute the same: `forward`, `covar_dist` and `lengthscale` are
     not overridden.
@@ -69,7 +69,7 @@ def register_spectral_density(kernel_class: type[kernels.Kernel]) -> Callable[[t
 
 
 def spectral_density(kernel: kernels.Kernel) -> SpectralDensity | None:
-    """The registered density of exactly what the kernel computes, or None."""
+    """The registered density of a kernel; None where there is none, or where a subclass computes something else."""
     for kernel_class in type(kernel).__mro__:
         if kernel_class in _REGISTRY:
             return _REGISTRY[kernel_class] if computes_the_same(kernel, kernel_class) else None
@@ -91,10 +91,7 @@ class Gaussian(SpectralDensity):
 @register_spectral_density(kernels.keops.MaternKernel)
 @register_spectral_density(kernels.MaternKernel)
 class StudentT(SpectralDensity):
-    """Multivariate t with 2 nu degrees of freedom: one chi-square a frequency, shared by its coordinates.
-
-    (One for each coordinate would be the spectral density of a product of one-dimensional kernels.)
-    """
+    """Multivariate t with 2 nu degrees of freedom: one chi-square a frequency, shared by its coordinates."""
 
     def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
         degrees = round(2 * kernel.nu)
@@ -108,7 +105,7 @@ class StudentT(SpectralDensity):
 class GammaMixture(SpectralDensity):
     """Normal frequencies of random scale sqrt(u), u ~ Gamma(alpha, alpha).
 
-    alpha is trained, so the uniform behind u is what is frozen, and u is its quantile at the current alpha.
+    alpha is trained: the frozen draw is a uniform, and u is its quantile at the current alpha.
     """
 
     without_gradient = ("raw_alpha",)
@@ -159,7 +156,7 @@ def gamma_quantile(probability: Tensor, alpha: Tensor, iterations: int = 60) -> 
     """
     target, shape = probability.double(), alpha.double()
     target, shape = torch.broadcast_tensors(target, shape)
-    # Below exp(-700) the square root is zero in any case; the mean is 1, and no quantile of a float exceeds exp(50).
+    # Below exp(-700) the square root is zero; the mean is 1, and no quantile of a float exceeds exp(50).
     low, high = torch.full_like(target, -700.0), torch.full_like(target, 50.0)
     for _ in range(iterations):
         middle = (low + high) / 2

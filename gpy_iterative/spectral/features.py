@@ -22,7 +22,7 @@ ENTRIES_AT_A_TIME = 2**23
 
 @dataclass(frozen=True)
 class RandomFourierFeatures:
-    """The features of a sum of kernels.
+    """Random Fourier features of a sum of kernels.
 
     Args:
         num_frequencies: frequencies m of each summand, which has 2 m features.
@@ -33,8 +33,7 @@ class RandomFourierFeatures:
     All members of a batch share the draws; each rescales them with hyperparameters of its own.
 
     Phases are computed in float64 whatever the dtype, and reduced to one turn: heavy-tailed densities (Matern-1/2) draw
-    frequencies of 1e6 and more, whose phases float32 does not know. Features are then exact to the rounding of the dtype
-    up to phases of about 1e9.
+    frequencies of 1e6 and more, whose phases float32 cannot resolve.
     """
 
     num_frequencies: int
@@ -43,14 +42,14 @@ class RandomFourierFeatures:
         check_count("num_frequencies", self.num_frequencies)
 
     def draw(self, terms: Sequence[KernelTerm], generator: torch.Generator) -> Draws:
-        """Randomness for one prior: float64 tensors that know nothing of the hyperparameters or the number of data.
+        """Randomness for one prior: float64 tensors, independent of the hyperparameters and of the number of data.
 
         Raises:
             SpectralDensityMissingError: a kernel of the sum has no registered spectral density.
         """
         device = terms[0].inputs.device
 
-        # In float64 for every model: float32 draws a chi-square of exactly zero, an infinite frequency, once in 2^24.
+        # In float64: float32 draws a chi-square of exactly zero, an infinite frequency, once in 2^24.
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float64).to(device)
 
@@ -98,18 +97,18 @@ class RandomFourierFeatures:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
 
     def leading(self, terms: Sequence[KernelTerm], num_frequencies: int) -> tuple[Tensor, Tensor]:
-        """The features of the first so many frequencies, as a part of all of them.
+        """The features of the first `num_frequencies` frequencies.
 
         Returns:
-            Columns of Phi, [k], and what to multiply each with, [k]: with fewer frequencies each counts for more.
+            Their columns of Phi [k], and a factor for each of these columns [k]: with fewer frequencies each counts for
+            more.
 
         Raises:
             ValueError: more frequencies than there are.
         """
         if not 1 <= num_frequencies <= self.num_frequencies:
             raise ValueError(
-                f"num_frequencies must lie between 1 and {self.num_frequencies}, those that were drawn; got "
-                f"{num_frequencies}."
+                f"num_frequencies must lie between 1 and {self.num_frequencies}, the number drawn; got {num_frequencies}."
             )
         device = terms[0].inputs.device
         columns, scales, start = [], [], 0

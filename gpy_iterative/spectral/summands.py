@@ -1,4 +1,4 @@
-"""A prior's kernels multiplied out: a sum of scaled products of kernels with a spectral density, or with exact features."""
+"""A prior as a sum of summands: scaled products of kernels with a spectral density, or kernels with exact features."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -46,10 +46,10 @@ _EXACT: dict[type[kernels.Kernel], Callable[[kernels.Kernel, Tensor], Tensor]] =
 
 @dataclass(frozen=True)
 class Factor:
-    """A stationary kernel at the inputs that it sees.
+    """A stationary kernel and its inputs.
 
     Attributes:
-        name: its place in the tree, under which its randomness is kept.
+        name: its path in the kernel tree, under which its randomness is kept.
         kernel: the kernel.
         inputs: [*b, n, d], reduced to its active dimensions.
         density: of its frequencies.
@@ -66,7 +66,7 @@ class Factor:
         return omega / self.kernel.lengthscale.double().mT if self.kernel.has_lengthscale else omega
 
     def check_differentiable(self) -> None:
-        """SpectralDensityMissingError where a parameter is trained that the frequencies have no gradient in."""
+        """SpectralDensityMissingError where a parameter is trained in which the frequencies have no gradient."""
         for name in self.density.without_gradient:
             if getattr(self.kernel, name).requires_grad:
                 raise SpectralDensityMissingError(
@@ -249,7 +249,6 @@ def _product(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 def _missing(kernel: kernels.Kernel, where: str = "here") -> SpectralDensityMissingError:
     return SpectralDensityMissingError(
         f"{type(kernel).__name__} has no registered spectral density {where}, so no random features. Register one with "
-        "gpy_iterative.spectral.register_spectral_density. Without them HutchinsonMarginalLogLikelihood trains, "
-        "posterior(x).rsample() draws from its posterior, and PathwiseMarginalLogLikelihood(prior='exact') serves small "
-        "data."
+        "gpy_iterative.spectral.register_spectral_density. Or train with HutchinsonMarginalLogLikelihood and draw with "
+        "posterior(x).rsample(), which need none; small data may take PathwiseMarginalLogLikelihood(prior='exact')."
     )

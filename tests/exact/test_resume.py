@@ -158,7 +158,6 @@ RUNS: dict[str, Callable[[int], Run]] = {
     "quadruply": _quadruply("fourier"),
     "quadruply-nystrom": _quadruply("nystrom"),
     "quadruply-kept": _quadruply("fixed", num_steps_per_batch=3),
-    "quadruply-printed": _quadruply("fourier", estimator="printed", num_control_points=0),
 } | {f"features-{method}": _features(method) for method in METHODS}
 
 

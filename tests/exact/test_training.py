@@ -14,7 +14,7 @@ from torch import Tensor
 import gpy_iterative as gpi
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
 from gpy_iterative.linear_operators import NoisyLinearOperator
-from gpy_iterative.linear_solvers.linear_system import LinearSystem
+from gpy_iterative.linear_solvers.columns import LinearSystem
 from gpy_iterative.linear_solvers.solution import Solution
 from tests.exact.gaussian_models import Case, Regression, data, regression
 
@@ -59,7 +59,9 @@ def test_adam_ends_where_exact_gradients_end(mll_class: type) -> None:
 
 def test_warm_start_halves_the_epochs_of_pathwise_training() -> None:
     epochs = {}
-    solver = dataclasses.replace(ITERATIVE, finish=None)  # with its finish, the solver needs few epochs cold as well
+    solver = dataclasses.replace(
+        ITERATIVE, fallback=None
+    )  # with its fallback, the solver needs few epochs cold as well
     for warm_start in (False, "previous", "extrapolated"):
         case = matern_case()
         mll = gpi.mlls.PathwiseMarginalLogLikelihood(

@@ -12,8 +12,8 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.products import Precision
 from gpy_iterative.linear_operators.radial.functions import MATERN32
-from gpy_iterative.linear_solvers.descent import StochasticDescent
-from gpy_iterative.solvers import ColumnGroup, Given, Iterate, IterativeSolver, SolveStatus
+from gpy_iterative.linear_solvers.stochastic_descent import StochasticDescent
+from gpy_iterative.solvers import ColumnGroup, Iterate, IterativeSolver, SolveInputs, SolveStatus
 from tests import oracles
 
 N = 120
@@ -255,7 +255,7 @@ class DescentContract(RandomSolverContract):
         operator = NoisyLinearOperator(kernel, torch.full((N,), 0.2).double())
         solver = type(self.solver)(batch_size=25, max_epochs=5000)
         iterate = Iterate(torch.zeros(N, 1).double(), y.unsqueeze(-1), y.unsqueeze(-1))
-        rate = solver.init(operator, iterate, Given()).descent.learning_rate
+        rate = solver.init(operator, iterate, SolveInputs()).descent.learning_rate
         limit = self.stable_limit(torch.linalg.eigvalsh(operator.to_dense())[-1].item())
         assert 0.4 * limit <= rate <= 0.8 * limit
         assert solver.solve(operator, y).status is SolveStatus.CONVERGED

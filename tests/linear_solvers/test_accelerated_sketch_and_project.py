@@ -9,7 +9,7 @@ from linear_operator.operators import DenseLinearOperator
 
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN32
-from gpy_iterative.solvers import AcceleratedSketchAndProject, Given, Iterate, SolveStatus
+from gpy_iterative.solvers import AcceleratedSketchAndProject, Iterate, SolveInputs, SolveStatus
 from tests import oracles
 from tests.linear_solvers.contract import N, RandomSolverContract, right_hand_sides, system, true_norms
 
@@ -30,7 +30,7 @@ def test_iterates_are_the_naive_ones() -> None:
     operator, rhs = system(), right_hand_sides()
     solver = dataclasses.replace(SOLVER, convexity=0.05)
     iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
-    state = solver.init(operator, iterate, Given(generator=torch.Generator().manual_seed(1)))
+    state = solver.init(operator, iterate, SolveInputs(generator=torch.Generator().manual_seed(1)))
     twin, blocks = torch.Generator().manual_seed(1), []
     for _ in range(12):
         state = solver.step(operator, iterate, state)
@@ -45,7 +45,7 @@ def test_convexity_is_at_most_the_share_of_a_block() -> None:
     iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
 
     def convexity(value: float | None) -> float:
-        return dataclasses.replace(SOLVER, convexity=value).init(operator, iterate, Given()).convexity
+        return dataclasses.replace(SOLVER, convexity=value).init(operator, iterate, SolveInputs()).convexity
 
     assert convexity(None) == pytest.approx(20 / N / 3)
     assert convexity(0.01) == 0.01
@@ -64,7 +64,7 @@ def test_acceleration_pays_where_the_system_is_ill_conditioned() -> None:
     norms = []
     for accelerated in (True, False):
         iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
-        state = SOLVER.init(operator, iterate, Given(generator=torch.Generator().manual_seed(2)))
+        state = SOLVER.init(operator, iterate, SolveInputs(generator=torch.Generator().manual_seed(2)))
         state = state if accelerated else dataclasses.replace(state, convexity=None)
         for _ in range(400):
             state = SOLVER.step(operator, iterate, state)
@@ -76,7 +76,7 @@ def test_without_acceleration_the_error_falls_with_every_block() -> None:
     operator, rhs = system(), right_hand_sides()
     exact = torch.linalg.solve(operator.to_dense(), rhs)
     iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
-    state = SOLVER._give_up(iterate, SOLVER.init(operator, iterate, Given()))
+    state = SOLVER._give_up(iterate, SOLVER.init(operator, iterate, SolveInputs()))
     assert not SOLVER.has_diverged(state)
     last = (exact * rhs).sum(0)
     for _ in range(30):
@@ -94,7 +94,7 @@ def without_leave_to_grow(state: Any) -> Any:
 def test_what_diverges_goes_on_without_acceleration_and_then_says_so() -> None:
     operator, rhs = system(), right_hand_sides()
     iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
-    state = SOLVER.init(operator, iterate, Given())
+    state = SOLVER.init(operator, iterate, SolveInputs())
     state = SOLVER.step(operator, iterate, without_leave_to_grow(state))
     assert state.convexity is None
     assert not SOLVER.has_diverged(state)

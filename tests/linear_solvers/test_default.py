@@ -13,7 +13,7 @@ def test_default_follows_size_and_structure() -> None:
     tiled = NoisyLinearOperator(RadialKernelLinearOperator(x, torch.tensor(1.0), function=MATERN32), torch.ones(4000))
     solver = default_solver(tiled)
     assert isinstance(solver, AlternatingProjections)
-    assert solver.finish.preconditioner.rank == 4000 // 16  # 500 columns would cost as much as six products
+    assert solver.fallback.preconditioner.rank == 4000 // 16  # 500 columns would cost as much as six products
     assert isinstance(default_solver(tiled[:3000, :3000]), Cholesky)
     toeplitz = NoisyLinearOperator(ToeplitzLinearOperator(torch.ones(4000)), torch.ones(4000))
     assert isinstance(default_solver(toeplitz), ConjugateGradients)

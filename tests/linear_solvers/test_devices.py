@@ -29,7 +29,7 @@ SOLVERS = [
     ConjugateGradients(preconditioner=PivotedCholesky(rank=20)),
     ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=20)),
     ConjugateGradients(preconditioner=Nystrom(rank=20)),
-    AlternatingProjections(block_size=10, finish=None),
+    AlternatingProjections(block_size=10, fallback=None),
     AlternatingProjections(block_size=10),
     StochasticGradientDescent(batch_size=30),
     StochasticDualDescent(batch_size=30),
@@ -91,7 +91,7 @@ def test_log_determinants(device: torch.device) -> None:
     [
         (ConjugateGradients(preconditioner=None), 0.3),
         (ConjugateGradients(preconditioner=PivotedCholesky(rank=20)), 0.3),
-        (AlternatingProjections(block_size=10, finish=None), 0.6),  # norms, and which blocks come next
+        (AlternatingProjections(block_size=10, fallback=None), 0.6),  # norms, and which blocks come next
         (StochasticGradientDescent(batch_size=30), 0.6),  # norms, and whether they grow
         (StochasticDualDescent(batch_size=30), 0.6),
         (AcceleratedSketchAndProject(block_size=20), 1.6),  # and whether a block had a Cholesky factor

@@ -20,9 +20,9 @@ from gpy_iterative.solvers import (
     Cholesky,
     ColumnGroup,
     ConjugateGradients,
-    Given,
     Iterate,
     IterativeSolver,
+    SolveInputs,
     Solver,
     SolveStatus,
     StochasticDualDescent,
@@ -59,12 +59,12 @@ def test_what_does_not_fit_is_refused_before_any_work() -> None:
         solver.solve(operator, rhs[:-1])
     with pytest.raises(ValueError, match="add up"):
         solver.solve(operator, rhs, groups=(ColumnGroup("targets", 1, 0.1),))
-    with pytest.raises(ValueError, match="initial guess"):
+    with pytest.raises(ValueError, match="initial_guess must"):
         solver.solve(operator, rhs, initial_guess=rhs[:, :1])
-    with pytest.raises(ValueError, match="initial guess' image"):
-        solver.solve(operator, rhs, initial_guess=rhs, guess_image=rhs[:, :1])
-    with pytest.raises(ValueError, match="without the initial guess"):
-        solver.solve(operator, rhs, guess_image=rhs)
+    with pytest.raises(ValueError, match="guess_product must"):
+        solver.solve(operator, rhs, initial_guess=rhs, guess_product=rhs[:, :1])
+    with pytest.raises(ValueError, match="without its initial_guess"):
+        solver.solve(operator, rhs, guess_product=rhs)
     with pytest.raises(ValueError, match=r"float32.*float64"):
         solver.solve(operator, rhs.float())
     with pytest.raises(ValueError, match="square"):
@@ -102,7 +102,7 @@ def test_the_image_of_a_guess_saves_a_product(batch: tuple[int, ...], monkeypatc
     monkeypatch.setattr(NoisyLinearOperator, "_matmul", counting)
     plain = ConjugateGradients().solve(operator, rhs, initial_guess=guess)
     count = len(products)
-    given = ConjugateGradients().solve(operator, rhs, initial_guess=guess, guess_image=image)
+    given = ConjugateGradients().solve(operator, rhs, initial_guess=guess, guess_product=image)
     assert 2 * count - len(products) == math.prod(batch)
     torch.testing.assert_close(given.value, plain.value)
     torch.testing.assert_close(given.residual, plain.residual)
@@ -130,7 +130,7 @@ class Optimist(IterativeSolver[None]):
     told: float = 0.5
     length: float = 0.05
 
-    def init(self, operator: LinearOperator, iterate: Iterate, given: Given) -> None:
+    def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> None:
         pass
 
     def restart(self, iterate: Iterate, state: None) -> None:
@@ -174,7 +174,7 @@ def test_a_round_without_progress_is_stagnation() -> None:
     ("solver", "setup"),
     [
         (ConjugateGradients(preconditioner=None), 0.0),
-        (AlternatingProjections(block_size=20, finish=None), 20 / N),
+        (AlternatingProjections(block_size=20, fallback=None), 20 / N),
     ],
 )
 def test_residuals_of_large_systems_are_verified_on_some_rows(

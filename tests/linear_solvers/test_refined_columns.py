@@ -16,7 +16,7 @@ from gpy_iterative.linear_operators import (
     RadialKernelLinearOperator,
 )
 from gpy_iterative.linear_operators.extensions import low_precision_copy
-from gpy_iterative.linear_solvers import refined_columns
+from gpy_iterative.linear_solvers import columns
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.solvers import (
     AcceleratedSketchAndProject,
@@ -40,7 +40,7 @@ class TestWithoutPreconditioner(SolverContract):
 
 
 class TestProjections(SolverContract):
-    solver = AlternatingProjections(block_size=20, finish=ConjugateGradients(preconditioner=PivotedCholesky(rank=10)))
+    solver = AlternatingProjections(block_size=20, fallback=ConjugateGradients(preconditioner=PivotedCholesky(rank=10)))
     precision = "float32"
     share, smallest_noise, budgets = None, 0.04, ()
 
@@ -54,7 +54,7 @@ SOLVERS = [
     ConjugateGradients(preconditioner=None),
     ConjugateGradients(),
     AlternatingProjections(block_size=20),
-    AlternatingProjections(block_size=20, finish=None),
+    AlternatingProjections(block_size=20, fallback=None),
     StochasticGradientDescent(batch_size=30),
     StochasticDualDescent(batch_size=30),
     AcceleratedSketchAndProject(block_size=20),
@@ -138,7 +138,7 @@ def test_steps_compute_in_float32_with_a_given_preconditioner() -> None:
 
 
 def test_rounds_cost_one_native_product_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refined_columns, "WATCHED_EVERY", 1000)
+    monkeypatch.setattr(columns, "WATCHED_EVERY", 1000)
     operator, rhs, products = system(precision="float32"), right_hand_sides(), []
     matmul = RadialKernelLinearOperator._matmul
     monkeypatch.setattr(

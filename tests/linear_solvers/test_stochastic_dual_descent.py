@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from gpy_iterative.solvers import Given, Iterate, StochasticDualDescent
+from gpy_iterative.solvers import Iterate, SolveInputs, StochasticDualDescent
 from tests import oracles
 from tests.linear_solvers.contract import DescentContract, N, right_hand_sides, system
 
@@ -26,7 +26,7 @@ def test_iterates_are_the_naive_ones() -> None:
     operator, rhs = system(), right_hand_sides()
     solver = dataclasses.replace(SOLVER, batch_size=25, learning_rate=3.0, averaging=0.3)
     iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
-    state = solver.init(operator, iterate, Given(generator=torch.Generator().manual_seed(1)))
+    state = solver.init(operator, iterate, SolveInputs(generator=torch.Generator().manual_seed(1)))
     twin, batches = torch.Generator().manual_seed(1), []
     for _ in range(12):
         state = solver.step(operator, iterate, state)

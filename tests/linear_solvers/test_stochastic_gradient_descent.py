@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from gpy_iterative.solvers import Given, Iterate, SolveStatus, StochasticGradientDescent
+from gpy_iterative.solvers import Iterate, SolveInputs, SolveStatus, StochasticGradientDescent
 from tests import oracles
 from tests.linear_solvers.contract import DescentContract, N, right_hand_sides, system, true_norms
 
@@ -26,7 +26,7 @@ def test_iterates_are_the_naive_ones() -> None:
     operator, rhs = system(), right_hand_sides()
     solver = dataclasses.replace(SOLVER, batch_size=25, learning_rate=3.0)
     iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
-    state = solver.init(operator, iterate, Given(generator=torch.Generator().manual_seed(1)))
+    state = solver.init(operator, iterate, SolveInputs(generator=torch.Generator().manual_seed(1)))
     orders = []
     for steps in range(1, 13):
         state = solver.step(operator, iterate, state)

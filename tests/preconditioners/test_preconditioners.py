@@ -8,7 +8,7 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, RandomlyPivotedCholesky
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import COLUMNS
-from gpy_iterative.preconditioners.partial_cholesky import PartialCholesky
+from gpy_iterative.preconditioners.pivoted_cholesky import PartialCholesky
 from tests.monte_carlo import assert_mean_within
 from tests.oracles import pivoted_cholesky, problem
 from tests.preconditioners.watching import watched
@@ -209,14 +209,14 @@ def test_random_pivots_of_a_singular_matrix_come_to_an_end(
     dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What rounding leaves of the diagonal must not be proposed for ever.
-    rounds, propose = [], PartialCholesky._propose
+    rounds, propose = [], PartialCholesky.propose
 
     def counted(self: PartialCholesky, size: int, generator: torch.Generator) -> torch.Tensor:
         rounds.append(size)
         assert len(rounds) < 1000
         return propose(self, size, generator)
 
-    monkeypatch.setattr(PartialCholesky, "_propose", counted)
+    monkeypatch.setattr(PartialCholesky, "propose", counted)
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         x = 2 * torch.rand(rows, 1, generator=generator, dtype=torch.float64)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.models import FeatureBasis, QuadruplyStochasticGP
+from gpy_iterative.quadruply.known_latent import KnownLatent
 from tests.quadruply.weight_space import quasi_normal
 
 
@@ -65,6 +66,11 @@ def weights_of(m: int, k: int) -> tuple[Tensor, Tensor]:
     root = 0.3 * quasi_normal(m, m, root=17.0).tril(-1)
     root[:, k:] = 0
     return 0.5 * quasi_normal(m, root=13.0), root + torch.diag(0.3 + quasi_normal(m, root=19.0).abs())
+
+
+def known_latent(mll: gpi.mlls.QuadruplyStochasticELBO) -> KnownLatent:
+    """The state at the kept rows or control points of a run."""
+    return KnownLatent.of(mll._run.parts["latent"])
 
 
 def gaussian_likelihood(noise: float) -> gpytorch.likelihoods.GaussianLikelihood:

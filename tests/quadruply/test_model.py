@@ -49,7 +49,7 @@ def test_predictions_are_exact_in_blocks(k: int, shared: bool, block_size: int) 
     set_weights(model, *weights_of(40, k))
     model.mean_module = gpytorch.means.ConstantMean().double()
     model.mean_module.constant = 0.7
-    prediction = model.eval().predict(x, block_size=block_size)
+    prediction = model.eval().posterior(x, block_size=block_size)
     phi, root = dense_features(model, x), dense_root(model)
     covariance = phi @ root @ root.mT @ phi.mT
     torch.testing.assert_close(prediction.mean, phi @ model.weights.mean + 0.7)
@@ -72,15 +72,15 @@ def test_train_mode_evaluates_nothing_before_it_is_asked(monkeypatch: pytest.Mon
     assert isinstance(output, DeferredPrediction)
     assert output.event_shape == (len(x),)
     assert not calls
-    torch.testing.assert_close(output.mean, model.predict(x).mean)
-    torch.testing.assert_close(output.variance, model.predict(x).variance)
-    torch.testing.assert_close(output.covariance_matrix, model.predict(x).covariance_matrix)
+    torch.testing.assert_close(output.mean, model.posterior(x).mean)
+    torch.testing.assert_close(output.variance, model.posterior(x).variance)
+    torch.testing.assert_close(output.covariance_matrix, model.posterior(x).covariance_matrix)
 
 
 def test_what_is_derived_in_train_mode_is_that_of_the_prediction() -> None:
     model, x, _ = fourier_problem()
     set_weights(model, *weights_of(40, 0))
-    output, known = model(x), model.predict(x)
+    output, known = model(x), model.posterior(x)
     noisy = gaussian_likelihood(NOISE)(output)
     torch.testing.assert_close(noisy.mean, known.mean)
     torch.testing.assert_close(noisy.variance, known.variance + NOISE)
@@ -151,7 +151,7 @@ def test_augmentation_returns_to_the_prior() -> None:
     gram = kernel(x).to_dense()
     set_weights(model, *best_weights(gram, gram, y, NOISE, 0))
     z = torch.cat([quasi_normal(5, 2, root=23.0), torch.tensor([[80.0, 80.0]]).double()])
-    plain, augmented = model.predict(z), model.predict(z, augmentation_noise=NOISE)
+    plain, augmented = model.posterior(z), model.posterior(z, augmentation_noise=NOISE)
     cross, prior = kernel(z, x).to_dense(), kernel(z, diag=True)
     extra = NOISE * prior.square() / (cross.square().sum(-1) + NOISE * prior)
     torch.testing.assert_close(augmented.variance, plain.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2) + extra)
@@ -159,9 +159,9 @@ def test_augmentation_returns_to_the_prior() -> None:
     torch.testing.assert_close(augmented.variance[-1], prior[-1])
     torch.testing.assert_close(augmented.mean, plain.mean)
     with pytest.raises(ValueError, match="must be positive"):
-        model.predict(z, augmentation_noise=0.0)
+        model.posterior(z, augmentation_noise=0.0)
     with pytest.raises(ValueError, match="InducingPointBasis"):
-        fourier_problem()[0].predict(z, augmentation_noise=NOISE)
+        fourier_problem()[0].posterior(z, augmentation_noise=NOISE)
 
 
 def test_training_a_nystrom_model_by_natural_gradients() -> None:
@@ -431,11 +431,11 @@ def test_what_the_model_refuses() -> None:
     ):
         other = QuadruplyStochasticGP(basis, mean.double())
         with pytest.raises(ValueError, match="batch of models"):
-            other.predict(x)
+            other.posterior(x)
         with pytest.raises(ValueError, match="batch of models"):
             QuadruplyStochasticELBO(gaussian_likelihood(NOISE), other, generator=0)(other(x), x[:, 0])
     with pytest.raises(ValueError, match="block_size"):
-        model.predict(x, block_size=0)
+        model.posterior(x, block_size=0)
     for options in (
         {"num_data": 0},
         {"num_steps": 0},
@@ -451,7 +451,7 @@ def test_a_prediction_does_not_mix_old_and_new_weights() -> None:
     model, x, _ = fourier_problem(num_dense_columns=0, shared_diagonal=False)
     set_weights(model, *weights_of(40, 0))
     model.eval()
-    prediction, known = model.predict(x), model.predict(x)
+    prediction, known = model.posterior(x), model.posterior(x)
     covariance = known.covariance_matrix
     with torch.no_grad():
         model.weights.tail_log_diagonal += 0.3

@@ -202,9 +202,7 @@ def test_other_options_of_mini_batches_are_refused(make: type, changed: dict) ->
         {"num_data_samples": 12},
         {"num_feature_samples": 24},
         {"num_steps_per_batch": 2},
-        {"index_sets": "uniform"},
         {"num_data": 60},
-        {"control_coefficient": 0.5},
     ],
 )
 def test_other_options_of_quadruply_stochastic_are_refused(changed: dict) -> None:

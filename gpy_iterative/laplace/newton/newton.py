@@ -26,7 +26,7 @@ from gpy_iterative.laplace.newton.compression import Compression, check_compress
 from gpy_iterative.laplace.newton.literal import LiteralOptions, literal_solve
 from gpy_iterative.laplace.newton.preconditioning import LatentFactor, NewtonPreconditioner, latent_factor
 from gpy_iterative.laplace.newton.solution import LaplaceSolution
-from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import PreconditionerRecipe
 from gpy_iterative.worker_threads import divided
 
 #: Relative change of f - m at which the paper's algorithm stops.

@@ -16,9 +16,8 @@ from torch.nn import functional
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.linear_operators.latent import LatentPrior, RepeatedKernelLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_solvers.block_cholesky import block_cholesky, block_solve
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
-from gpy_iterative.preconditioners.recipe import PreconditionerRecipe
+from gpy_iterative.linear_solvers.cholesky import BlockFactor, block_cholesky
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, PreconditionerRecipe
 
 #: Columns of a factor that are weighted at a time.
 WEIGHTED_COLUMNS = 32
@@ -116,7 +115,7 @@ class NewtonPreconditioner:
 
     factor: LatentFactor
     curvature: Curvature
-    cholesky: Tensor
+    cholesky: BlockFactor
 
     @classmethod
     def of(cls, factor: LatentFactor, curvature: Curvature) -> "NewtonPreconditioner":
@@ -128,12 +127,12 @@ class NewtonPreconditioner:
         inner = factor.weighted_gram(curvature)
         inner.diagonal().add_(1)
         # Jitter where rounding calls for it changes a preconditioner only: to that of somewhat more noise.
-        return cls(factor, curvature, block_cholesky(inner)[0])
+        return cls(factor, curvature, block_cholesky(inner))
 
     def solve(self, weighted_residual: Tensor) -> Tensor:
         """(L L^T + W^+)^-1 r [n C] from W r [n C]."""
         projected = self.factor.t_matmul(weighted_residual).unsqueeze(-1)
-        explained = self.factor.matmul(block_solve(self.cholesky, projected).squeeze(-1))
+        explained = self.factor.matmul(self.cholesky.solve(projected).squeeze(-1))
         return weighted_residual - self.curvature.matmul(explained.unsqueeze(-1)).squeeze(-1)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.linear_operators.extensions import ExtendedLinearOperator, Rows, rows_matmul
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_solvers.jittered_cholesky import warned_cholesky
+from gpy_iterative.linear_solvers.cholesky import warned_cholesky
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 
 

@@ -1,31 +1,125 @@
-"""The log-determinant by preconditioned stochastic Lanczos quadrature.
+"""The log-determinant by preconditioned stochastic Lanczos quadrature, and its warm start from step to step.
 
 Ubaru, Chen and Saad 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature"; Wenger et al. 2022,
-"Preconditioning for scalable Gaussian process hyperparameter optimization", for the preconditioner's share.
+"Preconditioning for scalable Gaussian process hyperparameter optimization", for the preconditioner's part.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_solvers.curvature import is_negative
-from gpy_iterative.linear_solvers.logdet.quadrature_shares import LEAST_PRODUCTS, QuadratureShares, Rules
+from gpy_iterative.linear_solvers.base import is_negative
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, NystromFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
 from gpy_iterative.worker_threads import divided
 
-#: The share of the bracket between upper and lower quadrature that counts as the error of their mean. Measured on
-#: kernel systems of noise .02 to 1, the error is between a fourth and a thirteenth of the bracket.
-BRACKET_SHARE = 8
+#: u^T log(M) u by Gauss' rule and by Gauss and Radau's, [*b, s] each: an upper and a lower bound.
+Bounds = tuple[Tensor, Tensor]
+
+#: The error of the bounds' mean is less than their distance divided by this (measured: by 4 to 13).
+BRACKET_PARTS = 8
 #: The quadrature stops where its error is so many standard errors of the probes. The reported error counts both.
 WORTH_OF_ERROR = 1.0
 #: An error of the value, in nats a datum, below which no product is worth taking: four probes may agree by chance.
 RESOLUTION = 0.003
-#: Products of an estimate at the most, where nothing else is said.
-MAX_LOGDET_PRODUCTS = 20
+#: Products of an estimate at the most, where nothing else is said; and at the least: the second shows the first's error.
+MAX_LOGDET_PRODUCTS, LEAST_PRODUCTS = 20, 2
+
+#: From one iteration to the next, the error of an estimate by positions that have drifted falls to this part of it.
+FALL = 0.46
+#: So much of a correction counts as its error.
+DOUBTED = 0.25
+#: Estimates by the first positions of a run, whose drift has not been measured.
+FIRST_LIFE = 5
+#: So much of a measured drift counts after the next measurement, whose error may have changed its sign just then.
+REMEMBERED = 0.5
+
+
+@dataclass(frozen=True)
+class BracketPositions:
+    """Positions of the truth between a quadrature's bounds, 0 at the lower and 1 at the upper one.
+
+    A position depends on the spectrum's shape, and changes slowly during training. Those of one long quadrature let the
+    following steps estimate the limit from their first two or three iterations.
+
+    Positions drift. That two iterations agree is no proof, since both may be wrong in the same direction. So every long
+    quadrature measures the drift of the positions before it, and later estimates count it as an error. Positions are
+    learned again after twice as many estimates as their drift was measured on, or when the products that these needed
+    beyond two add up to another long quadrature.
+
+    Attributes:
+        values: [*b, s, k], by probe and iteration.
+        error: [*b], of the quadrature that they were learned from. Estimates inherit it.
+        drift: [*b, k], error that an estimate at this iteration gains with every step; zero where it is not known.
+        age: [], estimates since they were learned.
+        life: [], the age at which they are learned again.
+        surplus: [], products beyond two that these estimates have taken, all together.
+    """
+
+    values: Tensor
+    error: Tensor
+    drift: Tensor
+    age: Tensor
+    life: Tensor
+    surplus: Tensor
+
+    @classmethod
+    def learned(
+        cls, bounds: Sequence[Bounds], truth: Tensor, error: Tensor, before: "BracketPositions | None"
+    ) -> "BracketPositions":
+        """The positions of a long quadrature, from its bounds by iteration, its limit [*b, s] and its error [*b]."""
+        values = torch.stack([_position(bound, truth) for bound in bounds], dim=-1)
+        zero = torch.zeros((), dtype=torch.int64, device=values.device)
+        drift = torch.zeros_like(values[..., 0, :])
+        if before is None or not (errors := before._errors(bounds, truth)):
+            return cls(values, error, drift, zero, zero + FIRST_LIFE, zero)
+        age = before.age + 1
+        # An estimate is not taken for better than a later one, whose error may be about to change its sign.
+        measured = torch.stack(errors, dim=-1).flip(-1).cummax(-1).values.flip(-1) / age
+        for iteration in range(1, len(bounds)):  # the last drift that is known holds for all iterations after it
+            now, old = measured[..., min(iteration, len(errors)) - 1], before.drift[..., : iteration + 1][..., -1]
+            drift[..., iteration] = now.maximum(REMEMBERED * old)
+        return cls(values, error, drift, zero, 2 * age, zero)
+
+    @property
+    def are_worn(self) -> bool:
+        """Whether to learn again."""
+        return bool(self.age >= self.life) or bool(self.surplus >= self.values.shape[-1] - LEAST_PRODUCTS)
+
+    def used(self, products: int) -> "BracketPositions":
+        """After one more estimate."""
+        return replace(self, age=self.age + 1, surplus=self.surplus + products - LEAST_PRODUCTS)
+
+    def estimate(self, bounds: Sequence[Bounds]) -> tuple[Tensor, Tensor] | None:
+        """The quadrature's limit [*b, s], and the error [*b] of its mean by the positions' drift.
+
+        None for less than two iterations, or more than the positions were learned from.
+        """
+        count = len(bounds)
+        if not LEAST_PRODUCTS <= count <= self.values.shape[-1]:
+            return None
+        last, samples = (
+            lower + self.values[..., number] * (upper - lower)
+            for number, (upper, lower) in enumerate(bounds[-2:], count - 2)
+        )
+        correction = (samples - last).mean(-1) * (FALL / (1 - FALL))
+        drifted = self.drift[..., count - 1] * (self.age + 1)
+        return samples + correction.unsqueeze(-1), (DOUBTED * correction.abs()).maximum(drifted)
+
+    def _errors(self, bounds: Sequence[Bounds], truth: Tensor) -> list[Tensor]:
+        """Of the estimates that could have been made, by iteration from the second; [*b] each."""
+        estimates = [self.estimate(bounds[:count]) for count in range(LEAST_PRODUCTS, len(bounds) + 1)]
+        return [(found[0] - truth).mean(-1).abs() for found in estimates if found is not None]
+
+
+def _position(bounds: Bounds, truth: Tensor) -> Tensor:
+    upper, lower = bounds
+    gap = upper - lower
+    return torch.where(gap > 0, (truth - lower) / torch.where(gap > 0, gap, 1.0), 0.5).clamp(0, 1)
 
 
 @dataclass(frozen=True)
@@ -35,13 +129,13 @@ class LogDeterminant:
     The error is that of the probes, and of the quadrature where it stopped.
 
     Attributes:
-        shares: what an estimate for a similar system can start from.
+        positions: warm start of an estimate for a similar system.
         is_indefinite: whether Ritz values were negative beyond rounding; the log-determinant then means nothing.
     """
 
     mean: Tensor
     sem: Tensor
-    shares: QuadratureShares
+    positions: BracketPositions
     is_indefinite: bool = False
 
 
@@ -54,8 +148,8 @@ def stochastic_logdet(
     *,
     max_iterations: int = MAX_LOGDET_PRODUCTS,
     tolerance: float | None = None,
-    shares: QuadratureShares | None = None,
-    first_image: Tensor | None = None,
+    positions: BracketPositions | None = None,
+    first_product: Tensor | None = None,
 ) -> LogDeterminant:
     """An estimate of log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
 
@@ -66,88 +160,118 @@ def stochastic_logdet(
         max_iterations: products with H at the most; there are always two.
         tolerance: the quadrature stops when its own error is below `tolerance` a datum; None: when it is comparable
             with the probes' standard error, or below .003 a datum.
-        shares: of an earlier estimate for a similar system.
-        first_image: H P^-1 xi [*b, n, s], where it is at hand: the first of the products.
+        positions: of an earlier estimate for a similar system.
+        first_product: H P^-1 xi [*b, n, s], where it is known: the first of the products.
 
     The spectrum of M is bounded from below where P is a pivoted Cholesky factor (by 1 where its diagonal is the
     noise). Then Gauss' rule is an upper and Gauss and Radau's a lower bound; their mean, which is returned, converges
-    several times faster than either.
-
-    With the shares of an earlier step the first few iterations are as good as all of that step's (see
-    `quadrature_shares.py`; elevators: 2 or 3 products a training step in place of 8). Where they do not
-    hold any more the quadrature goes on, and they are learned anew; where the iterations end before either is enough, the
-    better of the two is taken.
+    several times faster than either. With the positions of an earlier step two or three iterations are usually enough;
+    where they are not, the quadrature goes on until its bounds are, and positions are learned again.
 
     Cost: one product with s columns an iteration.
     """
     size = operator.shape[-1]
     most = min(max(max_iterations, LEAST_PRODUCTS), size)
-    floor = _smallest_eigenvalue(operator, preconditioner)
-    base = preconditioner.logdet()
-    solved = preconditioner.solve(probes)
-    squared_norm = (probes * solved).sum(-2).clamp_min(0)
-    beta = squared_norm.sqrt()
-    residual, previous = probes, torch.zeros_like(probes)
-    diagonals: list[Tensor] = []
-    offdiagonals: list[Tensor] = []
-    rules: list[Rules] = []
-    samples = torch.zeros_like(squared_norm)
-    error = torch.zeros_like(base)
-    for iteration in range(most):
-        # A beta of 0 means that the Krylov space is exhausted: its column adds zeros of weight zero.
-        inverse = torch.where(beta > 0, 1 / torch.where(beta > 0, beta, torch.ones_like(beta)), torch.zeros_like(beta))
-        vector, dual = residual * inverse.unsqueeze(-2), solved * inverse.unsqueeze(-2)
-        if iteration or first_image is None:
-            image = operator._matmul(dual)
-        else:
-            image = first_image * inverse.unsqueeze(-2)
-        alpha = (dual * image).sum(-2)
-        diagonals.append(alpha)
-        residual = image - alpha.unsqueeze(-2) * vector
-        if iteration:
-            residual -= beta.unsqueeze(-2) * previous
-        solved, previous = preconditioner.solve(residual), vector
-        beta = (residual * solved).sum(-2).clamp_min(0).sqrt()
-        # What is left by rounding is no new direction.
-        beta = torch.where(beta > 10 * torch.finfo(beta.dtype).eps * alpha.abs(), beta, torch.zeros_like(beta))
-        upper, lower = _quadratures(diagonals, offdiagonals, beta, floor)
-        rules.append((upper * squared_norm, lower * squared_norm))
-
-        # In hard systems the bracket's share is too hopeful, and without a floor there is no bracket.
-        last, samples = samples, (upper + lower) / 2 * squared_norm
-        change = (samples - last).mean(-1).abs() if iteration else torch.full_like(base, torch.inf)
-        error = ((upper - lower) * squared_norm).mean(-1).abs().div(BRACKET_SHARE).maximum(change)
+    lanczos = _Lanczos(operator, probes, preconditioner, first_product)
+    while True:
+        samples, error = lanczos.advance()
+        is_last = len(lanczos.bounds) == most
         if _is_enough(error, samples, size, tolerance):
-            learned = QuadratureShares.learned(rules, samples, error, shares)
             break
-        if shares is not None and shares.serve(rules):
-            expected, doubt = shares.estimate(rules)
-            inherited = torch.hypot(doubt, shares.error)
-            counted = doubt if tolerance is None else inherited
-            is_enough = not shares.are_worn and _is_enough(counted, expected, size, tolerance)
-            is_last = iteration + 1 == most
+        if positions is not None and (found := positions.estimate(lanczos.bounds)) is not None:
+            expected, drifted = found
+            inherited = torch.hypot(drifted, positions.error)
+            counted = drifted if tolerance is None else inherited
+            is_enough = not positions.are_worn and _is_enough(counted, expected, size, tolerance)
             if is_enough or (is_last and bool((inherited < error).all())):
-                samples, error, learned = expected, inherited, shares.used(len(rules))
-                break
-        offdiagonals.append(beta)
-    else:
-        learned = QuadratureShares.learned(rules, samples, error, shares)
-    matrix = _tridiagonal(diagonals, offdiagonals[: len(diagonals) - 1])
-    # A Ritz value is x^T H x / x^T P x, and P nowhere smaller than its diagonal.
-    smallest = torch.linalg.eigvalsh(matrix)[..., 0].amin(-1) * preconditioner.diagonal.amin(-1)
-    return LogDeterminant(
-        base + samples.mean(-1),
-        torch.hypot(_sem(samples), error),
-        learned,
-        is_negative(float(smallest.min()), operator, torch.finfo(operator.dtype).eps),
-    )
+                return lanczos.log_determinant(expected, inherited, positions.used(len(lanczos.bounds)))
+        if is_last:
+            break
+    learned = BracketPositions.learned(lanczos.bounds, samples, error, positions)
+    return lanczos.log_determinant(samples, error, learned)
 
 
 def _is_enough(error: Tensor, samples: Tensor, size: int, tolerance: float | None) -> bool:
-    """Whether an error [*b] is below the limit; None: below what the samples leave uncertain anyway, or the resolution."""
+    """Whether an error [*b] is below the limit; None: below the samples' standard error, or the resolution."""
     if tolerance is not None:
         return bool((error <= tolerance * size).all())
     return bool((error <= (WORTH_OF_ERROR * _sem(samples).nan_to_num(0.0)).clamp_min(RESOLUTION * size)).all())
+
+
+def _sem(samples: Tensor) -> Tensor:
+    size = samples.shape[-1]
+    if size == 1:
+        return torch.full_like(samples[..., 0], torch.nan)  # one sample knows nothing of its own error
+    return samples.std(-1) / size**0.5
+
+
+class _Lanczos:
+    """Lanczos' iteration for M from u, and after every step the bounds on u^T log(M) u.
+
+    Attributes:
+        bounds: by iteration.
+    """
+
+    def __init__(
+        self,
+        operator: LinearOperator,
+        probes: Tensor,
+        preconditioner: LowRankPlusDiagonal,
+        first_product: Tensor | None,
+    ) -> None:
+        self.bounds: list[Bounds] = []
+        self._operator, self._preconditioner, self._first_product = operator, preconditioner, first_product
+        self._floor = _smallest_eigenvalue(operator, preconditioner)
+        self._residual, self._solved, self._previous = probes, preconditioner.solve(probes), torch.zeros_like(probes)
+        self._squared_norm = (probes * self._solved).sum(-2).clamp_min(0)
+        self._beta = self._squared_norm.sqrt()
+        self._diagonals: list[Tensor] = []
+        self._offdiagonals: list[Tensor] = []
+        self._samples: Tensor | None = None
+
+    def advance(self) -> tuple[Tensor, Tensor]:
+        """One product: the bounds' mean by probe [*b, s], and the error [*b] of its mean over probes."""
+        # A beta of 0 means that the Krylov space is exhausted: its column adds zeros of weight zero.
+        inverse = torch.where(self._beta > 0, 1 / torch.where(self._beta > 0, self._beta, 1.0), 0.0).unsqueeze(-2)
+        vector, dual = self._residual * inverse, self._solved * inverse
+        is_first = not self._diagonals
+        if is_first and self._first_product is not None:
+            product = self._first_product * inverse
+        else:
+            product = self._operator._matmul(dual)
+        alpha = (dual * product).sum(-2)
+        residual = product - alpha.unsqueeze(-2) * vector
+        if not is_first:
+            residual -= self._beta.unsqueeze(-2) * self._previous
+            self._offdiagonals.append(self._beta)
+        self._diagonals.append(alpha)
+        self._residual, self._solved, self._previous = residual, self._preconditioner.solve(residual), vector
+        beta = (residual * self._solved).sum(-2).clamp_min(0).sqrt()
+        # A beta of rounding size is no new direction.
+        self._beta = torch.where(beta > 10 * torch.finfo(beta.dtype).eps * alpha.abs(), beta, torch.zeros_like(beta))
+        return self._bracket()
+
+    def _bracket(self) -> tuple[Tensor, Tensor]:
+        rules = _quadratures(self._diagonals, self._offdiagonals, self._beta, self._floor)
+        upper, lower = (rule * self._squared_norm for rule in rules)
+        self.bounds.append((upper, lower))
+        before, self._samples = self._samples, (upper + lower) / 2
+        error = (upper - lower).mean(-1).abs().div(BRACKET_PARTS)
+        # In hard systems the bracket is too hopeful, and without a floor there is no bracket.
+        change = torch.inf if before is None else (self._samples - before).mean(-1).abs()
+        return self._samples, error.maximum(torch.as_tensor(change).to(error))
+
+    def log_determinant(self, samples: Tensor, error: Tensor, positions: BracketPositions) -> LogDeterminant:
+        """The estimate from u^T log(M) u [*b, s], and the error [*b] of its mean."""
+        matrix = _tridiagonal(self._diagonals, self._offdiagonals)
+        # A Ritz value is x^T H x / x^T P x, and P nowhere smaller than its diagonal.
+        smallest = torch.linalg.eigvalsh(matrix)[..., 0].amin(-1) * self._preconditioner.diagonal.amin(-1)
+        return LogDeterminant(
+            self._preconditioner.logdet() + samples.mean(-1),
+            torch.hypot(_sem(samples), error),
+            positions,
+            is_negative(float(smallest.min()), self._operator, torch.finfo(self._operator.dtype).eps),
+        )
 
 
 def _smallest_eigenvalue(operator: LinearOperator, preconditioner: LowRankPlusDiagonal) -> Tensor | None:
@@ -160,21 +284,14 @@ def _smallest_eigenvalue(operator: LinearOperator, preconditioner: LowRankPlusDi
     return None
 
 
-def _sem(samples: Tensor) -> Tensor:
-    size = samples.shape[-1]
-    if size == 1:
-        return torch.full_like(samples[..., 0], torch.nan)  # one sample knows nothing of its own error
-    return samples.std(-1) / size**0.5
-
-
 def _quadratures(
     diagonals: list[Tensor], offdiagonals: list[Tensor], beta: Tensor, floor: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """e_1^T log(T) e_1 of the tridiagonal T by Gauss' rule and by Gauss and Radau's with a node at the floor, [*b, s].
 
     The even derivatives of the logarithm are negative and the odd ones positive, so that the first is above
-    and the second below the truth, but for rounding. Below the floor Ritz values are rounding errors, whose logarithms
-    run wild. Without one, half the smallest Ritz value takes its place, and the second rule is no bound.
+    and the second below the truth, but for rounding. Ritz values below the floor are rounding errors, and count as the
+    floor. Without one, half the smallest Ritz value is the floor, and the second rule is no bound.
     """
     matrix = _tridiagonal(diagonals, offdiagonals)
     if floor is None:

@@ -1,7 +1,7 @@
-"""What a basis of a weight-space Gaussian process has to offer.
+"""Interface of the bases of a weight-space Gaussian process.
 
 f(x) = mean(x) + phi(x) w with w ~ N(0, S^-1). Features come in two parts: a head, which every step evaluates, and groups of
-`group_size` features (a sine and its cosine belong together), of which a step evaluates a few.
+`group_size` features (a sine and its cosine), of which a step evaluates a few.
 """
 
 from abc import ABC, abstractmethod
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class FeatureBasis(gpytorch.Module, ABC):
-    """Base of all bases. The methods that evaluate features are differentiable in x and the hyperparameters.
+    """Base class of all bases. Features are differentiable in x and the hyperparameters.
 
     Attributes:
-        num_head_features: always evaluated.
-        num_groups: sampled.
+        num_head_features: number of features that are always evaluated.
+        num_groups: number of groups that are sampled.
         group_size: features of a group.
-        exchangeable: the order of groups means nothing, so that neighbours are as good a sample as any.
+        exchangeable: the order of groups is arbitrary, so that consecutive ones are a random sample.
         has_diagonal_prior: S is diagonal.
     """
 
@@ -30,12 +30,12 @@ class FeatureBasis(gpytorch.Module, ABC):
 
     @property
     def num_features(self) -> int:
-        """m: the head's and all groups' features."""
+        """m, of head and groups."""
         return self.num_head_features + self.num_groups * self.group_size
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the dtype and device that inputs must have."""
+        """A tensor with the dtype and device of the inputs."""
         return next(tensor for tensor in (*self.parameters(), *self.buffers()) if tensor.is_floating_point())
 
     @property
@@ -44,16 +44,16 @@ class FeatureBasis(gpytorch.Module, ABC):
         return type(self).group_prior_variance is not FeatureBasis.group_prior_variance
 
     def sampled_parameters(self) -> list[torch.nn.Parameter]:
-        """Hyperparameters with a row for every feature, of which a step moves a few: not for an Adam."""
+        """Hyperparameters with a row for each feature, of which a step moves a few. Adam does not suit them."""
         return []
 
     def feature_parameters(self) -> list[torch.nn.Parameter]:
-        """Hyperparameters that features depend on: all others."""
+        """All other hyperparameters, on which features depend."""
         sampled = {id(parameter) for parameter in self.sampled_parameters()}
         return [parameter for parameter in self.parameters() if id(parameter) not in sampled]
 
     def settle(self) -> None:
-        """Called by the first step of training: takes what depends on the hyperparameters, and then stays."""
+        """Called by the first training step: fixes what is to stay when hyperparameters move."""
 
     def head_features(self, x: Tensor) -> Tensor:
         """[n, num_head_features] at inputs x [n, d]."""
@@ -70,7 +70,7 @@ class FeatureBasis(gpytorch.Module, ABC):
         """
 
     def feature_index(self, groups: Tensor) -> Tensor:
-        """Where the columns of `group_features` are among all groups' features, [g * group_size]."""
+        """Index of the columns of `group_features` in the features of all groups, [g * group_size]."""
         members = torch.arange(self.group_size, device=groups.device)
         return (groups * self.group_size + members.unsqueeze(-1)).flatten()
 
@@ -79,20 +79,20 @@ class FeatureBasis(gpytorch.Module, ABC):
         return None
 
     def prior_precision_block(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """S at the features of two sets of groups, for a basis whose S is not diagonal (it has no head and no pairs)."""
+        """S at the features of two sets of groups, for a basis with a dense S, without head and with group_size 1."""
         raise NotImplementedError(f"{type(self).__name__} has a diagonal prior.")
 
     def prior_log_determinant(self) -> Tensor | None:
-        """log|S| of a prior that is not diagonal; None where it is too large to be factored."""
+        """log|S| of a dense S; None where S is too large to be factored."""
         return None
 
     def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor | None:
-        """The prior variance of f(x) that all groups have together, [n], where it is known without evaluating them.
+        """Prior variance of f(x) from all groups, [n], where it is known without evaluating them.
 
-        One scale of all their posterior deviations can then be learned without sampling.
+        All groups can then share one posterior deviation, whose part of the variance is exact.
         """
         return None
 
     def group_prior_covariance(self, x: Tensor, head: Tensor) -> Tensor | None:
-        """The covariance that belongs to `group_prior_variance`, [n, n], where it is not that of the features as drawn."""
+        """Covariance to `group_prior_variance`, [n, n]; None where it is that of the features as drawn."""
         return None

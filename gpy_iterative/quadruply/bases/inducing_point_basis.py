@@ -1,18 +1,38 @@
-"""Kernel functions at given points: with their kernel matrix as prior precision, or with a free diagonal one."""
+"""Kernel functions at given points, with their kernel matrix as prior precision."""
+
+from collections.abc import Callable, Sequence
 
 import torch
 from gpytorch import kernels
 from torch import Tensor
 
+from gpy_iterative.changes import SeenValues, SeenVersions
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal, kernel_matrix
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
-from gpy_iterative.quadruply.bases.kept import KeptAt
 
 #: Points up to which log|S| is computed, by a dense Cholesky factor.
 MAX_FACTORED = 3000
+
+
+class KeptAt:
+    """One tensor that depends on a kernel's hyperparameters and on buffers, computed again when these have changed."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+        self.hyperparameters, self.buffers = SeenValues(), SeenVersions()
+
+    @torch.inference_mode(False)  # later calls may ask for gradients
+    @torch.no_grad()
+    def get(self, kernel: kernels.Kernel, buffers: Sequence[Tensor], evaluate: Callable[[], Tensor]) -> Tensor:
+        """The kept tensor, or a new one; without a graph."""
+        current = [*kernel.parameters(), *kernel.buffers()]
+        if self.value is None or not self.hyperparameters.are(current) or not self.buffers.are(buffers):
+            self.value = evaluate()
+            self.hyperparameters, self.buffers = SeenValues.of(current), SeenVersions.of(buffers)
+        return self.value
 
 
 class KernelFunctionBasis(FeatureBasis):
@@ -23,7 +43,8 @@ class KernelFunctionBasis(FeatureBasis):
         points: Z [m, d].
 
     Raises:
-        ValueError: points that are not finite, not a matrix, or of another dtype than the kernel; a kernel with batches.
+        ValueError: points that are not finite, not a matrix, or of another dtype than the kernel; a kernel with a batch
+            shape.
     """
 
     def __init__(self, kernel: kernels.Kernel, points: Tensor) -> None:
@@ -39,17 +60,17 @@ class KernelFunctionBasis(FeatureBasis):
 
 
 class InducingPointBasis(KernelFunctionBasis):
-    """phi(x) = k(x, Z) with S = k(Z, Z): the prior is the kernel's Nystrom approximation, exact at the points.
+    """phi(x) = k(x, Z) with S = k(Z, Z): the kernel's Nystrom approximation, exact at the points.
 
     Args:
-        kernel: any, without a batch shape. S is not diagonal, so its hyperparameters must be fixed
-            (`kernel.requires_grad_(False)`): their gradient would take log|S|.
+        kernel: any, without a batch shape. Its hyperparameters must be fixed (`kernel.requires_grad_(False)`): their
+            gradient contains that of log|S|, which is not sampled.
         inducing_points: Z [m, d], without duplicates.
 
     Raises:
         ValueError: as `KernelFunctionBasis`, and for duplicate points, which make S singular.
 
-    log|S|, a constant of the objective, is left out of it beyond 3,000 points.
+    Beyond 3,000 points the bound leaves out log|S|, which is constant.
     """
 
     has_diagonal_prior = False
@@ -59,8 +80,8 @@ class InducingPointBasis(KernelFunctionBasis):
         distinct = torch.unique(self.points, dim=0).shape[0]
         if distinct != self.num_groups:
             raise ValueError(
-                f"inducing_points must be distinct, but {self.num_groups - distinct} of {self.num_groups} repeat others: "
-                "their kernel matrix is singular. Pass torch.unique(inducing_points, dim=0)."
+                f"inducing_points must be distinct, but {self.num_groups - distinct} of {self.num_groups} repeat others. "
+                "Pass torch.unique(inducing_points, dim=0)."
             )
         self._log_determinant = KeptAt()
 
@@ -73,10 +94,10 @@ class InducingPointBasis(KernelFunctionBasis):
         return kernel_diagonal(self.kernel, self.points[groups])
 
     def prior_log_determinant(self) -> Tensor | None:
-        """log|k(Z, Z)|, with a jitter of 1e-6 of its diagonal in float64; once while hyperparameters stay."""
+        """log|k(Z, Z)| in float64 with a jitter of 1e-6 of the diagonal; computed once while hyperparameters stay."""
         if self.num_groups > MAX_FACTORED:
             return None
-        return self._log_determinant.get(self.kernel, self._new_log_determinant)
+        return self._log_determinant.get(self.kernel, [self.points], self._new_log_determinant)
 
     def _new_log_determinant(self) -> Tensor:
         matrix = gram_matrix(self.kernel, self.points)
@@ -84,20 +105,20 @@ class InducingPointBasis(KernelFunctionBasis):
         lower, info = torch.linalg.cholesky_ex(matrix)
         if info:
             raise NotPositiveDefiniteError(
-                "The kernel matrix of the inducing points has no Cholesky factor. Take points farther apart."
+                "The kernel matrix of the inducing points has no Cholesky factor. Use points that are farther apart."
             )
         return 2 * lower.diagonal().log().sum().to(self.points.dtype)
 
 
 def gram_matrix(kernel: kernels.Kernel, points: Tensor) -> Tensor:
-    """k(Z, Z) [m, m] in float64, differentiable: also for kernels with layers that take their own dtype alone."""
+    """k(Z, Z) [m, m] in float64, differentiable; also for kernels with layers, which take one dtype only."""
     in_float64 = lambda tensor: tensor.double() if tensor.is_floating_point() else tensor
     kernel = ModuleCopies(own=("_parameters", "_buffers"), tensor=in_float64).of(kernel)
     return kernel_matrix(kernel, points.double(), points.double()).double()
 
 
 def check_points(kernel: kernels.Kernel, points: Tensor) -> None:
-    """Raises ValueError where points cannot be those of a basis."""
+    """Raises ValueError where the points do not fit the kernel."""
     if kernel.batch_shape:
         raise ValueError(f"A basis needs a kernel without batch shape, got {tuple(kernel.batch_shape)}.")
     if not isinstance(points, Tensor) or points.dim() != 2 or 0 in points.shape:

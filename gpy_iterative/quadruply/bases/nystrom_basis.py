@@ -1,4 +1,4 @@
-"""Eigenfeatures of a kernel's Nystrom approximation, and random Fourier features of what they leave."""
+"""Eigenfeatures of a kernel's Nystrom approximation, and random Fourier features of the residual kernel."""
 
 import torch
 from gpytorch import kernels
@@ -9,27 +9,26 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal, kernel_matrix
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
-from gpy_iterative.quadruply.bases.fourier_groups import FourierGroups
-from gpy_iterative.quadruply.bases.inducing_point_basis import check_points, gram_matrix
-from gpy_iterative.quadruply.bases.kept import KeptAt
+from gpy_iterative.quadruply.bases.inducing_point_basis import KeptAt, check_points, gram_matrix
+from gpy_iterative.quadruply.bases.random_fourier_basis import FourierGroups
 
-#: Eigenvalues below this part of the largest are left to the tail.
+#: Smaller eigenvalues, relative to the largest, are left to the tail.
 SMALLEST_EIGENVALUE = 1e-6
 
 
 class NystromBasis(FeatureBasis):
-    """The head is phi(x) = diag(l)^-1/2 U^T k(Z, x) with K_ZZ = U diag(l) U^T; the tail has the rest of the kernel; S = I.
+    """Nystrom eigenfeatures phi(x) = diag(l)^-1/2 U^T k(Z, x), K_ZZ = U diag(l) U^T, with the rest of the kernel; S = I.
 
-    phi^T phi of the head is nearly diagonal, so that independent posterior deviations are nearly exact on it. The tail's
-    random features are projected off the head, psi(x) = phi_rff(x) - phi_rff(Z) K_ZZ^-1 k(Z, x), and have the covariance
-    k(x, z) - k(x, Z) K_ZZ^-1 k(Z, z) in expectation: head and tail together are the kernel. Posterior deviations of the
-    tail are one scale times that prior, exactly, without sampling. Without a tail they are the prior's (the objective is
-    then that of Titsias 2009, minus what a diagonal covariance costs).
+    phi^T phi of the head is nearly diagonal, so that independent posterior deviations are nearly exact. The tail's random
+    features are projected off the head, psi(x) = phi_rff(x) - phi_rff(Z) K_ZZ^-1 k(Z, x), with the expected covariance
+    k(x, z) - k(x, Z) K_ZZ^-1 k(Z, z): head and tail together have the kernel. The tail's posterior variance is one factor
+    times that prior, exactly. Without a tail the factor is 1, and the objective is that of Titsias 2009 for a diagonal
+    posterior covariance.
 
     Args:
         kernel: any without a batch shape; with a tail, one that has random Fourier features.
         inducing_points: Z [h, d]: random training inputs, or centres of clusters.
-        num_tail_features: a multiple of 2 for each summand of the kernel; 0 is no tail.
+        num_tail_features: 0, or a multiple of twice the number of the kernel's summands.
         seed: of the tail's frequencies.
         store_frequencies: as in `RandomFourierBasis`.
 
@@ -37,9 +36,9 @@ class NystromBasis(FeatureBasis):
         ValueError: points that do not fit the kernel or are not finite, an odd tail.
         SpectralDensityMissingError: a tail of a kernel without random Fourier features.
 
-    Cost: n h (d + h) for n rows of the head, as much for h tail features. Once h^3 in float64 while hyperparameters are
-    fixed (`kernel.requires_grad_(False)`), else h^3 at every evaluation. Eigenvectors are taken when the basis is made, and
-    by the first step of training where hyperparameters have been set since; from there on features follow the
+    Cost: n h (d + h) for n rows of the head, as much for h tail features. h^3 in float64 once while hyperparameters are
+    fixed (`kernel.requires_grad_(False)`), else in every evaluation. Eigenvectors are computed when the basis is made, and
+    again by the first training step where hyperparameters have changed since. After that features follow the
     hyperparameters by a triangular factor, smoothly, and keep the prior exact.
     """
 
@@ -62,29 +61,19 @@ class NystromBasis(FeatureBasis):
         self.num_groups = 0
         check_count("num_tail_features", num_tail_features, least=0)
         if num_tail_features:
-            fourier = FourierGroups(
-                kernel, num_tail_features, num_dims=inducing_points.shape[-1], seed=seed, stored=False
-            )
-            if num_tail_features % fourier.group_size:
-                raise ValueError(
-                    f"num_tail_features must be 0 or a multiple of {fourier.group_size}, got {num_tail_features}."
-                )
-            self.num_groups, self.group_size = num_tail_features // fourier.group_size, fourier.group_size
             self.fourier = FourierGroups(
-                kernel, self.num_groups, num_dims=inducing_points.shape[-1], seed=seed, stored=store_frequencies
+                kernel, num_tail_features, num_dims=self.points.shape[-1], seed=seed, stored=store_frequencies
             )
-        # One for each point, whatever the hyperparameters: those that are none are zeros.
+            self.num_groups, self.group_size = self.fourier.num_groups, self.fourier.group_size
+        # One for each point, whatever the hyperparameters; those of left out eigenvalues are zero.
         self.num_head_features = len(inducing_points)
-        self._settled, self._kept = KeptAt(), KeptAt()
+        self._rotation_at, self._projection_at = KeptAt(), KeptAt()
         # In float64 always: its columns differ by orders of magnitude, and their errors would be errors of the prior.
-        self.register_buffer("rotation", self._settled.get(kernel, self._new_rotation))
+        self.register_buffer("rotation", self._rotation_at.get(kernel, [self.points], self._new_rotation))
 
     def settle(self) -> None:
-        """Takes the eigenvectors at the present hyperparameters."""
-        rotation = self._settled.get(self.kernel, self._new_rotation)
-        if rotation is not self.rotation:
-            self.rotation = rotation
-            self._kept.forget()
+        """Computes the eigenvectors at the current hyperparameters."""
+        self.rotation = self._rotation_at.get(self.kernel, [self.points], self._new_rotation)
 
     def head_features(self, x: Tensor) -> Tensor:
         """[n, h]."""
@@ -111,21 +100,21 @@ class NystromBasis(FeatureBasis):
         """P [h, r] with head(x) = k(x, Z) P, float64: rotation L^-T, L L^T = rotation^T K_ZZ rotation."""
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.kernel.parameters()):
             return self._new_projection()
-        return self._kept.get(self.kernel, self._new_projection)
+        return self._projection_at.get(self.kernel, [self.points, self.rotation], self._new_projection)
 
     def _new_rotation(self) -> Tensor:
-        """diag(l)^-1/2 U^T, transposed, [h, h]; zeros for eigenvalues that are left to the tail."""
+        """U diag(l)^-1/2, [h, h], with zeros for eigenvalues that are left to the tail."""
         values, vectors = torch.linalg.eigh(gram_matrix(self.kernel, self.points))
         values, vectors = values.flip(0), vectors.flip(1)
         kept = values > SMALLEST_EIGENVALUE * values[0]
         return torch.where(kept, vectors * values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), 0)
 
     def _new_projection(self) -> Tensor:
-        rotation = self.rotation[:, self.rotation.any(0)].double()  # so already, unless the model was converted
+        rotation = self.rotation[:, self.rotation.any(0)].double()  # float32 after a conversion of the model
         lower, info = torch.linalg.cholesky_ex(rotation.mT @ gram_matrix(self.kernel, self.points) @ rotation)
         if info:
             raise NonFiniteError(
                 "The kernel matrix of the inducing points is not positive definite at these hyperparameters, which are too "
-                "far from those that the basis took its eigenvectors at: make it anew, or call its settle() first."
+                "far from those of the basis' eigenvectors. Call basis.settle() or make a new basis."
             )
         return torch.linalg.solve_triangular(lower, rotation.mT, upper=False).mT

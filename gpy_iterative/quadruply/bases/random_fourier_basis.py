@@ -1,15 +1,118 @@
-"""Random Fourier features, any number of them."""
+"""Random Fourier features by the group: a group is one frequency of every summand of a kernel, as sine and cosine."""
 
+import torch
 from gpytorch import kernels
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, checked_seed
+from gpy_iterative.errors import SpectralDensityMissingError
+from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
-from gpy_iterative.quadruply.bases.fourier_groups import FourierGroups
+from gpy_iterative.spectral.densities import Draws, draws_under
+from gpy_iterative.spectral.features import RandomFourierFeatures
+from gpy_iterative.spectral.summands import Summand, summands
+
+#: Groups that are drawn from one seed where frequencies are not stored.
+CHUNK = 4096
+
+
+class FourierGroups(torch.nn.Module):
+    """Draws of the frequencies of `num_features` features, which a kernel's current hyperparameters scale.
+
+    Args:
+        kernel: scales, sums and products of kernels with a spectral density.
+        num_features: a multiple of twice the number of the kernel's summands.
+        num_dims: of the inputs; None takes the kernel's `ard_num_dims`.
+        seed: of the draws.
+        stored: False draws chunks of 4,096 groups from their own seeds in every evaluation, on the CPU: memory O(1) in
+            num_groups, and slower steps.
+
+    Raises:
+        ValueError: a number of features that is not such a multiple, an unknown number of input dimensions, a kernel with a
+            batch shape.
+        SpectralDensityMissingError: a part of the kernel has no random Fourier features.
+    """
+
+    def __init__(
+        self, kernel: kernels.Kernel, num_features: int, *, num_dims: int | None, seed: int, stored: bool
+    ) -> None:
+        super().__init__()
+        seed = checked_seed(seed)
+        self.num_dims, self.stored = _num_dims(kernel, num_dims), stored
+        parts = self._summands(kernel, next(kernel.parameters()).detach().new_zeros(1, self.num_dims))
+        self.group_size = 2 * len(parts)
+        if num_features % self.group_size:
+            raise ValueError(
+                f"The number of random features must be a multiple of {self.group_size}, a sine and a cosine for every "
+                f"summand of the kernel; got {num_features}."
+            )
+        self.num_groups = num_features // self.group_size
+        if stored:
+            for name, draw in self._draw(kernel, seed, self.num_groups).items():
+                self.register_buffer(name.replace(".", "__"), draw)
+        else:  # part of the state_dict, like stored frequencies, which the weights belong to
+            self.register_buffer("seed", torch.tensor(seed))
+
+    def features(self, kernel: kernels.Kernel, x: Tensor, groups: Tensor) -> Tensor:
+        """[n, g * group_size] at x [n, d]; the features of all groups have the kernel's covariance in expectation."""
+        scale = (len(groups) / self.num_groups) ** 0.5  # features are divided by the number of the evaluated groups
+        parts = self._summands(kernel, x)
+        draws = self._draws(kernel, groups)
+        if torch.is_grad_enabled():
+            for part in parts:
+                for factor in part.factors:
+                    factor.check_differentiable()
+        every = slice(None)
+        blocks = [
+            part.features(every, [factor.frequencies(draws_under(factor.name, draws)) for factor in part.factors])
+            for part in parts
+        ]
+        return scale * torch.cat(blocks, dim=-1)
+
+    def prior_variance(self, kernel: kernels.Kernel, x: Tensor) -> Tensor:
+        """Variance of all groups at every x, [n]: squared sines and cosines add up to one."""
+        parts = self._summands(kernel, x)
+        total = sum((1.0 if part.scale is None else part.scale for part in parts), x.new_zeros(()))
+        return total.expand(x.shape[0])
+
+    def _summands(self, kernel: kernels.Kernel, x: Tensor) -> list[Summand]:
+        if x.shape[-1] != self.num_dims:
+            raise ValueError(f"The basis has frequencies for {self.num_dims} input dimensions, got {x.shape[-1]}.")
+        active = x if kernel.active_dims is None else x.index_select(-1, kernel.active_dims)
+        parts = summands([KernelTerm(kernel, active)])
+        for part in parts:
+            if part.exact is not None:
+                raise SpectralDensityMissingError(
+                    f"{type(part.exact[0]).__name__} has no random Fourier features. Use InducingPointBasis, which takes "
+                    "any kernel."
+                )
+        return parts
+
+    def _draw(self, kernel: kernels.Kernel, seed: int, count: int) -> Draws:
+        parameter = next(kernel.parameters()).detach()
+        active = torch.zeros(1, self.num_dims, dtype=parameter.dtype)
+        if kernel.active_dims is not None:
+            active = active.index_select(-1, kernel.active_dims.cpu())
+        generator = torch.Generator().manual_seed(seed)
+        draws = RandomFourierFeatures(count).draw([KernelTerm(kernel, active)], generator)
+        return {name: draw.to(parameter) for name, draw in draws.items()}
+
+    def _draws(self, kernel: kernels.Kernel, groups: Tensor) -> Draws:
+        if self.stored:
+            stored = self.named_buffers(recurse=False)
+            return {name.replace("__", "."): buffer.index_select(-1, groups) for name, buffer in stored}
+        chunks, which = (groups // CHUNK).unique(return_inverse=True)
+        seed = int(self.seed)
+        drawn = [self._draw(kernel, _seed_of(seed, int(chunk)), CHUNK) for chunk in chunks]
+        position = which * CHUNK + groups % CHUNK
+        return {
+            name: torch.cat([draws[name] for draws in drawn], dim=-1).to(groups.device).index_select(-1, position)
+            for name in drawn[0]
+        }
 
 
 class RandomFourierBasis(FeatureBasis):
-    """Pairs of sines and cosines whose covariance is the kernel's in expectation; S = I.
+    """Random Fourier features: pairs of sines and cosines whose expected covariance is the kernel; S = I.
 
     Args:
         kernel: scales, sums and products of kernels with a spectral density (RBF, Matern, RQ, registered ones). Each
@@ -17,14 +120,14 @@ class RandomFourierBasis(FeatureBasis):
         num_features: m, a multiple of the size of a group (2 for a kernel without sums).
         num_dims: of the inputs; None takes the kernel's `ard_num_dims`.
         seed: of the frequencies.
-        store_frequencies: keep d m / 2 numbers; False draws what a step needs from seeds, each time.
+        store_frequencies: keep d m / 2 numbers; False draws the frequencies of every step from seeds.
 
     Raises:
         ValueError: an odd num_features, an unknown number of dimensions, a kernel with a batch shape.
         SpectralDensityMissingError: a kernel without random Fourier features.
 
-    Where m is beyond n outputscale / noise, independent posterior deviations of so many features leave variances close to
-    the prior's, and an evidence that hyperparameters cannot be learned from. `NystromBasis` has neither problem.
+    With more than n outputscale / noise features, independent posterior deviations give variances close to the prior's, and
+    hyperparameters cannot be learned from the bound. `NystromBasis` has neither problem.
     """
 
     exchangeable = True
@@ -41,16 +144,8 @@ class RandomFourierBasis(FeatureBasis):
         super().__init__()
         check_count("num_features", num_features)
         self.kernel = kernel
-        # One group would do to tell their size; what is refused is refused before any memory is taken.
-        probe = FourierGroups(kernel, 1, num_dims=num_dims, seed=seed, stored=False)
-        if num_features % probe.group_size:
-            raise ValueError(
-                f"num_features must be a multiple of {probe.group_size}, the sines and cosines of one frequency of every "
-                f"summand of the kernel; got {num_features}."
-            )
-        count = num_features // probe.group_size
-        self.fourier = FourierGroups(kernel, count, num_dims=num_dims, seed=seed, stored=store_frequencies)
-        self.num_groups, self.group_size = count, probe.group_size
+        self.fourier = FourierGroups(kernel, num_features, num_dims=num_dims, seed=seed, stored=store_frequencies)
+        self.num_groups, self.group_size = self.fourier.num_groups, self.fourier.group_size
 
     def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
         """[n, g * group_size]; cost n g (d + 2)."""
@@ -59,3 +154,21 @@ class RandomFourierBasis(FeatureBasis):
     def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:
         """The kernel's variance."""
         return self.fourier.prior_variance(self.kernel, x)
+
+
+def _seed_of(seed: int, chunk: int) -> int:
+    """A prime above 2^32 keeps neighbouring seeds from sharing chunks."""
+    return (seed * 4_294_967_311 + chunk) % 2**63
+
+
+def _num_dims(kernel: kernels.Kernel, num_dims: int | None) -> int:
+    if kernel.batch_shape:
+        raise ValueError(f"A basis needs a kernel without batch shape, got {tuple(kernel.batch_shape)}.")
+    if num_dims is not None:
+        check_count("num_dims", num_dims)
+        return num_dims
+    found = {part.ard_num_dims for part in kernel.modules() if isinstance(part, kernels.Kernel)} - {None}
+    selects = any(isinstance(part, kernels.Kernel) and part.active_dims is not None for part in kernel.modules())
+    if len(found) != 1 or selects:
+        raise ValueError("This kernel does not tell the number of columns of the inputs: pass num_dims=x.shape[-1].")
+    return found.pop()

@@ -1,5 +1,6 @@
-"""Relevance vectors: kernel functions, each with a prior precision of its own that training may drive to infinity."""
+"""Relevance vectors: kernel functions with a learned prior precision each, and the removal of irrelevant ones."""
 
+import copy
 import math
 from typing import Literal
 
@@ -10,40 +11,38 @@ from torch.nn import functional
 
 from gpy_iterative.checks import check_positive
 from gpy_iterative.quadruply.bases.inducing_point_basis import KernelFunctionBasis
+from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 
 #: Precisions stay between these.
 MIN_PRECISION, LARGEST_PRECISION = 1e-10, 1e12
 
 
 class RelevanceVectorBasis(KernelFunctionBasis):
-    """phi(x) = k(x, Z) with S = diag(s), every s_t learned by empirical Bayes (Tipping 2001; Evans and Nair, appendix I.3).
+    """phi(x) = k(x, Z) with S = diag(s), learned by empirical Bayes (Tipping 2001; Evans and Nair 2018, appendix I.3).
 
     Args:
         kernel: any, without a batch shape.
         centers: Z [m, d], usually the training inputs.
-        max_precision: a function counts as pruned from there on. What is large depends on the scales of targets (take
-            standardised ones) and of phi^T phi / noise.
-        sparse_gradients: gradients of precisions hold the rows of a step alone; their optimiser must take sparse ones.
+        max_precision: functions of this precision or more are irrelevant. It depends on the scales of the targets
+            (standardise them) and of phi^T phi / noise.
 
     Raises:
         ValueError: as `KernelFunctionBasis`; a max_precision that is not positive and finite.
     """
 
-    def __init__(
-        self, kernel: kernels.Kernel, centers: Tensor, *, max_precision: float = 1e4, sparse_gradients: bool = True
-    ) -> None:
+    def __init__(self, kernel: kernels.Kernel, centers: Tensor, *, max_precision: float = 1e4) -> None:
         super().__init__(kernel, centers)
         check_positive("max_precision", max_precision)
-        self.max_precision, self.sparse_gradients = max_precision, sparse_gradients
+        self.max_precision = max_precision
         self.register_parameter("log_precision", torch.nn.Parameter(centers.new_zeros(self.num_groups, 1)))
 
     def sampled_parameters(self) -> list[torch.nn.Parameter]:
-        """The logarithms of s."""
+        """Logarithms of s, whose gradients are sparse."""
         return [self.log_precision]
 
     def prior_precision(self, groups: Tensor) -> Tensor:
         """S at the functions of groups, [g]."""
-        rows = functional.embedding(groups, self.log_precision, sparse=self.sparse_gradients).squeeze(-1)
+        rows = functional.embedding(groups, self.log_precision, sparse=True).squeeze(-1)
         return rows.clamp(math.log(MIN_PRECISION), math.log(LARGEST_PRECISION)).exp()
 
     @property
@@ -52,7 +51,7 @@ class RelevanceVectorBasis(KernelFunctionBasis):
         return self.prior_precision(torch.arange(self.num_groups, device=self.points.device)).detach()
 
     def relevant(self) -> Tensor:
-        """The functions whose precision is below `max_precision`, int64 [*]."""
+        """Functions whose precision is below `max_precision`, int64 [*]."""
         return (self.precision < self.max_precision).nonzero().squeeze(-1)
 
     @torch.no_grad()
@@ -62,8 +61,8 @@ class RelevanceVectorBasis(KernelFunctionBasis):
         Args:
             mean: of the weights, [m] (`model.weights.mean`).
             variance: the diagonal of their covariance, [m] (`model.weights.variance`).
-            rule: "mackay" is (1 - s variance) / mean^2, "em" 1 / (mean^2 + variance), slower and never lower in evidence.
-                MacKay's leaves an s of which the data have determined nothing, s variance = 1 to rounding.
+            rule: "mackay" is (1 - s variance) / mean^2; "em" is 1 / (mean^2 + variance), which is slower and never lowers
+                the evidence. MacKay's rule leaves s where the data do not determine the weight: s variance = 1 to rounding.
 
         Raises:
             ValueError: another rule, or shapes that do not fit.
@@ -81,3 +80,37 @@ class RelevanceVectorBasis(KernelFunctionBasis):
         else:
             precision = 1 / (square + variance)
         self.log_precision.copy_(precision.clamp(MIN_PRECISION, LARGEST_PRECISION).log().unsqueeze(-1))
+
+
+@torch.no_grad()
+def prune_relevance_vectors(model: QuadruplyStochasticGP) -> QuadruplyStochasticGP:
+    """A new model with the relevant functions only, and their weights; the given model stays as it is.
+
+    Dense columns of irrelevant functions are dropped. Make new optimisers for the new parameters.
+
+    Args:
+        model: with a RelevanceVectorBasis.
+
+    Raises:
+        ValueError: another basis, or one without a relevant function.
+    """
+    basis = model.basis
+    if not isinstance(basis, RelevanceVectorBasis):
+        raise ValueError(
+            f"prune_relevance_vectors needs a model with a RelevanceVectorBasis, got {type(basis).__name__}."
+        )
+    kept = basis.relevant()
+    if not len(kept):
+        raise ValueError(
+            f"No function has a precision below max_precision = {basis.max_precision:g}. Raise it, or standardise the "
+            "targets."
+        )
+    old, k = model.weights, model.weights.num_dense_columns
+    columns = kept[kept < k]
+    smaller = RelevanceVectorBasis(copy.deepcopy(basis.kernel), basis.points[kept], max_precision=basis.max_precision)
+    smaller.log_precision.copy_(basis.log_precision[kept])
+    result = QuadruplyStochasticGP(smaller, copy.deepcopy(model.mean_module), num_dense_columns=len(columns))
+    root = torch.cat([old.dense_head_columns, old.tail_columns])[kept][:, columns]
+    log_diagonal = torch.cat([old.head_log_diagonal, old.tail_log_diagonal.squeeze(-1)])[kept]
+    result.weights.assign(old.mean[kept], root, log_diagonal)
+    return result.train(model.training)

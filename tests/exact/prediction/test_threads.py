@@ -169,7 +169,7 @@ def test_every_posterior_serves_eight_threads(kind: str, monkeypatch: pytest.Mon
         kernel = (kernels.RBFKernel(active_dims=(0,)) * kernels.RBFKernel(active_dims=(1, 2))).double()
         model = gpi.models.QuadruplyStochasticGP(gpi.models.InducingPointBasis(kernel.requires_grad_(False), x[:20]))
         torch.nn.init.normal_(model.weights.tail_mean, generator=torch.Generator().manual_seed(0))
-        make = lambda: model.predict
+        make = lambda: model.posterior
     else:
         case = CASES["linear" if kind == "weights" else "product"]()
         model = case.model

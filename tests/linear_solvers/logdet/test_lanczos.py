@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import RBF
-from gpy_iterative.linear_solvers.logdet.quadrature_shares import FALL, FIRST_AGE, Rules
+from gpy_iterative.linear_solvers.logdet.lanczos import FALL, FIRST_LIFE, Bounds
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
-from gpy_iterative.solvers import QuadratureShares, stochastic_logdet
+from gpy_iterative.solvers import BracketPositions, stochastic_logdet
 from tests import oracles
 from tests.linear_solvers.contract import N, system
 from tests.monte_carlo import assert_mean_within
@@ -73,7 +73,7 @@ def similar_systems() -> tuple[NoisyLinearOperator, NoisyLinearOperator, LowRank
     return systems[0], systems[1], PivotedCholesky(rank=20).build(systems[1])
 
 
-def test_shares_of_an_earlier_step_save_products() -> None:
+def test_positions_of_an_earlier_step_save_products() -> None:
     before, after, preconditioner = similar_systems()
     old = PivotedCholesky(rank=20).build(before)
     generator = torch.Generator().manual_seed(0)
@@ -81,67 +81,69 @@ def test_shares_of_an_earlier_step_save_products() -> None:
     probes = draw(preconditioner, 32, generator)
     truth = stochastic_logdet(after, probes, preconditioner, max_iterations=40, tolerance=1e-12)
     counts = {}
-    for name, shares in (("without", None), ("with", learned.shares)):
+    for name, positions in (("without", None), ("with", learned.positions)):
         operator = Counting(after.kernel, after.noise)
-        estimate = stochastic_logdet(operator, probes, preconditioner, shares=shares)
+        estimate = stochastic_logdet(operator, probes, preconditioner, positions=positions)
         counts[name] = operator.products
         assert (estimate.mean - truth.mean).abs() < 2 * estimate.sem
     assert counts["with"] <= counts["without"] - 2
 
 
-def test_worn_shares_are_learned_anew() -> None:
+def test_worn_positions_are_learned_again() -> None:
     before, after, preconditioner = similar_systems()
     old, generator = PivotedCholesky(rank=20).build(before), torch.Generator().manual_seed(0)
     options = {"tolerance": 3e-4, "max_iterations": 30}
-    learned = stochastic_logdet(before, draw(old, 32, generator), old, **options).shares
+    learned = stochastic_logdet(before, draw(old, 32, generator), old, **options).positions
     probes = draw(preconditioner, 32, generator)
-    shares, surplus, age = learned, 0, 0
-    while not shares.are_worn:
+    positions, surplus, age = learned, 0, 0
+    while not positions.are_worn:
         operator = Counting(after.kernel, after.noise)
-        shares = stochastic_logdet(operator, probes, preconditioner, shares=shares, **options).shares
-        assert torch.equal(shares.values, learned.values)
+        positions = stochastic_logdet(operator, probes, preconditioner, positions=positions, **options).positions
+        assert torch.equal(positions.values, learned.values)
         assert 2 < operator.products < 10
         surplus, age = surplus + operator.products - 2, age + 1
-        assert (int(shares.surplus), int(shares.age)) == (surplus, age)
-    assert surplus >= learned.values.shape[-1] - 2 or age == learned.longest
-    anew = stochastic_logdet(after, probes, preconditioner, shares=shares, **options).shares
-    fresh = stochastic_logdet(after, probes, preconditioner, **options).shares
-    assert torch.equal(anew.values, fresh.values)
-    assert not anew.are_worn
+        assert (int(positions.surplus), int(positions.age)) == (surplus, age)
+    assert surplus >= learned.values.shape[-1] - 2 or age == learned.life
+    again = stochastic_logdet(after, probes, preconditioner, positions=positions, **options).positions
+    fresh = stochastic_logdet(after, probes, preconditioner, **options).positions
+    assert torch.equal(again.values, fresh.values)
+    assert not again.are_worn
 
 
-def made_up(truth: float) -> tuple[list[Rules], Tensor]:
+def made_up(truth: float) -> tuple[list[Bounds], Tensor]:
     """Rules of three iterations for two probes, and what they converge to."""
     gaps = torch.tensor([8.0, 4.0, 2.0]).double()
     limit = torch.tensor([truth, truth + 1]).double()
     return [(limit + 0.6 * gap, limit - 0.4 * gap) for gap in gaps], limit
 
 
-def test_drift_is_measured_on_the_shares_of_before() -> None:
+def test_drift_is_measured_on_the_positions_before() -> None:
     zero = torch.zeros(()).double()
-    rules, limit = made_up(10.0)
-    first = QuadratureShares.learned(rules, limit, zero)
+    bounds, limit = made_up(10.0)
+    first = BracketPositions.learned(bounds, limit, zero, None)
     torch.testing.assert_close(first.values, torch.full((2, 3), 0.4).double())
-    assert (first.drift.numel(), int(first.longest)) == (0, FIRST_AGE)
-    samples, error = first.estimate(rules[:2])
+    assert not first.drift.any()
+    assert int(first.life) == FIRST_LIFE
+    assert first.estimate(bounds[:1]) is None
+    samples, error = first.estimate(bounds[:2])
     torch.testing.assert_close(samples, limit)
     assert error < 1e-12
 
-    # Shares of .5: errors of a tenth of the gaps, .8, .4 and .2, whose successors a correction takes for .46 of them.
-    moved = [(limit + 0.5 * (upper - lower), limit - 0.5 * (upper - lower)) for upper, lower in rules]
+    # Positions of .5: errors of a tenth of the gaps, .8, .4 and .2, whose successors a correction takes for .46 of them.
+    moved = [(limit + 0.5 * (upper - lower), limit - 0.5 * (upper - lower)) for upper, lower in bounds]
     left = [abs(gap / 20 - gap / 20 * FALL / (1 - FALL)) for gap in (8.0, 4.0)]
     samples, error = first.estimate(moved[:2])
     assert float((samples - limit).abs().max()) == pytest.approx(left[0])
     assert float(error) == pytest.approx(0.4 * FALL / (1 - FALL) / 4)
-    second = QuadratureShares.learned(moved, limit, zero, first.used(2).used(3))
-    assert (int(second.longest), int(second.age), int(second.surplus)) == (2 * 3, 0, 0)
-    torch.testing.assert_close(second.drift, torch.tensor(left).double() / 3)
-    # Without a correction the error is what the drift makes of the shares' age.
+    second = BracketPositions.learned(moved, limit, zero, first.used(2).used(3))
+    assert (int(second.life), int(second.age), int(second.surplus)) == (2 * 3, 0, 0)
+    torch.testing.assert_close(second.drift, torch.tensor([0.0, *left]).double() / 3)
+    # Without a correction the error is the drift times the age.
     aged = second.used(2).used(2)
-    assert float(aged.estimate(moved[:2])[1]) == pytest.approx(3 * left[0] / 3)
-    assert float(aged.estimate(moved[:3])[1]) == pytest.approx(3 * left[1] / 3)
+    assert float(aged.estimate(moved[:2])[1]) == pytest.approx(left[0])
+    assert float(aged.estimate(moved[:3])[1]) == pytest.approx(left[1])
     # Half of a drift is remembered where the next one happens to be nothing.
-    third = QuadratureShares.learned(moved, limit, zero, aged)
+    third = BracketPositions.learned(moved, limit, zero, aged)
     torch.testing.assert_close(third.drift, second.drift / 2)
 
 
@@ -152,10 +154,10 @@ def test_drift_is_measured_on_the_shares_of_before() -> None:
 def test_values_along_a_training_run_are_as_good_as_they_say(
     rank: int, lengthscales: tuple[float, float], noises: tuple[float, float], seed: int
 ) -> None:
-    """Shares that move so that two iterations agree on a wrong value: unmeasured, three to seven reported errors."""
+    """Positions that move so that two iterations agree on a wrong value: unmeasured, three to seven reported errors."""
     x, _, _ = oracles.problem(300)
     bits = torch.randint(0, 2, (rank + 300, 4), generator=torch.Generator().manual_seed(seed)).double()
-    shares, ratios, products = None, [], 0
+    positions, ratios, products = None, [], 0
     for way in torch.linspace(0, 1, 40).double():
         lengthscale, noise = (low * (high / low) ** way for low, high in (lengthscales, noises))
         kernel = RadialKernelLinearOperator(x / lengthscale, torch.tensor(1.0).double(), function=RBF)
@@ -164,8 +166,8 @@ def test_values_along_a_training_run_are_as_good_as_they_say(
         probes = preconditioner.sample(2 * bits[:rank] - 1, 2 * bits[rank:] - 1)
         truth = stochastic_logdet(operator, probes, preconditioner, max_iterations=60, tolerance=1e-12)
         operator.products = 0
-        estimate = stochastic_logdet(operator, probes, preconditioner, shares=shares)
-        shares, products = estimate.shares, products + operator.products
+        estimate = stochastic_logdet(operator, probes, preconditioner, positions=positions)
+        positions, products = estimate.positions, products + operator.products
         ratios.append((estimate.mean - truth.mean) / estimate.sem)
     assert torch.stack(ratios).abs().max() < 2
     assert torch.stack(ratios).square().mean().sqrt() < 1
@@ -179,14 +181,14 @@ def test_a_short_budget_takes_the_better_estimate_and_says_so() -> None:
     thorough = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-12)
     short = {"max_iterations": 3, "tolerance": 1e-6}
     crude = stochastic_logdet(operator, probes, preconditioner, **short)
-    again = stochastic_logdet(operator, probes, preconditioner, shares=crude.shares, **short)
-    known = stochastic_logdet(operator, probes, preconditioner, shares=thorough.shares, **short)
+    again = stochastic_logdet(operator, probes, preconditioner, positions=crude.positions, **short)
+    known = stochastic_logdet(operator, probes, preconditioner, positions=thorough.positions, **short)
     assert (crude.mean - thorough.mean).abs() > 1
     torch.testing.assert_close(known.mean, thorough.mean)
     torch.testing.assert_close(known.sem, thorough.sem)
     torch.testing.assert_close(again.sem, crude.sem)
     assert crude.sem > thorough.sem + 0.1
-    assert (int(known.shares.age), int(known.shares.surplus)) == (1, 0)
+    assert (int(known.positions.age), int(known.positions.surplus)) == (1, 0)
 
 
 def test_the_first_product_may_be_given() -> None:
@@ -195,27 +197,27 @@ def test_the_first_product_may_be_given() -> None:
     plain, given = Counting(after.kernel, after.noise), Counting(after.kernel, after.noise)
     expected = stochastic_logdet(plain, probes, preconditioner)
     image = after.to_dense() @ preconditioner.solve(probes)
-    found = stochastic_logdet(given, probes, preconditioner, first_image=image)
+    found = stochastic_logdet(given, probes, preconditioner, first_product=image)
     assert given.products == plain.products - 1
     torch.testing.assert_close(found.mean, expected.mean)
     torch.testing.assert_close(found.sem, expected.sem)
 
 
 @pytest.mark.parametrize("moved", [-0.2, 0.2])
-def test_shares_that_no_longer_hold_are_found_out(moved: float) -> None:
+def test_positions_that_no_longer_hold_are_found_out(moved: float) -> None:
     """Trusted to the end, they would make an error of about nine standard errors at the second iteration."""
     _, operator, preconditioner = similar_systems()
     probes = draw(preconditioner, 32, torch.Generator().manual_seed(0))
     truth = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-12)
-    shares = replace(truth.shares, values=truth.shares.values + moved)
-    misled = stochastic_logdet(operator, probes, preconditioner, shares=shares)
+    positions = replace(truth.positions, values=truth.positions.values + moved)
+    misled = stochastic_logdet(operator, probes, preconditioner, positions=positions)
     assert (misled.mean - truth.mean).abs() < 2 * misled.sem
-    tight = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-9, shares=shares)
+    tight = stochastic_logdet(operator, probes, preconditioner, max_iterations=40, tolerance=1e-9, positions=positions)
     torch.testing.assert_close(tight.mean, truth.mean, rtol=1e-6, atol=1e-5)
-    one = replace(shares, values=shares.values[..., :1])
-    anew = stochastic_logdet(operator, probes, preconditioner, shares=one).shares.values
-    assert anew.shape[-1] > 2
-    assert (anew - truth.shares.values[..., : anew.shape[-1]]).mean(-2)[:2].abs().max() < 0.05
+    one = replace(positions, values=positions.values[..., :1])
+    again = stochastic_logdet(operator, probes, preconditioner, positions=one).positions.values
+    assert again.shape[-1] > 2
+    assert (again - truth.positions.values[..., : again.shape[-1]]).mean(-2)[:2].abs().max() < 0.05
 
 
 @pytest.mark.parametrize("noise", [0.01, 1.0])

@@ -1,4 +1,4 @@
-"""The estimator as printed: theorems 1 and 2 and proposition 2 of Evans and Nair 2018, for tests and comparison.
+"""Naive twin: the estimator as printed, theorems 1 and 2 and proposition 2 of Evans and Nair 2018.
 
 Unbiased, like the one that training uses, with a variance that is larger by far: the triple sum over i, j and r is alive on
 their intersection alone where columns have a diagonal entry only.

@@ -1,0 +1,221 @@
+"""Points of a run at which the latent function is known: rows that are kept for several steps, or control points.
+
+A sample of features tells little about a residual: the variance, (m / sampled - 1) times the sum of (feature * weight)^2,
+may be far above that of the targets. For rows that are kept the latent function is computed once from all features and
+then follows the steps. Where rows cannot be kept, support points of a control variate are known in the same way.
+
+A run has the parts `latent` (see `KnownLatent`), `basis` (the hyperparameters at which it started), and either `kept` (the
+rows' `index` and the `count` of their steps) or `control` (the points' targets `y` and fixed `noise`).
+"""
+
+import torch
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
+from torch import Tensor
+
+from gpy_iterative.changes import SeenValues
+from gpy_iterative.quadruply.data_terms import Call, control_term
+from gpy_iterative.quadruply.known_latent import KnownLatent, KnownValues, check_entries, freeze
+from gpy_iterative.quadruply.model import QuadruplyStochasticGP
+from gpy_iterative.quadruply.samples import Sample, draw_set
+from gpy_iterative.quadruply.sizes import TrainingData, control_points, steps_per_batch
+from gpy_iterative.training.run import Part, Run
+
+#: Steps after which the latent values are computed again from all features, unless that took more than a tenth of the time.
+REFRESH_EVERY = 200
+
+
+class KnownPoints:
+    """The options of kept rows and control points; methods take a run and return the next one.
+
+    Raises ValueError for options outside their range, which are those of `QuadruplyStochasticELBO`.
+    """
+
+    def __init__(
+        self,
+        model: QuadruplyStochasticGP,
+        data: TrainingData,
+        num_group_samples: int,
+        *,
+        num_steps_per_batch: int | None,
+        num_control_points: int | None,
+        is_gaussian: bool,
+    ) -> None:
+        self.model, self.data, self.num_group_samples = model, data, num_group_samples
+        self.num_control_points = control_points(num_control_points, is_gaussian=is_gaussian)
+        self.num_steps_per_batch = steps_per_batch(
+            model, num_steps_per_batch, num_group_samples, num_control_points=num_control_points
+        )
+        self._asks_for_points, self._asks_to_keep = num_control_points is not None, num_steps_per_batch is not None
+        self._frozen_at: tuple[Part | None, QuadruplyStochasticGP] | None = None
+
+    def with_kept_rows(self, call: Call, run: Run) -> Run:
+        """The run with the rows of this step in `kept`: the last step's or new ones; without it where rows are not kept."""
+        kept = run.part("kept")
+        if not self._keeps_rows(call, run):
+            return _without_kept_rows(run)
+        if kept is None and run.part("control") is not None and not torch.is_grad_enabled():
+            return run  # a look at all data while batches are trained on
+        has_moved = kept is not None and not _are_rows_of(call.x, kept, run.parts["latent"])
+        if has_moved and not self._asks_to_keep:
+            # Data in another order in every call (a shuffling loader of whole batches) would mean a draw in every call.
+            return _without_kept_rows(run).having(order={"is_shuffled": torch.tensor(True)})
+        if kept is None or has_moved or self._are_due(call, kept):
+            return self._with_new_rows(call, run)
+        run = self.followed(run, self._refresh_every)
+        if not self._has_hyperparameters_of(run):
+            return self._with_new_rows(call, run)
+        return run.having(kept={"index": kept["index"], "count": kept["count"] + 1})
+
+    def uses_control_points(self, before: Run) -> bool:
+        """Whether a step without kept rows has a control variate; `before` is the run before it."""
+        if not self.num_control_points or self.model.num_tail_groups <= self.num_group_samples:
+            return False
+        # A look at other data, while training keeps its rows, does not start one.
+        return torch.is_grad_enabled() or before.part("kept") is None
+
+    def with_control_points(self, call: Call, run: Run) -> Run:
+        """The run with support points in `control`, drawn from the rows of this call where there are none."""
+        if run.part("control") is not None:
+            return self.followed(run, self._refresh_every)
+        if self._asks_for_points and self.num_control_points > call.num_data:
+            raise ValueError(
+                f"num_control_points must be at most {call.num_data}, the number of data; got {self.num_control_points}."
+            )
+        x = call.x
+        index = draw_set(len(x), min(self.num_control_points, len(x)), call.generator).to(x.device)
+        control = {"y": call.target[index].detach().to(x)}
+        if isinstance(call.likelihood, FixedNoiseGaussianLikelihood):
+            control["noise"] = call.noise(index).detach()
+        return self._started(run, x[index].detach()).having(control=control)
+
+    def evaluate(self, run: Run, first: Sample, second: Sample) -> tuple[KnownValues | None, Run]:
+        """The values at the run's points, None without any; and the run that expects a step of the samples' rows."""
+        if (part := run.part("latent")) is None:
+            return None, run
+        values, latent = KnownLatent.of(part).evaluate(self._frozen(run), first, second)
+        return values, run.having(latent=latent.part())
+
+    def control_term(self, call: Call, run: Run, known: KnownValues, first: Sample, second: Sample) -> Tensor:
+        """The control variate at the run's points, [] (see `data_terms.control_term`)."""
+        x, control = run.parts["latent"]["x"], run.parts["control"]
+        with torch.no_grad():
+            residual = control["y"].to(x) - self.model.prior_mean(x)
+            noise = control["noise"].to(x) if "noise" in control else call.likelihood.noise.expand(len(x))
+        return control_term(known, first, second, residual, noise.detach())
+
+    def draw_rows(self, call: Call) -> Tensor:
+        """Rows of a step, [b]."""
+        return draw_set(len(call.x), self.data.num_samples_of(len(call.x)), call.generator).to(call.x.device)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def followed(self, run: Run, refresh_every: int | None = None) -> Run:
+        """The run at the model's current weights; see `KnownLatent.caught_up`."""
+        if (part := run.part("latent")) is None:
+            return run
+        latent = KnownLatent.of(part)
+        if not latent.follows(self.model):
+            return self._started(run, latent.x.to(self.model.basis.like))
+        return run.having(latent=latent.caught_up(self._frozen(run), refresh_every).part())
+
+    @torch.inference_mode(False)
+    def refreshed(self, run: Run) -> Run:
+        """The run at the model's current weights, computed from all features: m (1 + k) a point."""
+        run = self.followed(run)
+        if (part := run.part("latent")) is None:
+            return run
+        return run.having(latent=KnownLatent.of(part).refreshed(self._frozen(run)).part())
+
+    def checked(self, run: Run) -> Run:
+        """A loaded run. Raises ValueError for entries that are missing or do not fit the model."""
+        part, kept, control = (run.part(name) for name in ("latent", "kept", "control"))
+        if part is None:
+            return run.having(kept=None, control=None, basis=None)
+        latent = KnownLatent.resumed(self.model, part)
+        check_entries(run.part("basis") or {}, {name: tuple(v.shape) for name, v in self._hyperparameters().items()})
+        if kept is not None:
+            _check_kept_rows(kept, len(latent.x))
+        if control is not None:
+            check_entries(control, dict.fromkeys({"y", *control}, (len(latent.x),)))
+        basis = {name: (run.part("basis") or {})[name] for name in self._hyperparameters()}
+        return run.having(latent=latent.part(), basis=basis)
+
+    def _keeps_rows(self, call: Call, run: Run) -> bool:
+        """Raises ValueError where `num_steps_per_batch` was given and rows cannot be kept."""
+        if self.num_steps_per_batch == 1:
+            return False
+        is_learned = call.x.requires_grad or any(p.requires_grad for p in self.model.basis.feature_parameters())
+        is_whole = len(call.x) == call.num_data
+        if self._asks_to_keep and (is_learned or not is_whole):
+            reason = (
+                "the kernel has hyperparameters to be learned, or the inputs take a gradient: fix them, "
+                "model.basis.requires_grad_(False)"
+                if is_learned
+                else f"only {len(call.x)} of {call.num_data} data were passed: pass all, rows are drawn inside"
+            )
+            raise ValueError(
+                f"num_steps_per_batch={self.num_steps_per_batch}, but {reason}. num_steps_per_batch=1 allows both."
+            )
+        return is_whole and not is_learned and run.part("order") is None
+
+    def _are_due(self, call: Call, kept: Part) -> bool:
+        """Whether other rows are to be drawn; never in a look, or where the rows are all there are."""
+        is_last = int(kept["count"]) >= self.num_steps_per_batch and len(kept["index"]) < len(call.x)
+        return is_last and torch.is_grad_enabled()
+
+    def _with_new_rows(self, call: Call, run: Run) -> Run:
+        index = self.draw_rows(call)
+        kept = {"index": index, "count": torch.tensor(1)}
+        return self._started(run, call.x[index].detach()).having(kept=kept, control=None)
+
+    def _started(self, run: Run, x: Tensor) -> Run:
+        """With latent values at points x, at the model's current weights and hyperparameters."""
+        part = run.part("latent")
+        if run.part("basis") is None or not self._has_hyperparameters_of(run):
+            run = run.having(basis={name: value.clone() for name, value in self._hyperparameters().items()})
+        before = None if part is None else KnownLatent.of(part)
+        return run.having(latent=KnownLatent.start(self._frozen(run), x, before).part())
+
+    def _frozen(self, run: Run) -> QuadruplyStochasticGP:
+        """The model at the run's hyperparameters; kept, since copying a model takes time."""
+        part = run.part("basis")
+        if self._frozen_at is None or self._frozen_at[0] is not part:
+            self._frozen_at = part, freeze(self.model, (part or {}).values())
+        return self._frozen_at[1]
+
+    def _hyperparameters(self) -> Part:
+        """Those that features depend on, by name."""
+        names = {id(parameter): name for name, parameter in self.model.basis.named_parameters()}
+        return {names[id(parameter)]: parameter.detach() for parameter in self.model.basis.feature_parameters()}
+
+    def _has_hyperparameters_of(self, run: Run) -> bool:
+        known = SeenValues(tuple((run.part("basis") or {}).values()))
+        return known.are(self.model.basis.feature_parameters())
+
+    @property
+    def _refresh_every(self) -> int | None:
+        """Steps; looks count none."""
+        if not torch.is_grad_enabled():
+            return None
+        return max(REFRESH_EVERY, 10 * self.model.num_tail_groups // max(1, self.num_group_samples))
+
+
+def _without_kept_rows(run: Run) -> Run:
+    return run if run.part("kept") is None else run.having(kept=None, latent=None)
+
+
+def _are_rows_of(x: Tensor, kept: Part, latent: Part) -> bool:
+    """Whether the data have the kept rows where they were."""
+    index = kept["index"]
+    return len(x) > int(index.max()) and torch.equal(x[index], latent["x"].to(x))
+
+
+def _check_kept_rows(kept: Part, size: int) -> None:
+    check_entries(kept, {"index": None, "count": None})
+    index, count = kept["index"], int(kept["count"])
+    is_index = index.dtype == torch.int64 and len(index) > 0 and bool((index >= 0).all())
+    if not is_index or index.shape != (size,) or count < 0:
+        raise ValueError(
+            f"This is no training state: {size} kept rows have an index of shape {tuple(index.shape)} and {index.dtype}, "
+            f"after {count} steps."
+        )

@@ -1,0 +1,123 @@
+"""Numbers of data, features and control points that a step uses, and the checks of the data that it is given."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.changes import SeenVersions
+from gpy_iterative.checks import check_count, check_finite
+from gpy_iterative.quadruply.model import QuadruplyStochasticGP
+from gpy_iterative.training.run import Part
+
+#: Defaults, where there are as many.
+DATA_SAMPLES, FEATURE_SAMPLES, CONTROL_POINTS = 500, 10_000, 500
+#: How often each feature is sampled, on average, before other rows are drawn. Their draw, which evaluates all features,
+#: then takes a quarter of the time.
+SWEEPS_PER_BATCH = 4
+
+
+class TrainingData:
+    """The number of data and of sampled rows, as in `QuadruplyStochasticELBO`; raises ValueError for impossible ones."""
+
+    def __init__(self, num_data: int | None, num_samples: int | None) -> None:
+        for name, value in (("num_data", num_data), ("num_data_samples", num_samples)):
+            if value is not None:
+                check_count(name, value)
+        if num_data is not None and num_samples is not None and num_samples > num_data:
+            raise ValueError(f"num_data_samples must be at most num_data = {num_data}, got {num_samples}.")
+        self.num_data, self.num_samples = num_data, num_samples
+        self._checked = SeenVersions()
+
+    def num_data_of(self, size: int) -> int:
+        """n, where `size` rows were passed."""
+        return size if self.num_data is None else self.num_data
+
+    def num_samples_of(self, size: int) -> int:
+        """Rows of a step, where `size` rows were passed."""
+        return min(self.num_samples or DATA_SAMPLES, size)
+
+    def check(self, x: Tensor, target: Tensor, check_target: Callable[[Tensor], None], known: Part | None) -> None:
+        """Raises ValueError where the data do not fit one another, the likelihood, or those of earlier steps.
+
+        All rows are checked once, when the tensors are first seen or have changed. `check_target` raises ValueError for
+        targets outside of the likelihood's support; `known` are the `marks` of the first step.
+        """
+        size = len(x)
+        if not isinstance(target, Tensor) or target.shape != x.shape[:1]:
+            shape = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
+            raise ValueError(
+                f"The target must be a tensor of shape ({size},), one value a row of the inputs; got {shape}."
+            )
+        if target.is_floating_point() and target.dtype != x.dtype:
+            raise ValueError(f"The inputs have dtype {x.dtype}, the target {target.dtype}.")
+        if target.device != x.device:
+            raise ValueError(f"The inputs have device {x.device}, the target {target.device}.")
+        if size == 0:
+            raise ValueError("There are no data: x has no rows.")
+        if not self._checked.are((x, target)):
+            check_finite("x", x)
+            check_finite("target", target)
+            check_target(target)
+            self._checked = SeenVersions.of((x, target))
+        if self.num_data is not None:
+            if size > self.num_data:
+                raise ValueError(f"num_data is {self.num_data}, but {size} rows were passed.")
+            return
+        if known is not None and not _are_marks_of(known, x):
+            raise ValueError(
+                f"num_data=None takes the first {int(known['size'])} rows that were passed as all training data; these "
+                f"{size} rows are others. For batches or other data pass the number of all data: num_data=len(train_x)."
+            )
+        if self.num_samples is not None and self.num_samples > size:
+            raise ValueError(f"num_data_samples must be at most {size}, the number of data; got {self.num_samples}.")
+
+    def marks(self, x: Tensor) -> Part:
+        """Number of rows, and the first, middle and last of them: later calls are compared with these."""
+        return {"rows": x.detach()[[0, len(x) // 2, -1]].clone(), "size": torch.tensor(len(x))}
+
+
+def _are_marks_of(known: Part, x: Tensor) -> bool:
+    return len(x) == int(known["size"]) and torch.equal(x[[0, len(x) // 2, -1]], known["rows"].to(x))
+
+
+def group_samples(model: QuadruplyStochasticGP, given: int | None) -> int:
+    """Groups of a sample. Raises ValueError for a number of features that is not possible."""
+    size, groups = model.basis.group_size, model.num_tail_groups
+    if given is None:
+        return min(FEATURE_SAMPLES // size, groups)
+    check_count("num_feature_samples", given)
+    if given % size:
+        raise ValueError(f"num_feature_samples must be a multiple of {size}, the features of a group; got {given}.")
+    if given > groups * size:
+        raise ValueError(
+            f"num_feature_samples must be at most {groups * size}, the number of features beyond the head; got {given}."
+        )
+    return given // size
+
+
+def control_points(given: int | None, *, is_gaussian: bool) -> int:
+    """Support points of the control variate. Raises ValueError where they cannot be used."""
+    if given is None:
+        return CONTROL_POINTS if is_gaussian else 0
+    check_count("num_control_points", given, least=0)
+    if given and not is_gaussian:
+        raise ValueError(f"Control variates are for Gaussian noise: pass num_control_points=0, got {given}.")
+    return given
+
+
+def steps_per_batch(
+    model: QuadruplyStochasticGP, given: int | None, samples: int, *, num_control_points: int | None
+) -> int:
+    """Steps with the same rows, where a step samples so many groups. Raises ValueError for options that conflict."""
+    is_sampled = 0 < samples < model.num_tail_groups
+    if given is None:
+        keeps = is_sampled and not model.basis.num_head_features and num_control_points is None
+        return math.ceil(SWEEPS_PER_BATCH * model.num_tail_groups / samples) if keeps else 1
+    check_count("num_steps_per_batch", given)
+    if given > 1 and num_control_points:
+        raise ValueError(
+            "Control points are for rows that every step draws again: pass num_control_points=0 or num_steps_per_batch=1."
+        )
+    return given if is_sampled else 1
