@@ -5,8 +5,7 @@ from gpy_iterative.laplace.likelihoods.curvature import BlockCurvature, Curvatur
 from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, CurvatureKind, PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.poisson import PoissonLogLikelihood
 from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
-from gpy_iterative.training.expected_log_prob import expected_log_prob
-from gpy_iterative.training.likelihood_forms import is_log_concave, register_curvature
+from gpy_iterative.training.likelihood_forms import expected_log_prob, is_log_concave, register_curvature
 
 __all__ = [
     "BlockCurvature",

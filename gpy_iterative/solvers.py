@@ -20,7 +20,6 @@ from gpy_iterative.linear_solvers.logdet.lanczos import (
 )
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.linear_solvers.stochastic_descent import StochasticDualDescent, StochasticGradientDescent
-from gpy_iterative.linear_solvers.warm_start import WarmStart
 from gpy_iterative.randomized.solver_series import Series, conjugate_gradient_series, russian_roulette_solve
 
 __all__ = [
@@ -49,7 +48,6 @@ __all__ = [
     "Solver",
     "StochasticDualDescent",
     "StochasticGradientDescent",
-    "WarmStart",
     "conjugate_gradient_series",
     "default_solver",
     "krylov_logarithm_terms",

@@ -34,7 +34,7 @@ def test_counts(name: str, options: Callable) -> None:
 
 
 SEEDED: dict[str, Callable] = {
-    "generator of an mll": lambda seed: HutchinsonMarginalLogLikelihood(*_parts(), generator=seed)._state.generator,
+    "generator of an mll": lambda seed: HutchinsonMarginalLogLikelihood(*_parts(), generator=seed)._run.generator(),
     "generator of a posterior": lambda seed: gpi.prediction.PathwisePosterior(*_parts()[::-1], generator=seed)._seed,
     "seed of a basis": lambda seed: gpi.models.RandomFourierBasis(
         kernels.RBFKernel(), num_features=4, num_dims=2, seed=seed

@@ -1,14 +1,14 @@
-"""The log density of N(0, H) at the residual y - mean, and the two factors of its gradient.
+"""The log density of N(0, H) at the residual y - mean, with its gradient: by a Cholesky factor, or by one block solve.
 
-Two ways to the same five tensors: exactly, through a dense Cholesky factor, or from one block solve for
-`[y - mean, probes]` together.
+A warm start begins the solve at the last solution, or at the extrapolation 2 V_t - V_{t-1} of the last two (Lin et al.
+2024, section 4). The solutions are a part of the run: "latest" and, where they extrapolate, "before".
 """
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from linear_operator import LinearOperator
@@ -16,16 +16,46 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.exact.probes import Probes
-from gpy_iterative.linear_solvers.base import Solver
+from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
-from gpy_iterative.linear_solvers.logdet.lanczos import LogDeterminant
+from gpy_iterative.linear_solvers.logdet.lanczos import (
+    MAX_LOGDET_PRODUCTS,
+    BracketPositions,
+    LogDeterminant,
+    stochastic_logdet,
+)
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, SolveStats, SolveStatus
-from gpy_iterative.training.report import Report
+from gpy_iterative.training.report import MarginalLogLikelihoodReport, Report
+from gpy_iterative.training.run import Part
 from gpy_iterative.training.surrogate import surrogate
+
+WarmStart = Literal["extrapolated", "previous", False]
+
+
+def check_warm_start(mode: WarmStart) -> None:
+    """Raises ValueError for any other mode."""
+    if not (mode is False or (isinstance(mode, str) and mode in get_args(WarmStart))):  # 0 == False
+        raise ValueError(f"warm_start must be 'extrapolated', 'previous' or False, got {mode!r}.")
+
+
+def initial_guess(mode: WarmStart, part: Part | None) -> Tensor | None:
+    """Where the next solve of the same system starts, [*b, n, s]; None is zero."""
+    if mode is False or part is None:
+        return None
+    if mode == "extrapolated" and "before" in part:
+        return 2 * part["latest"] - part["before"]
+    return part["latest"]
+
+
+def updated(mode: WarmStart, part: Part | None, solutions: Tensor) -> Part:
+    """The part after a solve with these solutions [*b, n, s], which the caller leaves unchanged."""
+    if mode == "extrapolated" and part is not None:
+        return {"latest": solutions, "before": part["latest"]}
+    return {"latest": solutions}
 
 
 class Estimate(Protocol):
-    """The log density of N(0, H) at a residual: what a step reports of it, and its gradient."""
+    """A log density with its gradient and the figures of its report."""
 
     @property
     def value_sem(self) -> Tensor:
@@ -39,17 +69,17 @@ class Estimate(Protocol):
 
     @property
     def stats(self) -> SolveStats:
-        """What the solve took."""
+        """Cost and residuals of the solve."""
         ...
 
     @property
     def truncation(self) -> Report | None:
-        """What was drawn, of the methods that truncate at random."""
+        """The draws of a method that truncates at random."""
         ...
 
     @property
     def probe_jitter(self) -> float | None:
-        """How far the jitter of the probes' covariance was raised; None where it was not."""
+        """The jitter of the probes' covariance; None where there is none."""
         ...
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
@@ -66,10 +96,9 @@ class DensityEstimate:
         value_sem: [*b], its standard error.
         weights: a = H^-1 residual, [*b, n].
         left, right: [*b, n, k]; the exact estimate has the weights of all entries of dH, [*b, n, n], and None.
-        solutions: [*b, n, 1 + s], the solves as a warm start wants them; None for the exact estimate.
         status, stats: of the solve.
-        truncation: what was drawn, of a randomly truncated series.
-        probe_jitter: how far the jitter of the probes' covariance was raised; None where it was not.
+        truncation: the draws of a randomly truncated series.
+        probe_jitter: the jitter of the probes' covariance; None where there is none.
 
     Raises:
         NonFiniteError: value or weights are not finite.
@@ -80,7 +109,6 @@ class DensityEstimate:
     weights: Tensor
     left: Tensor
     right: Tensor | None
-    solutions: Tensor | None
     status: SolveStatus
     stats: SolveStats
     truncation: Report | None = None
@@ -93,6 +121,23 @@ class DensityEstimate:
     def __post_init__(self) -> None:
         check_estimated("value", self.value)
         check_estimated("solve for y - mean", self.weights)
+
+
+def report_of(estimate: Estimate, value: Tensor, num_data: int, seconds: float) -> MarginalLogLikelihoodReport:
+    """The report of a step that returned this value."""
+    norms = estimate.stats.residual_norms
+    return MarginalLogLikelihoodReport(
+        status=estimate.status,
+        iterations=estimate.stats.iterations,
+        epochs=estimate.stats.epochs,
+        residual_targets=norms["targets"],
+        residual_probes=norms.get("probes"),
+        value=value.detach().clone(),
+        value_sem=estimate.value_sem / num_data,
+        seconds=seconds,
+        truncation=estimate.truncation,
+        probe_jitter=estimate.probe_jitter,
+    )
 
 
 def check_estimated(name: str, tensor: Tensor) -> None:
@@ -125,9 +170,36 @@ def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky)
         weights=weights,
         left=(column @ column.mT).sub_(factor.inverse()).mul_(0.5),
         right=None,
-        solutions=None,
         status=SolveStatus.CONVERGED if relative <= solver.tolerance else SolveStatus.STAGNATED,
         stats=SolveStats(0, 0.0, 1.0, {"targets": relative}, time.perf_counter() - start),
+    )
+
+
+def first_products(
+    operator: LinearOperator, guess: Tensor | None, probes: Probes
+) -> tuple[Tensor | None, Tensor | None]:
+    """H times the guess and H times the probes' duals in one product, which reads the tiles once; None without a guess."""
+    if guess is None:
+        return None, None
+    duals = probes.covariance.solve(probes.vectors)
+    guess_product, dual_product = operator._matmul(torch.cat([guess, duals], dim=-1)).tensor_split(
+        [guess.shape[-1]], dim=-1
+    )
+    return guess_product, dual_product
+
+
+def estimated_logdet(
+    operator: LinearOperator, probes: Probes, dual_product: Tensor | None, solver: Solver, learned: Part | None
+) -> LogDeterminant:
+    """Log det H within the solver's budget: the value must not cost more passes over the matrix than the gradient may."""
+    budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
+    return stochastic_logdet(
+        operator,
+        probes.vectors,
+        preconditioner=probes.covariance,
+        max_iterations=min(MAX_LOGDET_PRODUCTS, int(budget)),
+        positions=None if learned is None else BracketPositions(**learned),
+        first_product=dual_product,
     )
 
 
@@ -143,8 +215,9 @@ def stochastic_estimate(
     guess_product: Tensor | None,
     generator: torch.Generator,
     callback: Callable[[SolveProgress], None] | None,
-) -> DensityEstimate:
-    """Value and gradient from one block solve.
+    probe_jitter: float | None,
+) -> tuple[DensityEstimate, Tensor]:
+    """Value and gradient from one block solve, and its solutions [*b, n, 1 + s].
 
     Args:
         operator: H [*b, n, n].
@@ -156,7 +229,8 @@ def stochastic_estimate(
         initial_guess: [*b, n, 1 + s] or None.
         guess_product: H times it, or None where it is not known.
         generator: for solvers that draw.
-        callback: told of the solve's progress.
+        callback: gets the solve's progress.
+        probe_jitter: see `DensityEstimate`.
 
     The quadratic term is `a^T (r + (r - H a))`: its error is of second order in the solver's.
     """
@@ -179,20 +253,21 @@ def stochastic_estimate(
     coefficients = rhs.new_full((1 + num_probes,), -0.5 / num_probes)
     coefficients[0] = 0.5
     right = torch.cat([weights.unsqueeze(-1), solved if probes.dual is None else probes.dual], dim=-1)
-    return DensityEstimate(
+    estimate = DensityEstimate(
         value=value,
         value_sem=0.5 * log_determinant.sem,
         weights=weights,
         left=coefficients * solution.value,
         right=right,
-        solutions=solution.value,
         status=SolveStatus.INDEFINITE if log_determinant.is_indefinite else solution.status,
         stats=solution.stats,
+        probe_jitter=probe_jitter,
     )
+    return estimate, solution.value
 
 
 def advice(estimate: DensityEstimate) -> str:
-    """One sentence for a user whose solve did not end well."""
+    """The warning about a solve that has not converged."""
     norms = ", ".join(f"{name} {norm:.2g}" for name, norm in estimate.stats.residual_norms.items())
     return (
         f"The linear solve ended with status {estimate.status.name.lower()} after {estimate.stats.epochs:.1f} epochs "

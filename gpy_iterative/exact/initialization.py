@@ -18,7 +18,7 @@ from gpy_iterative.checks import check_count, check_positive
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.exact.hutchinson import HutchinsonMarginalLogLikelihood
 from gpy_iterative.training.progress import Progress, check_progress, reporting
-from gpy_iterative.training.training_state import make_generator
+from gpy_iterative.training.run import make_generator
 from gpy_iterative.training.training_system import check_inputs
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         corrected: True weights by S^-1 xi, which is unbiased; False takes S = H as published, whose error for a
             frozen set of frequencies does not fall with the number of probes.
         warm_start: "extrapolated" starts each solve at twice the last solution less the one before, "previous"
-            at the last; both keep the draws frozen. False draws anew and starts at zero, every step.
+            at the last; both keep the draws frozen. False draws new ones and starts at zero, every step.
         solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
         products: how kernel products are computed.
         generator: a generator, or the seed of one. The global generator is never touched.

@@ -13,7 +13,7 @@ the probes are a smooth function of them.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from linear_operator import LinearOperator
@@ -35,7 +35,7 @@ Terms = Sequence[KernelTerm]
 
 @dataclass(frozen=True)
 class Probes:
-    """Probe vectors and what they have to be multiplied by.
+    """Probe vectors xi and S^-1 xi.
 
     Attributes:
         vectors: xi [*b, n, s].
@@ -55,7 +55,7 @@ class Probes:
 
 
 def probe_jitter(*probes: Probes) -> float | None:
-    """How far the jitter of their covariances was raised, at the most; None where it was not."""
+    """The largest jitter of the probes' covariances; None where there is none."""
     factors = (each.covariance for each in probes)
     jitter = max((float(f.jitter.max()) for f in factors if isinstance(f, PivotedCholeskyFactor)), default=0.0)
     return jitter or None
@@ -73,18 +73,15 @@ class ProbeDistribution(ABC):
     """
 
     num_probes: int
+    #: Whether the prior's kernels are needed, beyond its operator.
+    needs_terms: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_count("num_probes", self.num_probes)
 
     @property
-    def needs_terms(self) -> bool:
-        """Whether the prior's kernels are needed, beyond its operator."""
-        return False
-
-    @property
     def resembles_system(self) -> bool:
-        """Whether S, which the probes' duals know, resembles H, so that errors of their solves enter the trace once."""
+        """Whether S resembles H, and S^-1 xi is known: errors of the probes' solves then enter the trace once."""
         return False
 
     @abstractmethod
@@ -125,7 +122,7 @@ class Preconditioned(ProbeDistribution):
     Args:
         rank: of a greedily pivoted factor.
         correct_diagonal: give S the diagonal of H.
-        recipe: for the factor, in place of `rank`.
+        recipe: for the factor; replaces `rank`.
 
     The pivots are frozen with the signs, so that probes move smoothly with the hyperparameters. Cost: `rank` rows of the
     kernel matrix, and n rank (rank + s) multiply-adds.
@@ -152,7 +149,7 @@ class Preconditioned(ProbeDistribution):
     def probes(
         self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
     ) -> Probes:
-        """See `ProbeDistribution.probes`; of others for the same operator, the factor is shared where it is the same."""
+        """See `ProbeDistribution.probes`; `others`, of the same operator, may share their factor."""
         known = others.covariance if others is not None else None
         factor = self._recipe().build(
             operator,
@@ -182,14 +179,11 @@ class RandomFeatures(ProbeDistribution):
 
     num_frequencies: int
     corrected: bool = True
+    needs_terms: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         RandomFourierFeatures(self.num_frequencies)  # validates
-
-    @property
-    def needs_terms(self) -> bool:
-        return True
 
     @property
     def resembles_system(self) -> bool:

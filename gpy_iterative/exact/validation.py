@@ -1,14 +1,16 @@
-"""What a Gaussian marginal log likelihood refuses, before any work and with the reason."""
+"""Checks of what a Gaussian marginal log likelihood is given, before any work, and of the optimiser that it meets."""
 
 import gpytorch
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import _GaussianLikelihoodBase
+from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
+from gpy_iterative.linear_operators.from_gpytorch import observed_data
 from gpy_iterative.training.training_system import check_inputs, prior_at
 
 
@@ -28,7 +30,7 @@ def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.n
 
 
 def check_prior(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
-    """Raises RuntimeError for the posterior at the training data, which evaluation mode gives in place of the prior."""
+    """Raises RuntimeError for the posterior at the training data, which `model(train_x)` is in evaluation mode."""
     is_ours = isinstance(function_dist.lazy_covariance_matrix, PosteriorCovarianceLinearOperator)
     if model.training and not is_ours:
         return
@@ -38,12 +40,12 @@ def check_prior(model: gpytorch.models.ExactGP, function_dist: MultivariateNorma
     if is_ours or not torch.equal(function_dist.mean, prior_at(model, list(model.train_inputs)).mean):
         raise RuntimeError(
             "This is the model's posterior at its training data, not its prior: the model is in evaluation mode, into "
-            "which mll.posterior() puts it, too. Call model.train() and likelihood.train() before training goes on."
+            "which mll.posterior() puts it. Call model.train() and likelihood.train() before the next training step."
         )
 
 
 def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
-    """Shapes, dtypes and devices of what `mll(model(train_x), train_y)` was called with; looks at no data."""
+    """Raises ValueError where shapes, dtypes or devices of prior and targets do not fit; reads no data."""
     if not isinstance(function_dist, MultivariateNormal):
         raise RuntimeError(
             "An exact marginal log likelihood works on the prior that an ExactGP returns, a MultivariateNormal; "
@@ -72,7 +74,7 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
 
 
 def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
-    """Shapes, dtypes, devices and finiteness of what `mll(model(train_x), train_y)` was called with.
+    """Raises ValueError where prior and targets do not fit, or data are missing or not finite.
 
     NaN targets pass here under GPyTorch's `observation_nan_policy("mask")`; they are dropped later.
     """
@@ -93,9 +95,49 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
         check_finite("target", target)
     elif torch.isinf(target).any():
         check_finite("target", target.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
-
-
-def check_not_empty(num_observed: int) -> None:
-    """Raises ValueError where there are no data, or all of them are missing."""
-    if not num_observed:
+    observed = observed_data(function_dist, target)
+    if not (function_dist.event_shape.numel() if observed is None else observed.any()):
         raise ValueError("There is no observed target: a marginal likelihood needs at least one.")
+
+
+#: Angle within which a step goes straight back, in square roots of the rounding unit: 7e-8 in float64, 2e-3 in float32.
+ANGLE = 5.0
+#: Steps straight back before an optimiser is known to search: one may be chance, with two or three hyperparameters.
+SIGHTINGS = 2
+
+ADVICE = (
+    "The hyperparameters move as in a line search (L-BFGS), which takes value and gradient for those of one smooth "
+    "function. Here they are separate estimates: the search stops where these disagree, and reports success or failure as "
+    "it happens. Use Adam (in BoTorch fit_gpytorch_mll(mll, optimizer=fit_gpytorch_mll_torch, ...)) or, while memory "
+    "allows, HutchinsonMarginalLogLikelihood(..., solver=Cholesky()), whose value and gradient are exact."
+)
+
+
+class LineSearchWatch:
+    """Watches a model's hyperparameters from call to call.
+
+    A search that has gone too far comes back on the line that it went; steps of Adam, momentum or plain gradient descent do
+    not, but for rounding and chance.
+    """
+
+    def __init__(self) -> None:
+        self._point: Tensor | None = None
+        self._step: Tensor | None = None
+        self._sightings = 0
+
+    @torch.no_grad()
+    def sees_search(self, model: ExactGP) -> bool:
+        """Whether the steps up to now, the one to the model's present hyperparameters included, are those of a search."""
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not parameters:
+            return False
+        point = torch.cat([parameter.reshape(-1).double() for parameter in parameters])
+        before, self._point = self._point, point
+        step = None if before is None or before.shape != point.shape else point - before.to(point.device)
+        last, self._step = self._step, step
+        if step is not None and last is not None and step.shape == last.shape:
+            last = last.to(step.device)
+            has_lines = int(((step != 0) | (last != 0)).sum()) > 1  # one hyperparameter has one line only
+            gap = (step / step.norm() + last / last.norm()).norm()  # NaN, and no answer, where nothing has moved
+            self._sightings += has_lines and bool(gap < ANGLE * torch.finfo(parameters[0].dtype).eps ** 0.5)
+        return self._sightings >= SIGHTINGS

@@ -36,12 +36,12 @@ from gpy_iterative.features.weight_space.weights import (
     exact_log_marginal_likelihood,
     exact_statistics,
 )
-from gpy_iterative.training.finite_checks import check_hyperparameters, with_checked_gradient
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress
+from gpy_iterative.training.run import make_generator
 from gpy_iterative.training.state_description import StateDescription, with_params, without_params
-from gpy_iterative.training.training_state import make_generator
-from gpy_iterative.training.training_system import check_inputs, prior_at
+from gpy_iterative.training.surrogate import with_checked_gradient
+from gpy_iterative.training.training_system import check_hyperparameters, check_inputs, prior_at
 
 logger = logging.getLogger(__name__)
 

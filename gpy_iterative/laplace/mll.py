@@ -35,13 +35,13 @@ from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, num
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 from gpy_iterative.linear_solvers.solution import SolveStatus
-from gpy_iterative.training.finite_checks import check_hyperparameters, with_checked_gradient
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
+from gpy_iterative.training.run import make_generator
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.state_description import StateDescription, checked_generator, with_params, without_params
-from gpy_iterative.training.training_state import make_generator
-from gpy_iterative.training.training_system import check_inputs, prior_at
+from gpy_iterative.training.surrogate import with_checked_gradient
+from gpy_iterative.training.training_system import check_hyperparameters, check_inputs, prior_at
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from gpy_iterative.quadruply.feature_weights import FeatureWeights
 from gpy_iterative.quadruply.known_latent import KnownValues
 from gpy_iterative.quadruply.model import BLOCK, QuadruplyStochasticGP
 from gpy_iterative.quadruply.samples import Head, Sample
-from gpy_iterative.training.expected_log_prob import expected_log_prob
+from gpy_iterative.training.likelihood_forms import expected_log_prob
 
 #: 1 / (largest curvature of a logistic likelihood), used as the noise of likelihoods that have none.
 LOGISTIC_NOISE = 4.0

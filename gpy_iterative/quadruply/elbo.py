@@ -35,11 +35,11 @@ from gpy_iterative.quadruply.known_points import KnownPoints
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.samples import Sample, draw_set, twice_divergence
 from gpy_iterative.quadruply.sizes import FEATURE_SAMPLES, TrainingData, group_samples
-from gpy_iterative.training.finite_checks import with_checked_gradient
 from gpy_iterative.training.likelihood_forms import check_support, is_log_concave
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Resumable, Run
 from gpy_iterative.training.state_description import StateDescription
+from gpy_iterative.training.surrogate import with_checked_gradient
 
 logger = logging.getLogger(__name__)
 

@@ -7,20 +7,18 @@ exact one, f_0 + (f_k - f_{k-1}) / p_k has the exact expectation for k drawn wit
 
 import time
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
-from linear_operator import LinearOperator
-from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_flag
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.exact.estimates import Estimate
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_operators.prior_parts import kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.randomized.feature_density import FeatureDensity
@@ -28,7 +26,8 @@ from gpy_iterative.randomized.feature_estimate import FeatureEstimate, FeatureSt
 from gpy_iterative.randomized.report import FrequencyReport
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.features import RandomFourierFeatures
-from gpy_iterative.training.training_state import TrainingState
+from gpy_iterative.training.run import Run
+from gpy_iterative.training.training_system import TrainingSystem
 
 
 class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
@@ -42,9 +41,11 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         resample: bool,
         solver: Solver | None,
         products: KernelProducts | None,
-        state: TrainingState,
+        generator: torch.Generator | int | None,
+        options: Mapping[str, Any],
     ) -> None:
-        super().__init__(likelihood, model, solver=solver, products=products, state=state)
+        options = {**options, "resample": resample}
+        super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
         check_flag("resample", resample)
         self.resample = resample
 
@@ -53,36 +54,30 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return self.resample
 
     @abstractmethod
-    def _draw(self, num_data: int) -> tuple[int, Draws]:
+    def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
         """How many frequencies this step needs, and what else was drawn."""
 
     @abstractmethod
-    def _combined(self, step: FeatureStep) -> FeatureEstimate:
-        """The weighted densities of this step, and what to report."""
+    def _combined(self, step: FeatureStep, run: Run) -> tuple[FeatureEstimate, Run]:
+        """The weighted densities of this step with what to report, and the next run."""
 
-    def _estimate(
-        self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor
-    ) -> FeatureEstimate:
-        with self._state.unchanged_by_failure():
-            return self._feature_estimate(operator, prior, observed, residual)
-
-    def _feature_estimate(
-        self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor
-    ) -> FeatureEstimate:
-        start = time.perf_counter()
+    def _estimate(self, system: TrainingSystem, run: Run) -> tuple[FeatureEstimate, Run]:
+        start, operator, residual = time.perf_counter(), system.operator, system.residual
         if not isinstance(operator, NoisyLinearOperator):
             raise UnsupportedLikelihoodError(
                 f"Random features need a noise covariance that is diagonal; {type(self.likelihood).__name__} has none. "
                 "RussianRouletteMarginalLogLikelihood and HutchinsonMarginalLogLikelihood take any."
             )
-        terms = kernel_terms(prior.lazy_covariance_matrix, observed)
-
-        def draw() -> Draws:
-            count, others = self._draw(operator.shape[-1])
-            drawn = RandomFourierFeatures(count).draw(terms, self._state.generator)
-            return {f"features.{name}": t for name, t in drawn.items()} | others | {"count": torch.tensor(count)}
-
-        draws = self._state.draws_for("features", residual, operator.shape, draw, keep=not self.resample)
+        terms = system.terms()
+        run = run.for_system(operator)
+        kept = None if self.resample else run.part("features")
+        if kept is None:
+            generator = run.generator()
+            count, others = self._draw(operator.shape[-1], run, generator)
+            drawn = RandomFourierFeatures(count).draw(terms, generator)
+            kept = {f"features.{name}": t for name, t in drawn.items()} | others | {"count": torch.tensor(count)}
+            run = run.drawn(generator).having(features=kept)
+        draws = dict(kept)
         features = RandomFourierFeatures(int(draws["count"]))
         # A graph where the caller wants one: then the operator has one too.
         with torch.set_grad_enabled(any(tensor.requires_grad for tensor in operator.representation())):
@@ -90,7 +85,7 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             matrix = matrix.expand(*operator.batch_shape, *matrix.shape[-2:])
         noise = operator.noise.detach().expand(operator.shape[:-1])
         density = FeatureDensity(matrix.detach(), noise, residual)
-        return self._combined(FeatureStep(operator, residual, terms, features, matrix, density, draws, start))
+        return self._combined(FeatureStep(operator, residual, terms, features, matrix, density, draws, start), run)
 
 
 class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
@@ -130,12 +125,20 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         generator: torch.Generator | int | None = None,
     ) -> None:
         check_count("num_frequencies", num_frequencies)
-        state = TrainingState.begin(generator, {"num_frequencies": num_frequencies, "resample": resample})
-        super().__init__(likelihood, model, resample=resample, solver=solver, products=products, state=state)
+        super().__init__(
+            likelihood,
+            model,
+            resample=resample,
+            solver=solver,
+            products=products,
+            generator=generator,
+            options={"num_frequencies": num_frequencies},
+        )
         self.num_frequencies = num_frequencies
 
-    def _draw(self, num_data: int) -> tuple[int, Draws]:
+    def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
         return self.num_frequencies, {}
 
-    def _combined(self, step: FeatureStep) -> FeatureEstimate:
-        return step.combined([(1.0, step.leading(self.num_frequencies))], FrequencyReport(self.num_frequencies))
+    def _combined(self, step: FeatureStep, run: Run) -> tuple[FeatureEstimate, Run]:
+        density = step.leading(self.num_frequencies)
+        return step.combined([(1.0, density)], FrequencyReport(self.num_frequencies)), run

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 import torch
-from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
@@ -44,7 +43,8 @@ from gpy_iterative.randomized.truncation import (
     within,
 )
 from gpy_iterative.spectral.densities import Draws, draws_under
-from gpy_iterative.training.training_state import TrainingState
+from gpy_iterative.training.run import Run
+from gpy_iterative.training.training_system import TrainingSystem
 
 Value = Literal["unbiased", "truncated"] | None
 
@@ -103,8 +103,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             )
         options = {"probes": probes, "truncation": truncation, "num_truncations": num_truncations}
         options |= {"shares_truncation": shares_truncation, "resample": resample}
-        state = TrainingState.begin(generator, options)
-        super().__init__(likelihood, model, solver=solver, products=products, state=state)
+        super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
         self.probes = probes
         self.truncation = truncation
         self.num_truncations = num_truncations
@@ -112,18 +111,16 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         check_flag("resample", resample)
         self.value, self.tolerance, self.resample = value, tolerance, resample
 
-    def _estimate(
-        self, operator: LinearOperator, prior: MultivariateNormal, observed: Tensor | None, residual: Tensor
-    ) -> DensityEstimate:
-        with self._state.unchanged_by_failure():
-            return self._truncated_estimate(operator, residual)
-
-    def _truncated_estimate(self, operator: LinearOperator, residual: Tensor) -> DensityEstimate:
-        start = time.perf_counter()
-        truncation = within(self._current_truncation(operator), operator.shape[-1], operator.dtype)
-        draws = self._state.draws_for(
-            "series", residual, operator.shape, lambda: self._draw(operator, truncation), keep=not self.resample
-        )
+    def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
+        start, operator, residual = time.perf_counter(), system.operator, system.residual
+        run = run.for_system(operator)
+        truncation = within(self._current_truncation(run), operator.shape[-1], operator.dtype)
+        kept = None if self.resample else run.part("series")
+        if kept is None:
+            generator = run.generator()
+            kept = self._draw(operator, truncation, generator)
+            run = run.drawn(generator).having(series=kept)
+        draws = dict(kept)
         probes = self.probes.probes(operator, None, draws_under("probes", draws))
         target_stops = draws["target_stops"]
         probe_stops = draws["probe_stops"]
@@ -142,20 +139,20 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                 self._member(system, residual[index], member, target_stops[index], probe_stops[index], table)
             )
         if isinstance(self.truncation, AutomaticTruncation):
-            self._state.frozen["decay"] = {"energies": _pooled_energies([member.series for member in members])}
-        return self._joined(members, batch, truncation, target_stops, probe_stops, probes, start)
+            run = run.having(decay={"energies": _pooled_energies([member.series for member in members])})
+        return self._joined(members, batch, truncation, target_stops, probe_stops, probes, start), run
 
-    def _current_truncation(self, operator: LinearOperator) -> Truncation:
+    def _current_truncation(self, run: Run) -> Truncation:
         """Of this step: chosen, where that is asked for, from what the last step showed."""
         if not isinstance(self.truncation, AutomaticTruncation):
             return self.truncation
-        seen = self._state.kept_draws("decay") if self._state.shape == operator.shape else None
+        seen = run.part("decay")
         if seen is None or not seen["energies"].any():  # a residual of zero shows no decay
             return self.truncation.start
         return self.truncation.choose(seen["energies"].cpu())
 
-    def _draw(self, operator: LinearOperator, truncation: Truncation) -> Draws:
-        batch, generator = operator.batch_shape, self._state.generator
+    def _draw(self, operator: LinearOperator, truncation: Truncation, generator: torch.Generator) -> Draws:
+        batch = operator.batch_shape
         target_stops = draw_stops(truncation, (*batch, self.num_truncations), generator)
         if self.shares_truncation:
             probe_stops = target_stops[..., :1].expand(*batch, self.probes.num_probes).clone()
@@ -264,7 +261,6 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             weights=stacked("weights"),
             left=stacked("left"),
             right=stacked("right"),
-            solutions=None,
             status=max((series.status for series in runs), key=list(SolveStatus).index),
             stats=dataclasses.replace(SolveStats.of_batch(stats), seconds=time.perf_counter() - start),
             truncation=report,

@@ -18,7 +18,7 @@ from gpy_iterative.randomized.feature_estimate import FeatureEstimate, FeatureSt
 from gpy_iterative.randomized.random_features import RandomFeatureMarginalLogLikelihood
 from gpy_iterative.randomized.report import FrequencyReport
 from gpy_iterative.spectral.densities import Draws
-from gpy_iterative.training.training_state import TrainingState
+from gpy_iterative.training.run import Run
 
 #: Probability of the exact term before its jump has been seen, where probabilities adapt.
 EXACT_SHARE = 0.4
@@ -94,18 +94,21 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         adapts = isinstance(probabilities, str) and probabilities == "adaptive"
         if not resample and adapts:
             raise ValueError("resample=False freezes the draw, whose probabilities cannot adapt: take 'inverse'.")
-        state = TrainingState.begin(
-            generator,
-            {
+        super().__init__(
+            likelihood,
+            model,
+            resample=resample,
+            solver=solver,
+            products=products,
+            generator=generator,
+            options={
                 "min_frequencies": min_frequencies,
                 "frequency_step": frequency_step,
                 "max_frequencies": max_frequencies,
                 "probabilities": probabilities,
                 "exact_last": exact_last,
-                "resample": resample,
             },
         )
-        super().__init__(likelihood, model, resample=resample, solver=solver, products=products, state=state)
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
         self.max_frequencies = max_frequencies
         check_flag("exact_last", exact_last)
@@ -122,7 +125,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             )
         return torch.arange(self.min_frequencies, largest + 1, self.frequency_step)
 
-    def _probabilities(self, grid: Tensor) -> Tensor:
+    def _probabilities(self, grid: Tensor, run: Run) -> Tensor:
         """p_k for k = 1, 2, ..., float64."""
         if isinstance(self.probabilities, Tensor):
             if len(self.probabilities) != len(grid) - 1:
@@ -136,7 +139,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             return guess / guess.sum()
         if self.exact_last and len(guess) > 1:
             guess[-1] = EXACT_SHARE / (1 - EXACT_SHARE) * guess[:-1].sum()
-        seen = self._seen(len(guess))
+        seen = _seen(run, len(guess))
         if int((seen["count"] > 0).sum()):
             # The guess is one of proportions: it takes its scale from what was seen.
             scale = (seen["squares"] / guess.square()).sum() / seen["count"].sum()
@@ -145,18 +148,9 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             ).sqrt() + torch.finfo(torch.float64).tiny
         return (1 - UNIFORM_SHARE) * guess / guess.sum() + UNIFORM_SHARE / len(guess)
 
-    def _seen(self, increments: int) -> Draws:
-        """How often each increment was drawn before, and the sum of its squares."""
-        seen = self._state.kept_draws("increments")
-        if seen is None or len(seen["count"]) != increments:
-            zeros = torch.zeros(increments, dtype=torch.float64)
-            return {"count": zeros, "squares": zeros}
-        return {name: tensor.double().cpu() for name, tensor in seen.items()}
-
-    def _draw(self, num_data: int) -> tuple[int, Draws]:
+    def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
         grid = self._grid(num_data)
-        probabilities = self._probabilities(grid)
-        generator = self._state.generator
+        probabilities = self._probabilities(grid, run)
         uniform = torch.rand((), generator=generator, device=generator.device, dtype=torch.float64).cpu()
         index = int(torch.searchsorted(probabilities.cumsum(0), uniform).clamp_max(len(grid) - 2)) + 1
         # With the exact term on top, the largest matrix of features is the one below it.
@@ -164,7 +158,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         drawn = {"index": torch.tensor(index), "probability": probabilities[index - 1]}
         return int(grid[index - 1] if is_exact else grid[index]), drawn
 
-    def _combined(self, step: FeatureStep) -> FeatureEstimate:
+    def _combined(self, step: FeatureStep, run: Run) -> tuple[FeatureEstimate, Run]:
         grid, index = self._grid(step.num_data), int(step.draws["index"])
         probability = float(step.draws["probability"])
         is_exact = self.exact_last and index == len(grid) - 1
@@ -177,18 +171,30 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         exact = step.exact() if is_exact else None
         upper = values[int(grid[index])].value if exact is None else exact.value.double()
         if self._adapts:
-            self._remember(len(grid) - 1, index, float((upper - values[lower].value).square().mean()))
-        return step.combined(
+            run = _with_increment(run, len(grid) - 1, index, float((upper - values[lower].value).square().mean()))
+        estimate = step.combined(
             [(weight, values[count]) for count, weight in weights.items()],
             FrequencyReport(step.features.num_frequencies, index, probability, is_exact),
             exact=None if exact is None else (1 / probability, exact),
         )
+        return estimate, run
 
-    def _remember(self, increments: int, index: int, square: float) -> None:
-        seen = {name: tensor.clone() for name, tensor in self._seen(increments).items()}
-        seen["count"][index - 1] += 1
-        seen["squares"][index - 1] += square
-        self._state.keep("increments", seen)
+
+def _seen(run: Run, increments: int) -> Draws:
+    """How often each increment was drawn before, and the sum of its squares."""
+    seen = run.part("increments")
+    if seen is None or len(seen["count"]) != increments:
+        zeros = torch.zeros(increments, dtype=torch.float64)
+        return {"count": zeros, "squares": zeros}
+    return {name: tensor.double().cpu() for name, tensor in seen.items()}
+
+
+def _with_increment(run: Run, increments: int, index: int, square: float) -> Run:
+    """The run that has seen one more squared increment."""
+    seen = {name: tensor.clone() for name, tensor in _seen(run, increments).items()}
+    seen["count"][index - 1] += 1
+    seen["squares"][index - 1] += square
+    return run.having(increments=seen)
 
 
 def _check_probabilities(probabilities: Tensor) -> None:

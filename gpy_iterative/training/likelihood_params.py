@@ -10,8 +10,9 @@ import torch
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from gpy_iterative.training.shared_columns import unexpanded
-from gpy_iterative.training.snapshot import evaluation_copies, same_tensor
+from gpy_iterative.changes import same_tensor
+from gpy_iterative.training.snapshot import evaluation_copies
+from gpy_iterative.training.training_system import unexpanded
 
 
 class LikelihoodParams:
@@ -53,7 +54,7 @@ class LikelihoodParams:
         return self._followed(self._params, model)
 
     def current_kwargs(self, model: ExactGP) -> dict[str, Any]:
-        """Those with names; raises likewise."""
+        """The arguments with names; raises as `current`."""
         return self._followed(self._kwargs, model)
 
     def moved_to(self, model: ExactGP) -> "LikelihoodParams":
@@ -85,7 +86,7 @@ class LikelihoodParams:
         return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
     @classmethod
-    def from_bytes(cls, data: Tensor) -> "LikelihoodParams":
+    def from_bytes(cls, data: Tensor | None) -> "LikelihoodParams":
         """The inverse of `to_bytes`. Raises ValueError for anything else."""
         try:
             with torch.serialization.safe_globals([_TrainingInput]):

@@ -1,4 +1,4 @@
-"""What long operations tell while they run, and the bar that `progress=True` shows in its place."""
+"""Progress of long operations: reports to a callable, or a bar."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ class ProgressReport:
         operation: "solve", "mode", "refinement", "variances", "pass" or "subsets".
         done: how much of it is done, in units.
         unit: "epochs" of a solve, "products" of a search for a mode, "points", "rows", "subsets".
-        total: how much there is to do; None where nobody knows.
+        total: how much there is to do; None where it is unknown.
         figures: what can be said about it now: relative residuals of a solve, for each group of columns; the gradient at a
             mode; the last fit's loss.
     """
@@ -45,9 +45,9 @@ Tell = Callable[[float, dict[str, float]], None]
 
 @contextmanager
 def reporting(progress: Progress, operation: str, unit: str, total: float | None = None) -> Iterator[Tell]:
-    """Inside, the function that is given tells `(done, figures)` to whoever wants to know."""
+    """Yields a function that reports `(done, figures)`."""
     if progress is False:
-        yield _tell_nobody
+        yield lambda done, figures: None
     elif progress is True:
         with _bar(operation, unit, total) as bar:
             yield bar
@@ -59,7 +59,7 @@ def reporting(progress: Progress, operation: str, unit: str, total: float | None
 def reporting_solve(
     progress: Progress, operation: str = "solve", unit: str = "epochs"
 ) -> Iterator[Callable[[SolveProgress], None] | None]:
-    """The callback of a solver; None where nobody wants to know, which saves the solver the figures."""
+    """Yields the callback of a solver; None without progress, which saves the solver the figures."""
     if progress is False:
         yield None
         return
@@ -78,7 +78,3 @@ def _bar(operation: str, unit: str, total: float | None) -> Iterator[Tell]:
             bar.update(done - bar.n)
 
         yield tell
-
-
-def _tell_nobody(done: float, figures: dict[str, float]) -> None:
-    return

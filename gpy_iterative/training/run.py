@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import generator_or_seed
+from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.state_description import StateDescription, check_tensors
 
 Part = Mapping[str, Tensor]
@@ -70,6 +72,14 @@ class Run:
         merged = {**self.parts, **parts}
         return replace(self, parts={name: part for name, part in merged.items() if part is not None})
 
+    def for_system(self, operator: LinearOperator) -> "Run":
+        """The run without its parts if they belong to a system H of another shape, dtype or device."""
+        like = torch.empty(0, *operator.shape, dtype=operator.dtype, device=operator.device)
+        known = self.parts.get("system", {}).get("like")
+        if known is not None and (known.shape, known.dtype, known.device) == (like.shape, like.dtype, like.device):
+            return self
+        return replace(self, parts={"system": {"like": like}})
+
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Run":
         """The run with every tensor moved or converted, as `nn.Module._apply` does with parameters."""
         parts = {name: {key: function(t) for key, t in part.items()} for name, part in self.parts.items()}
@@ -95,7 +105,9 @@ class Run:
             if entry != "generator":
                 name, _, key = entry.partition(".")
                 if not key:
-                    raise ValueError(f"This is no training state: it has an unknown entry {entry!r}.")
+                    raise ValueError(
+                        f"This is no training state: it has an unknown entry {entry!r}. Take it from training_state()."
+                    )
                 parts.setdefault(name, {})[key] = tensor.clone()
         return Run(position.cpu().clone(), self.device, parts)
 
@@ -103,25 +115,37 @@ class Run:
 class Resumable:
     """A marginal log likelihood whose state of training is one `Run`, saved and loaded here for every method.
 
-    A subclass sets `_run` when it is made, and says what a state has to fit (`_description`).
+    A subclass sets `_run` at construction and describes what a state has to fit (`_description`). The likelihood's
+    arguments of the last call (`_params`) are saved with the run.
     """
 
+    model: Any
     _run: Run
+    _params: LikelihoodParams | None = None
 
     @abstractmethod
     def _description(self) -> StateDescription:
         """Method, options and data that a state belongs to."""
 
     def _checked_run(self, run: Run) -> Run:
-        """A loaded run, on this model's device. Raises ValueError where its parts do not fit."""
+        """A loaded run. Raises ValueError where its parts do not fit."""
         return run
 
+    def _move_run(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Moves or converts the run and the likelihood's arguments, as `nn.Module._apply` does with parameters."""
+        self._run = self._run.mapped(function)
+        if self._params is not None:
+            self._params.apply(function)
+
     def training_state(self) -> dict[str, Tensor]:
-        """The state of the run as a plain dict of tensors.
+        """The state of the run as a plain dict of tensors: generator, draws, solutions, the likelihood's arguments.
 
         Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run exactly.
+
+        Raises ValueError where an argument of the likelihood is no tensor, number or string.
         """
-        return self._description().added_to(self._run.to_dict())
+        params = None if self._params is None else {"bytes": self._params.to_bytes()}
+        return self._description().added_to(self._run.having(params=params).to_dict())
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         """Takes what `training_state()` gave.
@@ -129,4 +153,10 @@ class Resumable:
         Raises ValueError, which names what differs, and changes nothing, for anything else: another method, other options,
         data or sizes. The state may come from another device.
         """
-        self._run = self._checked_run(self._run.loaded(self._description().taken_from(state)))
+        run = self._run.loaded(self._description().taken_from(state))
+        part = run.part("params")
+        params = None if part is None else LikelihoodParams.from_bytes(part.get("bytes"))
+        self._run, self._params = self._checked_run(run.having(params=None)), params
+        inputs = getattr(self.model, "train_inputs", None)
+        if inputs:
+            self._move_run(lambda tensor: tensor.to(inputs[0].device))

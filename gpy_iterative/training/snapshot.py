@@ -1,10 +1,11 @@
-"""What a posterior is computed from: copies that stay what they are, and that a model is compared with by value.
+"""Copies of a model that a posterior is computed from, and that the model is compared with by value.
 
 GPyTorch writes parameters through `.data` (`initialize`, BoTorch's bounds, optimisers in evaluation mode), so neither
 object identity nor a tensor's version tells whether a model has moved.
 """
 
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,9 +18,27 @@ from gpytorch.models import GP
 from torch import Tensor
 from torch.nn import Parameter
 
+from gpy_iterative.changes import same_tensor
 from gpy_iterative.linear_operators.kernel_functions import clear_caches
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
-from gpy_iterative.training.shared_columns import unexpanded
+from gpy_iterative.training.training_system import unexpanded
+
+
+class OwnLock:
+    """A re-entrant lock that can be copied and pickled: the copy is a new lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnLock, ()
+
 
 Model = TypeVar("Model", bound=GP)
 
@@ -56,7 +75,7 @@ class ModelSnapshot:
     Attributes:
         model: a copy with numbers of its own, without gradients. It is evaluated once, at the training inputs; what is
             evaluated later are `copies`.
-        likelihood: likewise.
+        likelihood: a copy of its likelihood.
         tensors: copies of parameters, buffers, training inputs and targets of the original, by name.
         attributes: public attributes of its modules that are numbers, texts, tensors, or lists of them, by name.
         nan_policy: GPyTorch's `observation_nan_policy` at the time.
@@ -137,7 +156,7 @@ def evaluation_copies(
 
     Args:
         model: in either mode.
-        likelihood: likewise.
+        likelihood: in either mode.
         copies: makes them; None shares all tensors.
 
     Modules of a model in evaluation mode that are in training mode stay so. Caches of GPyTorch's modules are left behind.
@@ -152,17 +171,6 @@ def evaluation_copies(
     return model, likelihood
 
 
-def same_tensor(left: Tensor, right: Tensor) -> bool:
-    """Equal shape, dtype, device and values; NaN equals NaN, since missing targets are NaN."""
-    if left is right:
-        return True
-    if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
-        return False
-    if torch.equal(left, right):
-        return True
-    return left.is_floating_point() and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
-
-
 def _copied(tensor: Tensor) -> Tensor:
     """A copy without graph; what is an expanded view stays one."""
     held = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
@@ -171,7 +179,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _moving_grids(model: GP) -> dict[str, GridInterpolationKernel]:
-    """Kernels by name whose grids, for want of bounds, are made anew for all inputs that they are called with."""
+    """Kernels by name without `grid_bounds`, whose grids follow the inputs of each call."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -180,7 +188,7 @@ def _moving_grids(model: GP) -> dict[str, GridInterpolationKernel]:
 
 
 def _tensors(model: Any, likelihood: Any) -> Iterator[tuple[str, Tensor]]:
-    grids = {id(grid) for kernel in _moving_grids(model).values() for grid in kernel.grid}  # a result, too
+    grids = {id(grid) for kernel in _moving_grids(model).values() for grid in kernel.grid}  # a result
     for owner_name, owner in (("model", model), ("likelihood", likelihood)):
         for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
             if id(tensor) not in grids:

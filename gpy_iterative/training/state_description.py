@@ -1,4 +1,4 @@
-"""What a training state belongs to: saved with it, and compared before anything of it is loaded."""
+"""Description of the run that a training state belongs to: saved with the state, compared before a load."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from torch import Tensor
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 
 #: Raised whenever older states cannot be loaded any more.
-FORMAT = 1
+FORMAT = 2
 _NAME = "description"
 _PARAMS = "params"
 _DATA = "fingerprint of the training data"
@@ -78,13 +78,13 @@ class StateDescription:
             differences = (f"{name} is {found.get(name)!r} in it and {self.entries.get(name)!r} here" for name in names)
             raise ValueError(
                 f"This is the training state of another run: {'; '.join(differences)}. Make the marginal log likelihood "
-                f"with the options and the data of the run that is to go on. {_WITHOUT}"
+                f"with the options and the data of the run that goes on. {_WITHOUT}"
             )
         return {name: value for name, value in state.items() if name != _NAME}
 
 
 _WITHOUT = (
-    "A run goes on without it, too, from new draws and a cold start; parameters and optimiser have states of their own."
+    "A run can go on without it, from new draws and a cold start; parameters and optimiser have states of their own."
 )
 
 
@@ -104,7 +104,7 @@ def check_tensors(state: Mapping[str, Any]) -> None:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"This is no training state: its entry {name!r} is a {type(value).__name__} and no tensor. Take it from "
+                f"This is no training state: its entry {name!r} is a {type(value).__name__} and no tensor; take it from "
                 "training_state()."
             )
 

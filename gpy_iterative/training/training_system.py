@@ -1,7 +1,7 @@
 """The linear system of the training data, H = K + D and y - mean, in evaluation mode and cut off from autograd."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gpytorch
@@ -13,10 +13,11 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_finite
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.from_gpytorch import flat_targets, noisy_operator, observed_data
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.training.shared_columns import unexpanded
+from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,16 @@ def check_inputs(model: ExactGP) -> None:
             check_finite("train_inputs" if len(model.train_inputs) == 1 else f"train_inputs[{i}]", inputs)
 
 
+def check_hyperparameters(model: torch.nn.Module) -> None:
+    """Raises NonFiniteError, which BoTorch's line search steps over, with the parameter's name."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise NonFiniteError(
+                f"The parameter {name} is not finite. A smaller learning rate, or a bound on the parameter, "
+                "keeps the optimiser from leaving the domain."
+            )
+
+
 @torch.no_grad()
 def training_system(
     model: ExactGP,
@@ -81,22 +92,51 @@ def training_system(
             f"The training targets {tuple(model.train_targets.shape)} do not fit the model's output "
             f"{tuple(prior.mean.shape)}."
         )
-    residual = target - prior.loc
-    observed = observed_data(prior, model.train_targets)
-    if observed is None and torch.isnan(target).any():
+    if observed_data(prior, model.train_targets) is None and torch.isnan(target).any():
         raise ValueError(
             "The training targets contain NaN. Under gpytorch.settings.observation_nan_policy('mask') these data are "
             "dropped; otherwise they have no meaning here."
         )
     check_finite("train_targets", torch.where(torch.isnan(model.train_targets), 0, model.train_targets))
-    operator = noisy_operator(likelihood, prior, *params, products=products, observed=observed, **(kwargs or {}))
+    system = linear_system(
+        likelihood, prior, model.train_targets, params, kwargs or {}, products=products, shares_matrix=True
+    )
+    return replace(system, operator=system.operator.detach())
+
+
+def linear_system(
+    likelihood: Likelihood,
+    prior: MultivariateNormal,
+    target: Tensor,
+    params: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    products: KernelProducts,
+    caches: TileCaches | None = None,
+    shares_matrix: bool = False,
+) -> TrainingSystem:
+    """The system of a prior and its targets, with the graph to the hyperparameters.
+
+    Args:
+        likelihood: Gaussian.
+        prior: at the training inputs.
+        target: [*b, n] or [*b, n, T].
+        params: the likelihood's own arguments.
+        kwargs: those with names.
+        products: how kernel products are computed.
+        caches: of tiles, from step to step.
+        shares_matrix: leaves H without the leading dimensions in which only the targets differ.
+    """
+    observed = observed_data(prior, target)
+    operator = noisy_operator(likelihood, prior, *params, products=products, caches=caches, observed=observed, **kwargs)
+    residual = flat_targets(prior, target) - prior.loc
     if observed is not None:
         residual = residual[..., observed]
     batch = torch.broadcast_shapes(operator.batch_shape, residual.shape[:-1])
-    is_shared = batch[len(batch) - len(operator.batch_shape) :] == operator.batch_shape
-    if not is_shared:
+    is_shared = shares_matrix and batch[len(batch) - len(operator.batch_shape) :] == operator.batch_shape
+    if batch != operator.batch_shape and not is_shared:
         operator = operator.expand(*batch, *operator.matrix_shape)
-    return TrainingSystem(prior, operator.detach(), residual.expand(*batch, residual.shape[-1]), observed)
+    return TrainingSystem(prior, operator, residual.expand(*batch, residual.shape[-1]), observed)
 
 
 def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
@@ -114,3 +154,14 @@ def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
             "GPyTorch conditions multitask priors in interleaved order only; build the prior with interleaved=True."
         )
     return prior
+
+
+def unexpanded(inputs: Iterable[Tensor]) -> list[Tensor]:
+    """Inputs [*f, *b, n, d] as [*b, n, d], without leading dimensions along which all of them are expanded views.
+
+    GPyTorch wants inputs as often as there are targets. They have one matrix all the same.
+    """
+    inputs = list(inputs)
+    while inputs and all(x.dim() > 2 and len(x) and x.stride(0) == 0 for x in inputs):
+        inputs = [x[0] for x in inputs]
+    return inputs

@@ -9,7 +9,7 @@ import torch
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import VarianceWarning
-from gpy_iterative.exact.line_search import LineSearchWatch
+from gpy_iterative.exact.validation import LineSearchWatch
 from tests.botorch_apart import fit, models
 from tests.exact.gaussian_models import Case, data, regression
 

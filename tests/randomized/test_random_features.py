@@ -146,7 +146,7 @@ def test_enumerated_increments_add_up_to_the_last_term(exact_last: bool, frequen
     state |= drawn
     grid = torch.arange(4, 14, frequency_step)
     p = (1 / grid[1:].double()) / (1 / grid[1:].double()).sum()
-    torch.testing.assert_close(mll._probabilities(grid), p)
+    torch.testing.assert_close(mll._probabilities(grid, mll._run), p)
     if exact_last:
         expected, expected_gradients = exact(case)
     else:
@@ -209,7 +209,7 @@ def test_adaptive_probabilities_lower_the_variance_and_do_not_look_ahead() -> No
         spread[probabilities] = float(torch.stack(values[50:]).std())
     assert spread["adaptive"] < 0.8 * spread["inverse"]
     state = mll.training_state()
-    before = mll._probabilities(torch.arange(10, 21, 2))
+    before = mll._probabilities(torch.arange(10, 21, 2), mll._run)
     mll(case.model(case.x), case.y)
     index = mll.report.truncation.grid_index
     assert mll.report.truncation.probability == pytest.approx(float(before[index - 1]))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import gpy_iterative as gpi
-from gpy_iterative.training.finite_checks import with_checked_gradient
+from gpy_iterative.training.surrogate import with_checked_gradient
 from tests.exact.gaussian_models import Regression, data
 from tests.features.feature_models import KERNELS, feature_case
 from tests.features.test_exact import METHODS

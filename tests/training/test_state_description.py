@@ -256,6 +256,6 @@ def test_descriptions_are_the_same_in_every_process() -> None:
     for ours, theirs in ((first, fewer), (fewer, first)):
         with pytest.raises(ValueError, match="run: cut is"):
             ours.taken_from(theirs.added_to({}))
-    later = StateDescription(first.entries | {"format": 2}).added_to({})
-    with pytest.raises(ValueError, match="has format 2, and this version of gpy_iterative reads 1"):
+    later = StateDescription(first.entries | {"format": 3}).added_to({})
+    with pytest.raises(ValueError, match="has format 3, and this version of gpy_iterative reads 2"):
         first.taken_from(later)

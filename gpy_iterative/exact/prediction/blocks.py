@@ -1,4 +1,4 @@
-"""Parts of prior covariances that predictions need: products, rows, single entries, many small blocks.
+"""Parts of prior covariances that predictions need: products, rows, many small blocks.
 
 Each has a default for any LinearOperator, and keeps the structure of those that have some.
 """
@@ -25,7 +25,7 @@ MAX_NUMBERS = 2**25
 
 
 def product(operator: LinearOperator, columns: Tensor) -> Tensor:
-    """The product of operator and columns, past autograd where nothing asks for a gradient."""
+    """The product of operator and columns, without autograd where no tensor requires a gradient."""
     tensors = (columns, *operator.representation())
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return operator @ columns
@@ -34,39 +34,8 @@ def product(operator: LinearOperator, columns: Tensor) -> Tensor:
 
 
 def dense(operator: LinearOperator) -> Tensor:
-    """The matrix, evaluated anew: what linear_operator memoises would outlive its use, and without the graph of now."""
+    """The matrix, not the one that linear_operator memoises, which would stay in memory and may have no graph."""
     return operator.representation_tree()(*operator.representation()).to_dense()
-
-
-@singledispatch
-def entries(operator: LinearOperator, index: Tensor) -> Tensor:
-    """Some entries of every row: [*b, t, n] at the columns index [*b, t, k], differentiable, [*b, t, k].
-
-    The default evaluates whole rows.
-    """
-    return dense(operator).gather(-1, index)
-
-
-@entries.register
-def _(operator: RadialKernelLinearOperator, index: Tensor) -> Tensor:
-    shape = index.shape[:-1]
-    *batch, rows = (
-        torch.arange(size, device=index.device).view(-1, *[1] * (len(shape) - position))
-        for position, size in enumerate(shape)
-    )
-    return operator._get_indices(rows.expand_as(index), index, *(part.expand_as(index) for part in batch))
-
-
-@entries.register
-def _(operator: SumLinearOperator, index: Tensor) -> Tensor:
-    return sum(
-        (entries(part, index) for part in operator.linear_ops), torch.zeros((), dtype=operator.dtype).to(index.device)
-    )
-
-
-@entries.register
-def _(operator: ConstantMulLinearOperator, index: Tensor) -> Tensor:
-    return operator.expanded_constant * entries(operator.base_linear_op, index)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The posterior covariance, which is not evaluated before somebody asks for a part of it."""
+"""The posterior covariance as an operator: its diagonal in chunks, everything else dense."""
 
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ CHUNK_NUMBERS = 2**26
 
 
 class ProjectionSource(Protocol):
-    """Whoever makes the projection, at the first call."""
+    """An object that makes the projection at the first call."""
 
     def projection(self) -> Projection:
         """The projection of n training data."""

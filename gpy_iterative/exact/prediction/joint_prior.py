@@ -13,8 +13,7 @@ from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.training.shared_columns import unexpanded
-from gpy_iterative.training.training_system import prior_at
+from gpy_iterative.training.training_system import prior_at, unexpanded
 
 
 @dataclass(frozen=True)

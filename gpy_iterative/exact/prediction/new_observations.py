@@ -9,15 +9,20 @@ import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from gpytorch.likelihoods.noise_models import FixedGaussianNoise
 from gpytorch.models import ExactGP
+from linear_operator import LinearOperator
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_finite
+from gpy_iterative.exact.prediction.blocks import principal_blocks
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs
-from gpy_iterative.training.shared_columns import unexpanded
+from gpy_iterative.exact.prediction.projection import jittered_factor
+from gpy_iterative.linear_operators.extensions import dense_rows
+from gpy_iterative.training.training_system import TrainingSystem, unexpanded
 
 
 def check_tensors(*parts: Any) -> None:
-    """Raises TypeError for what is no tensor: arrays and lists have no dtype to compare, or another default."""
+    """Raises TypeError for arrays and lists, whose dtype may be another."""
     for part in parts:
         if not isinstance(part, Tensor):
             raise TypeError(
@@ -27,7 +32,7 @@ def check_tensors(*parts: Any) -> None:
 
 
 def check_without_gradients(parts: Iterable[Tensor]) -> None:
-    """Raises RuntimeError where gradients to new observations are asked for, which nothing here would answer."""
+    """Raises RuntimeError where new observations require gradients: none flow through the solves."""
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         raise RuntimeError(
             "Gradients do not flow to observations that an iterative posterior is conditioned on: detach them. "
@@ -40,8 +45,8 @@ def check_without_input_transform(model: ExactGP) -> None:
     """Raises ValueError for a BoTorch model that keeps its inputs twice, before and after a transform of its own."""
     if getattr(model, "input_transform", None) is not None:
         raise ValueError(
-            "The model has an input_transform, and would lose what is added behind its back: install the posterior "
-            "(posterior.install()) and call model.condition_on_observations(X, Y), with X and Y not transformed."
+            "The model has an input_transform, and would transform the new inputs again: call posterior.install(), then "
+            "model.condition_on_observations(X, Y) with X and Y not transformed."
         )
 
 
@@ -57,7 +62,7 @@ def with_observations(
 
     Args:
         model: in evaluation mode.
-        likelihood: likewise.
+        likelihood: in evaluation mode.
         event_dims: dimensions of one member's targets: 1, or 2 for multitask models.
         inputs: [*b, m, d], one for each of the model's inputs.
         targets: [*f, m] or [*f, m, T]; f, b and the model's batch broadcast.
@@ -69,7 +74,9 @@ def with_observations(
             asked for.
     """
     known, before = unexpanded(model.train_inputs or ()), model.train_targets
-    points = _checked_points(known, list(inputs))
+    points = checked_inputs(known, list(inputs))
+    if len({x.shape[-2] for x in points}) > 1:
+        raise ValueError(f"The new inputs differ in their rows: {[tuple(x.shape) for x in points]}.")
     count = points[0].shape[-2]
     _check_targets(targets, before, count, event_dims)
     _check_noise(noise, likelihood, targets)
@@ -90,13 +97,6 @@ def with_observations(
         shape = _broadcast(old.shape[:-1], noise.shape[:-1])
         likelihood.noise_covar = FixedGaussianNoise(noise=_stacked(old, noise, shape, -1).detach())
     return model, likelihood
-
-
-def _checked_points(known: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    points = checked_inputs(known, inputs)
-    if len({x.shape[-2] for x in points}) > 1:
-        raise ValueError(f"The new inputs differ in their rows: {[tuple(x.shape) for x in points]}.")
-    return points
 
 
 def _check_targets(targets: Tensor, before: Tensor, count: int, event_dims: int) -> None:
@@ -144,3 +144,70 @@ def _broadcast(*shapes: torch.Size) -> torch.Size:
 def _stacked(old: Tensor, new: Tensor, batch: torch.Size, dim: int) -> Tensor:
     """Old and new along a dimension, both expanded to a batch."""
     return torch.cat([part.expand(*batch, *part.shape[dim:]) for part in (old, new)], dim=dim)
+
+
+#: New rows that are solved for at a time, and old rows that are solved for with them.
+NEW_ROWS, NEIGHBOURS = 1024, 1024
+#: Old rows that are looked at to see whether they are what they were.
+ROWS_COMPARED = 4
+#: Rows of the matrix that are held at a time.
+ROWS_AT_A_TIME = 128
+
+
+def new_rows(operator: LinearOperator, size: int) -> Tensor:
+    """Dense rows of H [*b, n, n] from number `size` on, [*b, n - size, n]."""
+    return dense_rows(operator, torch.arange(size, operator.shape[-1], device=operator.device))
+
+
+def has_grown_from(before: TrainingSystem, after: TrainingSystem) -> bool:
+    """Whether the first rows of a system are those of an earlier one, with further data behind them.
+
+    They are not where a prior looks at all inputs together (a deep kernel that scales its features by their range, a
+    grid that follows the data). Compared are means, diagonals and a few rows, up to rounding.
+    """
+    old, new = before.operator, after.operator
+    size, dtype = old.shape[-1], old.dtype
+    index = torch.linspace(0, size - 1, ROWS_COMPARED, device=old.device).long()
+    pairs = (
+        (before.residual, after.residual),
+        (old.diagonal(dim1=-2, dim2=-1), new.diagonal(dim1=-2, dim2=-1)),
+        (dense_rows(old, index), dense_rows(new, index)),
+    )
+    tolerance = max(torch.finfo(dtype).eps ** 0.5, 1e-6)
+    return all(bool(((a - b[..., :size]).abs() <= tolerance * b.abs().amax()).all()) for a, b in pairs)
+
+
+def padded(columns: Tensor, shape: torch.Size) -> Tensor:
+    """[*a, n, s] for n data to [*b, n + m, s] for a system of the shape [*b, n + m], with zeros."""
+    columns = columns.expand(*shape[:-1], *columns.shape[-2:])
+    return pad(columns, (0, 0, 0, shape[-1] - columns.shape[-2]))
+
+
+def locally_corrected(operator: LinearOperator, rhs: Tensor, guess: Tensor, size: int) -> tuple[Tensor, float]:
+    """A guess that solves the new rows exactly, each block of them in turn, and the epochs that it took.
+
+    Args:
+        operator: H [*b, n, n].
+        rhs: B [*b, n, s].
+        guess: V [*b, n, s], with zeros in the rows from number `size` on.
+        size: number of the first new row.
+
+    Cost: a product for every 1,024 new rows, the new rows' entries, and a dense factor of at most 2,048 rows.
+    """
+    epochs = 0.0
+    for rows in torch.arange(size, operator.shape[-1], device=operator.device).split(NEW_ROWS):
+        index = _neighbourhood(operator, rows)
+        residual = rhs - operator._matmul(guess)
+        columns = index.unsqueeze(-1).expand(*index.shape, rhs.shape[-1])
+        lower = jittered_factor(principal_blocks(operator, index.unsqueeze(-2)).squeeze(-3).double())
+        step = torch.cholesky_solve(residual.gather(-2, columns).double(), lower)
+        guess = guess.scatter_add(-2, columns, step.to(guess.dtype))
+        epochs += 1.0 + len(rows) / operator.shape[-1]
+    return guess, epochs
+
+
+def _neighbourhood(operator: LinearOperator, rows: Tensor) -> Tensor:
+    """The rows and those most correlated with them, [*b, k]."""
+    score = sum(dense_rows(operator, part).square().sum(-2) for part in rows.split(ROWS_AT_A_TIME))
+    score[..., rows] = torch.inf
+    return score.topk(min(len(rows) + NEIGHBOURS, operator.shape[-1]), dim=-1).indices

@@ -12,7 +12,7 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.kernels import Kernel
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
-from linear_operator import LinearOperator
+from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import ZeroLinearOperator
 from torch import Tensor
 
@@ -29,19 +29,16 @@ from gpy_iterative.exact.prediction.new_observations import (
 )
 from gpy_iterative.exact.prediction.projection import ProjectionRecipe, scatter_rows
 from gpy_iterative.exact.prediction.sample_paths import SamplePaths
-from gpy_iterative.exact.prediction.strategy import PathwisePredictionStrategy
-from gpy_iterative.exact.prediction.training_solves import PriorDraws, TrainingSolves
-from gpy_iterative.exact.prediction.variance_error import VarianceError, solved_variance
+from gpy_iterative.exact.prediction.training_solves import PriorDraws, TrainingSolves, VarianceError, solved_variance
 from gpy_iterative.exact.probes import RandomFeatures
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
-from gpy_iterative.linear_solvers.solution import SolveStats
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.likelihood_params import LikelihoodParams
-from gpy_iterative.training.own_lock import OwnLock
+from gpy_iterative.training.posterior import SolveReport
 from gpy_iterative.training.progress import Progress, check_progress
-from gpy_iterative.training.snapshot import ModelSnapshot, evaluation_copies
+from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock, evaluation_copies
 from gpy_iterative.training.training_system import training_system
 
 logger = logging.getLogger(__name__)
@@ -63,12 +60,12 @@ class PathwisePosterior:
         generator: a generator, or the seed of one, for all draws; None is seed 0.
         params: the likelihood's own arguments, as passed to the marginal log likelihood; training inputs among them are
             recognised and followed when they change.
-        kwargs: likewise, those with names.
+        kwargs: the likelihood's own arguments that have names.
         initial_weights: [*b, n] representer weights of the last training solve, where the solve for the mean starts.
         prior: training's own pathwise probes (distribution, draws, solutions [*b, n, s]): reused as sample paths when
             they have at least 4,000 frequencies.
-        rank: of the variances where H is too large to factor, see below.
-        num_neighbours: likewise.
+        rank: projections for variances where H is too large to factor, see below.
+        num_neighbours: observations near each test point for its variance, see below.
         num_frequencies: random frequencies a kernel term, of sample paths.
         exact_below: up to this many data variances come from a Cholesky factor, exactly, whatever the solver.
         progress: True shows a bar for every solve and for variances that come in chunks; a callable gets every
@@ -175,10 +172,7 @@ class PathwisePosterior:
             return self._snapshot, self._solves
 
     def forget_caches(self) -> None:
-        """Clears what the model's own kernels keep in evaluation mode, where it is from other hyperparameters.
-
-        Predictions make no use of it; whoever evaluates the model itself does.
-        """
+        """Clears matrices of other hyperparameters that the model's own kernels keep in evaluation mode."""
         if self._has_stale_caches:
             for module in self._model.modules():
                 if isinstance(module, Kernel):
@@ -202,17 +196,17 @@ class PathwisePosterior:
         snapshot, solves = self._current()
         with graph_for(inputs):
             joint = self._joint(snapshot, solves, inputs)
-            return joint.distribution(*self._conditioned(solves, joint.mean, joint.test_test, joint.test_train))
+            return joint.distribution(*self.condition(joint.mean, joint.test_test, joint.test_train, solves))
 
     def condition(
-        self, mean: Tensor, test_test: LinearOperator, test_train: LinearOperator
+        self,
+        mean: Tensor,
+        test_test: LinearOperator,
+        test_train: LinearOperator,
+        solves: TrainingSolves | None = None,
     ) -> tuple[Tensor, LinearOperator]:
         """Posterior mean [*b, t] and lazy covariance [*b, t, t] from the blocks of a joint prior, see `JointPrior`."""
-        return self._conditioned(self.solves, mean, test_test, test_train)
-
-    def _conditioned(
-        self, solves: TrainingSolves, mean: Tensor, test_test: LinearOperator, test_train: LinearOperator
-    ) -> tuple[Tensor, LinearOperator]:
+        solves = self.solves if solves is None else solves
         update = product(test_train, solves.weights.unsqueeze(-1)).squeeze(-1)
         mean = mean + update.reshape(*torch.broadcast_shapes(mean.shape, test_test.shape[:-1]))
         if gpytorch.settings.skip_posterior_variances.on():
@@ -255,7 +249,7 @@ class PathwisePosterior:
         points = [x[..., chosen.to(x.device), :] for x in points]
         with torch.no_grad():
             joint = self._joint(snapshot, solves, points)
-            _, covariance = self._conditioned(solves, joint.mean, joint.test_test, joint.test_train)
+            _, covariance = self.condition(joint.mean, joint.test_test, joint.test_train, solves)
             prior_variance = joint.test_test.diagonal(dim1=-2, dim2=-1)
             exact = solved_variance(solves.system, solves.projection(), prior_variance, joint.test_train.to_dense())
             error = VarianceError.between(covariance.diagonal(dim1=-2, dim2=-1), exact)
@@ -286,12 +280,12 @@ class PathwisePosterior:
         Raises:
             ValueError: shapes, dtypes or devices that do not fit, numbers that are not finite, missing noise; a BoTorch
                 model with an `input_transform`, whose own `condition_on_observations` is the way.
-            TypeError: arrays or lists in place of tensors.
+            TypeError: arrays or lists: tensors are needed.
             RuntimeError: inputs, targets or noise that require gradients: there are none through the solves.
 
         Cost: where H is factored, n^2 multiply-adds for each new observation. Else two products for every 1,024 new
         observations, and what a solver that starts there still finds to do: nothing for single ones, part of a solve
-        for many (`stats` says what it took).
+        for many (`report` says what it took).
         """
         check_without_input_transform(self._model)
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -303,9 +297,9 @@ class PathwisePosterior:
     def with_observations(
         self, inputs: Sequence[Tensor], targets: Tensor, noise: Tensor | None = None
     ) -> "PathwisePosterior":
-        """As `condition_on_observations`, of inputs that are the model's own: transformed, where it transforms them.
+        """As `condition_on_observations`, for inputs after the model's own transform.
 
-        What targets and noise depend on is cut off: BoTorch's fantasies are functions of the likelihood's noise.
+        Targets and noise are detached: BoTorch's fantasies are functions of the likelihood's noise.
         """
         check_without_gradients(inputs)
         # What is solved now may be differentiated through later.
@@ -327,9 +321,10 @@ class PathwisePosterior:
         return posterior
 
     @property
-    def stats(self) -> SolveStats:
-        """What the solve for the mean took; 0 epochs where H was factored."""
-        return self.solves.stats
+    def report(self) -> SolveReport:
+        """The solve for the mean, at the hyperparameters and data of now."""
+        solves = self.solves
+        return SolveReport.of(solves.status, solves.stats)
 
     def _joint(self, snapshot: ModelSnapshot, solves: TrainingSolves, inputs: Sequence[Tensor]) -> JointPrior:
         model, _ = snapshot.copies()
@@ -362,8 +357,76 @@ class PathwisePosterior:
 
 
 def _seed(generator: torch.Generator | int | None) -> int:
-    """The seed given, or one draw: all others follow from it, in whatever order variances and paths are asked for."""
+    """The seed given, or one draw from the generator; every other draw follows from the seed."""
     generator = generator_or_seed(generator)
     if not isinstance(generator, torch.Generator):
         return generator or 0
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
+
+
+class PathwisePredictionStrategy:
+    """GPyTorch's prediction strategy interface, answered by a PathwisePosterior.
+
+    Gradients flow to test inputs. To hyperparameters, which `posterior(x)` cuts off, only the part through the blocks of
+    the joint prior flows, not the one through the solves: train with the marginal log likelihood.
+
+    `model(x)` then equals `posterior(x)`, through everything that is built on it (BoTorch's `model.posterior`,
+    acquisition functions). GPyTorch itself evaluates the t x n block of the joint prior on the way, where
+    `posterior(x)` does not; and where a `GridInterpolationKernel` has no `grid_bounds`, K(x, x) is on a grid of the test
+    inputs' own. `model.train()` and `model.set_train_data` remove it, as they do with GPyTorch's own.
+    """
+
+    def __init__(self, posterior: "PathwisePosterior") -> None:
+        self._posterior = posterior
+
+    @property
+    def train_shape(self) -> torch.Size:
+        """Shape of one member's training targets, [n] or [n, T]."""
+        return self.train_prior_dist.event_shape
+
+    @property
+    def num_train(self) -> int:
+        """The number of training targets, over all tasks."""
+        return self.train_shape.numel()
+
+    @property
+    def train_prior_dist(self) -> MultivariateNormal:
+        """The prior at the training inputs. GPyTorch asks for its shape before it evaluates the model's kernels."""
+        prior = self._posterior.solves.system.prior
+        self._posterior.forget_caches()
+        return prior
+
+    def exact_prediction(
+        self, test_mean: Tensor, test_test_covar: LinearOperator | Tensor, test_train_covar: LinearOperator | Tensor
+    ) -> tuple[Tensor, LinearOperator]:
+        """Mean [*b, t] and lazy covariance [*b, t, t] from the blocks of the joint prior that GPyTorch has made.
+
+        Raises ValueError where GPyTorch has made them with another grid (see `GridInterpolationKernel`) than that of the
+        training data.
+        """
+        self._posterior.check_grids()
+        return self._posterior.condition(
+            test_mean, to_linear_operator(test_test_covar), to_linear_operator(test_train_covar)
+        )
+
+    def get_fantasy_strategy(
+        self,
+        inputs: list[Tensor],
+        targets: Tensor,
+        full_inputs: list[Tensor],
+        full_targets: Tensor,
+        full_output: MultivariateNormal,
+        **kwargs: Any,
+    ) -> "PathwisePredictionStrategy":
+        """The strategy of the posterior with new observations, see `PathwisePosterior.condition_on_observations`.
+
+        For `model.get_fantasy_model`, and BoTorch's `condition_on_observations` and `fantasize`. The full data and their
+        prior are not used.
+
+        The fantasy model answers at the hyperparameters of now: GPyTorch does not say whose strategy this becomes, so later
+        changes of that model go unnoticed. `posterior.condition_on_observations(...).model` follows its own.
+        """
+        return PathwisePredictionStrategy(self._posterior.with_observations(inputs, targets, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """None, as with GPyTorch's own: a copied model computes its own predictions."""

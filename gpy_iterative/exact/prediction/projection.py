@@ -1,4 +1,4 @@
-"""What the data say about the function at x, through a few projections of them: predictive variances without solves.
+"""Predictive variances from a few projections of the data, without solves.
 
 The best linear predictor of f(x) from the data y has the weights H^-1 k_x. Any other weights g have the error variance
 
@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.exact.prediction.blocks import dense, entries, principal_blocks, product
+from gpy_iterative.exact.prediction.blocks import dense, principal_blocks, product
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
@@ -45,7 +45,7 @@ CHUNK = 4096
 
 @dataclass(frozen=True)
 class LocalPart:
-    """What the neighbours of a point are looked up in; all over the m observed of n data.
+    """The quantities from which a point's neighbours are chosen, for the m observed of n data.
 
     Attributes:
         operator: H [*b, m, m].
@@ -65,8 +65,7 @@ class LocalPart:
     def of(cls, operator: LinearOperator, image: Tensor, num_neighbours: int, observed: Tensor | None) -> "LocalPart":
         """What lies past the projections with the image H A."""
         diagonal = operator.diagonal(dim1=-2, dim2=-1)
-        # Data inside the span have nothing left to tell; rounding must not make them look telling.
-        # Norms, here and below, and not sums of squares, which would all be in memory at once.
+        # Of data inside the span only rounding is left, which must not make them neighbours. Norms save memory for squares.
         explained = torch.linalg.vector_norm(image, dim=-1).square()
         rest = torch.maximum(diagonal - explained, 1e-4 * _noise_floor(operator, diagonal))
         return cls(operator, image, rest.sqrt(), num_neighbours, observed)
@@ -139,7 +138,7 @@ class Projection:
             observed: [n] of all data, or None.
 
         With B = A^T H_Xf the new part of the basis is [-A B; I] L^-T, where L L^T = H_ff - B^T B, to which rounding is
-        added as noise. None where even that has no Cholesky factor: the projection has to be made anew.
+        added as noise. None where that has no Cholesky factor: a new projection is needed.
         """
         assert self.local is not None
         size = rows.shape[-1] - rows.shape[-2]
@@ -222,7 +221,7 @@ def exact_projection(factor: CholeskyFactor, observed: Tensor | None = None) -> 
 
 
 def extended_exact_projection(known: Projection, factor: CholeskyFactor, observed: Tensor | None) -> Projection:
-    """The same where `factor` has grown from that of `known`, for 2 n^2 multiply-adds a new datum in place of n^3 / 3.
+    """The complete projection of a factor that extends that of `known`: 2 n^2 multiply-adds a new datum.
 
     L^-T is upper triangular: its old columns stay, zeros below them, and the new ones are solved for in float64.
     """
@@ -257,12 +256,11 @@ class _Neighbours:
 
     def __init__(self, local: LocalPart, test_train: LinearOperator, coefficients: Tensor, points: torch.Size) -> None:
         self.local, self.test_train, self.coefficients, self.points = local, test_train, coefficients, points
-        self.has_graph = coefficients.requires_grad
         self.image = local.image.to(coefficients.dtype)
+        prior = dense(test_train)
+        prior = prior if local.observed is None else prior[..., local.observed]
+        self.rest = prior.reshape(*points, -1) - coefficients @ self.image.mT
         with torch.no_grad():
-            rest = dense(test_train)
-            rest = rest if local.observed is None else rest[..., local.observed]
-            self.rest = rest.reshape(*points, -1) - coefficients @ self.image.mT
             score = self.rest.abs() / local.deviation.to(self.rest.dtype).unsqueeze(-2)
             self.index = score.topk(local.num_neighbours, dim=-1).indices
             image = _rows(self.image, self.index)
@@ -270,7 +268,7 @@ class _Neighbours:
             self.rounding = _rounding(self.image)[..., None, None]
             self.blocks.diagonal(dim1=-2, dim2=-1).add_(self.rounding)
             self.lower = jittered_factor(self.blocks)
-        self.correlation = self._rest_at(self.index, image).double()
+        self.correlation = self.rest.gather(-1, self.index).double()
         self.weights = torch.cholesky_solve(self.correlation.unsqueeze(-1), self.lower).squeeze(-1)
 
     def explained_variance(self) -> Tensor:
@@ -291,7 +289,7 @@ class _Neighbours:
         image = _rows(self.image, together)
         blocks = self._blocks(together, image).squeeze(-3).double()
         weights = _block_diagonal(self.weights)
-        rest = self._rest_at(together.expand(*self.points, -1), image)
+        rest = self.rest.gather(-1, together.expand(*self.points, -1))
         return rest.double() @ weights, weights.mT @ (blocks @ weights)
 
     def _by_products(self) -> tuple[Tensor, Tensor]:
@@ -310,16 +308,6 @@ class _Neighbours:
             member = torch.arange(cross.shape[0], device=cross.device)
             cross = cross[member, :, member].reshape(*self.points, size)
         return cross.double() - self.coefficients.double() @ images.double(), square
-
-    def _rest_at(self, index: Tensor, image: Tensor) -> Tensor:
-        """Each point's k' at data of its own, [*batch, t, k], with a graph where there is one."""
-        if not self.has_graph:
-            return self.rest.gather(-1, index)
-        observed = self.local.observed
-        data = index if observed is None else observed.nonzero().squeeze(-1)[index]
-        rows = data.reshape(*self.test_train.shape[:-1], -1)
-        prior = entries(self.test_train, rows).reshape(index.shape)
-        return prior - (image @ self.coefficients.unsqueeze(-1)).squeeze(-1)
 
     def _blocks(self, index: Tensor, image: Tensor) -> Tensor:
         """R at an index [*batch, p, k]: [*batch, p, k, k]."""
@@ -347,12 +335,9 @@ def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:
 
 
 def _rounding(image: Tensor) -> Tensor:
-    """What rounding leaves of R, [*b], from H A [*b, n, r]: eps times the largest eigenvalue of H.
+    """The rounding error of R, [*b], from H A [*b, n, r]: eps times the largest |H a|^2, about the largest eigenvalue of H.
 
-    That eigenvalue is about the largest |H a|^2 of a column with a^T H a = 1.
-
-    It counts as noise wherever weights are made: they are then those of a covariance that is larger than H by more than
-    rounding has taken from it, and stay so small that rounding does not add up.
+    It is added as noise where weights are computed, so that rounding never makes a variance too small.
     """
     norms = torch.linalg.vector_norm(image, dim=-2)
     if not norms.shape[-1]:  # of a prior that is zero
@@ -362,15 +347,15 @@ def _rounding(image: Tensor) -> Tensor:
 
 
 def _least_variance(prior_variance: Tensor) -> Tensor:
-    """What prior variances leave of a difference at least: their rounding error."""
+    """The rounding error of prior variances, which a difference cannot fall below."""
     return torch.finfo(prior_variance.dtype).eps * prior_variance.detach()
 
 
 def jittered_factor(blocks: Tensor) -> Tensor:
     """Cholesky factors of covariances between data, [*, k, k], where weights from a nearby matrix are as welcome.
 
-    Rounding, and neighbours that say the same, may leave no positive definite matrix; jitter then makes weights that are a
-    little off, which costs the square of it (see the module's first formula).
+    Rounding and nearly collinear neighbours may leave no positive definite matrix. Jitter then changes the weights a
+    little, and the variance by the square of that (the module's first formula).
 
     Raises:
         NonFiniteError: a block has entries that are not finite.
@@ -381,7 +366,7 @@ def jittered_factor(blocks: Tensor) -> Tensor:
     for jitter in JITTERS:
         if not info.any():
             return lower
-        # Each block for itself: what a point gets must not depend on those it is asked for with.
+        # Each block by itself: a variance must not depend on the other test points.
         added = torch.where(info > 0, jitter * scale, added)
         lower, info = torch.linalg.cholesky_ex(blocks + torch.diag_embed(added.unsqueeze(-1).expand(blocks.shape[:-1])))
     if not info.any():

@@ -1,13 +1,14 @@
-"""Everything that is solved for one set of hyperparameters and training data, each thing when it is first needed."""
+"""The linear solves for one set of hyperparameters and training data, each made when it is first needed."""
 
 import time
 from dataclasses import dataclass, replace
 
 import torch
+from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning, warn
-from gpy_iterative.exact.prediction.enlarged_system import has_grown_from, locally_corrected, new_rows, padded
+from gpy_iterative.exact.prediction.new_observations import has_grown_from, locally_corrected, new_rows, padded
 from gpy_iterative.exact.prediction.projection import (
     Projection,
     ProjectionRecipe,
@@ -16,18 +17,19 @@ from gpy_iterative.exact.prediction.projection import (
     scatter_rows,
 )
 from gpy_iterative.exact.probes import RandomFeatures
+from gpy_iterative.linear_operators.extensions import native_precision
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
+from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus
 from gpy_iterative.spectral.densities import Draws
-from gpy_iterative.training.own_lock import OwnLock
 from gpy_iterative.training.progress import Progress, reporting_solve
-from gpy_iterative.training.shared_columns import as_columns, from_columns
+from gpy_iterative.training.snapshot import OwnLock
 from gpy_iterative.training.training_system import TrainingSystem
 
 #: Seeds of the noise that new observations add to old samples, by the number of data before: away from all other draws.
 NOISE_STREAM = 2**40
-#: A projection grows with new observations up to so many times its recipe's rank, and is then made anew.
+#: New observations extend a projection up to this multiple of its recipe's rank; beyond, a new one is made.
 MAX_GROWTH = 2
 
 
@@ -38,7 +40,7 @@ class PriorDraws:
     Attributes:
         distribution: where they come from.
         draws: its frozen randomness.
-        solutions: H^-1 xi [*b, m, s], or what it was at other hyperparameters: a start for the next solve.
+        solutions: H^-1 xi [*b, m, s], of these or earlier hyperparameters.
         num_solved: of the first so many rows; the others came later, and are zero. None is all.
     """
 
@@ -80,15 +82,16 @@ class TrainingSolves:
         seed: of everything that is drawn; the order in which things are asked for does not matter.
         initial_weights: [*b, m] (or [*b, n] with unobserved data), where the solve for the mean starts; ignored where
             it does not fit.
-        progress: what is told of every solve.
-        known: the solves of the first data of this system, at the same hyperparameters; what they have is carried over,
-            or only a start where the prior of these data has changed with the new ones.
+        progress: gets the progress of every solve.
+        known: the solves for the first data of this system, at the same hyperparameters. Factor and projection are carried
+            over, or only a start where the prior of the old data has changed with the new ones.
 
     Construction solves for the mean, from what is known of it: at once when that still satisfies the tolerance.
 
     Attributes:
         weights: H^-1 (y - mean) [*b, n], zero where a datum is not observed.
         status, stats: how that solve ended, and what it took.
+        known_draws: prior samples that were solved for, if any.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class TrainingSolves:
         self._lock = OwnLock()  # what is made when it is first needed, one thread makes for all
         self._cholesky: CholeskyFactor | None = None
         self._projection: Projection | None = None
-        self._prior_draws: PriorDraws | None = None
+        self.known_draws: PriorDraws | None = None
         if known is None:
             guess, num_known = _fitting(initial_weights, system), None
         else:
@@ -141,11 +144,6 @@ class TrainingSolves:
         """Representer weights of the observed data [*b, m], to start a later solve from."""
         return self._solution.squeeze(-1)
 
-    @property
-    def known_draws(self) -> PriorDraws | None:
-        """Prior samples that were solved for, if any."""
-        return self._prior_draws
-
     @torch.inference_mode(False)  # kept for later calls, which may ask for gradients
     @torch.no_grad()
     def projection(self) -> Projection:
@@ -173,25 +171,20 @@ class TrainingSolves:
             SpectralDensityMissingError: a kernel has no random features.
         """
         with self._lock:
-            return self._extended_draws(count, num_frequencies, start)
-
-    def _extended_draws(self, count: int, num_frequencies: int, start: PriorDraws | None) -> PriorDraws:
-        if self._prior_draws is None and start is not None and start.fits(self.system):
-            self._prior_draws = self._solved(start.distribution, start.draws, start)
-        known = self._prior_draws
-        missing = count - (0 if known is None else known.num_samples)
-        if missing > 0:
-            frequencies = num_frequencies if known is None else known.distribution.num_frequencies
-            distribution = RandomFeatures(num_probes=missing, num_frequencies=frequencies, corrected=False)
-            draws = self._drawn(range(count - missing, count), frequencies)
-            if known is None:
-                known = self._solved(distribution, draws, None)
-            else:
-                draws |= {name: tensor for name, tensor in known.draws.items() if name.startswith("features.")}
-                known = _joined(known, self._solved(distribution, draws, None))
-            self._prior_draws = known
-        assert known is not None
-        return known
+            known = self.known_draws
+            if known is None and start is not None and start.fits(self.system):
+                known = self._solved(start.distribution, start.draws, start)
+            missing = count - (0 if known is None else known.num_samples)
+            if known is None or missing > 0:
+                frequencies = num_frequencies if known is None else known.distribution.num_frequencies
+                draws = self._drawn(range(count - missing, count), frequencies)
+                if known is not None:
+                    draws |= _frequencies(known.draws)
+                distribution = RandomFeatures(num_probes=missing, num_frequencies=frequencies, corrected=False)
+                new = self._solved(distribution, draws, None)
+                known = new if known is None else _joined(known, new)
+            self.known_draws = known
+            return known
 
     def _drawn(self, numbers: range, num_frequencies: int) -> Draws:
         """The samples of these numbers, each from a stream of its own, with the frequencies of the first."""
@@ -200,7 +193,7 @@ class TrainingSolves:
         own: list[Draws] = []
         for number in numbers:
             drawn = one.draw(self.system.operator, terms, self._generator(1 + number))
-            shared = shared or {name: tensor for name, tensor in drawn.items() if name.startswith("features.")}
+            shared = shared or _frequencies(drawn)
             own.append({name: tensor for name, tensor in drawn.items() if name not in shared})
         return shared | {name: torch.cat([part[name] for part in own], dim=-1) for name in own[0]}
 
@@ -252,12 +245,15 @@ class TrainingSolves:
         return torch.Generator().manual_seed(self._seed + stream)
 
 
+def _frequencies(draws: Draws) -> Draws:
+    """The draws that all samples share."""
+    return {name: tensor for name, tensor in draws.items() if name.startswith("features.")}
+
+
 def _joined(first: PriorDraws, second: PriorDraws) -> PriorDraws:
-    shared = {name for name in first.draws if name.startswith("features.")}
-    draws = {
-        name: tensor if name in shared else torch.cat([tensor, second.draws[name]], dim=-1)
-        for name, tensor in first.draws.items()
-    }
+    shared = _frequencies(first.draws)
+    own = {name: torch.cat([first.draws[name], second.draws[name]], dim=-1) for name in first.draws.keys() - shared}
+    draws = shared | own
     solutions = torch.cat([first.solutions, second.solutions], dim=-1)
     return PriorDraws(replace(first.distribution, num_probes=solutions.shape[-1]), draws, solutions)
 
@@ -280,3 +276,79 @@ def warn_unless_converged(solution: Solution) -> None:
             f"{solution.stats.epochs:.1f} epochs (relative residuals: {norms}). {advice}",
             ConvergenceWarning,
         )
+
+
+#: Relative residual of the direct solves; their error enters the variance in second order.
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class VarianceError:
+    """|log(variance / exact variance)| of the latent function over some test points.
+
+    Attributes:
+        median, largest: over the points.
+        num_points: how many were solved for.
+    """
+
+    median: float
+    largest: float
+    num_points: int
+
+    @classmethod
+    def between(cls, estimate: Tensor, exact: Tensor) -> "VarianceError":
+        """The error of estimates, of any one shape. Without points it is 0."""
+        if estimate.numel() == 0:
+            return cls(0.0, 0.0, 0)
+        tiny = torch.finfo(exact.dtype).tiny
+        errors = (estimate.clamp_min(tiny) / exact.clamp_min(tiny)).log().abs()
+        return cls(float(errors.median()), float(errors.max()), errors.numel())
+
+
+@torch.no_grad()
+def solved_variance(
+    system: TrainingSystem, projection: Projection, prior_variance: Tensor, test_train: Tensor
+) -> Tensor:
+    """k(x, x) - k_x^T H^-1 k_x by one column of a block solve a point.
+
+    The projections common to all points are taken off first: k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k' with
+    k' = k_x - H A A^T k_x, so that the solver's tolerance is relative to what is left, not to the prior variance. Where
+    A is complete in float64, nothing is left.
+
+    Products are in native precision. ConvergenceWarning where the solves end above the tolerance.
+
+    Args:
+        system: the training system of m observed data.
+        projection: of the same hyperparameters.
+        prior_variance: k(x, x) [*b, t].
+        test_train: K(x, X) [*b, t, n], dense.
+    """
+    columns, basis = test_train.mT, projection.basis
+    if system.observed is not None:
+        columns, basis = columns[..., system.observed, :], basis[..., system.observed, :]
+    like, columns = columns, as_columns(columns, system.operator)
+    coefficients = basis.mT @ columns.to(basis.dtype)
+    if projection.is_exact and basis.dtype == torch.float64:  # what a solve would find is rounding
+        explained = from_columns(coefficients.square().sum(-2, keepdim=True), like[..., :1, :]).squeeze(-2)
+        return (prior_variance - explained).to(prior_variance.dtype)
+    rest = columns - system.operator._matmul(basis @ coefficients)
+    solution = ConjugateGradients(tolerance=TOLERANCE).solve(native_precision(system.operator), rest)
+    warn_unless_converged(solution)
+    explained = coefficients.square().sum(-2) + ((rest + solution.residual) * solution.value).sum(-2)
+    return prior_variance - from_columns(explained.unsqueeze(-2), like[..., :1, :]).squeeze(-2)
+
+
+def as_columns(rhs: Tensor, operator: LinearOperator) -> Tensor:
+    """[*f, *k, m, s] for an operator [*k, m, m] to [*k, m, s * F]: one product serves the F members."""
+    extra = rhs.dim() - operator.dim()
+    if extra <= 0:
+        return rhs
+    return rhs.flatten(0, extra - 1).movedim(0, -1).flatten(-2)
+
+
+def from_columns(columns: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `as_columns`, for a right-hand side of the shape of `like`."""
+    extra = like.dim() - columns.dim()
+    if extra <= 0:
+        return columns
+    return columns.unflatten(-1, (like.shape[-1], -1)).movedim(-1, 0).reshape(like.shape)

@@ -15,9 +15,8 @@ from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
 from gpy_iterative.features.weight_space.problem import WeightSpacePrior, WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import WeightDistribution, posterior_weights
 from gpy_iterative.training.likelihood_params import LikelihoodParams
-from gpy_iterative.training.own_lock import OwnLock
 from gpy_iterative.training.progress import Progress, check_progress
-from gpy_iterative.training.snapshot import ModelSnapshot
+from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
 from gpy_iterative.training.training_system import prior_at
 
 

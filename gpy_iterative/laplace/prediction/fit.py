@@ -22,9 +22,8 @@ from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.solution import SolveStats
 from gpy_iterative.training.likelihood_params import LikelihoodParams
-from gpy_iterative.training.own_lock import OwnLock
 from gpy_iterative.training.progress import Progress, reporting_solve
-from gpy_iterative.training.snapshot import ModelSnapshot
+from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
 from gpy_iterative.training.training_system import check_inputs, prior_at
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from linear_operator import LinearOperator
 from linear_operator.operators import InterpolatedLinearOperator
 
 from gpy_iterative.exact.prediction import blocks
-from gpy_iterative.exact.prediction.blocks import entries, principal_blocks, row_block, row_group
+from gpy_iterative.exact.prediction.blocks import principal_blocks, row_block, row_group
 from gpy_iterative.exact.prediction.joint_prior import joint_prior
 from gpy_iterative.linear_operators import KernelProducts, noisy_operator
 from gpy_iterative.training.training_system import prior_at
@@ -40,20 +40,6 @@ def test_principal_blocks(name: str) -> None:
         rows = full.gather(-2, index.unsqueeze(-1).expand(*index.shape, dense.shape[-1]))
         wanted = rows.gather(-1, index.unsqueeze(-2).expand(*index.shape, index.shape[-1]))
         torch.testing.assert_close(blocks, wanted)
-
-
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_entries_and_their_derivatives(name: str) -> None:
-    _, cross = operators(name)
-    index = index_of((*cross.shape[:-1], 4), cross.shape[-1])
-    found, wanted = entries(cross, index), cross.to_dense().gather(-1, index)
-    torch.testing.assert_close(found, wanted)
-    tensors = [tensor for tensor in cross.representation() if tensor.requires_grad]
-    if tensors:
-        ours = torch.autograd.grad(found.square().sum(), tensors, allow_unused=True)
-        theirs = torch.autograd.grad(wanted.square().sum(), tensors, allow_unused=True)
-        for left, right in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(left, right)
 
 
 @pytest.mark.parametrize(

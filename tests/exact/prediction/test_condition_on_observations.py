@@ -11,7 +11,7 @@ from gpytorch import kernels
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from torch import Tensor
 
-from gpy_iterative.exact.prediction import enlarged_system, training_solves
+from gpy_iterative.exact.prediction import new_observations, training_solves
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.solvers import AlternatingProjections, Cholesky, ConjugateGradients, IterativeSolver
 from tests.botorch_apart import acquisition, models, sampling, transforms
@@ -68,15 +68,15 @@ def test_equals_dense_conditioning(name: str, solver: Any, asked: bool) -> None:
 @pytest.mark.parametrize("solver", [ConjugateGradients(), AlternatingProjections(block_size=100)])
 def test_costs_less_than_a_new_solve(solver: IterativeSolver, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the usual tolerance, at which a padded start alone would ignore a single datum."""
-    monkeypatch.setattr(enlarged_system, "NEIGHBOURS", 200)
+    monkeypatch.setattr(new_observations, "NEIGHBOURS", 200)
     case = regression(kernels.ScaleKernel(kernels.MaternKernel(nu=1.5)), n=1000)
     case.likelihood.initialize(noise=0.01)
     new_x, new_y = (part[1000:] for part in data(1000 + count))
     posterior = PathwisePosterior(case.model, case.likelihood, solver=solver)
     new = posterior.condition_on_observations(new_x, new_y)
     scratch = PathwisePosterior(new.model, new.likelihood, solver=solver)
-    assert new.stats.epochs + new.stats.overhead < 0.5 * (scratch.stats.epochs + scratch.stats.overhead)
-    assert max(new.stats.residual_norms.values()) <= solver.tolerance
+    assert new.report.epochs + new.report.overhead < 0.5 * (scratch.report.epochs + scratch.report.overhead)
+    assert new.report.residual <= solver.tolerance
     wanted = PathwisePosterior(new.model, new.likelihood, solver=Cholesky())(new_x).mean
     error, move = new(new_x).mean - wanted, posterior(new_x).mean - wanted
     assert error.norm() < 0.25 * move.norm()
@@ -97,9 +97,9 @@ def test_chunks_one_by_one() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_blocks_of_new_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enlarged_system, "NEW_ROWS", rows)
-    monkeypatch.setattr(enlarged_system, "NEIGHBOURS", 4)
-    monkeypatch.setattr(enlarged_system, "ROWS_AT_A_TIME", 2)
+    monkeypatch.setattr(new_observations, "NEW_ROWS", rows)
+    monkeypatch.setattr(new_observations, "NEIGHBOURS", 4)
+    monkeypatch.setattr(new_observations, "ROWS_AT_A_TIME", 2)
     for name in ("matern-3/2", "batch", "multitask"):
         case = CASES[name]()
         x, y, _ = new_data(case)
