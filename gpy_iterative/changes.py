@@ -59,6 +59,35 @@ class SeenValues:
         return len(tensors) == len(self.values) and all(map(same_tensor, self.values, tensors))
 
 
+@dataclass(frozen=True)
+class SeenData:
+    """Data recognised by version where the tensors are the same, and by value where others have replaced them.
+
+    Keeps the tensors and copies nothing. Another dtype or device is no other data. A tensor that requires gradients is
+    learned: it may move, and only its shape is compared. Writes to inference tensors are not seen.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+    versions: SeenVersions = SeenVersions()
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "SeenData":
+        """These tensors, as they are now."""
+        kept = tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
+        return cls(kept, SeenVersions.of(_counting_writes(kept, tensors)))
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the same data. Cost: one pass over those that are other tensors."""
+        return (
+            len(tensors) == len(self.tensors)
+            and self.versions.are(_counting_writes(self.tensors, tensors))
+            and all(map(_same_data, self.tensors, tensors))
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SeenData.of, (self.tensors,)  # versions are not copied with tensors
+
+
 def same_tensor(left: Tensor, right: Tensor) -> bool:
     """Equal shape, dtype, device and values; NaN equals NaN, since missing targets are NaN."""
     if left is right:
@@ -76,3 +105,13 @@ def _base(tensor: Tensor) -> Tensor:
 
 def _layout(tensor: Tensor) -> object:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _counting_writes(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:
+    """Those that are not learned, and have a version."""
+    pairs = zip(tensors, originals, strict=True)
+    return [tensor for tensor, original in pairs if not original.requires_grad and not tensor.is_inference()]
+
+
+def _same_data(known: Tensor, now: Tensor) -> bool:
+    return known is now or (known.shape == now.shape and (now.requires_grad or torch.equal(known.to(now), now)))

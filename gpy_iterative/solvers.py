@@ -1,9 +1,8 @@
 """Solvers for linear systems with the kernel matrix, and for the mode of Laplace's method."""
 
-from gpy_iterative.laplace.newton.base import LaplaceSolver
+from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
 from gpy_iterative.laplace.newton.newton import LaplaceNewton
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
 from gpy_iterative.linear_solvers.accelerated_sketch_and_project import AcceleratedSketchAndProject
 from gpy_iterative.linear_solvers.alternating_projections import AlternatingProjections
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, Solver

@@ -5,7 +5,7 @@ import gc
 
 import torch
 
-from gpy_iterative.changes import SeenValues, SeenVersions, same_tensor
+from gpy_iterative.changes import SeenData, SeenValues, SeenVersions, same_tensor
 
 
 def test_versions_see_writes_and_other_tensors_but_not_new_views() -> None:
@@ -42,6 +42,34 @@ def test_inference_tensors_differ_every_time() -> None:
         tensor = torch.zeros(3)
     assert not SeenVersions.of([tensor]).are([tensor])
     assert SeenValues.of([tensor]).are([tensor])
+
+
+def test_data_are_the_same_in_other_tensors_and_others_after_a_write() -> None:
+    x, y = torch.rand(4, 2), torch.rand(4)
+    seen = SeenData.of([x, y])
+    assert seen.are([x, y])
+    assert seen.are([x.clone(), y.double()])
+    assert not seen.are([x, y + 1])
+    assert not seen.are([x])
+    assert not seen.are([x[:3], y[:3]])
+    assert copy.deepcopy(seen).are([x, y])
+    before = x.clone()
+    x[0] = 2
+    assert not seen.are([x, y])
+    assert not seen.are([before, y])
+    with torch.inference_mode():
+        inference = torch.rand(3)
+    assert SeenData.of([inference]).are([inference])
+
+
+def test_learned_data_may_move() -> None:
+    learned = torch.rand(3, requires_grad=True)
+    seen = SeenData.of([learned])
+    with torch.no_grad():
+        learned += 1
+    assert seen.are([learned])
+    assert seen.are([torch.zeros(3, requires_grad=True)])
+    assert not seen.are([torch.zeros(2, requires_grad=True)])
 
 
 def test_same_tensors_have_the_same_kind_and_missing_values() -> None:

@@ -140,7 +140,7 @@ def train(
 
 
 def _tested(model: DeepRegression, mll: Any, data: Split) -> Outcome:
-    rmse, log_likelihood = posterior_scores(model, mll.posterior, data)
+    rmse, log_likelihood = posterior_scores(model, mll.posterior(), data)
     scale = data.target_scale
     return {
         "rmse": rmse * scale,

@@ -23,6 +23,7 @@ import gpy_iterative as gpi
 from benchmarks.cases.laplace_pictures import over_time
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, exit_if_missing, names_of
 from benchmarks.datasets import Labelled, gaussian_mixture, mnist_digits
+from benchmarks.literal_newton import LiteralNewton
 from benchmarks.metrics import classification_scores
 from benchmarks.runner import CONTENDERS, RESULTS, Outcome, contender
 from benchmarks.runs import Measured, Run, SavedRuns
@@ -106,9 +107,9 @@ def _measure_laplace(clock: Clock, model: LaplaceClassifier, refinements: int = 
     model.eval()
     for count in range(refinements + 1):
         model.num_refinements = count
-        solution = model.fit_mode()
+        model.fit_mode()
         seconds, before = clock.now(), time.perf_counter()
-        products, rank = sum(part.epochs for part in model.posterior().stats), solution.actions.shape[-1]
+        report = model.posterior().report
         mean, covariance = model.posterior().moments(clock.data.test_x)
         for method in get_args(PredictiveMethod):
             parts = zip(mean.split(1000), covariance.split(1000), strict=True)
@@ -120,7 +121,7 @@ def _measure_laplace(clock: Clock, model: LaplaceClassifier, refinements: int = 
                 ]
             )
             kind = f"refined {method}" if count else method
-            clock.measure(kind, probabilities, seconds, products=products, rank=rank)
+            clock.measure(kind, probabilities, seconds, products=report.epochs, rank=report.rank)
         clock.paused += time.perf_counter() - before
     model.num_refinements = 0
     model.train()
@@ -179,7 +180,7 @@ def published(*, dataset: str, rows: int, seconds: float, max_rank: int) -> Outc
     data = labelled(dataset, rows)
     clock = Clock(data, seconds)
     for outer in (1, 2, 3, 5):
-        solver = gpi.solvers.LaplaceNewton(literal=True, max_outer=outer, max_inner=5, max_rank=max_rank)
+        solver = LiteralNewton(max_outer=outer, max_inner=5, max_rank=max_rank)
         model = LaplaceClassifier(
             data.train_x, data.train_y, data.num_classes, start_lengthscale(data.train_x), solver=solver
         )

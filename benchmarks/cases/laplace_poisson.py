@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.command_line import app, finish, show
+from benchmarks.literal_newton import LiteralNewton
 from benchmarks.runner import Outcome, contender
 from benchmarks.runs import Measured, Run
 from benchmarks.suite import Case, Preset, register
@@ -22,7 +23,7 @@ from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOpe
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_operators.radial.functions import RBF
 from gpy_iterative.linear_solvers.solution import SolveProgress
-from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton
+from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton, LaplaceSolver
 
 #: Newton steps times inner steps.
 SCHEDULES = {"5x20": (5, 20), "10x10": (10, 10), "20x5": (20, 5), "100x1": (100, 1)}
@@ -55,7 +56,7 @@ def _counts(x: Tensor, lengthscale: float, outputscale: float, draw: int) -> tup
     return prior, PointwiseLikelihood(PoissonLogLikelihood(), counts, 1)
 
 
-def run(solver: LaplaceNewton, prior: LatentPrior, likelihood: PointwiseLikelihood) -> dict[str, Any]:
+def run(solver: LaplaceSolver, prior: LatentPrior, likelihood: PointwiseLikelihood) -> dict[str, Any]:
     """Products until the relative gradient is below .001 (None: never), and the error of f at the end."""
     reached: list[float] = []
 
@@ -82,7 +83,7 @@ def table(draws: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
     problems = {name: (study, *steps) for name, steps in SCHEDULES.items()} | {"n = 300": (larger, 60, 20)}
     for name, (make, outer, inner) in problems.items():
         algorithms = {
-            "published": LaplaceNewton(literal=True, max_outer=outer, max_inner=inner, tolerance=1e-6),
+            "published": LiteralNewton(max_outer=outer, max_inner=inner, tolerance=1e-6),
             "ours": LaplaceNewton(max_outer=max(outer, 20), max_inner=inner, tolerance=1e-6),
         }
         outcomes[name] = {

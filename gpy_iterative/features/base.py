@@ -1,59 +1,83 @@
 """The step that all mini-batch marginal log likelihoods share.
 
-`model(train_x)` gives a prior whose kernel nobody has evaluated; a batch of rows is drawn; features, noise and residuals
-are evaluated at these rows alone; a subclass turns them into an estimate of the log marginal likelihood and moves what it
-keeps about the weights.
+`model(train_x)` gives a prior whose kernel is not evaluated yet; a batch of rows is drawn; features, noise and residuals
+are evaluated at these rows alone; a subclass turns them into an estimate of the log marginal likelihood and the next state
+of the weights. That state is kept when the whole step has succeeded.
 """
 
 import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
+from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
+from gpy_iterative.changes import SeenData
 from gpy_iterative.checks import check_count, check_finite
-from gpy_iterative.errors import BiasWarning, NonFiniteError, warn
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.exact.validation import check_fit, check_likelihood
-from gpy_iterative.features.minibatch_run import MinibatchRun
-from gpy_iterative.features.minibatch_state import MinibatchState
-from gpy_iterative.features.report import MinibatchReport
-from gpy_iterative.features.seen_data import SeenData
-from gpy_iterative.features.standstill import StandstillWatch
-from gpy_iterative.features.validation import check_features, check_rows
-from gpy_iterative.features.weight_space.bound import log_marginal_likelihood_gap
+from gpy_iterative.features.validation import StandstillWatch, check_features, check_rows, checked_indices
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpacePrior, WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import (
     WeightDistribution,
     exact_log_marginal_likelihood,
     exact_statistics,
+    log_marginal_likelihood_gap,
 )
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress
-from gpy_iterative.training.run import make_generator
-from gpy_iterative.training.state_description import StateDescription, with_params, without_params
+from gpy_iterative.training.report import Report
+from gpy_iterative.training.row_sampler import NO_ROWS, next_rows
+from gpy_iterative.training.run import Resumable, Run
+from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
 from gpy_iterative.training.training_system import check_hyperparameters, check_inputs, prior_at
 
 logger = logging.getLogger(__name__)
 
-#: Rows of a step where nothing else is said.
+#: Rows of a step where the user gives no batch size.
 BATCH_SIZE = 256
 
 
-class FeatureMarginalLogLikelihood(MinibatchRun):
+@dataclass(frozen=True)
+class MinibatchReport(Report):
+    """One mini-batch step's figures; `print(mll.report)` shows them on one line, `print(mll.report.table())` as a table.
+
+    Attributes:
+        value: what `forward` returned, a scalar.
+        batch_size: rows of the batch.
+        num_data: n.
+        steps: training steps so far.
+        seconds: wall-clock time of the forward pass.
+    """
+
+    value: Tensor
+    batch_size: int
+    num_data: int
+    steps: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"mll {self.value.item():.4f} from {self.batch_size} of {self.num_data} data; step {self.steps}; "
+            f"{self.seconds:.3f} s"
+        )
+
+
+class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     """Base of the marginal log likelihoods that see a mini-batch a step.
 
-    A subclass keeps what it knows about the weights in the tensors of a run: `_start` fills them from all data, `_step`
-    estimates from a batch and says how they move.
+    The run's part "weights" has what a subclass knows about the weights, and its part "parameters" what an optimiser moves:
+    these are the module's own parameters. Both are float64, whatever the model's dtype, and no part of `state_dict()`.
 
     Attributes:
         progress: True shows a bar for every pass over all data (`refresh`, `exact_value`, `gap`, `posterior`); a callable
@@ -78,48 +102,37 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
         check_inputs(model)
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        super().__init__(likelihood, model, MinibatchState(make_generator(generator)))
+        super().__init__(likelihood, model)
+        counts = {"steps": torch.tensor(0), "num_data": torch.tensor(0)}  # 0 data: the weights are not started
+        self._run = Run.begin(generator).having(counts=counts, rows=NO_ROWS, weights={})
         self.batch_size, self._options = batch_size, dict(options)
         self.report: MinibatchReport | None = None
         self.progress: Progress = False
-        self._params: LikelihoodParams | None = None
+        self._seen: SeenData | None = None  # None: the data of the next call are those of the run
         self._checked_modes: list[bool] = []
         self._standstill = StandstillWatch(type(self).__name__)
-        self._size_of(self._train_size())
+        self._current_batch_size()
         self.num_features = self._count_features() if self.needs_features else 0
 
     @abstractmethod
-    def _start(self, problem: WeightSpaceProblem, chunk_size: int) -> None:
-        """Replaces the state by the exact one; without autograd."""
+    def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
+        """The run with exact weights and parameters; without autograd."""
 
     @abstractmethod
-    def _step(self, problem: WeightSpaceProblem, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """An estimate of -2 log p(y) - n log(2 pi) with the method's gradient, and what a training step moves."""
+    def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
+        """An estimate of -2 log p(y) - n log(2 pi) with the method's gradient, and the run after a training step."""
 
     @abstractmethod
-    def _weights(self) -> WeightDistribution:
-        """The distribution of the weights that the state describes."""
+    def _weights(self, run: Run) -> WeightDistribution:
+        """The distribution of the weights that the run describes."""
 
-    def _settle(self, problem: WeightSpaceProblem) -> None:
-        """What the last training step left to do after the optimiser's step; without autograd."""
+    def _is_settled(self, run: Run) -> bool:
+        """Whether nothing is left to do after the optimiser's last step."""
+        return True
 
-    def _trains(self) -> bool:
-        """Whether a call now is a training step."""
-        return self.training and torch.is_grad_enabled()
-
-    def _has_unsettled(self) -> bool:
-        return False
-
-    def _blank_state(self) -> tuple[Tensor, Tensor]:
-        """Zeros [m] and an identity [m, m] in float64 on the data's device, until `_start` has better ones."""
-        like = self._train_inputs()[0]
-        options = {"dtype": torch.float64, "device": like.device}
-        return torch.zeros(self.num_features, **options), torch.eye(self.num_features, **options)
-
-    def _batch(self, problem: WeightSpaceProblem, rows: Tensor) -> FeatureBatch:
-        batch = problem.batch(rows)
-        self._check_state_fits(batch)
-        return batch if self.centred else batch.uncentred()
+    def _settle(self, problem: WeightSpaceProblem, run: Run) -> Run:
+        """The run after what is left to do after the optimiser's last step; without autograd."""
+        return run
 
     def forward(
         self,
@@ -142,7 +155,7 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
             A scalar. Priors and added loss terms are included. `.backward()` on it is the method's gradient estimator.
             In training mode with gradients on, a call is a step: it draws a batch and moves the state. Without
             gradients, or in evaluation mode of this module, it looks at the next batch and moves nothing. Data other
-            than at the last call (`set_train_data`, other targets) start the state anew, with a pass over all of them.
+            than those of the last call (`set_train_data`, other targets) start the state again by a pass over all data.
 
         Raises:
             ValueError: shapes, dtypes or devices that do not fit, a prior at some of the training data, data that are
@@ -156,105 +169,90 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
         check_fit(self.model, function_dist, target)
         check_hyperparameters(self)
         problem = self._problem(function_dist, target, *params, **kwargs)
-        num_data = problem.num_data
-        if num_data != self._train_size():
+        inputs, num_data = self._train_inputs(), problem.num_data
+        if num_data != inputs[0].shape[-2]:
             raise ValueError(
-                f"The prior is at {num_data} points, and the model has {self._train_size()} training data: call "
+                f"The prior is at {num_data} points, and the model has {inputs[0].shape[-2]} training data: call "
                 "mll(model(train_x), train_y) with all of them. Rows are drawn inside, or given as indices=."
             )
-        size = self._size_of(num_data)
-        trains = self._trains()
-        data = (*self._train_inputs(), target)
-        with self._unchanged_by_failure():  # a failed step takes back a start or a settlement before it, too
-            with torch.inference_mode(False), torch.no_grad():
-                if self._state.started_for != num_data or not self._state.data.may_be(data):
-                    self._restart(problem, target)
-                elif self._has_unsettled():
-                    self._settle(problem)
-                self._state.data = SeenData.of(data)
-            with nullcontext() if trains else self._unchanged_by_failure(always=True):
-                rows = self._state.rows.draw(num_data, size) if indices is None else _checked(indices, num_data)
-                loss, moved = self._step(problem, rows.to(target.device))
-                if not torch.isfinite(loss):
-                    raise NonFiniteError(
-                        "The mini-batch's loss is not finite. A smaller learning rate, or a bound on the noise such as "
-                        "gpytorch.constraints.GreaterThan(1e-4), keeps the optimiser from leaving the domain."
-                    )
-                if trains:
-                    for name, tensor in moved.items():
-                        self._replace(name, tensor.detach())
-                    self._state.steps += 1
-            result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
-            result = self._add_other_terms(result, params).div(num_data)
-        if torch.is_grad_enabled():
-            self._warn_of_standstill(trains)
-        self._params = LikelihoodParams.given(params, self.model, kwargs)
+        self._check_device(target.device)
+        size, trains, data = self._current_batch_size(), self._trains(), (*inputs, target)
+        is_known = self._seen is None or self._seen.are(data)
+        begun = self._begun(problem, target, is_known=is_known)
+        if indices is None:
+            rows, run = next_rows(begun, "rows", num_data, size)
+        else:
+            rows, run = checked_indices(indices, num_data), begun
+        loss, run = self._step(problem, rows.to(target.device), self._differentiable(run))
+        if not torch.isfinite(loss):
+            raise NonFiniteError(
+                "The mini-batch's loss is not finite. A smaller learning rate, or a bound on the noise such as "
+                "gpytorch.constraints.GreaterThan(1e-4), keeps the optimiser from leaving the domain."
+            )
+        result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
+        result = self._add_other_terms(result, params).div(num_data)
+        self._params = LikelihoodParams(params, self.model, kwargs) if params or kwargs else None
+        self._commit(_counted(run) if trains else begun, data)
         self.report = MinibatchReport(
             value=result.detach().clone(),
             batch_size=len(rows),
             num_data=num_data,
-            steps=self._state.steps,
+            steps=num_steps(self._run),
             seconds=time.perf_counter() - start,
         )
         logger.info("%s: %s", type(self).__name__, self.report)
+        if torch.is_grad_enabled():
+            self._standstill.see(list(self.parameters(recurse=False)), list(self.model.parameters()), trains)
         return with_checked_gradient(result, self)
 
-    def refresh(self, chunk_size: int = 4096) -> None:
+    def refresh(self) -> None:
         """Makes the state exact at the current hyperparameters: one pass over the training data, n m^2.
 
         Call it every few epochs where features move fast (deep kernels), and before `gap()` where the state, and not the
         way to it, is of interest. Predictions and `exact_value()` make their own pass and need none.
         """
-        check_count("chunk_size", chunk_size)
-        with torch.inference_mode(False), torch.no_grad(), self._unchanged_by_failure():
-            problem, target = self._train_problem()
-            self._restart(problem, target, chunk_size)
+        problem, target = self._train_problem()
+        self._commit(self._begun(problem, target, is_known=False), (*self._train_inputs(), target))
 
-    def exact_value(self, chunk_size: int = 4096) -> Tensor:
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def exact_value(self) -> Tensor:
         """The log marginal likelihood divided by n, with priors and added loss terms: two passes, n m^2; no gradient."""
-        check_count("chunk_size", chunk_size)
-        with torch.inference_mode(False), torch.no_grad():
-            problem, target = self._train_problem()
-            value = exact_log_marginal_likelihood(problem, chunk_size=chunk_size).to(target)
-            params = () if self._params is None else self._params.current(self.model)
-            return self._add_other_terms(value, params).div(problem.num_data)
+        problem, target = self._train_problem()
+        value = exact_log_marginal_likelihood(problem).to(target)
+        params = () if self._params is None else self._params.current(self.model)
+        return self._add_other_terms(value, params).div(problem.num_data)
 
-    def gap(self, chunk_size: int = 4096) -> Tensor:
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def gap(self) -> Tensor:
         """How far the bound that the state's weights give lies below `exact_value()`: at least 0, a float64 scalar.
 
-        (J - l) / (2 n) in the notation of `gpy_iterative.features.weight_space.bound`; one pass, n m^2.
+        (J - l) / (2 n) in the notation of `gpy_iterative.features.weight_space.weights`; one pass, n m^2.
         """
-        check_count("chunk_size", chunk_size)
-        with torch.inference_mode(False), torch.no_grad(), self._unchanged_by_failure():
-            check_hyperparameters(self)
-            problem, target = self._train_problem()
-            if self._state.started_for != problem.num_data:
-                self._restart(problem, target, chunk_size)
-            elif self._has_unsettled():
-                self._settle(problem)
-            statistics = exact_statistics(problem, centred=self.centred, chunk_size=chunk_size)
-            return log_marginal_likelihood_gap(self._weights(), *statistics) / (2 * problem.num_data)
+        check_hyperparameters(self)
+        problem, target = self._train_problem()
+        run = self._begun(problem, target)
+        statistics = exact_statistics(problem, centred=self.centred)
+        gap = log_marginal_likelihood_gap(self._weights(run), *statistics) / (2 * problem.num_data)
+        self._commit(run)
+        return gap
 
-    def posterior(self, *inputs: Tensor) -> WeightSpacePosterior | MultivariateNormal:
+    def posterior(self) -> WeightSpacePosterior:
         """The exact posterior at the current hyperparameters; one pass over the training data, n m^2.
 
-        Args:
-            inputs: test inputs [*b, t, d], or none.
-
-        Returns:
-            Without inputs, a `WeightSpacePosterior`: a function of test inputs, with `sample_paths`. With inputs, its
-            MultivariateNormal there. Training state and modes stay as they are.
+        `posterior(x)` is its MultivariateNormal at test inputs, `posterior.sample_paths(k)` are functions. Training state
+        and modes stay as they are.
         """
         params = self._known_params()
-        posterior = WeightSpacePosterior(
+        return WeightSpacePosterior(
             self.model,
             self.likelihood,
             params=params.current(self.model),
             kwargs=params.current_kwargs(self.model),
-            seed=(self._state.generator.initial_seed() + 1) % 2**63,
+            seed=(self._run.generator().initial_seed() + 1) % 2**63,
             progress=self.progress,
         )
-        return posterior(*inputs) if inputs else posterior
 
     def training_state(self) -> dict[str, Tensor]:
         """State, generator, order of rows and the likelihood's arguments as a plain dict of tensors.
@@ -262,11 +260,10 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
         Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run bit for bit. Raises
         ValueError where an argument of the likelihood is no tensor, number or string.
         """
-        if self._has_unsettled():
-            with torch.inference_mode(False), torch.no_grad(), self._unchanged_by_failure():
-                self._settle(self._train_problem()[0])
-        state = with_params(self._state.to_dict(dict(self._own_tensors())), self._params)
-        return self._description().added_to(state)
+        if not self._is_settled(self._run):
+            self._commit(self._begun(*self._train_problem()))
+        self._run = self._present_run().mapped(torch.detach)
+        return super().training_state()
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         """Takes what `training_state()` gave.
@@ -274,29 +271,88 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
         Raises ValueError, which names what differs, and changes nothing, for anything else: another method or option, other
         numbers of features or data.
         """
-        entries, params = without_params(self._description().taken_from(state))
-        for name, tensor in self._state.load_dict(entries, dict(self._own_tensors())).items():
-            self._replace(name, tensor)
-        self._params = params
-        if params is not None:
-            device = self._train_inputs()[0].device
-            params.apply(lambda tensor: tensor.to(device))
+        super().load_training_state(state)
+        self._commit(self._run)
+        self._seen = None
+
+    def _checked_run(self, run: Run) -> Run:
+        now = self._present_run()
+        odd = _names(run) ^ _names(now)
+        if odd:
+            raise ValueError(f"This is no whole training state: {', '.join(sorted(odd))} is missing or unknown.")
+        for part in ("weights", "parameters"):
+            for name, tensor in now.parts[part].items():
+                found = run.parts[part][name]
+                if found.shape != tensor.shape or found.dtype != tensor.dtype:
+                    raise ValueError(
+                        f"The training state's {name} is {tuple(found.shape)}, {found.dtype}; here it is "
+                        f"{tuple(tensor.shape)}, {tensor.dtype}: it belongs to a kernel with other features."
+                    )
+        return run
 
     def _description(self) -> StateDescription:
         sizes = {"batch_size": self.batch_size, "num_features": self.num_features}
         return StateDescription.of(self, sizes | self._options)
 
-    def _warn_of_standstill(self, trains: bool) -> None:
-        advice = self._standstill.sees(self._parameters.values(), self.model.parameters(), trains)
-        if advice is not None:
-            warn(advice, BiasWarning)
+    def _trains(self) -> bool:
+        """Whether a call now is a training step."""
+        return self.training and torch.is_grad_enabled()
 
-    def _restart(self, problem: WeightSpaceProblem, target: Tensor, chunk_size: int = 4096) -> None:
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _begun(self, problem: WeightSpaceProblem, target: Tensor, *, is_known: bool = True) -> Run:
+        """The run before a step: settled, or started from all data where these are other data."""
+        run, num_data = self._present_run(), problem.num_data
+        if is_known and int(run.parts["counts"]["num_data"]) == num_data:
+            return run if self._is_settled(run) else self._settle(problem, run)
         check_inputs(self.model)
         check_finite("target", target)
-        self._start(problem, chunk_size)
-        self._state.started_for = problem.num_data
-        self._state.data = SeenData.of((*self._train_inputs(), target))
+        counts = {"steps": run.parts["counts"]["steps"], "num_data": torch.tensor(num_data)}
+        return self._start(problem, run.having(counts=counts))
+
+    def _present_run(self) -> Run:
+        """The run, with the parameters that the optimiser moves."""
+        return self._run.having(parameters=dict(self.named_parameters(recurse=False)))
+
+    def _differentiable(self, run: Run) -> Run:
+        """The run, whose parameters pass gradients to those of the module, which may have other values until `_commit`."""
+        parameters = {}
+        for name, value in run.parts["parameters"].items():
+            own = self._parameters[name]
+            parameters[name] = own if value is own else value + (own - own.detach())
+        return run.having(parameters=parameters)
+
+    @torch.inference_mode(False)
+    def _commit(self, run: Run, data: Sequence[Tensor] | None = None) -> None:
+        """Keeps a run, and the data that it belongs to where they are given."""
+        for name, value in run.parts.get("parameters", {}).items():
+            if value is not self._parameters[name]:
+                self._parameters[name].data = value.detach()
+        self._run = run.having(parameters=None)
+        if data is not None:
+            self._seen = SeenData.of(data)
+
+    def _check_device(self, device: torch.device) -> None:
+        run = self._present_run()
+        for tensor in (*run.parts["weights"].values(), *run.parts["parameters"].values()):
+            if tensor.device != device:
+                raise ValueError(
+                    f"The data are on {device}, the training state on {tensor.device}: call mll.to({str(device)!r})."
+                )
+
+    def _batch(self, problem: WeightSpaceProblem, rows: Tensor) -> FeatureBatch:
+        batch = problem.batch(rows)
+        if batch.basis.shape[-1] != self.num_features:
+            raise ValueError(
+                f"The kernel had {self.num_features} features when the marginal log likelihood was made and has "
+                f"{batch.basis.shape[-1]} now: make a new one for another kernel."
+            )
+        return batch if self.centred else batch.uncentred()
+
+    def _blank_state(self) -> tuple[Tensor, Tensor]:
+        """Zeros [m] and an identity [m, m] in float64 on the data's device, until `_start` has better ones."""
+        options = {"dtype": torch.float64, "device": self._train_inputs()[0].device}
+        return torch.zeros(self.num_features, **options), torch.eye(self.num_features, **options)
 
     def _problem(
         self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any
@@ -316,8 +372,10 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
         prior = prior_at(self.model, [x[..., :count, :] for x in self._train_inputs()])
         return prior.mean, WeightSpacePrior(prior).covariance(torch.arange(len(prior.mean), device=prior.mean.device))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _train_problem(self) -> tuple[WeightSpaceProblem, Tensor]:
-        """The problem at the model's own training data and current hyperparameters."""
+        """The problem at the model's own training data and current hyperparameters, and its targets."""
         inputs = self._train_inputs()
         check_hyperparameters(self.model)
         prior = prior_at(self.model, inputs)
@@ -327,17 +385,8 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
         return self._problem(prior, target, *params, **kwargs), target
 
     def _known_params(self) -> LikelihoodParams:
-        """The likelihood's arguments of the last call, which are the training inputs where there were none."""
+        """The likelihood's arguments of the last call; the training inputs where there were none."""
         return LikelihoodParams((), self.model) if self._params is None else self._params
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureMarginalLogLikelihood":
-        super()._apply(fn, recurse)
-        if self._params is not None:
-            self._params.apply(fn)
-        return self
-
-    def _train_size(self) -> int:
-        return self._train_inputs()[0].shape[-2]
 
     def _train_inputs(self) -> list[Tensor]:
         if not self.model.train_inputs or self.model.train_targets is None:
@@ -346,8 +395,9 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
             )
         return list(self.model.train_inputs)
 
-    def _size_of(self, num_data: int) -> int:
+    def _current_batch_size(self) -> int:
         """The batch size. Raises ValueError where there are fewer data."""
+        num_data = self._train_inputs()[0].shape[-2]
         if num_data < 1:
             raise ValueError("There are no training data.")
         if self.batch_size is not None and self.batch_size > num_data:
@@ -356,36 +406,48 @@ class FeatureMarginalLogLikelihood(MinibatchRun):
             )
         return min(BATCH_SIZE, num_data) if self.batch_size is None else self.batch_size
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _count_features(self) -> int:
         """m, from features of two rows. Raises ValueError where a kernel has no feature map."""
         check_features(self.model)
-        with torch.inference_mode(False):
-            prior = WeightSpacePrior(prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()]))
-            prior.check_kernels()
-            return prior.features().basis.shape[-1]
+        prior = WeightSpacePrior(prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()]))
+        prior.check_kernels()
+        return prior.features().basis.shape[-1]
 
-    def _check_state_fits(self, batch: FeatureBatch) -> None:
-        if batch.basis.shape[-1] != self.num_features:
-            raise ValueError(
-                f"The kernel had {self.num_features} features when the marginal log likelihood was made and has "
-                f"{batch.basis.shape[-1]} now: make a new one for another kernel."
-            )
-        for name, tensor in self._own_tensors():
-            if tensor.device != batch.residual.device:
-                raise ValueError(
-                    f"The data are on {batch.residual.device}, the training state ({name}) on {tensor.device}: call "
-                    f"mll.to({str(batch.residual.device)!r})."
-                )
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureMarginalLogLikelihood":
+        self._run = self._present_run().mapped(torch.detach)
+        super()._apply(fn, recurse)
+        self._move_run(fn)
+        self._commit(self._run)
+        return self
+
+    def _move_run(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Weights and parameters follow the data to their device and stay float64; counts and rows stay where they are."""
+        device = self._train_inputs()[0].device
+        parts = {name: self._run.parts.get(name, {}) for name in ("weights", "parameters")}
+        moved = {name: {key: tensor.to(device) for key, tensor in part.items()} for name, part in parts.items()}
+        self._run = self._run.having(**moved)
+        if self._params is not None:
+            self._params.apply(function)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Nothing: dicts go to and from GPyTorch's own classes."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing, as nothing was saved."""
 
 
-def _checked(indices: Tensor, num_data: int) -> Tensor:
-    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32) or indices.dim() != 1:
-        what = f"{tuple(indices.shape)}, {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
-        raise ValueError(f"indices must be a tensor of whole row numbers [b], got {what}.")
-    if not len(indices):
-        raise ValueError("indices must name at least one row.")
-    low, high = int(indices.min()), int(indices.max())
-    if low < 0 or high >= num_data:
-        raise ValueError(f"indices must lie between 0 and {num_data - 1}; the smallest is {low}, the largest {high}.")
-    return indices.long()
+def num_steps(run: Run) -> int:
+    """Training steps so far."""
+    return int(run.parts["counts"]["steps"])
+
+
+def _counted(run: Run) -> Run:
+    """The run after one more step."""
+    counts = run.parts["counts"]
+    return run.having(counts={**counts, "steps": counts["steps"] + 1})
+
+
+def _names(run: Run) -> set[str]:
+    return {f"{part}.{name}" for part, tensors in run.parts.items() for name in tensors}

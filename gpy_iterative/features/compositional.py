@@ -10,11 +10,11 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from gpy_iterative.features.base import FeatureMarginalLogLikelihood
-from gpy_iterative.features.tracker_rate import resolved_rate
-from gpy_iterative.features.weight_space.bound import surrogate
+from gpy_iterative.features.base import FeatureMarginalLogLikelihood, num_steps
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
-from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, triangular_root
+from gpy_iterative.features.weight_space.tracker_rate import TrackerRate
+from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, surrogate, triangular_root
+from gpy_iterative.training.run import Run
 
 
 class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
@@ -51,26 +51,28 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     ) -> None:
         options = {"tracker_rate": tracker_rate}
         super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options=options)
-        self.tracker_rate = resolved_rate(tracker_rate, self._size_of(self._train_size()), self.num_features)
+        self.tracker_rate = TrackerRate.of(tracker_rate, self._current_batch_size(), self.num_features)
         zeros, identity = self._blank_state()
-        self.register_buffer("precision", identity, persistent=False)
         self.mean = torch.nn.Parameter(zeros)
+        self._run = self._run.having(weights={"precision": identity})
 
-    def _start(self, problem: WeightSpaceProblem, chunk_size: int) -> None:
-        precision, moment = exact_statistics(problem, centred=False, chunk_size=chunk_size)
-        self._replace("mean", WeightDistribution.from_precision(precision, moment).mean)
-        self._replace("precision", precision)
+    def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
+        precision, moment = exact_statistics(problem, centred=False)
+        mean = WeightDistribution.from_precision(precision, moment).mean
+        return run.having(weights={"precision": precision}, parameters={"mean": mean})
 
-    def _weights(self) -> WeightDistribution:
-        return WeightDistribution.from_precision_root(triangular_root(self.precision), self.mean)
+    def _weights(self, run: Run) -> WeightDistribution:
+        lower = triangular_root(run.parts["weights"]["precision"])
+        return WeightDistribution.from_precision_root(lower, run.parts["parameters"]["mean"])
 
-    def _step(self, problem: WeightSpaceProblem, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        batch, weights = self._batch(problem, rows), self._weights()
+    def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
+        batch, weights = self._batch(problem, rows), self._weights(run)
         loss = surrogate(batch, weights.mean, weights.root, weights.root)
         with torch.no_grad():
             # The value is that of log|P|, where the gradient is one of <P^-1, batch estimate of P>.
             nothing = torch.zeros_like(weights.root[:, :1])
             value = surrogate(batch, weights.mean, nothing, nothing) - weights.log_determinant
             # At the hyperparameters before the optimiser's step, as in the paper.
-            tracked = torch.lerp(self.precision, batch.precision(), self.tracker_rate(self._state.steps))
-        return loss - loss.detach() + value, {"precision": tracked}
+            rate = self.tracker_rate(num_steps(run))
+            tracked = torch.lerp(run.parts["weights"]["precision"], batch.precision(), rate)
+        return loss - loss.detach() + value, run.having(weights={"precision": tracked})

@@ -11,6 +11,7 @@ from torch import Tensor
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import WeightDistribution, triangular_root
+from gpy_iterative.training.run import Run
 
 
 class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
@@ -42,15 +43,15 @@ class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     ) -> None:
         super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options={})
 
-    def _start(self, problem: WeightSpaceProblem, chunk_size: int) -> None:
-        """Nothing is kept."""
+    def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
+        return run
 
-    def _weights(self) -> WeightDistribution:
+    def _weights(self, run: Run) -> WeightDistribution:
         raise ValueError("MinibatchMarginalLogLikelihood keeps no weights, so that there is no bound and no gap.")
 
-    def _step(self, problem: WeightSpaceProblem, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
         residual, noise = problem.residual_and_noise(rows)
         lower = triangular_root(problem.prior.covariance(rows) + torch.diag(noise))
         whitened = torch.linalg.solve_triangular(lower, residual.unsqueeze(-1), upper=False)
         loss = whitened.square().sum() + 2 * lower.diagonal().log().sum()
-        return problem.num_data / len(rows) * loss, {}
+        return problem.num_data / len(rows) * loss, run

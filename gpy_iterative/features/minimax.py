@@ -13,10 +13,13 @@ from torch import Tensor
 
 from gpy_iterative.errors import BiasWarning, warn
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood
-from gpy_iterative.features.weight_space.bound import surrogate
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
-from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, triangular_root
+from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, surrogate, triangular_root
+from gpy_iterative.training.row_sampler import NO_ROWS, next_rows
+from gpy_iterative.training.run import Run
 
+#: Whether the projection of A and the ascent in B of the last training step are still to be made.
+DUE, DONE = {"is_due": torch.tensor(True)}, {"is_due": torch.tensor(False)}
 #: "auto" is this many times the smallest strength at which the saddle point is exact.
 MARGIN = 1.2
 
@@ -75,54 +78,63 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         zeros, identity = self._blank_state()
         self.mean = torch.nn.Parameter(zeros)
         self.auxiliary = torch.nn.Parameter(identity)  # A over `scale`
-        self.register_buffer("dual", torch.zeros_like(identity), persistent=False)  # B
-        self.register_buffer("scale", torch.ones_like(zeros[0]), persistent=False)
-        self.register_buffer("strength", torch.ones_like(zeros[0]), persistent=False)
-        self.register_buffer("unsettled", torch.tensor(False, device=zeros.device), persistent=False)
+        one = torch.ones_like(zeros[0])
+        weights = {"dual": torch.zeros_like(identity), "scale": one, "strength": one}  # B, units of A, mu
+        self._run = self._run.having(weights=weights, ascent=DONE, other_rows=NO_ROWS)
 
-    def _start(self, problem: WeightSpaceProblem, chunk_size: int) -> None:
-        precision, moment = exact_statistics(problem, centred=False, chunk_size=chunk_size)
+    def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
+        precision, moment = exact_statistics(problem, centred=False)
         weights = WeightDistribution.from_precision(precision, moment)
         inverse = weights.root @ weights.root.mT
         exact_from = precision.norm() * inverse.norm()
         strength = MARGIN * exact_from if self.mu == "auto" else torch.full_like(exact_from, self.mu)
         scale = precision.diagonal().mean()
-        self._replace("mean", weights.mean)
-        self._replace("auxiliary", precision / scale)
-        self._replace("dual", _in_ball(-precision.norm() * inverse / strength))
-        self._replace("scale", scale)
-        self._replace("strength", strength)
-        self._replace("unsettled", torch.zeros_like(self.unsettled))
+        dual = _in_ball(-precision.norm() * inverse / strength)
+        return run.having(
+            weights={"dual": dual, "scale": scale, "strength": strength},
+            parameters={"mean": weights.mean, "auxiliary": precision / scale},
+            ascent=DONE,
+        )
 
-    def _weights(self) -> WeightDistribution:
-        lower = triangular_root(_symmetric(self.auxiliary) * self.scale)
-        return WeightDistribution.from_precision_root(lower, self.mean)
+    def _weights(self, run: Run) -> WeightDistribution:
+        auxiliary, scale = run.parts["parameters"]["auxiliary"], run.parts["weights"]["scale"]
+        lower = triangular_root(_symmetric(auxiliary) * scale)
+        return WeightDistribution.from_precision_root(lower, run.parts["parameters"]["mean"])
 
-    def _step(self, problem: WeightSpaceProblem, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        batch, auxiliary = self._batch(problem, rows), _symmetric(self.auxiliary)
-        coupling = self.strength * self.dual / auxiliary.norm()
-        log_determinant = torch.logdet(auxiliary) + self.num_features * self.scale.log()
+    def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
+        own, (dual, scale, strength) = run.parts["parameters"], _constants(run)
+        batch, auxiliary = self._batch(problem, rows), _symmetric(own["auxiliary"])
+        coupling = strength * dual / auxiliary.norm()
+        log_determinant = torch.logdet(auxiliary) + self.num_features * scale.log()
         identity = torch.eye(self.num_features, dtype=coupling.dtype, device=coupling.device)
-        data = surrogate(batch, self.mean, -coupling / self.scale, identity)
-        loss = data + log_determinant + (coupling * auxiliary).sum()
-        return loss, {"unsettled": torch.ones_like(self.unsettled)}
+        data = surrogate(batch, own["mean"], -coupling / scale, identity)
+        return data + log_determinant + (coupling * auxiliary).sum(), run.having(ascent=DUE)
 
-    def _has_unsettled(self) -> bool:
-        return bool(self.unsettled)
+    def _is_settled(self, run: Run) -> bool:
+        return not run.parts["ascent"]["is_due"]
 
-    def _settle(self, problem: WeightSpaceProblem) -> None:
-        values, vectors = torch.linalg.eigh(_symmetric(self.auxiliary))
-        auxiliary = (vectors * values.clamp(min=1 / self.scale)) @ vectors.mT
-        size = self._size_of(problem.num_data)
-        rows = self._state.other_rows.draw(problem.num_data, size).to(auxiliary.device)
-        off = auxiliary - self._batch(problem, rows).precision() / self.scale
-        self._replace("auxiliary", auxiliary)
-        self._replace("dual", _in_ball(self.dual + self.dual_step * off / auxiliary.norm()))
-        self._replace("unsettled", torch.zeros_like(self.unsettled))
+    def _settle(self, problem: WeightSpaceProblem, run: Run) -> Run:
+        own, (dual, scale, _) = run.parts["parameters"], _constants(run)
+        values, vectors = torch.linalg.eigh(_symmetric(own["auxiliary"]))
+        auxiliary = (vectors * values.clamp(min=1 / scale)) @ vectors.mT
+        rows, run = next_rows(run, "other_rows", problem.num_data, self._current_batch_size())
+        off = auxiliary - self._batch(problem, rows.to(auxiliary.device)).precision() / scale
+        dual = _in_ball(dual + self.dual_step * off / auxiliary.norm())
+        return run.having(
+            weights={**run.parts["weights"], "dual": dual},
+            parameters={**own, "auxiliary": auxiliary},
+            ascent=DONE,
+        )
 
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _constants(run: Run) -> tuple[Tensor, Tensor, Tensor]:
+    """B, the units of A, and mu."""
+    weights = run.parts["weights"]
+    return weights["dual"], weights["scale"], weights["strength"]
 
 
 def _symmetric(matrix: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What mini-batch learning refuses: kernels without features, and rows that depend on one another."""
+"""Checks of models, batches and optimisers for mini-batch training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import gpytorch
 import torch
@@ -8,29 +8,32 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from gpy_iterative.changes import SeenVersions
+from gpy_iterative.errors import BiasWarning, warn
+
 #: Rows that are evaluated by themselves, and beside others.
 FEW_ROWS, MANY_ROWS = 2, 16
-
-
-#: Parts of the largest entry that rounding may change, in half precision too; batches and chance change more.
+#: Relative difference that rounding may cause, in half precision too; batches and chance cause more.
 SAME_ROWS = 0.01
+#: Steps after which an optimiser that does not move the weights is noticed.
+STEPS_ALONE = 10
 
 
 def check_features(model: gpytorch.models.ExactGP) -> None:
     """Raises ValueError where a layer is known to give a row other features beside other rows, or by chance."""
     for name, module in model.named_modules():
         is_dropout = isinstance(module, _DropoutNd) and module.p > 0
-        if module.training and (is_dropout or isinstance(module, _BatchNorm | torch.nn.RReLU)):
-            raise ValueError(
-                f"The layer {name}, a {type(module).__name__} in training mode, gives a row other features in another "
-                "batch: then there is no one marginal likelihood. Put it into evaluation mode "
-                f"(model.get_submodule({name!r}).eval(), after every model.train()), or take LayerNorm."
-            )
         if isinstance(module, _BatchNorm) and module.running_mean is None:
-            raise ValueError(
-                f"The layer {name}, a {type(module).__name__} with track_running_stats=False, gives a row other features "
-                "in another batch, in evaluation mode too: then there is no one marginal likelihood. Take LayerNorm."
-            )
+            state, remedy = "with track_running_stats=False", "Take LayerNorm."
+        elif module.training and (is_dropout or isinstance(module, _BatchNorm | torch.nn.RReLU)):
+            state = "in training mode"
+            remedy = f"Call model.get_submodule({name!r}).eval() after every model.train(), or take LayerNorm."
+        else:
+            continue
+        raise ValueError(
+            f"The layer {name}, a {type(module).__name__} {state}, gives a row other features in another batch, "
+            f"which a marginal likelihood does not allow. {remedy}"
+        )
 
 
 @torch.inference_mode(False)
@@ -60,7 +63,51 @@ def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Te
             if (ours - theirs).abs().max() > SAME_ROWS * ours.abs().max():
                 raise ValueError(
                     f"The model gives the first {size} data another mean or covariance beside other rows, or when they are "
-                    "evaluated again: a layer depends on the batch, or on chance. Then there is no one marginal "
-                    "likelihood. Put such layers into evaluation mode after every model.train(), or take others (LayerNorm "
-                    "in place of batch normalisation)."
+                    "evaluated again: a layer depends on the batch, or on chance, which no marginal likelihood allows. "
+                    "Put such layers into evaluation mode after every model.train(), or take LayerNorm."
                 )
+
+
+def checked_indices(indices: Tensor, num_data: int) -> Tensor:
+    """Row numbers as int64 [b]. Raises ValueError unless they are whole numbers from 0 to n - 1, at least one of them."""
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32) or indices.dim() != 1:
+        what = f"{tuple(indices.shape)}, {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
+        raise ValueError(f"indices must be a tensor of whole row numbers [b], got {what}.")
+    if not len(indices):
+        raise ValueError("indices must name at least one row.")
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= num_data:
+        raise ValueError(f"indices must lie between 0 and {num_data - 1}; the smallest is {low}, the largest {high}.")
+    return indices.long()
+
+
+class StandstillWatch:
+    """Warns where an optimiser moves the hyperparameters while a method's weights or batches stay where they are.
+
+    Args:
+        method: the name of what is trained.
+    """
+
+    def __init__(self, method: str) -> None:
+        self._method, self._steps = method, 0
+        self._own, self._hyperparameters = SeenVersions(), SeenVersions()
+
+    def see(self, own: Sequence[Tensor], hyperparameters: Sequence[Tensor], trains: bool) -> None:
+        """Warns after ten calls between which hyperparameters alone have moved.
+
+        Args:
+            own: parameters of the method itself.
+            hyperparameters: of the model.
+            trains: whether this call draws a batch of its own.
+        """
+        weights = [parameter for parameter in own if parameter.requires_grad]
+        stands = not trains or (bool(weights) and self._own.are(weights))
+        self._steps = self._steps + 1 if stands and not self._hyperparameters.are(hyperparameters) else 0
+        self._own, self._hyperparameters = SeenVersions.of(weights), SeenVersions.of(hyperparameters)
+        if self._steps == STEPS_ALONE:
+            reason = (
+                f"left the parameters of {self._method} itself where they were: make the optimiser with mll.parameters()."
+                if trains
+                else f"saw one batch, since {self._method} is in evaluation mode: call mll.train()."
+            )
+            warn(f"The last {STEPS_ALONE} steps moved hyperparameters and {reason}", BiasWarning)

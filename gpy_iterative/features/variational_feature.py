@@ -14,18 +14,18 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.checks import check_flag
-from gpy_iterative.features.base import FeatureMarginalLogLikelihood
-from gpy_iterative.features.tracker_rate import resolved_rate
-from gpy_iterative.features.weight_space.bound import surrogate
+from gpy_iterative.features.base import FeatureMarginalLogLikelihood, num_steps
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpaceProblem
-from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, triangular_root
+from gpy_iterative.features.weight_space.tracker_rate import TrackerRate
+from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, surrogate, triangular_root
+from gpy_iterative.training.run import Run
 
 
 class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """An unbiased mini-batch estimate of a lower bound on the marginal likelihood, whose maximum is the exact one's.
 
-    The bound is that of weights N(v, S) in place of their posterior: equal to the log marginal likelihood where they are
-    the posterior, with the same gradient for every hyperparameter there. For all weights that do not know the batch, the
+    The bound takes weights N(v, S) for their posterior. Where they are the posterior, it equals the log marginal likelihood
+    and has the same gradient for every hyperparameter. For all weights that do not know the batch, the
     mean over batches of value and gradient is the full-data one. `gap()` measures how far the weights are behind.
 
     Args:
@@ -100,52 +100,47 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         self.update, self.include_batch, self.centred = update, include_batch, centred
         zeros, identity = self._blank_state()
         if update == "natural":
-            self.tracker_rate = resolved_rate(tracker_rate, self._size_of(self._train_size()), self.num_features)
-            self.register_buffer("precision", identity, persistent=False)
-            self.register_buffer("moment", zeros, persistent=False)
+            self.tracker_rate = TrackerRate.of(tracker_rate, self._current_batch_size(), self.num_features)
+            self._run = self._run.having(weights={"precision": identity, "moment": zeros})
         else:
             self.mean = torch.nn.Parameter(zeros)
             # L below its diagonal, and the logarithm of its diagonal there: positive whatever the optimiser does.
             self.raw_root = torch.nn.Parameter(torch.zeros_like(identity))
 
-    def _start(self, problem: WeightSpaceProblem, chunk_size: int) -> None:
-        precision, moment = exact_statistics(problem, centred=self.centred, chunk_size=chunk_size)
+    def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
+        precision, moment = exact_statistics(problem, centred=self.centred)
+        if self.update == "natural":
+            return run.having(weights={"precision": precision, "moment": moment})
         weights = WeightDistribution.from_precision(precision, moment)
-        if self.update == "natural":
-            self._replace("precision", precision)
-            self._replace("moment", moment)
-        else:
-            self._replace("mean", weights.mean)
-            root = triangular_root(weights.root @ weights.root.mT)
-            self._replace("raw_root", root.tril(-1) + torch.diag(root.diagonal().log()))
+        root = triangular_root(weights.root @ weights.root.mT)
+        raw_root = root.tril(-1) + torch.diag(root.diagonal().log())
+        return run.having(parameters={"mean": weights.mean, "raw_root": raw_root})
 
-    def _weights(self) -> WeightDistribution:
+    def _weights(self, run: Run) -> WeightDistribution:
         if self.update == "natural":
-            return WeightDistribution.from_precision(**self._averages())
-        logarithms = self.raw_root.diagonal()
-        return WeightDistribution(
-            self.mean, self.raw_root.tril(-1) + torch.diag(logarithms.exp()), 2 * logarithms.sum()
-        )
+            return WeightDistribution.from_precision(**run.parts["weights"])
+        raw_root = run.parts["parameters"]["raw_root"]
+        logarithms = raw_root.diagonal()
+        root = raw_root.tril(-1) + torch.diag(logarithms.exp())
+        return WeightDistribution(run.parts["parameters"]["mean"], root, 2 * logarithms.sum())
 
-    def _step(self, problem: WeightSpaceProblem, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
         batch = self._batch(problem, rows)
-        moved = self._tracked(batch) if self.update == "natural" and self._trains() else {}
-        if self.include_batch and moved:
-            # Half of the batch's share: see `include_batch`.
-            half = {name: (tensor + moved[name]) / 2 for name, tensor in self._averages().items()}
-            weights = WeightDistribution.from_precision(**half)
-        else:
-            weights = self._weights()
+        after = self._tracked(run, batch) if self.update == "natural" and self._trains() else run
+        weights = self._weights(_halfway(run, after) if self.include_batch else run)
         loss = surrogate(batch, weights.mean, weights.root, weights.root) - weights.log_determinant - self.num_features
-        return loss, moved
+        return loss, after
 
     @torch.no_grad()
-    def _tracked(self, batch: FeatureBatch) -> dict[str, Tensor]:
-        rate = self.tracker_rate(self._state.steps)
-        return {
-            "precision": torch.lerp(self.precision, batch.precision(), rate),
-            "moment": torch.lerp(self.moment, batch.moment(), rate),
-        }
+    def _tracked(self, run: Run, batch: FeatureBatch) -> Run:
+        rate, weights = self.tracker_rate(num_steps(run)), run.parts["weights"]
+        precision = torch.lerp(weights["precision"], batch.precision(), rate)
+        return run.having(
+            weights={"precision": precision, "moment": torch.lerp(weights["moment"], batch.moment(), rate)}
+        )
 
-    def _averages(self) -> dict[str, Tensor]:
-        return {"precision": self.precision, "moment": self.moment}
+
+def _halfway(run: Run, after: Run) -> Run:
+    """A run whose weights know half of the batch's share: see `include_batch`."""
+    later = after.parts["weights"]
+    return run.having(weights={name: (tensor + later[name]) / 2 for name, tensor in run.parts["weights"].items()})

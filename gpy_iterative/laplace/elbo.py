@@ -9,8 +9,8 @@ a sparse variational bound whose inducing variables are S^T f. It is maximised o
 
     b = Psi^T E[g],   Q = I + Psi^T E[W] Psi,
 
-with g and W the likelihood's gradient and negative Hessian. What does not move the bound to first order has no part in its
-gradient, which therefore takes no adjoint and no probes. Where S is everything, Psi is a root of K, and
+with g and W the likelihood's gradient and negative Hessian. At the maximum, b and Q do not move the bound to first order:
+its gradient takes no adjoint and no probes. Where S is everything, Psi is a root of K, and
 
     dB/dK = (c c^T - P) / 2,   dB/dm = c = E[g],   P = (I + E[W] K)^-1 E[W].
 
@@ -19,6 +19,7 @@ halved until the bound rises. Opper and Archambeau 2009, "The variational Gaussi
 space; Titsias 2009, "Variational learning of inducing variables", for subspaces.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
@@ -29,9 +30,9 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.evidence import diagonal_blocks
-from gpy_iterative.laplace.likelihoods.cubature import normal_rule
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
+from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
+from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.linear_solvers.solution import SolveStatus
@@ -50,10 +51,9 @@ ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
 
 @dataclass(frozen=True)
 class BoundProblem:
-    """What is maximised over q.
+    """The bound as a function of q.
 
     Attributes:
-        likelihood: with its targets.
         mean: m [n, C].
         features: Psi [n C, r].
         rest: the prior's blocks [n, C, C] less those of Psi Psi^T.
@@ -79,13 +79,13 @@ class BoundProblem:
 
     def natural_step(self, q: "Gaussian") -> "NaturalStep":
         """From q."""
-        residual = self.features.mT @ q.expectation.gradient.flatten() - q.coefficients
-        return NaturalStep(q.coefficients, residual, q.sites, q.expectation.curvature)
+        residual = self.features.mT @ q.gradient.flatten() - q.coefficients
+        return NaturalStep(q.coefficients, residual, q.sites, q.curvature)
 
     def at(
         self, coefficients: Tensor, sites: Tensor, precision: Tensor, residual: Tensor | None = None
     ) -> "Gaussian | None":
-        """Q with these sites, at b + Q^-1 residual; None where Q is indefinite or the bound not finite."""
+        """The Gaussian with these sites, at b + Q^-1 residual; None where Q is indefinite or the bound not finite."""
         factor, info = torch.linalg.cholesky_ex(precision)
         if info.any():
             return None
@@ -94,61 +94,24 @@ class BoundProblem:
         roots = torch.linalg.solve_triangular(factor, self.features.mT, upper=False).mT.contiguous()
         known = self.by_point(roots) @ self.by_point(roots).mT
         means, blocks = self.mean + (self.features @ coefficients).view_as(self.mean), self.rest + known
-        expectation = Expectation.of(self.likelihood, means, blocks, self.scale)
+        value, gradient, curvature = _expectation(self.likelihood, means, blocks, self.scale)
         # tr Q^-1 = r - <Q - I, Q^-1>, of which the sites know the second part.
         divergence = (coefficients.square().sum() - (sites * known).sum()) / 2 + factor.diagonal().log().sum()
-        bound, size = expectation.value - divergence, expectation.value.abs() + divergence.abs()
-        if not (torch.isfinite(bound) and torch.isfinite(expectation.curvature).all()):
+        bound, size = float(value - divergence), float(value.abs() + divergence.abs())
+        if not (math.isfinite(bound) and torch.isfinite(curvature).all()):
             return None
-        rounding = 10 * torch.finfo(torch.float64).eps * float(size)
-        return Gaussian(coefficients, sites, precision, factor, means, blocks, expectation, float(bound), rounding)
+        rounding = 10 * torch.finfo(torch.float64).eps * size
+        moments = means, blocks, gradient, curvature
+        return Gaussian(coefficients, sites, precision, factor, *moments, bound, rounding)
 
 
 class NaturalStep(NamedTuple):
-    """Where a whole natural step leads from q: to the sites that are wanted, and by Q^-1 residual with that Q.
-
-    Attributes:
-        coefficients: b [r].
-        residual: Psi^T E[g] - b [r].
-        sites, wanted: [n, C, C], of q, and E[W].
-    """
+    """A natural step: from b [r] by Q^-1 times the residual Psi^T E[g] - b, from the sites to the wanted ones, E[W]."""
 
     coefficients: Tensor
     residual: Tensor
     sites: Tensor
     wanted: Tensor
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """sum_n E log p(y_n | f_n) for f_n ~ N(mu_n, V_n), and its exact derivatives.
-
-    Attributes:
-        value: [].
-        gradient: with respect to mu, [n, C]: E[g].
-        curvature: -2 times that with respect to V, [n, C, C]: E[W].
-    """
-
-    value: Tensor
-    gradient: Tensor
-    curvature: Tensor
-
-    @classmethod
-    def of(cls, likelihood: PointwiseLikelihood, means: Tensor, blocks: Tensor, scale: Tensor) -> "Expectation":
-        """At means [n, C] and blocks [n, C, C], one node after the other: memory O(n C^2)."""
-        with torch.enable_grad():
-            covariance = blocks.detach().clone().requires_grad_()
-            roots = _roots(covariance, scale)
-        value, gradient, of_roots = means.new_zeros(()), torch.zeros_like(means), torch.zeros_like(roots)
-        for node, weight in _nodes(means):
-            with torch.enable_grad():
-                point = (means + roots.detach() @ node).requires_grad_()
-                log_prob = likelihood.log_prob(point).sum()
-                (slope,) = torch.autograd.grad(log_prob, point)
-            value, gradient = value + weight * log_prob.detach(), gradient + weight * slope
-            of_roots = of_roots + weight * slope.unsqueeze(-1) * node
-        (of_blocks,) = torch.autograd.grad(roots, covariance, of_roots)
-        return cls(value, gradient, -(of_blocks + of_blocks.mT))
 
 
 @dataclass(frozen=True)
@@ -159,9 +122,8 @@ class Gaussian:
         coefficients: b [r].
         sites: [n, C, C], with Q = I + Psi^T sites Psi.
         precision, factor: Q and its Cholesky factor, [r, r].
-        means: [n, C].
-        blocks: V [n, C, C].
-        expectation: of the log likelihood.
+        means, blocks: of the latent values of each point, mu [n, C] and V [n, C, C].
+        gradient, curvature: E[g] [n, C] and E[W] [n, C, C].
         bound, rounding: the bound, and its rounding error.
     """
 
@@ -171,7 +133,8 @@ class Gaussian:
     factor: Tensor
     means: Tensor
     blocks: Tensor
-    expectation: Expectation
+    gradient: Tensor
+    curvature: Tensor
     bound: float
     rounding: float
 
@@ -181,28 +144,38 @@ class BoundEstimate:
     """The bound and the factors of its gradient; float64.
 
     Attributes:
-        value: the bound [], not divided by n.
-        left, right: [n C, k], with dB/dK = left right^T but for the blocks on the diagonal; right None: left is dB/dK.
-        diagonal: what belongs to these blocks alone, [n, C, C]; None for nothing.
         posterior: q.
         scale: the prior's variances, [n].
-        status: of the maximisation; the mode is where it starts.
+        status: of the maximisation, which starts at the mode.
+        left, right: [n C, k], with dB/dK = left right^T but for the blocks on the diagonal; right None: left is dB/dK.
+        diagonal: the further derivative with respect to these blocks, [n, C, C]; None for zero.
         probe_epochs: zero; there are no probes.
     """
 
-    value: Tensor
-    left: Tensor
-    right: Tensor | None
-    diagonal: Tensor | None
     posterior: Gaussian
     scale: Tensor
     status: SolveStatus
+    left: Tensor
+    right: Tensor | None = None
+    diagonal: Tensor | None = None
     probe_epochs: float = 0.0
+
+    @property
+    def value(self) -> Tensor:
+        """The bound [], not divided by n."""
+        return self.scale.new_tensor(self.posterior.bound)
 
     @property
     def value_sem(self) -> Tensor:
         """Zero: there are no probes."""
         return torch.zeros_like(self.value)
+
+    def advice(self, dtype: torch.dtype) -> str:
+        """What to do where the maximisation did not converge."""
+        return (
+            f"The search for the largest lower bound ended with status {self.status.name.lower()}: value and gradient are "
+            "those of a smaller one. Bound the outputscale."
+        )
 
     def with_gradient(self, prior: LatentPrior, likelihood: PointwiseLikelihood) -> Tensor:
         """The bound [] in the prior's dtype, connected with the parameters behind K, m and the likelihood."""
@@ -212,7 +185,7 @@ class BoundEstimate:
             self.value.to(dtype),
             self.left.to(dtype),
             None if self.right is None else self.right.to(dtype),
-            self.posterior.expectation.gradient.flatten().to(dtype),
+            self.posterior.gradient.flatten().to(dtype),
             -prior.mean.flatten(),
         )
         if not torch.is_grad_enabled():
@@ -230,43 +203,23 @@ class BoundEstimate:
 
 @torch.no_grad()
 def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> BoundEstimate:
-    """The bound over all Gaussians, from dense matrices: O((n C)^3) a step, a few (n C)^2 numbers.
-
-    Args:
-        prior: m and K.
-        likelihood: with its targets.
-        solution: the mode, where the maximisation starts.
-    """
+    """The bound over all Gaussians, from dense matrices: O((n C)^3) a step, a few (n C)^2 numbers."""
     kernel = prior.operator.to_dense().detach().double()
     features, _ = jittered_cholesky(kernel, "The kernel matrix")
     blocks = diagonal_blocks(kernel, prior.num_latents)
     problem = BoundProblem(likelihood, prior.mean.double(), features, torch.zeros_like(blocks), _variances(blocks))
-    posterior, status = maximised(problem, solution)
-    expected = posterior.expectation
+    posterior, status = _maximised(problem, solution)
     # P = W - W Sigma W, with W = E[W].
     roots = torch.linalg.solve_triangular(posterior.factor, features.mT, upper=False).mT
-    roots = (expected.curvature @ problem.by_point(roots)).flatten(0, 1)
-    gradient = expected.gradient.flatten()
-    left = torch.outer(gradient, gradient) + roots @ roots.mT - torch.block_diag(*expected.curvature)
-    return BoundEstimate(
-        value=gradient.new_tensor(posterior.bound),
-        left=left / 2,
-        right=None,
-        diagonal=None,
-        posterior=posterior,
-        scale=problem.scale,
-        status=status,
-    )
+    roots = (posterior.curvature @ problem.by_point(roots)).flatten(0, 1)
+    gradient = posterior.gradient.flatten()
+    left = torch.outer(gradient, gradient) + roots @ roots.mT - torch.block_diag(*posterior.curvature)
+    return BoundEstimate(posterior, problem.scale, status, left / 2)
 
 
 @torch.no_grad()
 def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> BoundEstimate:
     """The bound over Gaussians in the span of the mode solver's actions, and its gradient for these actions.
-
-    Args:
-        prior: m and K.
-        likelihood: with its targets.
-        solution: the mode, where the maximisation starts; its actions S and K S, of the same hyperparameters.
 
     Cost: no kernel product, O(n C r^2) a step; a derivative pass with r columns.
     """
@@ -284,33 +237,22 @@ def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
     if prior.num_latents == 1:
         rest = rest.clamp_min(0)
     problem = BoundProblem(likelihood, prior.mean.double(), features, rest, _variances(blocks))
-    posterior, status = maximised(problem, solution)
+    posterior, status = _maximised(problem, solution)
     # The bound depends on K through T = K S, G = S^T T and the prior's blocks; at the maximum, in coordinates with G = I,
     # dB = <E[g] b^T + E[W] Psi (I - Q^-1), dT> - <b b^T + (Q - I) (I - Q^-1), dG> / 2 - <E[W], dK_nn> / 2.
-    expected, b, precision = posterior.expectation, posterior.coefficients, posterior.precision
+    b, precision = posterior.coefficients, posterior.precision
     covariance = torch.cholesky_inverse(posterior.factor)
     identity = torch.eye(len(b)).to(b)
-    weighted = (expected.curvature @ known).flatten(0, 1)
-    right = torch.outer(expected.gradient.flatten(), b) + weighted @ (identity - covariance)
+    weighted = (posterior.curvature @ known).flatten(0, 1)
+    right = torch.outer(posterior.gradient.flatten(), b) + weighted @ (identity - covariance)
     inner = torch.outer(b, b) + precision - 2 * identity + covariance
     right = right - actions @ (whitening @ inner) / 2
-    return BoundEstimate(
-        value=b.new_tensor(posterior.bound),
-        left=actions,
-        right=right @ whitening.mT,
-        diagonal=-expected.curvature / 2,
-        posterior=posterior,
-        scale=problem.scale,
-        status=status,
-    )
+    right = right @ whitening.mT
+    return BoundEstimate(posterior, problem.scale, status, actions, right, -posterior.curvature / 2)
 
 
-def maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussian, SolveStatus]:
-    """Q at the maximum of the bound, from the mode, and how the search ended.
-
-    Raises:
-        NonFiniteError: the bound is not finite where the search starts.
-    """
+def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussian, SolveStatus]:
+    """The Gaussian at the maximum of the bound, from the mode, and how the search ended."""
     # More than the curvature: a density whose tails grow fast has no finite average under a wide Gaussian.
     sites = solution.curvature.blocks()
     sites = sites + torch.eye(sites.shape[-1]).to(sites)
@@ -343,7 +285,7 @@ def _lengths(steps: Sequence[NaturalStep], q: Gaussian) -> Tensor:
 def _mixed(
     problem: BoundProblem, current: Gaussian, steps: Sequence[NaturalStep], lengths: Tensor
 ) -> tuple[Gaussian, float] | None:
-    """Q after the mixture of steps that nearly cancel, and what it promised; None where the bound does not rise there.
+    """The Gaussian after the mixture of steps that nearly cancel, and the promised rise; None where it does not rise.
 
     Anderson's acceleration (Walker and Ni 2011): whole steps overshoot by much of their own length under a wide prior.
     """
@@ -358,7 +300,7 @@ def _mixed(
 
 
 def _ascended(problem: BoundProblem, current: Gaussian, step: NaturalStep) -> tuple[Gaussian, float] | None:
-    """Q after the longest part of a natural step that raises the bound, and what the whole promised; None where none."""
+    """The Gaussian after the longest part of a step that raises the bound, and the whole step's promise; None for none."""
     precision, length = problem.precision(step.wanted), 1.0
     while length > SHORTEST_STEP:
         trial = problem.at(
@@ -375,7 +317,7 @@ def _ascended(problem: BoundProblem, current: Gaussian, step: NaturalStep) -> tu
 
 
 def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> tuple[Gaussian, float] | None:
-    """A trial that raises the bound by a share of what its distance promises; `step` is the natural one from here."""
+    """A trial that raises the bound by a share of what its distance promises, and that promise; `step` starts here."""
     if trial is None:
         return None
     # The bound's derivatives by b and by the covariance, which is that by the blocks V, times how far these have moved.
@@ -383,6 +325,28 @@ def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> t
     promise = abs(float(moved + ((step.sites - step.wanted) * (trial.blocks - current.blocks)).sum() / 2))
     is_better = trial.bound >= current.bound + ARMIJO * promise - max(trial.rounding, current.rounding)
     return (trial, promise) if is_better else None
+
+
+def _expectation(
+    likelihood: PointwiseLikelihood, means: Tensor, blocks: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum_n E log p(y_n | f_n) [] for f_n ~ N(mu_n, V_n), and its exact derivatives E[g] [n, C] and E[W] [n, C, C].
+
+    One node after the other: memory O(n C^2).
+    """
+    with torch.enable_grad():
+        covariance = blocks.detach().clone().requires_grad_()
+        roots = _roots(covariance, scale)
+    value, gradient, of_roots = means.new_zeros(()), torch.zeros_like(means), torch.zeros_like(roots)
+    for node, weight in _nodes(means):
+        with torch.enable_grad():
+            point = (means + roots.detach() @ node).requires_grad_()
+            log_prob = likelihood.log_prob(point).sum()
+            (slope,) = torch.autograd.grad(log_prob, point)
+        value, gradient = value + weight * log_prob.detach(), gradient + weight * slope
+        of_roots = of_roots + weight * slope.unsqueeze(-1) * node
+    (of_blocks,) = torch.autograd.grad(roots, covariance, of_roots)
+    return value, gradient, -(of_blocks + of_blocks.mT)
 
 
 def _roots(blocks: Tensor, scale: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Laplace's evidence at the mode, and what its gradient is made of.
+"""Laplace's evidence at the mode, and its gradient: from dense matrices, or from a few probes.
 
     L = sum log p(y | f) - v^T (f - m) / 2 - log det(I + R^T K R) / 2,  W = R R^T,
 
@@ -8,23 +8,38 @@ s = d/df (-1/2 sum <Sigma_n, W_n(f_n)>) for a fixed Sigma, and the adjoint u = (
     dL/dK = v v^T / 2 + u v^T - P / 2,   dL/dm = v + u,
     dL/dphi = d_phi [log p(y | f) + (K u)^T g(f) - 1/2 sum <Sigma_n, W_n(f_n)>].
 
-W in u is always the true negative Hessian, definite or not: it is how the mode moves. P and Sigma belong to the positive
-semi-definite curvature. Rasmussen and Williams 2006, section 5.5.1, is the case of one function and a diagonal W.
+W in u is always the true negative Hessian, definite or not: it says how the mode moves. P = R H^-1 R^T, H = I + R^T K R,
+and Sigma = K - K P K belong to the positive semi-definite curvature. Rasmussen and Williams 2006, section 5.5.1, is the
+case of one function and a diagonal W.
+
+Where K cannot be a dense matrix, with probes xi of covariance S,
+
+    tr(P dK) = tr(Q^T dK Q) + E[(R (H^-1 - G) xi)^T dK (R S^-1 xi)],
+
+where Q Q^T = R G R^T is the part of P that the mode's actions know: it is taken exactly. The same pairs estimate Sigma,
+K P K = K Q Q^T K + E[(K R (H^-1 - G) xi) (K R S^-1 xi)^T]. S is the preconditioner I + L L^T, Nystrom's approximation of H
+by the actions.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.errors import NonFiniteError, float64_first
+from gpy_iterative.exact.probes import Probes, random_signs
 from gpy_iterative.laplace.likelihoods.pointwise import CurvatureKind, PointwiseLikelihood
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
-from gpy_iterative.laplace.newton.whitened import dense_factor
+from gpy_iterative.laplace.newton.base import LaplaceSolution
+from gpy_iterative.laplace.newton.whitened import WhitenedSystem, dense_factor
 from gpy_iterative.linear_operators.latent import LatentPrior
+from gpy_iterative.linear_solvers.logdet.lanczos import stochastic_logdet
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.surrogate import surrogate
+
+#: Probes of the log-determinant's quadrature, which serves the value alone.
+NUM_LOGDET_PROBES = 4
+#: Products of the adjoint solve where the Hessian is not definite.
+MAX_ADJOINT_PRODUCTS = 500
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,7 @@ class EvidenceEstimate:
         image: K u [n C].
         covariance: Sigma's blocks [n, C, C], exact or estimated.
         solution: the mode.
+        kind: of the curvature.
         status: of the mode, or of the worst solve.
         probe_epochs: products with all probes, and with the adjoint, that the gradient took.
     """
@@ -50,6 +66,7 @@ class EvidenceEstimate:
     image: Tensor
     covariance: Tensor
     solution: LaplaceSolution
+    kind: CurvatureKind
     status: SolveStatus
     probe_epochs: float = 0.0
 
@@ -60,7 +77,7 @@ class EvidenceEstimate:
                     f"The Laplace evidence's {name} is not finite: bound the hyperparameters, or use float64."
                 )
 
-    def with_gradient(self, prior: LatentPrior, likelihood: PointwiseLikelihood, kind: CurvatureKind) -> Tensor:
+    def with_gradient(self, prior: LatentPrior, likelihood: PointwiseLikelihood) -> Tensor:
         """L [] in the prior's dtype, connected with the parameters behind K, m and the likelihood."""
         dtype = prior.operator.dtype
         value = surrogate(
@@ -72,57 +89,43 @@ class EvidenceEstimate:
             -prior.mean.flatten(),
         )
         if likelihood.has_parameters and torch.is_grad_enabled():
-            own = self._likelihood_terms(likelihood, kind)
+            own = self._likelihood_terms(likelihood)
             value = value + (own - own.detach()).to(dtype)
         return value
 
-    def _likelihood_terms(self, likelihood: PointwiseLikelihood, kind: CurvatureKind) -> Tensor:
+    def advice(self, dtype: torch.dtype) -> str:
+        """What to do where the mode was found and a solve for the gradient did not converge."""
+        return (
+            f"A solve for the gradient ended with status {self.status.name.lower()}: {float64_first(dtype)}loosen the "
+            "tolerance of LaplaceMarginalLogLikelihood, or keep outputscale and likelihood parameters in bounds."
+        )
+
+    def _likelihood_terms(self, likelihood: PointwiseLikelihood) -> Tensor:
         f = self.solution.latent
         moved = (self.image.view_as(f) * likelihood.differentiable_gradient(f)).sum()
-        return likelihood.log_prob(f).sum() + moved + likelihood.weighted_curvature(f, self.covariance, kind)
-
-
-def adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance: Tensor, kind: CurvatureKind) -> Tensor:
-    """S = d/df (-1/2 sum <Sigma_n, W_n(f_n)>) [n C] for fixed blocks Sigma [n, C, C]."""
-    with torch.inference_mode(False), torch.enable_grad():
-        point = latent.detach().clone().requires_grad_()
-        total = likelihood.weighted_curvature(point, covariance, kind)
-        if not total.requires_grad:  # a constant curvature
-            return torch.zeros_like(latent).flatten()
-        (source,) = torch.autograd.grad(total, point, allow_unused=True)
-    return torch.zeros_like(latent).flatten() if source is None else source.flatten()
-
-
-def true_hessian(likelihood: PointwiseLikelihood, latent: Tensor) -> Tensor:
-    """The negative Hessian's blocks [n, C, C] at the mode, definite or not."""
-    with torch.inference_mode(False), torch.enable_grad():
-        return likelihood.hessian(latent.detach().clone()).detach()
+        return likelihood.log_prob(f).sum() + moved + likelihood.weighted_curvature(f, self.covariance, self.kind)
 
 
 @torch.no_grad()
 def exact_evidence(
     prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution, kind: CurvatureKind
 ) -> EvidenceEstimate:
-    """L and its gradient from dense matrices, without randomness: O((n C)^3) time, a few (n C)^2 numbers.
+    """L and its gradient from dense matrices and the mode of `LaplaceCholesky`, without randomness.
 
-    Args:
-        prior: m and K.
-        likelihood: with its targets.
-        solution: of LaplaceCholesky.
-        kind: of the curvature.
+    Cost: O((n C)^3) time, a few (n C)^2 numbers.
     """
     kernel = prior.operator.to_dense().detach().double()
-    curvature, root, image_of_root = solution.curvature, solution.root, solution.image_of_root
+    root, image_of_root = solution.root, solution.image_of_root
     precision = root @ root.mT
-    logdet = 2 * dense_factor(kernel, curvature, prior.operator.dtype).diagonal().log().sum()
+    logdet = 2 * dense_factor(kernel, solution.curvature, prior.operator.dtype).diagonal().log().sum()
     latents, v = prior.num_latents, solution.value.flatten()
     known = image_of_root.view(-1, latents, image_of_root.shape[-1])
     covariance = diagonal_blocks(kernel, latents) - known @ known.mT
-    source = adjoint_source(likelihood, solution.latent, covariance, kind)
+    source = _adjoint_source(likelihood, solution.latent, covariance, kind)
     if likelihood.has_true_curvature(kind):
         adjoint = source - precision @ (kernel @ source)
     else:
-        hessian = true_hessian(likelihood, solution.latent)
+        hessian = _true_hessian(likelihood, solution.latent)
         weighted = (hessian @ kernel.view(-1, latents, kernel.shape[-1])).flatten(0, 1)
         weighted.diagonal().add_(1)
         adjoint = torch.linalg.solve(weighted, source)
@@ -136,7 +139,57 @@ def exact_evidence(
         image=kernel @ adjoint,
         covariance=covariance,
         solution=solution,
+        kind=kind,
         status=solution.status,
+    )
+
+
+@torch.no_grad()
+def stochastic_evidence(
+    prior: LatentPrior,
+    likelihood: PointwiseLikelihood,
+    solution: LaplaceSolution,
+    kind: CurvatureKind,
+    *,
+    num_probes: int,
+    tolerance: float,
+    generator: torch.Generator,
+) -> EvidenceEstimate:
+    """L and an estimate of its gradient, unbiased but for the solves' tolerance.
+
+    Cost beyond the mode: a block solve with one column a probe, two products with as many, a solve with one column.
+    """
+    curvature, system = solution.curvature, WhitenedSystem.at(prior.operator, solution)
+    probes = _probes(system, num_probes, generator)
+    solved = system.solve(probes.vectors, tolerance)
+    root = solution.root
+    known = curvature.root_t(curvature.pinv(root))
+    unknown = solved.value.double() - known @ (known.mT @ probes.vectors.double())
+    left, right = curvature.root(unknown), curvature.root(probes.dual.double())
+
+    blocks = _covariance_blocks(prior, solution, left, right)
+    source = _adjoint_source(likelihood, solution.latent, blocks, kind)
+    if likelihood.has_true_curvature(kind):
+        adjoint, epochs, status = _adjoint(prior, system, source, tolerance)
+    else:
+        hessian = _true_hessian(likelihood, solution.latent)
+        adjoint, epochs, status = _indefinite_adjoint(prior, hessian, source, tolerance)
+    v = solution.value.flatten()
+    logdet = stochastic_logdet(
+        system.operator, _probes(system, NUM_LOGDET_PROBES, generator).vectors, system.preconditioner
+    )
+    return EvidenceEstimate(
+        value=solution.log_joint - logdet.mean.double() / 2,
+        value_sem=logdet.sem.double() / 2,
+        left=torch.cat([(v / 2 + adjoint).unsqueeze(-1), left / (-2 * num_probes), root / -2], dim=-1),
+        right=torch.cat([v.unsqueeze(-1), right, root], dim=-1),
+        adjoint=adjoint,
+        image=prior.matmul(adjoint.unsqueeze(-1)).squeeze(-1),
+        covariance=blocks,
+        solution=solution,
+        kind=kind,
+        status=max(solution.status, solved.status, status, key=list(SolveStatus).index),
+        probe_epochs=solved.stats.epochs + 2 + epochs,
     )
 
 
@@ -147,6 +200,84 @@ def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     return matrix.view(points, size, points, size)[index, :, index, :]
 
 
-def worst_status(statuses: Sequence[SolveStatus]) -> SolveStatus:
-    """The one that needs most attention."""
-    return max(statuses, key=list(SolveStatus).index)
+def _probes(system: WhitenedSystem, count: int, generator: torch.Generator) -> Probes:
+    """Xi and S^-1 xi [n r, s]."""
+    sizes = system.preconditioner.rank, system.operator.shape[-1]
+    return Probes.of(system.preconditioner, *(random_signs(system.operator, rows, count, generator) for rows in sizes))
+
+
+def _covariance_blocks(prior: LatentPrior, solution: LaplaceSolution, left: Tensor, right: Tensor) -> Tensor:
+    """An unbiased estimate of Sigma's blocks [n, C, C]."""
+    known = solution.image_of_root
+    known = known.view(-1, prior.num_latents, known.shape[-1])
+    images = [prior.matmul(part).view(-1, prior.num_latents, part.shape[-1]) for part in (left, right)]
+    estimate = images[0] @ images[1].mT / left.shape[-1]
+    return prior.point_blocks().double() - known @ known.mT - (estimate + estimate.mT) / 2
+
+
+def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance: Tensor, kind: CurvatureKind) -> Tensor:
+    """S = d/df (-1/2 sum <Sigma_n, W_n(f_n)>) [n C] for fixed blocks Sigma [n, C, C]."""
+    with torch.inference_mode(False), torch.enable_grad():
+        point = latent.detach().clone().requires_grad_()
+        total = likelihood.weighted_curvature(point, covariance, kind)
+        if not total.requires_grad:  # a constant curvature
+            return torch.zeros_like(latent).flatten()
+        (source,) = torch.autograd.grad(total, point, materialize_grads=True)
+    return source.flatten()
+
+
+def _true_hessian(likelihood: PointwiseLikelihood, latent: Tensor) -> Tensor:
+    """The negative Hessian's blocks [n, C, C] at the mode, definite or not."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return likelihood.hessian(latent.detach().clone()).detach()
+
+
+def _adjoint(
+    prior: LatentPrior, system: WhitenedSystem, source: Tensor, tolerance: float
+) -> tuple[Tensor, float, SolveStatus]:
+    """U = (I + W K)^-1 s, its products, and how the solve ended."""
+    if not source.any():
+        return source, 0.0, SolveStatus.CONVERGED
+    curvature = system.curvature
+    found = system.solve(curvature.root_t(prior.matmul(source.unsqueeze(-1))), tolerance)
+    return source - curvature.root(found.value.double()).squeeze(-1), found.stats.epochs + 1, found.status
+
+
+def _indefinite_adjoint(
+    prior: LatentPrior, hessian: Tensor, source: Tensor, tolerance: float
+) -> tuple[Tensor, float, SolveStatus]:
+    """U = (I + W K)^-1 s for a W [n, C, C] that need not be definite: conjugate gradients on K^-1 + W.
+
+    Preconditioned with K, in the unknown x = K u: one product an iteration, and no inverse of K. K^-1 + W is positive
+    definite at a strict mode, whatever the signs of W.
+    """
+    if not source.any():
+        return source, 0.0, SolveStatus.CONVERGED
+
+    def weighted(x: Tensor) -> Tensor:
+        return (hessian @ x.view(*hessian.shape[:2], 1)).flatten()
+
+    def product(x: Tensor) -> Tensor:
+        return prior.matmul(x.unsqueeze(-1)).squeeze(-1)
+
+    # u carries K^-1 x, the recurrence's residual r lives in dual coordinates with image K r.
+    u, residual = torch.zeros_like(source), source.clone()
+    image = product(residual)
+    direction, direction_image = residual.clone(), image.clone()
+    square = residual @ image
+    threshold = tolerance * square.clamp_min(0).sqrt()
+    for iteration in range(1, MAX_ADJOINT_PRODUCTS):
+        applied = direction + weighted(direction_image)
+        slope = direction_image @ applied
+        if not slope > 0:
+            return u, iteration, SolveStatus.DIVERGED
+        length = square / slope
+        u, residual = u + length * direction, residual - length * applied
+        image = product(residual)
+        following = residual @ image
+        if following.clamp_min(0).sqrt() <= threshold:
+            return u, iteration + 1, SolveStatus.CONVERGED
+        ratio = following / square
+        direction, direction_image = residual + ratio * direction, image + ratio * direction_image
+        square = following
+    return u, MAX_ADJOINT_PRODUCTS, SolveStatus.BUDGET_EXHAUSTED

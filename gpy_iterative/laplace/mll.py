@@ -1,8 +1,7 @@
-"""The evidence of Laplace's approximation, or a bound on the evidence: how hyperparameters are learned without Gaussian
-noise and without inducing points.
+"""Laplace's evidence, or a bound on the evidence, as a marginal log likelihood: one training step.
 
 Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Processes By Trading Off Computation For
-Uncertainty", whose hyperparameters are fixed; what learns them here is this package's own.
+Uncertainty", keep hyperparameters fixed; learning them is this package's own.
 """
 
 import logging
@@ -16,30 +15,27 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_flag, check_fraction, check_instance
-from gpy_iterative.errors import ConvergenceWarning, float64_first, warn
+from gpy_iterative.checks import check_count, check_fraction, check_instance
+from gpy_iterative.errors import ConvergenceWarning, warn
 from gpy_iterative.laplace.elbo import BoundEstimate, exact_bound, subspace_bound
-from gpy_iterative.laplace.evidence import EvidenceEstimate, exact_evidence
+from gpy_iterative.laplace.evidence import EvidenceEstimate, exact_evidence, stochastic_evidence
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood, check_laplace_likelihood
 from gpy_iterative.laplace.model import IterativeLaplaceGP
-from gpy_iterative.laplace.newton.base import LaplaceSolver
+from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
-from gpy_iterative.laplace.newton.default import default_laplace_solver
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
-from gpy_iterative.laplace.prediction.latent_blocks import latent_terms
+from gpy_iterative.laplace.newton.newton import default_laplace_solver
+from gpy_iterative.laplace.prediction.fit import check_targets_fit, observed_params, observed_points
 from gpy_iterative.laplace.prediction.posterior import LaplacePosterior
-from gpy_iterative.laplace.prediction.targets import check_targets_fit, observed_params, observed_points
 from gpy_iterative.laplace.report import LaplaceReport
-from gpy_iterative.laplace.traces import LogDet, Trace, stochastic_evidence
 from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, num_latents
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
-from gpy_iterative.training.run import make_generator
+from gpy_iterative.training.run import Resumable, Run
 from gpy_iterative.training.snapshot import evaluation_copies
-from gpy_iterative.training.state_description import StateDescription, checked_generator, with_params, without_params
+from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
 from gpy_iterative.training.training_system import check_hyperparameters, check_inputs, prior_at
 
@@ -48,10 +44,10 @@ logger = logging.getLogger(__name__)
 Objective = Literal["laplace", "elbo"]
 
 
-class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
-    """Laplace's approximation of the log marginal likelihood, divided by the number of targets; made for any likelihood.
+class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
+    """Laplace's approximation of the log marginal likelihood, divided by the number of targets, for any likelihood.
 
-    Every call finds the mode, from the last one's; the gradient includes what moves with it.
+    Every call finds the mode, starting at the last one; the gradient includes how the mode moves with the hyperparameters.
 
     Args:
         likelihood: the model's, see `gpy_iterative.likelihoods`: Bernoulli, softmax, Poisson, Student-t, negative binomial,
@@ -62,15 +58,10 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
             with `LaplaceNewton`, where the gradient is that for fixed actions. No probes.
         solver: of the mode. None is exact (dense value, gradient and adjoint, without probes) up to n C = 2,000 and
             `LaplaceNewton()` beyond; `LaplaceCholesky()` insists on the exact one.
-        num_probes: probe vectors of the gradient's trace.
-        trace: "preconditioned" (probes that know the mode's actions), "standard" (Rademacher), "pathwise" (random
-            features, for one or few latent functions), all unbiased.
-        deflate: take exactly what the actions know of the trace.
-        logdet: "slq", stochastic Lanczos quadrature, or "lowrank", a lower bound; of the value alone.
+        num_probes: probe vectors of the gradient's trace; they know the mode's actions, whose part is exact.
         tolerance: relative residual of the solves for probes and adjoint.
-        num_frequencies: of trace="pathwise".
         products: how kernel products are computed.
-        generator: a generator, or the seed of one. The global generator is never touched.
+        generator: a generator, whose position is copied, or a seed. The global generator is never touched.
         progress: True shows a bar for every mode; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
@@ -87,11 +78,7 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         objective: Objective = "laplace",
         solver: LaplaceSolver | None = None,
         num_probes: int = 16,
-        trace: Trace = "preconditioned",
-        deflate: bool = True,
-        logdet: LogDet = "slq",
         tolerance: float = 0.01,
-        num_frequencies: int = 500,
         products: KernelProducts | None = None,
         generator: torch.Generator | int | None = None,
         progress: Progress = False,
@@ -106,33 +93,24 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
                 "The likelihood is not the model's own, with which the model predicts: pass model.likelihood, or make the "
                 "model with this one."
             )
-        for name, value, kinds in (
-            ("objective", objective, Objective),
-            ("trace", trace, Trace),
-            ("logdet", logdet, LogDet),
-        ):
-            if value not in get_args(kinds):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kinds))}, got {value!r}.")
+        if objective not in get_args(Objective):
+            raise ValueError(f"objective must be one of {', '.join(get_args(Objective))}, got {objective!r}.")
         check_count("num_probes", num_probes)
-        check_count("num_frequencies", num_frequencies)
         check_fraction("tolerance", tolerance)
-        check_flag("deflate", deflate)
         check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")
         check_instance("products", products, KernelProducts, "KernelProducts()")
+        check_progress(progress)
         super().__init__(likelihood, model)
-        self.objective, self.solver, self.num_probes = objective, solver, num_probes
-        self.trace, self.deflate, self.logdet = trace, deflate, logdet
-        self.tolerance, self.num_frequencies = tolerance, num_frequencies
+        self.objective, self.solver = objective, solver
+        self.num_probes, self.tolerance = num_probes, tolerance
         self.products = model.products if products is None else products
         self.report: LaplaceReport | None = None
-        check_progress(progress)
         self.progress = progress
-        self._generator = make_generator(generator)
+        self._run = Run.begin(generator)
         self._caches = TileCaches()
-        self._weights: Tensor | None = None
         self._warned_of: set[SolveStatus] = set()
 
-    # Priors and added loss terms: read from the model, whatever the mll.
+    # Priors and added loss terms of the model.
     _add_other_terms = ExactMarginalLogLikelihood._add_other_terms
 
     def forward(self, function_dist: MultivariateNormal, target: Tensor, *params: Any) -> Tensor:
@@ -150,44 +128,26 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
             RuntimeError: the model is in evaluation mode.
         """
         start = time.perf_counter()
-        if not self.model.training:
-            raise RuntimeError(
-                "The model is in evaluation mode, where model(x) is a posterior: call model.train() first."
-            )
-        if not isinstance(function_dist, MultivariateNormal):
-            raise RuntimeError(f"The prior must be a MultivariateNormal, got {type(function_dist).__name__}.")
-        check_targets_fit(function_dist, target)
-        check_inputs(self.model)
-        check_hyperparameters(self.model)
+        self._check_problem(function_dist, target)
         observed = observed_points(target)
-        num_targets = target.numel()
         prior = latent_prior(function_dist, self.products, self._caches, observed)
-        if observed is not None:
-            target = target[observed]
-        likelihood = PointwiseLikelihood(self.likelihood, target, prior.num_latents, observed_params(params, observed))
-        solver = self._solver_for(prior)
-        position = self._generator.get_state()
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                with reporting_solve(self.progress, "mode", "products") as callback:
-                    solution = solver.solve(
-                        _detached(prior),
-                        likelihood,
-                        initial_weights=self._weights,
-                        generator=self._generator,
-                        callback=callback,
-                    )
-                estimate = self._estimate(prior, likelihood, solution, solver, function_dist, observed)
-            if isinstance(estimate, BoundEstimate):
-                value = estimate.with_gradient(prior, likelihood)
-            else:
-                value = estimate.with_gradient(prior, likelihood, solver.curvature)
-        except BaseException:
-            self._generator.set_state(position)  # the next step draws what the failed one did
-            raise
-        value = self._add_other_terms(value, params).div_(num_targets)
-        self._weights = solution.value
-        self.model.keep_params(LikelihoodParams.given(params, self.model))
+        likelihood = PointwiseLikelihood(
+            self.likelihood,
+            target if observed is None else target[observed],
+            prior.num_latents,
+            observed_params(params, observed),
+        )
+        solver = default_laplace_solver(prior.size) if self.solver is None else self.solver
+        generator = self._run.generator()
+        with torch.inference_mode(False), torch.no_grad():
+            fixed = LatentPrior(prior.operator, prior.mean.detach())
+            with reporting_solve(self.progress, "mode", "products") as callback:
+                solution = solver.solve(
+                    fixed, likelihood, initial_weights=self._weights, generator=generator, callback=callback
+                )
+            estimate = self._estimate(fixed, likelihood, solution, solver, generator)
+        value = estimate.with_gradient(prior, likelihood)
+        value = self._add_other_terms(value, params).div_(target.numel())
         self._warn_once(solution, estimate, solver, prior.operator.dtype)
         self.report = LaplaceReport(
             status=estimate.status,
@@ -197,10 +157,12 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
             stationarity=solution.stationarity,
             rank=solution.actions.shape[-1],
             value=value.detach().clone(),
-            value_sem=estimate.value_sem / num_targets,
+            value_sem=estimate.value_sem / target.numel(),
             seconds=time.perf_counter() - start,
         )
         logger.info("%s: %s", type(self).__name__, self.report)
+        self._params = LikelihoodParams.given(params, self.model)
+        self._run = self._run.drawn(generator).having(mode={"weights": solution.value})
         return with_checked_gradient(value, self)
 
     def posterior(self) -> LaplacePosterior:
@@ -213,40 +175,35 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         self._caches.clear()
         return self.model.posterior(self._weights, solver=self.solver, products=self.products, progress=self.progress)
 
-    def training_state(self) -> dict[str, Tensor]:
-        """Generator, warm start and the likelihood's arguments as a plain dict of tensors, which resumes a run exactly.
-
-        Raises ValueError where an argument of the likelihood is no tensor, number or string.
-        """
-        state = {"generator": self._generator.get_state()}
-        if self._weights is not None:
-            state["weights"] = self._weights.clone()
-        return self._description().added_to(with_params(state, self.model.likelihood_params))
-
-    def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Takes what `training_state()` gave.
-
-        Raises ValueError, which names what differs, and changes nothing, for anything else: another method, other options
-        or sizes.
-        """
-        entries, params = without_params(self._description().taken_from(state))
-        position, weights = checked_generator(entries, self._generator), entries.get("weights")
-        if entries.keys() - {"generator", "weights"} or not _are_weights(weights):
-            raise ValueError(
-                "This is no training state of a LaplaceMarginalLogLikelihood: take it from training_state()."
-            )
-        self._generator.set_state(position)
-        self._weights = None if weights is None else weights.clone()
-        if params is not None and self.model.train_inputs:
-            device = self.model.train_inputs[0].device
-            params.apply(lambda tensor: tensor.to(device))
-        self.model.keep_params(params)
+    @property
+    def _weights(self) -> Tensor | None:
+        """V [n, C] of the last mode."""
+        mode = self._run.part("mode")
+        return None if mode is None else mode["weights"]
 
     def _description(self) -> StateDescription:
         options = {"likelihood": self.likelihood, "objective": self.objective, "num_probes": self.num_probes}
-        options |= {"trace": self.trace, "deflate": self.deflate, "logdet": self.logdet}
-        options |= {"num_frequencies": self.num_frequencies, "number of latent functions": self._num_latents()}
-        return StateDescription.of(self, options)
+        return StateDescription.of(self, options | {"number of latent functions": self._num_latents()})
+
+    def _checked_run(self, run: Run) -> Run:
+        for name, part in run.parts.items():
+            weights = part.get("weights", torch.empty(0))
+            is_mode = name == "mode" and part.keys() == {"weights"}
+            if not (is_mode and weights.is_floating_point() and weights.dim() == 2):
+                raise ValueError(
+                    f"This is no training state of a LaplaceMarginalLogLikelihood: its part {name!r} is unknown or "
+                    "damaged. Take it from training_state()."
+                )
+        return run
+
+    # The model keeps the likelihood's arguments: it predicts with them.
+    @property
+    def _params(self) -> LikelihoodParams | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.likelihood_params
+
+    @_params.setter
+    def _params(self, params: LikelihoodParams | None) -> None:
+        self.model.keep_params(params)
 
     @torch.no_grad()
     def _num_latents(self) -> int | None:
@@ -258,8 +215,16 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         model, _ = evaluation_copies(self.model, self.likelihood)  # layers that learn from what they see do not
         return num_latents(prior_at(model, inputs))
 
-    def _solver_for(self, prior: LatentPrior) -> LaplaceSolver:
-        return default_laplace_solver(prior.size) if self.solver is None else self.solver
+    def _check_problem(self, function_dist: MultivariateNormal, target: Tensor) -> None:
+        if not self.model.training:
+            raise RuntimeError(
+                "The model is in evaluation mode, where model(x) is a posterior: call model.train() first."
+            )
+        if not isinstance(function_dist, MultivariateNormal):
+            raise RuntimeError(f"The prior must be a MultivariateNormal, got {type(function_dist).__name__}.")
+        check_targets_fit(function_dist, target)
+        check_inputs(self.model)
+        check_hyperparameters(self.model)
 
     def _estimate(
         self,
@@ -267,28 +232,15 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         likelihood: PointwiseLikelihood,
         solution: LaplaceSolution,
         solver: LaplaceSolver,
-        function_dist: MultivariateNormal,
-        observed: Tensor | None,
+        generator: torch.Generator,
     ) -> EvidenceEstimate | BoundEstimate:
         is_exact = isinstance(solver, LaplaceCholesky)
         if self.objective == "elbo":
-            return (exact_bound if is_exact else subspace_bound)(_detached(prior), likelihood, solution)
+            return (exact_bound if is_exact else subspace_bound)(prior, likelihood, solution)
         if is_exact:
-            return exact_evidence(_detached(prior), likelihood, solution, solver.curvature)
-        return stochastic_evidence(
-            _detached(prior),
-            likelihood,
-            solution,
-            solver.curvature,
-            trace=self.trace,
-            deflate=self.deflate,
-            logdet=self.logdet,
-            num_probes=self.num_probes,
-            num_frequencies=self.num_frequencies,
-            tolerance=self.tolerance,
-            terms=latent_terms(function_dist, observed) if self.trace == "pathwise" else None,
-            generator=self._generator,
-        )
+            return exact_evidence(prior, likelihood, solution, solver.curvature)
+        options = {"num_probes": self.num_probes, "tolerance": self.tolerance, "generator": generator}
+        return stochastic_evidence(prior, likelihood, solution, solver.curvature, **options)
 
     def _warn_once(
         self,
@@ -300,34 +252,12 @@ class LaplaceMarginalLogLikelihood(MarginalLogLikelihood):
         status = estimate.status
         if status is SolveStatus.CONVERGED or status in self._warned_of:
             return
-        if isinstance(estimate, BoundEstimate):
-            text = (
-                f"The search for the largest lower bound ended with status {status.name.lower()}: value and gradient are "
-                "those of a smaller one. Bound the outputscale."
-            )
-        elif solution.converged:
-            text = (
-                f"A solve for the gradient ended with status {status.name.lower()}: {float64_first(dtype)}loosen the "
-                "tolerance of LaplaceMarginalLogLikelihood, or keep outputscale and likelihood parameters in bounds."
-            )
-        else:
-            text = solver.advice(solution, dtype)
-        warn(text, ConvergenceWarning)
+        has_mode = solution.converged or isinstance(estimate, BoundEstimate)
+        warn(estimate.advice(dtype) if has_mode else solver.advice(solution, dtype), ConvergenceWarning)
         self._warned_of.add(status)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LaplaceMarginalLogLikelihood":
         super()._apply(fn, recurse)
-        # float64 whatever the model's dtype; the device follows.
-        if self._weights is not None:
-            self._weights = fn(self._weights).double()
+        # Always float64; the device follows the model's.
+        self._run = self._run.mapped(lambda tensor: fn(tensor).double())
         return self
-
-
-def _are_weights(value: object) -> bool:
-    """Whether a training state's entry is v [n, C], or none."""
-    return value is None or (isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 2)
-
-
-def _detached(prior: LatentPrior) -> LatentPrior:
-    """Without the graph; the same tensors otherwise, whose tiles are kept."""
-    return LatentPrior(prior.operator, prior.mean.detach())

@@ -19,8 +19,7 @@ from gpy_iterative.laplace.likelihoods.predictive import (
     class_probabilities,
     predictive_log_probs,
 )
-from gpy_iterative.laplace.newton.base import LaplaceSolver
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
+from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths
 from gpy_iterative.laplace.prediction.posterior import LaplacePosterior, VarianceSplit
 from gpy_iterative.linear_operators.latent import num_latents as latents_of
@@ -46,15 +45,15 @@ class IterativeLaplaceGP(GP):
         num_latents: C, checked against `forward`; None takes what that says.
         solver: of the mode; None is `LaplaceCholesky` up to n C = 2,000 and `LaplaceNewton` beyond.
         products: how kernel products are computed.
-        seed: of sample paths and Monte Carlo predictions. It, solver and products may be set later, too: the next question
-            is answered anew.
+        seed: of sample paths and Monte Carlo predictions. Seed, solver and products may be changed later: the next question
+            then finds the mode again.
         num_refinements: how often predictions are taken towards the variational approximation; 0 is Laplace's
-            approximation. May be set later, too: what is missing is computed at the next question. The evidence is
-            Laplace's whatever this is.
+            approximation. May be changed later: the next question computes what is missing. The evidence is Laplace's for
+            any number.
 
     Raises:
         UnsupportedLikelihoodError: a likelihood for which Laplace's method is meaningless.
-        ValueError: inputs that are not finite, another number of targets than of inputs, counts that are none.
+        ValueError: inputs that are not finite, another number of targets than of inputs, counts that are no whole numbers.
         TypeError: a solver or products of another type.
 
     Examples:
@@ -113,16 +112,11 @@ class IterativeLaplaceGP(GP):
         Raises:
             ValueError: inputs that are not finite, or another number of targets than of inputs; nothing is changed then.
         """
-        new_inputs, new_targets = self.train_inputs, self.train_targets
-        if inputs is not None:
-            given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-            if not given or not all(isinstance(x, Tensor) for x in given):
-                raise TypeError("The training inputs must be a tensor, or several of them.")
-            new_inputs = tuple(x.unsqueeze(-1) if x.dim() == 1 else x for x in given)
-        if targets is not None:
-            if not isinstance(targets, Tensor):
-                raise TypeError(f"The training targets must be a tensor, got {type(targets).__name__}.")
-            new_targets = targets
+        before = self.train_inputs, self.train_targets
+        new_inputs = before[0] if inputs is None else _as_inputs(inputs)
+        new_targets = before[1] if targets is None else targets
+        if not isinstance(new_targets, Tensor | None):
+            raise TypeError(f"The training targets must be a tensor, got {type(new_targets).__name__}.")
         for x in new_inputs or ():
             if x.dim() != 2:
                 raise ValueError(f"The training inputs must be [n, d], got {tuple(x.shape)}: one model is one problem.")
@@ -130,7 +124,6 @@ class IterativeLaplaceGP(GP):
                 raise ValueError(
                     f"There are {len(x)} training inputs, and targets of shape {tuple(new_targets.shape)}."
                 )
-        before = self.train_inputs, self.train_targets
         self.train_inputs, self.train_targets = new_inputs, new_targets
         try:
             check_inputs(self)
@@ -140,7 +133,7 @@ class IterativeLaplaceGP(GP):
         self._posterior = None
 
     def keep_params(self, params: LikelihoodParams | None) -> None:
-        """Takes arguments of the likelihood for predictions, as every call of a marginal log likelihood does."""
+        """Takes arguments of the likelihood for predictions; every call of a marginal log likelihood does this."""
         is_same = params is self.likelihood_params or (params is not None and params.equals(self.likelihood_params))
         if not is_same:
             self.likelihood_params, self._posterior = params, None
@@ -166,18 +159,17 @@ class IterativeLaplaceGP(GP):
         params: Sequence[Any] | None = None,
         progress: Progress = False,
     ) -> LaplacePosterior:
-        """What answers in evaluation mode: kept, and refreshed when parameters or data have changed.
+        """The posterior of evaluation mode: kept, and refreshed when parameters or data have changed.
 
         Args:
             initial_weights: v [n, C] at similar hyperparameters to start from.
-            solver: in the place of the model's own.
-            products: likewise.
+            solver, products: None takes the model's.
             params: of the likelihood's `forward` at the training points, for a likelihood that takes any; None takes
-                those of the last call of a marginal log likelihood, or of this.
+                those of the last call of a marginal log likelihood or of this method.
             progress: True shows bars, a callable gets every report.
 
-        Without arguments it is the posterior that was asked for last, by whomever; with any, or after the model's `solver`,
-        `products` or `seed` were set to others, a new one.
+        Without arguments it is the posterior that was made last; with any, or after the model's `solver`, `products` or
+        `seed` have changed, a new one.
 
         Raises:
             TypeError: a solver or products of another type.
@@ -186,36 +178,33 @@ class IterativeLaplaceGP(GP):
 
         Otherwise raises and warns as `LaplacePosterior`.
         """
-        is_asked = progress is not False
-        is_asked |= any(argument is not None for argument in (initial_weights, solver, products, params))
-        options = (self.solver, self.products, self.seed)
-        is_asked |= options != self._posterior_options
-        if self._posterior is None or self._posterior.likelihood is not self.likelihood or is_asked:
-            solver, products = (
-                self.solver if solver is None else solver,
-                self.products if products is None else products,
-            )
+        given, options = (initial_weights, solver, products, params), (self.solver, self.products, self.seed)
+        is_asked = progress is not False or any(argument is not None for argument in given)
+        kept = None if is_asked or options != self._posterior_options else self._posterior
+        if kept is None or kept.likelihood is not self.likelihood:
+            solver = self.solver if solver is None else solver
+            products = self.products if products is None else products
             check_instance("solver", solver, LaplaceSolver, "LaplaceNewton()")
             check_instance("products", products, KernelProducts, "KernelProducts()")
-            kept = self.likelihood_params if params is None else LikelihoodParams.given(params, self)
-            posterior = LaplacePosterior(
+            arguments = self.likelihood_params if params is None else LikelihoodParams.given(params, self)
+            kept = LaplacePosterior(
                 self,
                 self.likelihood,
                 solver=solver,
                 products=products,
                 seed=checked_seed(self.seed),
                 initial_weights=initial_weights,
-                params=() if kept is None else kept.current(self),
+                params=() if arguments is None else arguments.current(self),
                 progress=progress,
                 num_refinements=self.num_refinements,
             )
-            self._check_latents(posterior.solution.latent.shape[-1])
-            self._posterior, self._posterior_options, self.likelihood_params = posterior, options, kept
-        self._posterior.num_refinements = self.num_refinements
-        return self._posterior
+            self._check_latents(kept.solution.latent.shape[-1])
+            self._posterior, self._posterior_options, self.likelihood_params = kept, options, arguments
+        kept.num_refinements = self.num_refinements
+        return kept
 
     def fit_mode(self) -> LaplaceSolution:
-        """The mode at the training points, and what it took; with refinements, that of the last one."""
+        """The mode at the training points and its cost; with refinements, that of the last one."""
         return self.posterior().solution
 
     def predict_proba(self, *inputs: Tensor, method: PredictiveMethod = "pairwise", num_samples: int = 1000) -> Tensor:
@@ -223,9 +212,9 @@ class IterativeLaplaceGP(GP):
 
         Args:
             inputs: test inputs.
-            method: of a softmax: "pairwise" (closed form), "diagonal" (the paper's), "mc" (samples). Of all:
-                "mode" takes the latent mean for the truth. Averages over Laplace's approximation are underconfident
-                where hyperparameters were learned or latent variances are large: set num_refinements to 1, and of a
+            method: for a softmax "pairwise" (closed form), "diagonal" (the paper's), "mc" (samples); for all likelihoods
+                "mode", which ignores the latent variance. Averages over Laplace's approximation are underconfident
+                where hyperparameters were learned or latent variances are large: set num_refinements to 1, and for a
                 softmax prefer "mc" or "diagonal" there, since the pairwise formula is underconfident itself.
             num_samples: of "mc".
 
@@ -254,14 +243,13 @@ class IterativeLaplaceGP(GP):
     ) -> Tensor:
         """Log p(y | x, data) [t] at test inputs [t, d] for targets [t], which come last.
 
-        Closed forms and quadrature where there are any, samples else; see `predict_proba`. Its negative mean is the NLL
-        of the literature.
+        By closed forms or quadrature where possible, else by samples. Its negative mean is the NLL of the literature.
 
         Args:
             inputs_and_targets: test inputs, and targets.
             method: see `predict_proba`.
-            num_samples: where there is nothing better than samples.
-            params: of the likelihood's `forward` at the test points, for a likelihood that takes any.
+            num_samples: of "mc", and of several latent functions without a closed form.
+            params: of the likelihood's `forward` at the test points.
 
         Raises:
             ValueError: inputs or targets that do not fit, targets outside the likelihood's support.
@@ -319,3 +307,11 @@ class IterativeLaplaceGP(GP):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_posterior": None}
+
+
+def _as_inputs(inputs: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Training inputs [n, d]. Raises TypeError for anything but tensors."""
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if not given or not all(isinstance(x, Tensor) for x in given):
+        raise TypeError("The training inputs must be a tensor, or several of them.")
+    return tuple(x.unsqueeze(-1) if x.dim() == 1 else x for x in given)

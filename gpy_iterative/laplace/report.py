@@ -1,4 +1,4 @@
-"""Figures of one step of `LaplaceMarginalLogLikelihood`."""
+"""Figures of one step of `LaplaceMarginalLogLikelihood`, and of one posterior."""
 
 from dataclasses import dataclass
 
@@ -40,3 +40,26 @@ class LaplaceReport(Report):
             f"{self.iterations} Newton steps, {self.epochs:.0f} kernel products and {self.probe_epochs:.0f} with probes; "
             f"relative gradient {self.stationarity:.1g}; {self.seconds:.2f} s"
         )
+
+
+@dataclass(frozen=True)
+class ModeReport(Report):
+    """The search for a posterior's mode, with its refinements.
+
+    Attributes:
+        status: of the mode, or of the last refinement.
+        iterations: Newton steps in all.
+        epochs: kernel products in all.
+        num_refinements: refinements towards the variational approximation.
+        stationarity: the log joint density's gradient over the likelihood's, at the end.
+        rank: actions that were kept.
+        seconds: wall-clock time of all solves.
+    """
+
+    status: SolveStatus
+    iterations: int
+    epochs: float
+    num_refinements: int
+    stationarity: float
+    rank: int
+    seconds: float

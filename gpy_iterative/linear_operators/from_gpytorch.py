@@ -27,7 +27,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
-from gpy_iterative.linear_operators.kernel_functions import evaluated
+from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS, evaluated
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF
@@ -284,7 +284,8 @@ def noise_operator(
             function_dist.mean.shape, add_noise=likelihood.has_global_noise, interleaved=interleaved
         )
     else:
-        noise = likelihood._shaped_noise_covar(function_dist.mean.shape, *params, **kwargs)
+        with GPYTORCH_SETTINGS:  # noise that is a model's prediction enters some of GPyTorch's
+            noise = likelihood._shaped_noise_covar(function_dist.mean.shape, *params, **kwargs)
     if isinstance(noise_model, FixedGaussianNoise) and not is_given and noise_model.noise.shape[-1] != num_data:
         # GPyTorch leaves such noise out, and then trains on the rest.
         raise ValueError(

@@ -1,33 +1,116 @@
-"""Marginal log likelihoods of random Fourier features: the biased one, and the one that a random increment corrects.
+"""Marginal log likelihoods of random Fourier features: the biased one, and what it shares with the unbiased one.
 
-Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", sections 2.2 and 4.2,
-appendix B. With f_k the log likelihood of the first m_k of a set of random frequencies, and the last one replaced by the
-exact one, f_0 + (f_k - f_{k-1}) / p_k has the exact expectation for k drawn with probability p_k.
+Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 2.2.
 """
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
+from linear_operator import LinearOperator
+from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_flag
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
-from gpy_iterative.exact.estimates import Estimate
+from gpy_iterative.exact.estimates import DensityEstimate, Estimate, check_estimated, exact_estimate
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
+from gpy_iterative.linear_solvers.cholesky import Cholesky
+from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
 from gpy_iterative.randomized.feature_density import FeatureDensity
-from gpy_iterative.randomized.feature_estimate import FeatureEstimate, FeatureStep
-from gpy_iterative.randomized.report import FrequencyReport
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.features import RandomFourierFeatures
+from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Run
+from gpy_iterative.training.surrogate import with_derivatives
 from gpy_iterative.training.training_system import TrainingSystem
+
+
+@dataclass(frozen=True)
+class FrequencyReport(Report):
+    """A random feature step.
+
+    Attributes:
+        num_frequencies: of the largest feature matrix that was used.
+        grid_index: which increment of the grid was drawn; None where there is no grid.
+        probability: of that draw; None where there is no grid.
+        is_exact: whether the increment's upper end was the exact likelihood.
+    """
+
+    num_frequencies: int
+    grid_index: int | None = None
+    probability: float | None = None
+    is_exact: bool = False
+
+
+@dataclass(frozen=True)
+class FeatureSum:
+    """A weighted sum of log densities.
+
+    Attributes:
+        weights: of the densities of the first so many frequencies, by that number.
+        exact: weight of the exact density; 0 where it takes no part.
+        report: what was drawn.
+    """
+
+    weights: Mapping[int, float]
+    exact: float
+    report: FrequencyReport
+
+
+@dataclass(frozen=True)
+class FeatureEstimate:
+    """A weighted sum of log densities with its derivatives, and of the exact density where it takes part.
+
+    Attributes:
+        value: [*b].
+        features: Phi [*b, n, F], with the graph to the hyperparameters.
+        derivatives: of the sum without the exact density, by features, noise and residual.
+        exact: the exact density, and its weight.
+        stats, truncation, probe_jitter: as in DensityEstimate; there are no probes.
+    """
+
+    value: Tensor
+    features: Tensor
+    derivatives: tuple[Tensor, ...]
+    exact: DensityEstimate | None
+    exact_weight: float
+    stats: SolveStats
+    truncation: FrequencyReport
+    probe_jitter: None = None
+
+    def __post_init__(self) -> None:
+        check_estimated("value", self.value)
+        for derivative in self.derivatives:
+            check_estimated("derivative", derivative)
+
+    @property
+    def status(self) -> SolveStatus:
+        """Dense factors always converge; what is random is told in `truncation`."""
+        return SolveStatus.CONVERGED
+
+    @property
+    def value_sem(self) -> Tensor:
+        """NaN: one draw does not tell its own error."""
+        return torch.full_like(self.value, math.nan)
+
+    def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
+        """The value [*b], connected with the parameters behind features, noise and residual."""
+        assert isinstance(operator, NoisyLinearOperator)
+        tensors = (self.features, operator.noise, residual)
+        value = with_derivatives(self.value, list(zip(tensors, self.derivatives, strict=True)))
+        if self.exact is None:
+            return value
+        exact = self.exact.with_gradient(operator, residual)
+        return value + self.exact_weight * (exact - exact.detach())
 
 
 class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
@@ -50,16 +133,26 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         self.resample = resample
 
     def _has_separate_estimates(self, estimate: Estimate) -> bool:
-        # Of kept frequencies value and gradient are one smooth function.
-        return self.resample
+        return self.resample  # value and gradient of kept frequencies are one smooth function
 
     @abstractmethod
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
         """How many frequencies this step needs, and what else was drawn."""
 
     @abstractmethod
-    def _combined(self, step: FeatureStep, run: Run) -> tuple[FeatureEstimate, Run]:
-        """The weighted densities of this step with what to report, and the next run."""
+    def _sum(self, num_data: int, draws: Draws) -> FeatureSum:
+        """Which log densities are added up after these draws."""
+
+    def _after(
+        self,
+        num_data: int,
+        run: Run,
+        draws: Draws,
+        densities: Mapping[int, Tensor],
+        exact: DensityEstimate | None,
+    ) -> Run:
+        """The next run, after these log densities [*b]."""
+        return run
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[FeatureEstimate, Run]:
         start, operator, residual = time.perf_counter(), system.operator, system.residual
@@ -68,24 +161,42 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                 f"Random features need a noise covariance that is diagonal; {type(self.likelihood).__name__} has none. "
                 "RussianRouletteMarginalLogLikelihood and HutchinsonMarginalLogLikelihood take any."
             )
-        terms = system.terms()
+        terms, num_data = system.terms(), operator.shape[-1]
         run = run.for_system(operator)
         kept = None if self.resample else run.part("features")
         if kept is None:
             generator = run.generator()
-            count, others = self._draw(operator.shape[-1], run, generator)
+            count, others = self._draw(num_data, run, generator)
             drawn = RandomFourierFeatures(count).draw(terms, generator)
             kept = {f"features.{name}": t for name, t in drawn.items()} | others | {"count": torch.tensor(count)}
             run = run.drawn(generator).having(features=kept)
         draws = dict(kept)
-        features = RandomFourierFeatures(int(draws["count"]))
+        features, total = RandomFourierFeatures(int(draws["count"])), self._sum(num_data, draws)
         # A graph where the caller wants one: then the operator has one too.
         with torch.set_grad_enabled(any(tensor.requires_grad for tensor in operator.representation())):
             matrix = features.differentiable(terms, draws_under("features", draws))
             matrix = matrix.expand(*operator.batch_shape, *matrix.shape[-2:])
-        noise = operator.noise.detach().expand(operator.shape[:-1])
-        density = FeatureDensity(matrix.detach(), noise, residual)
-        return self._combined(FeatureStep(operator, residual, terms, features, matrix, density, draws, start), run)
+        inputs = (matrix, operator.noise.expand(operator.shape[:-1]), residual)
+        leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        with torch.enable_grad():
+            density = FeatureDensity(*leaves)
+            densities = {count: density.log_density(*features.leading(terms, count)) for count in total.weights}
+            value = torch.stack([weight * densities[count] for count, weight in total.weights.items()]).sum(0)
+            derivatives = torch.autograd.grad(value.sum(), leaves)
+        value, exact = value.detach(), None
+        if total.exact:
+            exact = exact_estimate(operator, residual, Cholesky())
+            value = value + total.exact * exact.value.double()
+        estimate = FeatureEstimate(
+            value=value.to(residual),
+            features=matrix,
+            derivatives=tuple(derivative.to(residual) for derivative in derivatives),
+            exact=exact,
+            exact_weight=total.exact,
+            stats=SolveStats(0, 0.0, 0.0, {"targets": 0.0}, time.perf_counter() - start),
+            truncation=total.report,
+        )
+        return estimate, self._after(num_data, run, draws, densities, exact)
 
 
 class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
@@ -139,6 +250,5 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
         return self.num_frequencies, {}
 
-    def _combined(self, step: FeatureStep, run: Run) -> tuple[FeatureEstimate, Run]:
-        density = step.leading(self.num_frequencies)
-        return step.combined([(1.0, density)], FrequencyReport(self.num_frequencies)), run
+    def _sum(self, num_data: int, draws: Draws) -> FeatureSum:
+        return FeatureSum({self.num_frequencies: 1.0}, 0.0, FrequencyReport(self.num_frequencies))

@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from gpytorch.likelihoods import Likelihood
 from gpytorch.models import ExactGP
-from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import BiasWarning, VarianceWarning, warn
@@ -19,11 +18,10 @@ from gpy_iterative.exact.estimates import Estimate
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
-from gpy_iterative.randomized.report import TruncationReport
-from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, Value
-from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, Truncation
+from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, TruncationReport
+from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, FixedTruncation, Truncation
 
-#: A relative residual that training by solves to a tolerance takes for solved.
+#: Relative residual at which a solve to a tolerance would stop.
 SOLVED = 0.01
 
 
@@ -32,8 +30,8 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
 
     Conjugate gradients cut after a fixed number of steps have an optimum of their own. Cut after a random number J of
     steps, with step j divided by the probability of reaching it, they have the right one: bias becomes variance, which Adam
-    averages out. Noisy values and gradients are no food for L-BFGS or a line search, nor are frozen
-    ones (`resample=False`), which do not belong together: use Adam.
+    averages out. L-BFGS and other line searches do not work with noisy values and gradients, nor with frozen draws
+    (`resample=False`), whose gradient is not that of the value: use Adam.
 
     Args:
         likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
@@ -47,9 +45,6 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             first one of the targets' for all of them, which keeps the run as short as that of the targets.
         preconditioner: of the series and of the probes, which have its covariance; None is the identity. A larger rank
             lowers the condition number, and thereby the variance, at little cost.
-        value: "unbiased" (quadratic form and log-determinant by the same weights), "truncated" (smoother, biased: the
-            data fit comes out too good and the complexity too large), or None: the number is then that of the surrogate
-            alone, whose gradient is the same and which costs one more product in place of the logarithms.
         tolerance: relative residual at which a series has converged; None is 1e-10 in float64 and 1e-6 in float32.
         resample: False keeps J and probes of the first step.
         solver: of predictions; None is Cholesky up to 3,000 data, and beyond conjugate gradients to 1e-4.
@@ -90,7 +85,6 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         num_probes: int = 10,
         probe_truncation: Literal["independent", "shared"] = "independent",
         preconditioner: PivotedCholesky | None = PivotedCholesky(rank=5),  # noqa: B008
-        value: Value = "unbiased",
         tolerance: float | None = None,
         resample: bool = True,
         solver: Solver | None = None,
@@ -113,7 +107,6 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             num_probes=num_probes,
             shares_truncation=probe_truncation == "shared",
             preconditioner=preconditioner,
-            value=value,
             tolerance=tolerance,
             resample=resample,
             solver=solver,
@@ -127,30 +120,29 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         report = estimate.truncation
         if not isinstance(report, TruncationReport) or self._has_warned:
             return
-        residual = estimate.stats.residual_norms["targets"]
-        decay, last = _decay(report, residual), _last_step(report)
-        if _has_biased_end(report, residual):
+        residual, last = estimate.stats.residual_norms["targets"], int(report.steps[..., 0].max())
+        decay = float(report.decay_rate.min())
+        if not math.isfinite(decay):  # too few terms: by the residual
+            decay = -math.log(max(residual, 1e-300)) / max(last, 1)
+        is_open = residual >= SOLVED and not report.converged[..., 0].all()
+        here, beyond = report.truncation.log_survival(torch.arange(last, last + 2)).tolist()
+        if is_open and beyond == -math.inf:
             warn(
                 f"The series reached the end of its truncation, {last} steps, with a relative residual of {residual:.2g}: "
-                "what comes after that is in no draw, so that value and gradient are biased, however many are averaged. "
-                "Raise max_steps (None is the longest that the arithmetic allows), or take a larger preconditioner.",
+                "no draw has the terms beyond, so that value and gradient are biased, however many are averaged. Raise "
+                "max_steps (None is the longest that the arithmetic allows), or take a larger preconditioner.",
                 BiasWarning,
             )
             self._has_warned = True
         variance = float(report.relative_variance.max())
-        is_infinite = _grows_without_bound(report, residual, decay)
+        is_infinite = is_open and 2 * decay < here - beyond < math.inf  # terms |term_j|^2 / S_j grow where it was cut
         if variance > 1 or is_infinite:
-            what = (
-                "grows without bound with the length of the series, and what comes after the truncation's end is a bias"
-                if is_infinite
-                else f"is {variance:.2g} times the squared solution"
-            )
-            advice = (
-                f"its terms fall as exp(-{decay:.3g} j) in norm, which asks for a rate of at most {decay:.3g}. Lower it, "
-                "raise"
-                if decay > 0
-                else f"in {last} steps its terms do not fall. Raise"
-            )
+            what = f"is {variance:.2g} times the squared solution"
+            if is_infinite:
+                what = "grows without bound with the length of the series, and terms beyond the truncation's end are a bias"
+            advice = f"in {last} steps its terms do not fall. Raise"
+            if decay > 0:
+                advice = f"its terms fall as exp(-{decay:.3g} j) in norm: lower the rate to {decay:.3g} or less, raise"
             warn(
                 f"The variance of the truncated solve {what}: {advice} min_steps, or take a larger preconditioner; "
                 "AutomaticTruncation() chooses rate and min_steps by itself.",
@@ -159,36 +151,55 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             self._has_warned = True
 
 
-def _last_step(report: TruncationReport) -> int:
-    """How far the targets' series was run."""
-    return int(report.steps[..., 0].max())
+class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
+    """A marginal log likelihood whose solves always take the same number of steps: the biased baseline.
 
+    The value understates the quadratic form and overstates the log-determinant; the gradient is not that of the value, and
+    leads to an optimum of its own. `HutchinsonMarginalLogLikelihood` solves to a tolerance,
+    `RussianRouletteMarginalLogLikelihood` removes the bias.
 
-def _decay(report: TruncationReport, residual: float) -> float:
-    """log(rho) of the targets' series: by the residual where there were too few terms to see it."""
-    decay = float(report.decay_rate.min())
-    return decay if math.isfinite(decay) else -math.log(max(residual, 1e-300)) / max(_last_step(report), 1)
+    Args:
+        likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
+        model: a `gpytorch.models.ExactGP`.
+        num_steps: of every solve.
+        tolerance: relative residual at which a column stops earlier; None is 1e-10 in float64 and 1e-6 in float32.
+        num_probes: probe vectors, of the preconditioner's covariance.
+        preconditioner: None is the identity.
+        resample: False keeps the probes of the first step.
+        solver: of predictions; None is Cholesky up to 3,000 data, and beyond conjugate gradients to 1e-4.
+        products: how kernel products are computed.
+        generator: a generator, or the seed of one. The global generator is never touched.
 
+    Raises:
+        UnsupportedLikelihoodError: the likelihood is not Gaussian.
+        ValueError: an option outside its range.
+    """
 
-def _next_survival(report: TruncationReport) -> Tensor:
-    """The logarithms of S_j for the targets' last step and for the one after."""
-    last = _last_step(report)
-    return report.truncation.log_survival(torch.arange(last, last + 2))
-
-
-def _is_open(report: TruncationReport, residual: float) -> bool:
-    """Whether the targets' series was cut where other methods would not call it solved."""
-    return not bool(report.converged[..., 0].all()) and residual >= SOLVED
-
-
-def _has_biased_end(report: TruncationReport, residual: float) -> bool:
-    """Whether an open series was cut where the truncation lets none go on."""
-    return _is_open(report, residual) and float(_next_survival(report)[1]) == -math.inf
-
-
-def _grows_without_bound(report: TruncationReport, residual: float, decay: float) -> bool:
-    """Whether weighted terms 1 / S_j |term_j|^2 of an open series grow where it was cut."""
-    if not _is_open(report, residual):
-        return False
-    rate = -float(_next_survival(report).diff())
-    return 2 * decay < rate < math.inf
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        model: ExactGP,
+        *,
+        num_steps: int = 100,
+        tolerance: float | None = None,
+        num_probes: int = 10,
+        preconditioner: PivotedCholesky | None = PivotedCholesky(rank=5),  # noqa: B008
+        resample: bool = True,
+        solver: Solver | None = None,
+        products: KernelProducts | None = None,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        super().__init__(
+            likelihood,
+            model,
+            truncation=FixedTruncation(num_steps),
+            num_truncations=1,
+            num_probes=num_probes,
+            shares_truncation=True,
+            preconditioner=preconditioner,
+            tolerance=tolerance,
+            resample=resample,
+            solver=solver,
+            products=products,
+            generator=generator,
+        )

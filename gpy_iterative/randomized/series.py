@@ -2,7 +2,7 @@
 
 Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 4.1 and appendix C.
 With ys_a = sum_{j <= J_a} length_j direction_j / S_j, independent estimates of a = H^-1 (y - mean) from one run for M draws
-of J, likewise xs_i of H^-1 z_i, and probes of covariance P, the gradient is
+of J, the same xs_i for H^-1 z_i, and probes of covariance P, the gradient is
 
     1/2 mean_{a != b} ys_a^T dH ys_b - 1/(2s) sum_i xs_i^T dH P^-1 z_i + (mean_a ys_a)^T dmean.
 
@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 from gpytorch.likelihoods import Likelihood
@@ -31,7 +31,6 @@ from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
-from gpy_iterative.randomized.report import TruncationReport
 from gpy_iterative.randomized.solver_series import Series, conjugate_gradient_series
 from gpy_iterative.randomized.truncation import (
     AutomaticTruncation,
@@ -43,24 +42,34 @@ from gpy_iterative.randomized.truncation import (
     within,
 )
 from gpy_iterative.spectral.densities import Draws, draws_under
+from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Run
 from gpy_iterative.training.training_system import TrainingSystem
 
-Value = Literal["unbiased", "truncated"] | None
-
 
 @dataclass(frozen=True)
-class _Member:
-    """The estimate for one member of a batch; attributes as in DensityEstimate and TruncationReport, without [*b]."""
+class TruncationReport(Report):
+    """Draws, steps and variance of a truncated conjugate gradient series.
 
-    value: Tensor
-    value_variance: Tensor
-    weights: Tensor
-    left: Tensor
-    right: Tensor
-    series: Series
-    relative_variance: float
-    decay_rate: float
+    Attributes:
+        truncation: the distribution of the draws.
+        target_steps: J of each truncation of the targets' series, [*b, M].
+        probe_steps: J of each probe, [*b, s].
+        steps: that were run, of the targets and of each probe, [*b, 1 + s].
+        converged: which of these series ended before they were cut, [*b, 1 + s].
+        relative_variance: of one truncation of H^-1 (y - mean), E|x - E x|^2 over |E x|^2 in the norm of H, [*b]: from
+            the terms that were run.
+        decay_rate: log(rho) of the targets' series, whose terms fall as rho^-j, [*b]. The variance stays finite for a
+            truncation of a rate below 2 log(rho); log(rho) itself is best.
+    """
+
+    truncation: Truncation
+    target_steps: Tensor
+    probe_steps: Tensor
+    steps: Tensor
+    converged: Tensor
+    relative_variance: Tensor
+    decay_rate: Tensor
 
 
 class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
@@ -76,7 +85,6 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         num_probes: int,
         shares_truncation: bool,
         preconditioner: PivotedCholesky | None,
-        value: Value,
         tolerance: float | None,
         resample: bool,
         solver: Solver | None,
@@ -85,8 +93,6 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     ) -> None:
         if not isinstance(truncation, AutomaticTruncation):
             check_truncation(truncation)
-        if value not in (*get_args(get_args(Value)[0]), None):
-            raise ValueError(f"value must be 'unbiased', 'truncated' or None, got {value!r}.")
         check_instance("preconditioner", preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
         if tolerance is not None:
             check_fraction("tolerance", tolerance)
@@ -109,7 +115,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         self.num_truncations = num_truncations
         self.shares_truncation = shares_truncation
         check_flag("resample", resample)
-        self.value, self.tolerance, self.resample = value, tolerance, resample
+        self.tolerance, self.resample = tolerance, resample
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
         start, operator, residual = time.perf_counter(), system.operator, system.residual
@@ -127,20 +133,25 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         self._check_stops(target_stops, probe_stops, operator.batch_shape)
         table = survival_table(truncation, torch.cat([target_stops.reshape(-1), probe_stops.reshape(-1)]))
         batch = operator.batch_shape
-        members = []
+        members, runs = [], []
         for index in itertools.product(*map(range, batch)):
             member = Probes(
                 probes.vectors[index],
                 None if probes.dual is None else probes.dual[index],
                 None if probes.covariance is None else probes.covariance[index] if batch else probes.covariance,
             )
-            system = cast(LinearOperator, operator[index]) if batch else operator
+            matrix = cast(LinearOperator, operator[index]) if batch else operator
+            stops = target_stops[index].cpu(), probe_stops[index].cpu()
+            series = self._series(matrix, residual[index], member, *stops, table)
             members.append(
-                self._member(system, residual[index], member, target_stops[index], probe_stops[index], table)
+                _estimate_of(series, residual[index], member, *stops, truncation, table[: series.iterations])
             )
+            runs.append(series)
         if isinstance(self.truncation, AutomaticTruncation):
-            run = run.having(decay={"energies": _pooled_energies([member.series for member in members])})
-        return self._joined(members, batch, truncation, target_stops, probe_stops, probes, start), run
+            run = run.having(decay={"energies": _pooled_energies(runs)})
+        estimate = _stacked(members, batch)
+        stats = dataclasses.replace(estimate.stats, seconds=time.perf_counter() - start)
+        return dataclasses.replace(estimate, stats=stats, probe_jitter=probe_jitter(probes)), run
 
     def _current_truncation(self, run: Run) -> Truncation:
         """Of this step: chosen, where that is asked for, from what the last step showed."""
@@ -173,7 +184,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                     f"{name} of the training state must have the shape {(*batch, count)}, got {tuple(stops.shape)}."
                 )
 
-    def _member(
+    def _series(
         self,
         operator: LinearOperator,
         residual: Tensor,
@@ -181,91 +192,81 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         target_stops: Tensor,
         probe_stops: Tensor,
         log_survival: Tensor,
-    ) -> _Member:
-        num_truncations, num_probes = len(target_stops), len(probe_stops)
-        columns = torch.cat([torch.zeros(num_truncations, dtype=torch.long), torch.arange(1, num_probes + 1)])
-        series = conjugate_gradient_series(
+    ) -> Series:
+        """One run for the targets' truncations and the probes'."""
+        own = torch.zeros(len(target_stops), dtype=torch.long)
+        return conjugate_gradient_series(
             operator,
             torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1),
-            columns,
-            torch.cat([target_stops.cpu(), probe_stops.cpu()]),
+            torch.cat([own, torch.arange(1, len(probe_stops) + 1)]),
+            torch.cat([target_stops, probe_stops]),
             log_survival,
             preconditioner=probes.covariance,
             tolerance=self.tolerance,
         )
-        targets, solved = series.sums[:, :num_truncations], series.sums[:, num_truncations:]
-        weights = targets.mean(-1)
-        left, right = _quadratic_factors(targets)
-        left = torch.cat([left, solved / (-2 * num_probes)], dim=-1)
-        right = torch.cat([right, probes.vectors if probes.dual is None else probes.dual], dim=-1)
-        table = log_survival[: series.iterations]
-        if self.value is None:
-            value = (left * operator._matmul(right)).sum() - (weights * residual).sum()
-            variance = torch.full_like(value, math.nan)
-        else:
-            value, variance = _value(series, probes, target_stops.cpu(), probe_stops.cpu(), table, self.value)
-        energies = series.energies[:, 0]
-        excess = float((-table).expm1() @ energies)
-        total = float(energies.sum())
-        return _Member(
-            value=value.to(residual),
-            value_variance=variance.to(residual),
-            weights=weights,
-            left=left,
-            right=right,
-            series=series,
-            relative_variance=excess / total if total > 0 else 0.0,
-            decay_rate=decay_rate(energies),
-        )
 
-    def _joined(
-        self,
-        members: list[_Member],
-        batch: torch.Size,
-        truncation: Truncation,
-        target_stops: Tensor,
-        probe_stops: Tensor,
-        probes: Probes,
-        start: float,
-    ) -> DensityEstimate:
-        def stacked(name: str) -> Tensor:
-            tensors = torch.stack([getattr(member, name) for member in members])
-            return tensors.reshape((*batch, *tensors.shape[1:]))
 
-        overhead = 0.0 if probes.covariance is None else probes.covariance.build_epochs
-        runs = [member.series for member in members]
-        steps = torch.stack([series.steps for series in runs]).reshape(*batch, -1)
-        converged = torch.stack([series.converged for series in runs]).reshape(*batch, -1)
-        stats = [
-            SolveStats(
-                iterations=series.iterations,
-                epochs=float(series.iterations),
-                overhead=overhead,
-                residual_norms={"targets": float(series.norms[0]), "probes": float(series.norms[1:].amax())},
-                seconds=series.seconds,
-            )
-            for series in runs
-        ]
-        report = TruncationReport(
+def _estimate_of(
+    series: Series,
+    residual: Tensor,
+    probes: Probes,
+    target_stops: Tensor,
+    probe_stops: Tensor,
+    truncation: Truncation,
+    log_survival: Tensor,
+) -> DensityEstimate:
+    """The estimate from the run for one system [n, n]."""
+    targets, solved = series.sums.tensor_split([len(target_stops)], dim=-1)
+    left, right = _quadratic_factors(targets)
+    value, variance = _value(series, probes, target_stops, probe_stops, log_survival)
+    energies = series.energies[:, 0]
+    excess, total = (-log_survival).expm1() @ energies, energies.sum()
+    return DensityEstimate(
+        value=value.to(residual),
+        value_sem=variance.sqrt().to(residual),
+        weights=targets.mean(-1),
+        left=torch.cat([left, solved / (-2 * len(probe_stops))], dim=-1),
+        right=torch.cat([right, probes.vectors if probes.dual is None else probes.dual], dim=-1),
+        status=series.status,
+        stats=SolveStats(
+            iterations=series.iterations,
+            epochs=float(series.iterations),
+            overhead=0.0 if probes.covariance is None else probes.covariance.build_epochs,
+            residual_norms={"targets": float(series.norms[0]), "probes": float(series.norms[1:].amax())},
+            seconds=series.seconds,
+        ),
+        truncation=TruncationReport(
             truncation=truncation,
             target_steps=target_stops,
             probe_steps=probe_stops,
-            steps=steps,
-            converged=converged,
-            relative_variance=torch.tensor([m.relative_variance for m in members]).reshape(batch),
-            decay_rate=torch.tensor([m.decay_rate for m in members]).reshape(batch),
-        )
-        return DensityEstimate(
-            value=stacked("value"),
-            value_sem=stacked("value_variance").sqrt(),
-            weights=stacked("weights"),
-            left=stacked("left"),
-            right=stacked("right"),
-            status=max((series.status for series in runs), key=list(SolveStatus).index),
-            stats=dataclasses.replace(SolveStats.of_batch(stats), seconds=time.perf_counter() - start),
-            truncation=report,
-            probe_jitter=probe_jitter(probes),
-        )
+            steps=series.steps,
+            converged=series.converged,
+            relative_variance=excess / total if total > 0 else torch.zeros_like(total),
+            decay_rate=torch.tensor(decay_rate(energies)),
+        ),
+    )
+
+
+def _stacked(members: list[DensityEstimate], batch: torch.Size) -> DensityEstimate:
+    """The estimate of a batch from those of its members."""
+    if not batch:
+        return members[0]
+
+    def stacked(items: list[Any], *names: str) -> dict[str, Tensor]:
+        tensors = {name: torch.stack([getattr(item, name) for item in items]) for name in names}
+        return {name: tensor.reshape(*batch, *tensor.shape[1:]) for name, tensor in tensors.items()}
+
+    reports = [member.truncation for member in members]
+    return dataclasses.replace(
+        members[0],
+        **stacked(members, "value", "value_sem", "weights", "left", "right"),
+        status=max((member.status for member in members), key=list(SolveStatus).index),
+        stats=SolveStats.of_batch([member.stats for member in members]),
+        truncation=dataclasses.replace(reports[0], **stacked(reports, *_STACKED)),
+    )
+
+
+_STACKED = ("target_steps", "probe_steps", "steps", "converged", "relative_variance", "decay_rate")
 
 
 def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,10 +281,10 @@ def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _value(
-    series: Series, probes: Probes, target_stops: Tensor, probe_stops: Tensor, log_survival: Tensor, kind: Value
+    series: Series, probes: Probes, target_stops: Tensor, probe_stops: Tensor, log_survival: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The log density and its variance, from the scalars of the run: quadratic form, log-determinant, constant."""
-    weights = (-log_survival).exp() if kind == "unbiased" else torch.ones_like(log_survival)
+    weights = (-log_survival).exp()
     steps = torch.arange(1, series.iterations + 1).unsqueeze(-1)
     energies = series.energies[:, 0]
     quadratic = (weights * energies) @ (steps <= target_stops).double()

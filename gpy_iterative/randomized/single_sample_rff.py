@@ -4,6 +4,7 @@ Potapczynski et al. 2021, section 4.2 and appendix B, with corrections: differen
 telescope), probabilities by the number of frequencies and not by the index, and room for the exact term's own jump.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -12,11 +13,10 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_flag
+from gpy_iterative.exact.estimates import DensityEstimate
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
-from gpy_iterative.randomized.feature_estimate import FeatureEstimate, FeatureStep
-from gpy_iterative.randomized.random_features import RandomFeatureMarginalLogLikelihood
-from gpy_iterative.randomized.report import FrequencyReport
+from gpy_iterative.randomized.random_features import FeatureSum, FrequencyReport, RandomFeatureMarginalLogLikelihood
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.run import Run
 
@@ -44,7 +44,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         max_frequencies: the largest m_k is not above it; None is half the number of data.
         probabilities: "inverse" is the paper's, proportional to 1 / m_k; "adaptive" is proportional to the root mean square
             increments that earlier steps saw, begins with a share of 0.4 for the exact term, and never looks at the current
-            step; or a tensor with one for every k >= 1.
+            step.
         exact_last: the last log likelihood of the grid is replaced by the exact one, a dense Cholesky factor of O(n^3).
             False is unbiased for the likelihood of the last number of frequencies on the grid.
         resample: False keeps frequencies and increment of the first step.
@@ -70,7 +70,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         min_frequencies: int = 500,
         frequency_step: int = 100,
         max_frequencies: int | None = None,
-        probabilities: Literal["inverse", "adaptive"] | Tensor = "inverse",
+        probabilities: Literal["inverse", "adaptive"] = "inverse",
         exact_last: bool = True,
         resample: bool = True,
         solver: Solver | None = None,
@@ -87,12 +87,9 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
                 f"max_frequencies must be at least min_frequencies + frequency_step = {second}, got {max_frequencies}: the "
                 "grid needs an increment."
             )
-        if isinstance(probabilities, Tensor):
-            _check_probabilities(probabilities)
-        elif not isinstance(probabilities, str) or probabilities not in ("inverse", "adaptive"):
-            raise ValueError(f"probabilities must be 'inverse', 'adaptive' or a tensor, got {probabilities!r}.")
-        adapts = isinstance(probabilities, str) and probabilities == "adaptive"
-        if not resample and adapts:
+        if not isinstance(probabilities, str) or probabilities not in ("inverse", "adaptive"):
+            raise ValueError(f"probabilities must be 'inverse' or 'adaptive', got {probabilities!r}.")
+        if not resample and probabilities == "adaptive":
             raise ValueError("resample=False freezes the draw, whose probabilities cannot adapt: take 'inverse'.")
         super().__init__(
             likelihood,
@@ -112,7 +109,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
         self.max_frequencies = max_frequencies
         check_flag("exact_last", exact_last)
-        self.probabilities, self.exact_last, self._adapts = probabilities, exact_last, adapts
+        self.probabilities, self.exact_last = probabilities, exact_last
 
     def _grid(self, num_data: int) -> Tensor:
         """m_0, m_1, ..., at least two of them."""
@@ -127,15 +124,8 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
 
     def _probabilities(self, grid: Tensor, run: Run) -> Tensor:
         """p_k for k = 1, 2, ..., float64."""
-        if isinstance(self.probabilities, Tensor):
-            if len(self.probabilities) != len(grid) - 1:
-                raise ValueError(
-                    f"probabilities must have one entry for each of the {len(grid) - 1} increments of the grid, got "
-                    f"{len(self.probabilities)}."
-                )
-            return self.probabilities.double().cpu()
         guess = 1 / grid[1:].double()
-        if not self._adapts:
+        if self.probabilities == "inverse":
             return guess / guess.sum()
         if self.exact_last and len(guess) > 1:
             guess[-1] = EXACT_SHARE / (1 - EXACT_SHARE) * guess[:-1].sum()
@@ -148,36 +138,46 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             ).sqrt() + torch.finfo(torch.float64).tiny
         return (1 - UNIFORM_SHARE) * guess / guess.sum() + UNIFORM_SHARE / len(guess)
 
+    def _is_exact(self, grid: Tensor, index: int) -> bool:
+        """Whether the exact likelihood is the increment's upper end."""
+        return self.exact_last and index == len(grid) - 1
+
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
         grid = self._grid(num_data)
         probabilities = self._probabilities(grid, run)
         uniform = torch.rand((), generator=generator, device=generator.device, dtype=torch.float64).cpu()
         index = int(torch.searchsorted(probabilities.cumsum(0), uniform).clamp_max(len(grid) - 2)) + 1
         # With the exact term on top, the largest matrix of features is the one below it.
-        is_exact = self.exact_last and index == len(grid) - 1
-        drawn = {"index": torch.tensor(index), "probability": probabilities[index - 1]}
-        return int(grid[index - 1] if is_exact else grid[index]), drawn
+        count = int(grid[index - 1] if self._is_exact(grid, index) else grid[index])
+        return count, {"index": torch.tensor(index), "probability": probabilities[index - 1]}
 
-    def _combined(self, step: FeatureStep, run: Run) -> tuple[FeatureEstimate, Run]:
-        grid, index = self._grid(step.num_data), int(step.draws["index"])
-        probability = float(step.draws["probability"])
-        is_exact = self.exact_last and index == len(grid) - 1
-        lower = int(grid[index - 1])
+    def _sum(self, num_data: int, draws: Draws) -> FeatureSum:
+        grid, index, probability = self._grid(num_data), int(draws["index"]), float(draws["probability"])
+        lower, upper = grid[index - 1 : index + 1].tolist()
+        is_exact = self._is_exact(grid, index)
         weights = {self.min_frequencies: 1.0}
         weights[lower] = weights.get(lower, 0.0) - 1 / probability
         if not is_exact:
-            weights[int(grid[index])] = 1 / probability
-        values = {count: step.leading(count) for count in weights}
-        exact = step.exact() if is_exact else None
-        upper = values[int(grid[index])].value if exact is None else exact.value.double()
-        if self._adapts:
-            run = _with_increment(run, len(grid) - 1, index, float((upper - values[lower].value).square().mean()))
-        estimate = step.combined(
-            [(weight, values[count]) for count, weight in weights.items()],
-            FrequencyReport(step.features.num_frequencies, index, probability, is_exact),
-            exact=None if exact is None else (1 / probability, exact),
-        )
-        return estimate, run
+            weights[upper] = 1 / probability
+        report = FrequencyReport(lower if is_exact else upper, index, probability, is_exact)
+        return FeatureSum(weights, 1 / probability if is_exact else 0.0, report)
+
+    def _after(
+        self,
+        num_data: int,
+        run: Run,
+        draws: Draws,
+        densities: Mapping[int, Tensor],
+        exact: DensityEstimate | None,
+    ) -> Run:
+        if self.probabilities == "inverse":
+            return run
+        counts = sorted(densities)
+        lower, upper = (counts[-2], densities[counts[-1]]) if exact is None else (counts[-1], exact.value.double())
+        seen = {name: tensor.clone() for name, tensor in _seen(run, len(self._grid(num_data)) - 1).items()}
+        seen["count"][int(draws["index"]) - 1] += 1
+        seen["squares"][int(draws["index"]) - 1] += float((upper - densities[lower].detach()).square().mean())
+        return run.having(increments=seen)
 
 
 def _seen(run: Run, increments: int) -> Draws:
@@ -187,24 +187,3 @@ def _seen(run: Run, increments: int) -> Draws:
         zeros = torch.zeros(increments, dtype=torch.float64)
         return {"count": zeros, "squares": zeros}
     return {name: tensor.double().cpu() for name, tensor in seen.items()}
-
-
-def _with_increment(run: Run, increments: int, index: int, square: float) -> Run:
-    """The run that has seen one more squared increment."""
-    seen = {name: tensor.clone() for name, tensor in _seen(run, increments).items()}
-    seen["count"][index - 1] += 1
-    seen["squares"][index - 1] += square
-    return run.having(increments=seen)
-
-
-def _check_probabilities(probabilities: Tensor) -> None:
-    """ValueError unless they are positive and sum to one."""
-    if probabilities.dim() != 1 or not len(probabilities):
-        raise ValueError(f"probabilities must be a vector, got the shape {tuple(probabilities.shape)}.")
-    if not (torch.isfinite(probabilities) & (probabilities > 0)).all():
-        raise ValueError(
-            f"probabilities must be positive, got {probabilities.tolist()}: an increment left out is a bias."
-        )
-    total = float(probabilities.double().sum())
-    if abs(total - 1) > 1e-6:
-        raise ValueError(f"probabilities must sum to 1, got {total:g}. Divide them by their sum.")

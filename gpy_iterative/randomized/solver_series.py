@@ -33,11 +33,11 @@ class Series:
     Attributes:
         sums: sum_{j <= J} length_j direction_j / S_j, [n, k]; each belongs to one column.
         lengths: of the steps, [J, t], float64 on the CPU; zero where a column has ended.
-        products: r_{j-1}^T P^-1 r_{j-1} [J, t], likewise.
+        products: r_{j-1}^T P^-1 r_{j-1} [J, t], float64 on the CPU; zero where a column has ended.
         steps: how many each column took, [t].
         converged: whether a column ended before its last J, at the tolerance or at the floor of its arithmetic, [t].
         indefinite: which columns ended at a direction of no positive curvature, before the floor of the arithmetic, [t].
-        norms: relative residual norms where the columns ended, [t], float64: what is left of the error when no J went on.
+        norms: relative residual norms where the columns ended, [t], float64: the error that no truncation removes.
         seconds: wall-clock time.
     """
 

@@ -16,19 +16,20 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_fraction, check_positive
+from gpy_iterative.checks import check_count
 
-#: Below this argument the two functions of `_geometric_*` are taken from their power series, exact to rounding.
-SERIES_BELOW = 0.02
-#: What is left of the survival function where an infinite sum over it is cut.
+#: Survival probability at which an infinite sum is cut.
 NEGLIGIBLE = 1e-18
 #: Weights 1 / S_j grow to this part of 1 / eps: beyond, a term's rounding error outweighs what it corrects.
 LARGEST_WEIGHT = 0.1
+#: Largest rate, and part of the sum of squared norms beyond the minimum, of a truncation that is chosen.
+MAX_RATE = 0.1
+TAIL = 0.1
 
 
 @runtime_checkable
 class Truncation(Protocol):
-    """What a distribution of J in {1, 2, ...} has to offer: any object with these two methods."""
+    """A distribution of J in {1, 2, ...}: any object with these two methods."""
 
     def log_survival(self, steps: Tensor) -> Tensor:
         """The logarithm of P(J >= j) for integers [*]: 0 for j = 1, never increasing, -inf past the end; float64."""
@@ -81,25 +82,23 @@ class ExponentialTruncation:
             )
 
     @classmethod
-    def for_condition_number(cls, condition_number: float, budget: float, *, max_rate: float = 0.1) -> Self:
+    def for_condition_number(cls, condition_number: float, budget: float) -> Self:
         """The least variance for an expected number of steps.
 
         Args:
-            condition_number: of the preconditioned matrix.
+            condition_number: of the preconditioned matrix. The rate is log(rho), rho = (sqrt(condition_number) + 1) /
+                (sqrt(condition_number) - 1), and at most 0.1.
             budget: expected number of steps.
-            max_rate: the rate is log(rho), rho = (sqrt(condition_number) + 1) / (sqrt(condition_number) - 1), and at most
-                this.
 
         Raises:
             ValueError: an option outside its range, or a budget too small for the rate that the condition number asks for.
         """
         if not 1 <= condition_number < math.inf:
             raise ValueError(f"condition_number must be finite and at least 1, got {condition_number}.")
-        check_positive("max_rate", max_rate)
         if not 1 <= budget < math.inf:
             raise ValueError(f"budget must be finite and at least 1, got {budget}.")
         root = math.sqrt(condition_number)
-        rate = max_rate if root == 1 else min(max_rate, math.log1p(2 / (root - 1)))
+        rate = MAX_RATE if root == 1 else min(MAX_RATE, math.log1p(2 / (root - 1)))
         min_steps = round(budget - _geometric_mean(rate))
         if min_steps < 1:
             raise ValueError(
@@ -140,16 +139,6 @@ class ExponentialTruncation:
         survival = -self.rate * beyond + self._log_mass(ahead) - self._log_mass(ahead.new_tensor(self._support))
         return torch.where(beyond <= 0, torch.zeros_like(beyond), survival)
 
-    def log_probability(self, steps: Tensor) -> Tensor:
-        """The logarithm of P(J = j), float64 [*] for integers [*]; -inf outside the support."""
-        steps = torch.as_tensor(steps)
-        beyond = steps.double() - self.min_steps
-        one = beyond.new_tensor(1.0)
-        total = one.new_zeros(()) if self.max_steps is None else self._log_mass(one * self._support)
-        result = -self.rate * beyond + self._log_mass(one) - total
-        inside = (beyond >= 0) & (beyond < self._support)
-        return torch.where(inside, result, torch.full_like(result, -math.inf))
-
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
         """Independent draws of J, int64 [*size] on the CPU, by inversion of the survival function."""
         uniform = torch.rand(tuple(size), generator=generator, device=generator.device, dtype=torch.float64).cpu()
@@ -161,21 +150,11 @@ class ExponentialTruncation:
         return self.min_steps + beyond.floor().clamp(0, self._support - 1).long()
 
     def mean(self) -> float:
-        """E[J], in closed form: 99.5 for min_steps 80 and rate 0.05."""
-        if self.max_steps is None:
-            return self.min_steps + _geometric_mean(self.rate)
-        ends = self._support * _geometric_mean_excess(self.rate * self._support)
-        return self.min_steps + _geometric_mean_excess(self.rate) - ends
-
-    def std(self) -> float:
-        """The standard deviation of J, in closed form: about 1 / rate."""
-        if self.max_steps is None:
-            return math.exp(-self.rate / 2) / -math.expm1(-self.rate)
-        ends = self._support**2 * _geometric_variance_excess(self.rate * self._support)
-        return math.sqrt(max(_geometric_variance_excess(self.rate) - ends, 0.0))
+        """E[J]: 99.5 for min_steps 80 and rate 0.05."""
+        return self.min_steps + _geometric_mean(self.rate) if self.max_steps is None else self.expected_max(1)
 
     def expected_max(self, count: int) -> float:
-        """E of the largest of `count` independent draws: what one run for all of them costs. A sum over the support."""
+        """E of the largest of `count` independent draws, the cost of one run for all of them. A sum over the support."""
         check_count("count", count)
         last = self.max_steps
         if last is None:
@@ -186,11 +165,11 @@ class ExponentialTruncation:
 
     @property
     def _support(self) -> float:
-        """L, how many values J can take."""
+        """L, the number of values that J can take."""
         return math.inf if self.max_steps is None else float(self.max_steps - self.min_steps + 1)
 
     def _log_mass(self, steps: Tensor) -> Tensor:
-        """The logarithm of what is proportional to the probability of so many neighbouring values; 0 is -inf."""
+        """Logarithm of the unnormalised probability of so many neighbouring values; -inf for none."""
         return steps.log() if self.rate == 0 else torch.log(-torch.expm1(-self.rate * steps))
 
 
@@ -273,38 +252,22 @@ class FixedTruncation:
 class AutomaticTruncation:
     """Rate and minimum from the decay that the last step's series showed.
 
-    The current draw plays no part in the choice: a truncation that looked at its own series would be biased.
+    The rate is log(rho), of terms that fall as rho^-j, and at most 0.1. The minimum leaves a tenth of the sum of squared
+    norms; the relative standard deviation is then about 0.3. The current draw plays no part in the choice: a truncation
+    that depended on its own series would be biased.
 
     Args:
         start: for the first step, and for the first one after the number of data has changed.
-        max_rate: the rate is log(rho), of terms that fall as rho^-j, and at most this; itself at most 13.6, for float32.
-        tail: the first steps that are always taken leave this part of the sum of squared norms. At rate log(rho) the
-            relative standard deviation is then about sqrt(tail).
-        budget: expected steps at the most; None is no bound.
 
     Raises:
-        ValueError: an option outside its range.
         TypeError: a start of another kind.
     """
 
     start: ExponentialTruncation = ExponentialTruncation()
-    max_rate: float = 0.1
-    tail: float = 0.1
-    budget: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.start, ExponentialTruncation):
             raise TypeError(f"start must be an ExponentialTruncation, got {self.start!r}.")
-        check_positive("max_rate", self.max_rate)
-        if self.max_rate > _largest_rate(torch.float32):
-            raise ValueError(f"max_rate must be at most {_largest_rate(torch.float32):.3g}, got {self.max_rate:g}.")
-        check_fraction("tail", self.tail)
-        least = 1 + _geometric_mean(self.max_rate)
-        if self.budget is not None and not least <= self.budget < math.inf:
-            raise ValueError(
-                f"budget must be finite and at least {least:.1f}, the expected number of steps at max_rate = "
-                f"{self.max_rate}, got {self.budget}; None is no bound."
-            )
 
     def choose(self, energies: Tensor) -> ExponentialTruncation:
         """The truncation for a step after one whose series had these terms.
@@ -315,25 +278,22 @@ class AutomaticTruncation:
         energies = energies.double()
         decay = decay_rate(energies)
         # A decay that a short run barely shows may lengthen the next one threefold, and not without bound.
-        rate = min(self.max_rate, max(decay, 1 / len(energies)))
-        if self.budget is not None:
-            rate = max(rate, math.log1p(1 / (self.budget - 1)))
-        min_steps = min(self._steps_to_tail(energies, decay), 2 * len(energies))
-        if self.budget is not None:
-            min_steps = min(min_steps, max(1, math.floor(self.budget - _geometric_mean(rate))))
+        rate = min(MAX_RATE, max(decay, 1 / len(energies)))
+        min_steps = min(_steps_to_tail(energies, decay), 2 * len(energies))
         return ExponentialTruncation(min_steps, rate, self.start.max_steps and max(self.start.max_steps, min_steps))
 
-    def _steps_to_tail(self, energies: Tensor, decay: float) -> int:
-        """The first j after which at most `tail` of the sum is left; a geometric rest continues what was seen."""
-        if decay <= 0:
-            return 2 * len(energies)
-        rest = float(energies[-1]) * _geometric_mean(2 * decay)
-        after = energies.flip(0).cumsum(0).flip(0) - energies + rest
-        allowed = self.tail * (float(energies.sum()) + rest)
-        enough = (after <= allowed).nonzero()
-        if len(enough):
-            return int(enough[0]) + 1
-        return len(energies) + math.ceil(math.log(rest / allowed) / (2 * decay))
+
+def _steps_to_tail(energies: Tensor, decay: float) -> int:
+    """The first j after which at most TAIL of the sum is left; a geometric rest continues what was seen."""
+    if decay <= 0:
+        return 2 * len(energies)
+    rest = float(energies[-1]) * _geometric_mean(2 * decay)
+    after = energies.flip(0).cumsum(0).flip(0) - energies + rest
+    allowed = TAIL * (float(energies.sum()) + rest)
+    enough = (after <= allowed).nonzero()
+    if len(enough):
+        return int(enough[0]) + 1
+    return len(energies) + math.ceil(math.log(rest / allowed) / (2 * decay))
 
 
 def decay_rate(energies: Tensor) -> float:
@@ -362,17 +322,3 @@ def _largest_rate(dtype: torch.dtype) -> float:
 def _geometric_mean(x: float) -> float:
     """1 / (e^x - 1), the mean of a geometric distribution on 0, 1, ...; e^x itself may be infinite."""
     return math.exp(-x) / -math.expm1(-x)
-
-
-def _geometric_mean_excess(x: float) -> float:
-    """1 / (e^x - 1) - 1 / x: the mean of a geometric distribution less that of an exponential one."""
-    if x < SERIES_BELOW:
-        return -1 / 2 + x / 12 - x**3 / 720 + x**5 / 30240
-    return _geometric_mean(x) - 1 / x
-
-
-def _geometric_variance_excess(x: float) -> float:
-    """1 / (4 sinh(x/2)^2) - 1 / x^2: the same for the variance."""
-    if x < SERIES_BELOW:
-        return -1 / 12 + x**2 / 240 - x**4 / 6048
-    return math.exp(-x) / math.expm1(-x) ** 2 - 1 / x**2

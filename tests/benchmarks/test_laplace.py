@@ -99,8 +99,8 @@ def test_products_are_far_fewer_than_those_of_the_published_algorithm() -> None:
     ours = {"10x10": (laplace_poisson.study, 10, 10, 8), "n = 300": (laplace_poisson.larger, 60, 20, 0)}
     for make, outer, inner, draw in ours.values():
         solvers = [
-            laplace_poisson.LaplaceNewton(literal=literal, max_outer=outer, max_inner=inner, tolerance=1e-6)
-            for literal in (True, False)
+            kind(max_outer=outer, max_inner=inner, tolerance=1e-6)
+            for kind in (laplace_poisson.LiteralNewton, laplace_poisson.LaplaceNewton)
         ]
         published, found = (laplace_poisson.run(solver, *make(draw)) for solver in solvers)
         assert published["products"] is not None

@@ -153,7 +153,7 @@ RUNS: dict[str, Callable[[int], Run]] = {
     "laplace-exact": _laplace("logit"),
     "laplace": _laplace("poisson-log", solver=LaplaceNewton(max_rank=5)),
     "laplace-softmax": _laplace("softmax", solver=LaplaceNewton()),
-    "laplace-pathwise": _laplace("logit", solver=LaplaceNewton(), trace="pathwise", num_frequencies=10),
+    "laplace-logit": _laplace("logit", solver=LaplaceNewton()),
     "laplace-elbo": _laplace("logit", objective="elbo", solver=LaplaceNewton(num_covariance_actions=5)),
     "quadruply": _quadruply("fourier"),
     "quadruply-nystrom": _quadruply("nystrom"),

@@ -326,7 +326,7 @@ def test_training_states_of_others(method: str) -> None:
     others = [
         ({}, "no training state"),
         (None, "no training state"),
-        ({key: tensor for key, tensor in state.items() if key != "steps"}, "steps"),
+        ({key: tensor for key, tensor in state.items() if key != "counts.steps"}, "counts.steps"),
         (state | {"more": torch.tensor(0)}, "more"),
     ]
     case = feature_case(KERNELS["polynomial"](), n=30)
@@ -384,7 +384,7 @@ def test_one_datum_one_feature(method: str) -> None:
     expected = torch.distributions.Normal(torch.tensor(0.0).double(), variance**0.5).log_prob(y[0])
     torch.testing.assert_close(value.detach(), expected)
     value.backward()
-    assert mll.posterior(torch.zeros(0, 1).double()).mean.shape == (0,)
+    assert mll.posterior()(torch.zeros(0, 1).double()).mean.shape == (0,)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -117,10 +117,7 @@ def test_gaussian_likelihood_is_the_exact_marginal() -> None:
 
 
 @pytest.mark.parametrize("name", ["logit", "student", "softmax"])
-@pytest.mark.parametrize(
-    ("trace", "deflate"), [("preconditioned", True), ("preconditioned", False), ("standard", True), ("pathwise", False)]
-)
-def test_stochastic_gradient_is_unbiased(name: str, trace: str, deflate: bool) -> None:
+def test_stochastic_gradient_is_unbiased(name: str) -> None:
     problem = case(name, n=16)
     exact = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceCholesky())
     value, expected = gradients(problem, exact)
@@ -129,10 +126,7 @@ def test_stochastic_gradient_is_unbiased(name: str, trace: str, deflate: bool) -
         problem.likelihood,
         problem.model,
         solver=LaplaceNewton(tolerance=1e-10, max_rank=5, max_outer=200),
-        trace=trace,
-        deflate=deflate,
         num_probes=40,
-        num_frequencies=20,
         tolerance=1e-9,
         generator=0,
     )
@@ -152,7 +146,7 @@ def test_stochastic_gradient_is_unbiased(name: str, trace: str, deflate: bool) -
 
 
 def test_everything_captured_leaves_no_noise() -> None:
-    """With all of the space among the actions, deflation leaves nothing to the probes."""
+    """With all of the space among the actions, nothing is left to the probes."""
     problem = case("poisson-log", n=20)
     _, expected = gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model))
     solver = LaplaceNewton(tolerance=1e-10, num_covariance_actions=40)
@@ -160,18 +154,6 @@ def test_everything_captured_leaves_no_noise() -> None:
     _, found = gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options))
     for key, gradient in expected.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-6, atol=1e-6)
-
-
-def test_low_rank_log_determinant_is_a_lower_bound() -> None:
-    problem = case("logit", n=30)
-    exact, _ = gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model))
-    above = []
-    for rank in (2, 5, 30):
-        solver = LaplaceNewton(tolerance=1e-9, max_rank=rank, max_outer=200, num_covariance_actions=30 * (rank == 30))
-        options = {"solver": solver, "logdet": "lowrank", "tolerance": 1e-6}
-        above.append(gradients(problem, LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, **options))[0])
-    assert above[0] > above[1] > exact
-    assert above[2] == pytest.approx(exact, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["logit", "poisson-log", "softmax"])
@@ -389,8 +371,9 @@ def test_a_run_resumes_exactly() -> None:
     for changed in (
         {"weights": torch.zeros(3)},
         kept | {"generator": 3},
-        kept | {"weights": torch.zeros(30, 1, dtype=torch.bool)},
-        kept | {"weights": 0.5},
+        kept | {"mode.weights": torch.zeros(30, 1, dtype=torch.bool)},
+        kept | {"mode.weights": 0.5},
+        kept | {"mode.actions": torch.zeros(30, 1)},
         kept | {"probes": torch.zeros(3)},
     ):
         with pytest.raises(ValueError, match="no training state"):
@@ -456,8 +439,6 @@ def test_a_batch_of_one_kernel_serves_all_functions() -> None:
             gpytorch.kernels.RBFKernel(batch_shape=batch), batch_shape=batch
         )
         model.double()
-        mll = LaplaceMarginalLogLikelihood(
-            problem.likelihood, model, solver=LaplaceNewton(), trace="pathwise", num_frequencies=50, generator=0
-        )
+        mll = LaplaceMarginalLogLikelihood(problem.likelihood, model, solver=LaplaceNewton(), generator=0)
         values.append(mll(model(problem.x), problem.y).reshape(()))
     torch.testing.assert_close(values[0], values[1], rtol=1e-3, atol=1e-3)

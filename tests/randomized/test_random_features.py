@@ -49,36 +49,43 @@ def test_density_and_derivatives_are_those_of_autograd(columns: int, batch: tupl
     expected = normal_density.log_prob(residual)
     gradients = torch.autograd.grad(expected.sum(), (features, noise, residual))
 
-    term = FeatureDensity(features.detach(), noise.detach(), residual.detach()).term(index, scale)
-    torch.testing.assert_close(term.value, expected.detach(), rtol=1e-10, atol=1e-10)
-    by_features = torch.zeros_like(features.detach()).index_add_(-1, term.columns, term.by_features)
-    for found, gradient in zip((by_features, term.by_noise, term.by_residual), gradients, strict=True):
-        torch.testing.assert_close(found, gradient, rtol=1e-8, atol=1e-9)
+    found = FeatureDensity(features, noise, residual).log_density(index, scale)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for ours, theirs in zip(torch.autograd.grad(found.sum(), (features, noise, residual)), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
 
-def test_small_noise_in_float32() -> None:
+def test_small_noise() -> None:
     """The quadratic form as two squares keeps its digits where the textbook's difference loses them."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(400, 40, generator=generator, dtype=torch.float64)
     residual = features @ torch.randn(40, generator=generator, dtype=torch.float64)
-    residual += 0.03 * torch.randn(400, generator=generator, dtype=torch.float64)
-    noise = torch.full((400,), 1e-3, dtype=torch.float64)
-    index, scale = torch.arange(40), torch.ones(40, dtype=torch.float64)
-    expected = FeatureDensity(features, noise, residual).term(index, scale).value
-    found = FeatureDensity(features.float(), noise.float(), residual.float()).term(index, scale).value
-    assert abs(float(found / expected) - 1) < 1e-5
+    residual += 1e-5 * torch.randn(400, generator=generator, dtype=torch.float64)
+    noise = 1e-10
+    left, values, _ = torch.linalg.svd(features, full_matrices=False)
+    explained = left.T @ residual
+    rest = residual - left @ explained
+    quadratic = rest.square().sum() / noise + (explained.square() / (values.square() + noise)).sum()
+    determinant = (values.square() + noise).log().sum() + 360 * math.log(noise)
+    expected = -0.5 * (quadratic + determinant + 400 * math.log(2 * math.pi))
+    density = FeatureDensity(features, torch.full((400,), noise, dtype=torch.float64), residual)
+    found = density.log_density(torch.arange(40), torch.ones(40, dtype=torch.float64))
+    assert abs(float(found / expected) - 1) < 1e-9
 
 
-@pytest.mark.parametrize("columns", [56, 60])
-def test_float32_keeps_its_digits_where_almost_all_data_are_explained(columns: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    features, residual = (torch.randn(*shape, generator=generator) for shape in ((60, columns), (60,)))
-    noise, index, scale = torch.full((60,), 1e-6), torch.arange(columns), torch.ones(columns, dtype=torch.float64)
-    expected = FeatureDensity(features.double(), noise.double(), residual.double()).term(index, scale)
-    found = FeatureDensity(features, noise, residual).term(index, scale)
-    for name in ("value", "by_features", "by_noise", "by_residual"):
-        ours, theirs = getattr(found, name).double(), getattr(expected, name)
-        assert (ours - theirs).norm() < 1e-6 * theirs.norm(), name
+@pytest.mark.parametrize("num_frequencies", [28, 30])
+def test_float32_keeps_its_digits_where_almost_all_data_are_explained(num_frequencies: int) -> None:
+    """Little noise: what few data leave unexplained is a small difference."""
+    found = {}
+    for dtype in (torch.float64, torch.float32):
+        case = rff_case(n=60, dtype=dtype)
+        case.likelihood.noise_covar.register_constraint("raw_noise", gpytorch.constraints.GreaterThan(1e-7))
+        case.likelihood.noise = 1e-4
+        mll = RFF(case.likelihood, case.model, num_frequencies=num_frequencies, generator=0)
+        value, gradients = value_and_gradients(mll, case)
+        found[dtype] = [value.double(), *(gradient.double() for gradient in gradients.values())]
+    for ours, theirs in zip(found[torch.float32], found[torch.float64], strict=True):
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()
 
 
 def rff_case(n: int = 30, dtype: torch.dtype = torch.float64) -> Case:
@@ -175,8 +182,8 @@ def trace_terms(case: Case) -> float:
     return max(float(gradient.abs().max()) for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("probabilities", ["inverse", "adaptive", torch.tensor([0.2, 0.2, 0.6])])
-def test_value_and_gradient_are_unbiased(probabilities) -> None:
+@pytest.mark.parametrize("probabilities", ["inverse", "adaptive"])
+def test_value_and_gradient_are_unbiased(probabilities: str) -> None:
     case = rff_case(n=40)
     case.likelihood.noise = 0.5
     expected, expected_gradients = exact(case)
@@ -374,11 +381,8 @@ def test_second_derivatives_are_refused(mll_class: type) -> None:
         ({"max_frequencies": 0}, "max_frequencies.*0"),
         ({"max_frequencies": 12.5}, r"max_frequencies.*12\.5"),
         ({"max_frequencies": "13"}, "max_frequencies.*'13'"),
-        ({"probabilities": np.full(3, 1 / 3)}, "tensor, got array"),
+        ({"probabilities": np.full(3, 1 / 3)}, "'adaptive', got array"),
         ({"probabilities": "equal"}, "equal"),
-        ({"probabilities": torch.tensor([0.5, 0.0, 0.5])}, "positive"),
-        ({"probabilities": torch.tensor([0.5, 0.2])}, r"sum to 1, got 0\.7"),
-        ({"probabilities": torch.eye(2)}, "vector"),
         ({"probabilities": "adaptive", "resample": False}, "resample=False"),
     ],
 )
@@ -392,9 +396,6 @@ def test_other_refusals() -> None:
     case = rff_case()
     with pytest.raises(ValueError, match=r"num_frequencies.*0"):
         RFF(case.likelihood, case.model, num_frequencies=0)
-    mll = SingleSample(case.likelihood, case.model, probabilities=torch.tensor([0.5, 0.5]), **GRID)
-    with pytest.raises(ValueError, match=r"3 increments.*2"):
-        mll(case.model(case.x), case.y)
     with pytest.raises(gpi.errors.UnsupportedLikelihoodError, match="BernoulliLikelihood"):
         RFF(gpytorch.likelihoods.BernoulliLikelihood(), case.model)
     huge = dataclasses.replace(case, y=1e200 * case.y)

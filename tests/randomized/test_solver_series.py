@@ -26,7 +26,7 @@ from tests.monte_carlo import assert_mean_within
 N = 60
 TRUNCATION = ExponentialTruncation(6, 0.15, N)
 STOPS = torch.arange(6, N + 1)
-PROBABILITIES = TRUNCATION.log_probability(STOPS).exp()
+PROBABILITIES = -TRUNCATION.log_survival(torch.arange(6, N + 2)).exp().diff()
 LOG_SURVIVAL = TRUNCATION.log_survival(torch.arange(1, N + 1))
 
 

@@ -33,11 +33,6 @@ def test_survival_is_the_tail_sum(setting: tuple) -> None:
         # In log space: the relative error of S itself, also where S is 1e-300.
         assert abs(float(survival[j - 1]) - float(tail.ln())) < 1e-12
     assert (truncation.log_survival(torch.arange(1, 4) + truncation.max_steps) == -math.inf).all()
-    found = truncation.log_probability(torch.arange(truncation.min_steps, truncation.max_steps + 1)).exp()
-    torch.testing.assert_close(
-        found, torch.tensor([float(value) for value in p], dtype=torch.float64), rtol=1e-10, atol=1e-300
-    )
-    assert truncation.log_probability(torch.tensor([truncation.min_steps - 1, truncation.max_steps + 1])).isinf().all()
 
 
 def test_weights_keep_their_digits_in_float32() -> None:
@@ -60,7 +55,6 @@ def test_moments_and_expected_maximum(setting: tuple) -> None:
     steps = torch.arange(truncation.min_steps, truncation.max_steps + 1).double()
     mean = (p * steps).sum()
     assert truncation.mean() == pytest.approx(mean.item(), rel=1e-12)
-    assert truncation.std() == pytest.approx((p * (steps - mean).square()).sum().sqrt().item(), rel=1e-9, abs=1e-9)
     cdf = p.cumsum(0).clamp(max=1)
     for count in (1, 2, 8):
         expected = (steps * torch.diff(cdf**count, prepend=torch.zeros(1))).sum()
@@ -73,10 +67,8 @@ def test_the_figures_of_the_paper() -> None:
     assert truncation.expected_max(2) == pytest.approx(109.5, abs=0.01)
     assert truncation.expected_max(8) == pytest.approx(133.9, abs=0.05)
     assert truncation.expected_max(12) == pytest.approx(141.6, abs=0.05)
-    assert truncation.std() == pytest.approx(20.0, abs=0.01)
     endless = ExponentialTruncation(80, 0.05)
     assert endless.mean() == pytest.approx(truncation.mean(), abs=1e-6)
-    assert endless.std() == pytest.approx(truncation.std(), abs=1e-6)
     assert endless.expected_max(2) == pytest.approx(truncation.expected_max(2), abs=1e-6)
 
 
@@ -86,15 +78,15 @@ def test_sampler_follows_the_distribution(setting: tuple) -> None:
     draws = truncation.sample((size // 2, 2), torch.Generator().manual_seed(0))
     assert draws.shape == (size // 2, 2)
     assert draws.dtype == torch.int64
-    steps = torch.arange(truncation.min_steps, int(draws.max()) + 1)
-    expected = size * truncation.log_probability(steps).exp()
+    survival = truncation.log_survival(torch.arange(truncation.min_steps, int(draws.max()) + 2)).exp()
+    expected = -size * survival.diff()
     counts = torch.bincount(draws.reshape(-1), minlength=int(draws.max()) + 1)[truncation.min_steps :].double()
     enough = expected > 10
     chi_square = ((counts - expected).square() / expected)[enough].sum()
     degrees = int(enough.sum())
     assert chi_square < degrees + 4 * math.sqrt(2 * degrees)
     assert draws.min() == truncation.min_steps
-    assert abs(draws.double().mean() - truncation.mean()) < 4 * truncation.std() / size**0.5
+    assert abs(draws.double().mean() - truncation.mean()) < 4 * draws.double().std() / size**0.5
 
 
 def test_rates_at_the_ends_of_their_range() -> None:
@@ -105,10 +97,7 @@ def test_rates_at_the_ends_of_their_range() -> None:
     assert tiny.mean() == pytest.approx(uniform.mean())
     for steep in (ExponentialTruncation(3, 2000.0), ExponentialTruncation(3, 2000.0, 12)):
         assert [steep.mean(), steep.expected_max(5)] == pytest.approx([3, 3])
-        assert steep.std() == pytest.approx(0, abs=1e-9)
         assert (steep.sample((10,), torch.Generator().manual_seed(0)) == 3).all()
-    chosen = AutomaticTruncation(max_rate=13.0, budget=9).choose(torch.ones(2))
-    assert chosen == ExponentialTruncation(2, 13.0)
 
 
 def test_equal_generators_give_equal_draws_and_the_global_one_is_left_alone() -> None:
@@ -173,9 +162,6 @@ def test_automatic_choice_before_the_tail_is_seen() -> None:
     assert AutomaticTruncation().choose(energies[:20]) == ExponentialTruncation(40, 0.05)
     growing = torch.exp(0.1 * torch.arange(1, 21).double())
     assert AutomaticTruncation().choose(growing).mean() > 20
-    budget = AutomaticTruncation(budget=50)
-    assert budget.choose(growing).mean() <= 50
-    assert budget.choose(energies).mean() <= 50
     assert AutomaticTruncation().choose(torch.ones(1)) == ExponentialTruncation(1, 0.1)
     assert AutomaticTruncation().choose(torch.tensor([1.0, 1e-3, 0.0, 0.0])).min_steps == 1
 
@@ -203,8 +189,5 @@ def test_other_options_outside_their_range() -> None:
         FixedTruncation(0)
     with pytest.raises(ValueError, match="count"):
         ExponentialTruncation().expected_max(0)
-    for options in ({"max_rate": 0.0}, {"max_rate": 14.0}, {"tail": 1.0}, {"budget": 5.0}, {"budget": math.inf}):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            AutomaticTruncation(**options)
     with pytest.raises(TypeError, match=r"start.*FixedTruncation"):
         AutomaticTruncation(start=FixedTruncation(80))

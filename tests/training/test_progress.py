@@ -63,7 +63,7 @@ def _passes(progress: Progress) -> None:
     case = feature_case(kernels.ScaleKernel(fourier()))
     mll = gpi.mlls.VariationalFeatureMarginalLogLikelihood(case.likelihood, case.model)
     mll.progress = progress
-    mll.refresh(chunk_size=9)
+    mll.refresh()
     mll(case.model(case.x), case.y)
 
 

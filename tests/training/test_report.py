@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from gpy_iterative.features.report import MinibatchReport
-from gpy_iterative.randomized.report import TruncationReport
+from gpy_iterative.features.base import MinibatchReport
+from gpy_iterative.randomized.series import TruncationReport
 from gpy_iterative.solvers import SolveStatus
 from gpy_iterative.training.report import MarginalLogLikelihoodReport
 from gpy_iterative.truncation import ExponentialTruncation

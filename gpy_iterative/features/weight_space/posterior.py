@@ -1,6 +1,8 @@
 """Predictions from the weights: no solve, no kernel matrix."""
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +15,27 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, checked_seed
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
 from gpy_iterative.features.weight_space.problem import WeightSpacePrior, WeightSpaceProblem
-from gpy_iterative.features.weight_space.weights import WeightDistribution, posterior_weights
+from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
+from gpy_iterative.training.report import Report
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
 from gpy_iterative.training.training_system import prior_at
+
+
+@dataclass(frozen=True)
+class PassReport(Report):
+    """The pass over the training data that a posterior of weights takes.
+
+    Attributes:
+        num_data: n.
+        num_features: m.
+        seconds: wall-clock time.
+    """
+
+    num_data: int
+    num_features: int
+    seconds: float
 
 
 class WeightSpacePosterior:
@@ -27,9 +45,8 @@ class WeightSpacePosterior:
         model: an ExactGP with training data, whose kernels have finite feature maps.
         likelihood: Gaussian, with independent noise.
         params: the likelihood's own arguments, as passed to the marginal log likelihood.
-        kwargs: likewise, such as `noise`; they belong to the training data of now.
+        kwargs: those with names, such as `noise`; they belong to the present training data.
         seed: of the sample paths.
-        chunk_size: training rows that are evaluated at a time.
         progress: True shows a bar for a pass over the data; a callable gets every
             `gpy_iterative.progress.ProgressReport`.
 
@@ -51,26 +68,24 @@ class WeightSpacePosterior:
         params: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         seed: int = 0,
-        chunk_size: int = 4096,
         progress: Progress = False,
     ) -> None:
-        check_count("chunk_size", chunk_size)
         check_progress(progress)
         self.model, self.likelihood = model, likelihood
         self._params = LikelihoodParams(params, model, kwargs)
-        self._seed, self._chunk_size, self._progress = checked_seed(seed), chunk_size, progress
+        self._seed, self._progress = checked_seed(seed), progress
         self._lock = OwnLock()
-        self._snapshot, self._weights = self._solved()
+        self._snapshot, self._weights, self._report = self._solved()
 
     @property
-    def weights(self) -> WeightDistribution:
-        """N(v, S) of the centred weights at the hyperparameters and data of now, in float64."""
-        return self._current()[1]
+    def report(self) -> PassReport:
+        """The last pass over the training data."""
+        return self._report
 
     def _current(self) -> tuple[ModelSnapshot, WeightDistribution]:
         with self._lock:
             if not self._snapshot.describes(self.model, self.likelihood):
-                self._snapshot, self._weights = self._solved()
+                self._snapshot, self._weights, self._report = self._solved()
             return self._snapshot, self._weights
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
@@ -111,7 +126,8 @@ class WeightSpacePosterior:
 
     @torch.inference_mode(False)  # what is computed now may be differentiated through later
     @torch.no_grad()
-    def _solved(self) -> tuple[ModelSnapshot, WeightDistribution]:
+    def _solved(self) -> tuple[ModelSnapshot, WeightDistribution, PassReport]:
+        start = time.perf_counter()
         model, likelihood = self.model, self.likelihood
         if model.train_inputs is None or model.train_targets is None:
             raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
@@ -121,9 +137,10 @@ class WeightSpacePosterior:
         params, kwargs = self._params.current(model), self._params.current_kwargs(model)
         problem = WeightSpaceProblem(likelihood, prior, model.train_targets, *params, **kwargs)
         problem.progress = self._progress
-        weights = posterior_weights(problem, chunk_size=self._chunk_size)
+        weights = WeightDistribution.from_precision(*exact_statistics(problem))
         snapshot.hand_back(self.model, self.likelihood)
-        return snapshot, weights
+        report = PassReport(problem.num_data, len(weights.mean), time.perf_counter() - start)
+        return snapshot, weights, report
 
 
 class WeightSpacePaths:

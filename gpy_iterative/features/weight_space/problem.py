@@ -1,4 +1,4 @@
-"""From a GPyTorch prior, likelihood and targets to batches of a linear model; evaluates what is asked for, and no more."""
+"""GPyTorch's prior, likelihood and targets as batches of a linear model, which evaluate their own rows alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +25,9 @@ from gpy_iterative.linear_operators.prior_parts import KernelTerm, prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.training.progress import Progress, reporting
 
+#: Rows that are evaluated at a time in a pass over all data.
+CHUNK_SIZE = 4096
+
 
 @dataclass(frozen=True)
 class FeatureBatch:
@@ -35,7 +38,7 @@ class FeatureBatch:
         variances: c, of the weights a priori, [m].
         residual: y_i - mean_i, [b].
         noise: s_i, [b].
-        weight: n / b: what a sum over the batch is multiplied with to estimate the sum over all data.
+        weight: n / b: factor by which a sum over the batch estimates the sum over all data.
     """
 
     basis: Tensor
@@ -112,10 +115,10 @@ class WeightSpaceProblem:
         function_dist: the prior `model(train_x)`, [n].
         target: [n].
         params: the likelihood's own arguments.
-        kwargs: likewise.
+        kwargs: the likelihood's own arguments with names.
 
     Attributes:
-        progress: what is told of every pass over all data, see `gpy_iterative.training.progress`.
+        progress: shows or reports every pass over all data, see `gpy_iterative.progress`.
 
     Raises:
         ValueError: as WeightSpacePrior, and for a batch of priors or a multitask prior.
@@ -156,61 +159,63 @@ class WeightSpaceProblem:
         """How many data, n."""
         return self._distribution.loc.shape[-1]
 
-    def batch(self, rows: Tensor) -> FeatureBatch:
+    def batch(self, rows: Tensor, noise: LinearOperator | None = None) -> FeatureBatch:
         """The rows [b] as an estimate of all data; evaluates networks and kernels at these alone.
+
+        Args:
+            rows: row numbers [b].
+            noise: the noise covariance of all data, where it is evaluated already.
 
         Raises:
             ValueError: data or noise that are not finite, noise that is not positive.
             NonFiniteError: features or mean values that are not finite.
         """
-        return self._batch(rows, self._noise_covariance())
-
-    def _batch(self, rows: Tensor, noise_covariance: LinearOperator) -> FeatureBatch:
         features = self.prior.features(rows)
-        residual, noise = self._residual_and_noise(rows, noise_covariance)
-        if not torch.isfinite(features.basis).all() or not torch.isfinite(features.variances).all():
-            self.prior.check_inputs()
-            raise NonFiniteError(
-                "The kernel's features are not finite. A smaller learning rate, or bounds on the hyperparameters, keep "
-                "the optimiser from leaving the domain."
-            )
-        return FeatureBatch(
-            features.basis.double(), features.variances.double(), residual, noise, self.num_data / max(len(rows), 1)
-        )
+        residual, variances = self.residual_and_noise(rows, noise)
+        self._check_finite("kernel's features are", features.basis, features.variances)
+        weight = self.num_data / max(len(rows), 1)
+        return FeatureBatch(features.basis.double(), features.variances.double(), residual, variances, weight)
 
-    def residual_and_noise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def batches(self) -> Iterator[FeatureBatch]:
+        """All rows in order, `CHUNK_SIZE` at a time, each with weight 1."""
+        noise = self._noise_covariance()  # once: where it depends on the inputs, it is evaluated at all of them
+        with reporting(self.progress, "pass", "rows", self.num_data) as tell:
+            done = 0
+            for rows in torch.arange(self.num_data, device=self._distribution.loc.device).split(CHUNK_SIZE):
+                yield replace(self.batch(rows, noise), weight=1.0)
+                done += len(rows)
+                tell(done, {})
+
+    def residual_and_noise(self, rows: Tensor, noise: LinearOperator | None = None) -> tuple[Tensor, Tensor]:
         """Targets less mean [b] and noise variances [b] at these rows, in float64. Raises as `batch` does."""
-        return self._residual_and_noise(rows, self._noise_covariance())
-
-    def _residual_and_noise(self, rows: Tensor, noise_covariance: LinearOperator) -> tuple[Tensor, Tensor]:
         target, mean = self._target[rows], self._distribution.loc[rows]
         if not torch.isfinite(target).all():
             check_finite("target", self._target)
-        if not torch.isfinite(mean).all():
+        self._check_finite("mean function's values are", mean)
+        covariance = self._noise_covariance() if noise is None else noise
+        return (target - mean).double(), self._noise(rows, covariance).double()
+
+    def _check_finite(self, what: str, *tensors: Tensor) -> None:
+        if not all(torch.isfinite(tensor).all() for tensor in tensors):
             self.prior.check_inputs()
             raise NonFiniteError(
-                "The mean function's values are not finite. A smaller learning rate, or bounds on its parameters, keep the "
-                "optimiser from leaving the domain."
+                f"The {what} not finite. A smaller learning rate, or bounds on the hyperparameters, keep the optimiser "
+                "from leaving the domain."
             )
-        return (target - mean).double(), self._noise(rows, noise_covariance).double()
-
-    def batches(self, chunk_size: int) -> Iterator[FeatureBatch]:
-        """All rows, in order, each with weight 1."""
-        noise_covariance = (
-            self._noise_covariance()
-        )  # once: where it depends on the inputs, it is evaluated at all of them
-        with reporting(self.progress, "pass", "rows", self.num_data) as tell:
-            done = 0
-            for rows in torch.arange(self.num_data, device=self._distribution.loc.device).split(chunk_size):
-                yield replace(self._batch(rows, noise_covariance), weight=1.0)
-                done += len(rows)
-                tell(done, {})
 
     def _noise_covariance(self) -> LinearOperator:
         return noise_operator(self._likelihood, self._distribution, *self._params, **self._kwargs)
 
     def _noise(self, rows: Tensor, covariance: LinearOperator) -> Tensor:
-        noise = _rows_of_diagonal(covariance, rows, self._likelihood)
+        if isinstance(covariance, ConstantDiagLinearOperator):
+            noise = covariance.diag_values.expand(len(rows))  # without a vector of all data in the graph
+        elif isinstance(covariance, DiagLinearOperator):
+            noise = covariance.diagonal(dim1=-1, dim2=-2)[rows]
+        else:
+            raise UnsupportedLikelihoodError(
+                f"Mini-batches need independent noise; the noise covariance of {type(self._likelihood).__name__} is not "
+                "diagonal. HutchinsonMarginalLogLikelihood takes any."
+            )
         if not (torch.isfinite(noise) & (noise > 0)).all():
             check_noise(covariance.diagonal(dim1=-1, dim2=-2))  # of all data: the index that it names is theirs
         return noise if self.prior.jitter is None else noise + self.prior.jitter[rows]
@@ -227,14 +232,3 @@ def _term_covariance(term: KernelTerm, rows: Tensor) -> Tensor:
         return features @ features.mT
     dense = operator_of_kernel(term.kernel, term.inputs[rows], None, KernelProducts()).to_dense()
     return dense if term.scale is None else dense * term.scale
-
-
-def _rows_of_diagonal(covariance: LinearOperator, rows: Tensor, likelihood: Likelihood) -> Tensor:
-    if isinstance(covariance, ConstantDiagLinearOperator):
-        return covariance.diag_values.expand(len(rows))  # without a vector of all data in the graph
-    if isinstance(covariance, DiagLinearOperator):
-        return covariance.diagonal(dim1=-1, dim2=-2)[rows]
-    raise UnsupportedLikelihoodError(
-        f"Mini-batches need independent noise; the noise covariance of {type(likelihood).__name__} is not diagonal. "
-        "HutchinsonMarginalLogLikelihood takes any."
-    )

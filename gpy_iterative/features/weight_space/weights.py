@@ -1,4 +1,13 @@
-"""Distributions of the weights, their exact posterior, and the exact marginal likelihood: sums over all data, in chunks."""
+"""Distributions of the weights, the objective behind all mini-batch estimators, and the exact marginal likelihood.
+
+With residuals r, features u, noise variances s, weights N(v, S) and prior variances c,
+
+    J = sum_i [((r_i - u_i^T v)^2 + u_i^T S u_i) / s_i + log s_i] + sum_j [(v_j^2 + S_jj) / c_j + log c_j] - log|S| - m
+
+is at least -2 log p(y) - n log(2 pi) for any v and S > 0, with equality at the posterior of the weights. There the
+gradients of both with respect to all hyperparameters agree, too (envelope theorem). The first sum is one over data, of
+which any uniform batch gives unbiased values and gradients.
+"""
 
 import math
 from dataclasses import dataclass
@@ -28,8 +37,7 @@ class WeightDistribution:
     def from_precision(cls, precision: Tensor, moment: Tensor) -> "WeightDistribution":
         """N(P^-1 h, P^-1); cost m^3. Raises NonFiniteError where P is not finite or not positive definite."""
         lower = triangular_root(precision)
-        mean = torch.cholesky_solve(moment.unsqueeze(-1), lower).squeeze(-1)
-        return cls.from_precision_root(lower, mean)
+        return cls.from_precision_root(lower, _solve(lower, moment))
 
     @classmethod
     def from_precision_root(cls, lower: Tensor, mean: Tensor) -> "WeightDistribution":
@@ -51,43 +59,74 @@ def triangular_root(precision: Tensor) -> Tensor:
     return lower
 
 
-@torch.no_grad()
-def exact_statistics(problem: WeightSpaceProblem, *, centred: bool, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """The weights' posterior precision P [m, m] and moment h [m] from all data; cost n m^2, memory chunk_size m + m^2."""
-    gram: Tensor | None = None
-    moment: Tensor | None = None
-    for batch in problem.batches(chunk_size):
-        batch = batch if centred else batch.uncentred()
-        gram = batch.precision() if gram is None else gram + batch.gram()
-        moment = batch.moment() if moment is None else moment + batch.moment()
-    assert gram is not None
-    assert moment is not None
-    return gram, moment
+def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """J without its terms -log|S| - m, estimated from a batch: all terms that depend on hyperparameters.
 
+    Args:
+        batch: rows with the graph to the hyperparameters.
+        mean: v, [m].
+        left: [m, k].
+        right: [m, k]: S = left right^T, which need not be positive definite here.
 
-def posterior_weights(
-    problem: WeightSpaceProblem, *, centred: bool = True, chunk_size: int = 4096
-) -> WeightDistribution:
-    """The exact posterior of the weights."""
-    return WeightDistribution.from_precision(*exact_statistics(problem, centred=centred, chunk_size=chunk_size))
+    Cost b m k multiply-adds, twice that where right is another matrix.
+    """
+    projected = batch.basis @ left
+    spread = (projected * (projected if right is left else batch.basis @ right)).sum(-1)
+    misfit = (batch.residual - batch.basis @ mean).square()
+    data = ((misfit + spread) / batch.noise + batch.noise.log()).sum()
+    prior = ((mean.square() + (left * right).sum(-1)) / batch.variances + batch.variances.log()).sum()
+    return batch.weight * data + prior
 
 
 @torch.no_grad()
-def exact_log_marginal_likelihood(problem: WeightSpaceProblem, *, chunk_size: int = 4096) -> Tensor:
-    """The log marginal likelihood, a float64 scalar, from two passes over the data: cost n m^2, memory chunk_size m + m^2.
+def log_marginal_likelihood_gap(weights: WeightDistribution, precision: Tensor, moment: Tensor) -> Tensor:
+    """J + 2 log p(y) + n log(2 pi) of any weights, at least 0, and 0 for their posterior.
+
+    Args:
+        weights: N(v, S).
+        precision: P of all data, [m, m].
+        moment: h of all data, [m].
+
+    tr(S P) - log|S P| - m + (v - P^-1 h)^T P (v - P^-1 h), each part from squares; cost m^3.
+    """
+    lower = triangular_root(precision)
+    off = weights.mean - _solve(lower, moment)
+    log_ratio = weights.log_determinant + 2 * lower.diagonal().log().sum()
+    trace = (lower.mT @ weights.root).square().sum()
+    return (trace - log_ratio - len(off)).clamp(min=0) + (lower.mT @ off).square().sum()
+
+
+@torch.no_grad()
+def exact_statistics(problem: WeightSpaceProblem, *, centred: bool = True) -> tuple[Tensor, Tensor]:
+    """The weights' posterior precision P [m, m] and moment h [m] from all data; cost n m^2, memory m^2 and a chunk."""
+    batches = (batch if centred else batch.uncentred() for batch in problem.batches())
+    first = next(batches)
+    precision, moment = first.precision(), first.moment()
+    for batch in batches:
+        precision, moment = precision + batch.gram(), moment + batch.moment()
+    return precision, moment
+
+
+@torch.no_grad()
+def exact_log_marginal_likelihood(problem: WeightSpaceProblem) -> Tensor:
+    """The log marginal likelihood, a float64 scalar, from two passes over the data: cost n m^2, memory m^2 and a chunk.
 
     The second pass sums squared residuals at the posterior mean, to which the result is insensitive in first order; the
     textbook's difference r^T D^-1 r - h^T P^-1 h loses digits where the noise is small. Raises NonFiniteError for a value
     that is not finite.
     """
-    weights = posterior_weights(problem, chunk_size=chunk_size)
+    weights = WeightDistribution.from_precision(*exact_statistics(problem))
     total = problem.num_data * math.log(2 * math.pi) - weights.log_determinant
-    batch: FeatureBatch | None = None
-    for batch in problem.batches(chunk_size):
+    prior = torch.zeros_like(total)
+    for batch in problem.batches():
         rest = batch.residual - batch.basis @ weights.mean
         total = total + (rest.square() / batch.noise + batch.noise.log()).sum()
-    assert batch is not None
-    total = total + (weights.mean.square() / batch.variances + batch.variances.log()).sum()
+        prior = (weights.mean.square() / batch.variances + batch.variances.log()).sum()  # the same for every batch
+    total = total + prior
     if not torch.isfinite(total):
         raise NonFiniteError("The log marginal likelihood is not finite: check the size of targets and noise.")
     return -0.5 * total
+
+
+def _solve(lower: Tensor, vector: Tensor) -> Tensor:
+    return torch.cholesky_solve(vector.unsqueeze(-1), lower).squeeze(-1)

@@ -1,7 +1,7 @@
 """The curvature of a likelihood that factorises over points: W, a C x C block for each of n points.
 
 Columns are [n C, b], points first and a point's latents next to one another. W = R R^T, with a root R whose own columns
-are n r. A singular W (a softmax does not see what all classes have in common) has the pseudo-inverse W^+.
+are n r. A singular W (a softmax does not depend on the sum over the classes) has the pseudo-inverse W^+.
 """
 
 from abc import ABC, abstractmethod
@@ -12,21 +12,31 @@ from torch import Tensor
 
 
 class Curvature(ABC):
-    """W [n C, n C], positive semi-definite, block diagonal.
+    """W [n C, n C], positive semi-definite, block diagonal."""
 
-    Attributes:
-        num_points: n.
-        num_latents: C.
-        root_size: r, columns of the root a point.
-    """
-
-    num_points: int
-    num_latents: int
-    root_size: int
-
+    @property
     @abstractmethod
+    def shape(self) -> tuple[int, int, int]:
+        """Points n, latent functions C, columns r of the root for each point."""
+
+    @property
+    def num_points(self) -> int:
+        """Points: n."""
+        return self.shape[0]
+
+    @property
+    def num_latents(self) -> int:
+        """Latent functions: C."""
+        return self.shape[1]
+
+    @property
+    def root_size(self) -> int:
+        """Columns of the root for each point: r."""
+        return self.shape[2]
+
     def matmul(self, columns: Tensor) -> Tensor:
         """W x for x [n C, b]."""
+        return self.root(self.root_t(columns))
 
     @abstractmethod
     def pinv(self, columns: Tensor) -> Tensor:
@@ -48,31 +58,22 @@ class Curvature(ABC):
     def blocks(self) -> Tensor:
         """W as [n, C, C]."""
 
-    @abstractmethod
-    def at(self, points: Tensor) -> "Curvature":
-        """The curvature of some points, by their indices."""
-
 
 @dataclass(frozen=True)
 class DiagonalCurvature(Curvature):
-    """One latent a point: W = diag(w), w [n] positive (zeros are taken for a W that a point does not have)."""
+    """One latent function: W = diag(w), w [n] not negative. Points with w = 0 are outside of its range."""
 
     values: Tensor
 
-    num_latents = 1
-    root_size = 1
-
     @property
-    def num_points(self) -> int:
-        """Points: n."""
-        return len(self.values)
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.values), 1, 1
 
     def matmul(self, columns: Tensor) -> Tensor:
         return self.values.unsqueeze(-1) * columns
 
     def pinv(self, columns: Tensor) -> Tensor:
-        inverse = torch.where(self.values > 0, 1 / self.values, torch.zeros_like(self.values))
-        return inverse.unsqueeze(-1) * columns
+        return _inverse(self.values).unsqueeze(-1) * columns
 
     def root(self, columns: Tensor) -> Tensor:
         return self.values.sqrt().unsqueeze(-1) * columns
@@ -84,9 +85,6 @@ class DiagonalCurvature(Curvature):
 
     def blocks(self) -> Tensor:
         return self.values.view(-1, 1, 1)
-
-    def at(self, points: Tensor) -> "DiagonalCurvature":
-        return DiagonalCurvature(self.values[points])
 
 
 @dataclass(frozen=True)
@@ -102,43 +100,25 @@ class BlockCurvature(Curvature):
     eigenvectors: Tensor
 
     @property
-    def num_points(self) -> int:
-        """Points: n."""
-        return self.eigenvectors.shape[0]
-
-    @property
-    def num_latents(self) -> int:
-        """Latent functions: C."""
-        return self.eigenvectors.shape[1]
-
-    @property
-    def root_size(self) -> int:
-        """Columns of the root a point: r."""
-        return self.eigenvectors.shape[2]
-
-    def matmul(self, columns: Tensor) -> Tensor:
-        return self._scaled(columns, self.eigenvalues)
+    def shape(self) -> tuple[int, int, int]:
+        points, latents, size = self.eigenvectors.shape
+        return points, latents, size
 
     def pinv(self, columns: Tensor) -> Tensor:
-        values = self.eigenvalues
-        return self._scaled(columns, torch.where(values > 0, 1 / values, torch.zeros_like(values)))
+        return self._scaled(columns, _inverse(self.eigenvalues))
 
     def root(self, columns: Tensor) -> Tensor:
         whitened = columns.reshape(self.num_points, self.root_size, -1) * self.eigenvalues.sqrt().unsqueeze(-1)
         return (self.eigenvectors @ whitened).flatten(0, 1)
 
     def root_t(self, columns: Tensor) -> Tensor:
-        coordinates = self._coordinates(columns) * self.eigenvalues.sqrt().unsqueeze(-1)
-        return coordinates.flatten(0, 1)
+        return (self._coordinates(columns) * self.eigenvalues.sqrt().unsqueeze(-1)).flatten(0, 1)
 
     def project(self, columns: Tensor) -> Tensor:
         return self._scaled(columns, (self.eigenvalues > 0).to(self.eigenvalues))
 
     def blocks(self) -> Tensor:
         return (self.eigenvectors * self.eigenvalues.unsqueeze(-2)) @ self.eigenvectors.mT
-
-    def at(self, points: Tensor) -> "BlockCurvature":
-        return BlockCurvature(self.eigenvalues[points], self.eigenvectors[points])
 
     def _coordinates(self, columns: Tensor) -> Tensor:
         return self.eigenvectors.mT @ columns.reshape(self.num_points, self.num_latents, -1)
@@ -160,28 +140,17 @@ class SoftmaxCurvature(Curvature):
     probabilities: Tensor
 
     @property
-    def num_points(self) -> int:
-        """Points: n."""
-        return self.probabilities.shape[0]
-
-    @property
-    def num_latents(self) -> int:
-        """Latent functions: C."""
-        return self.probabilities.shape[1]
-
-    @property
-    def root_size(self) -> int:
-        """Columns of the root a point: r."""
-        return self.num_latents
+    def shape(self) -> tuple[int, int, int]:
+        points, latents = self.probabilities.shape
+        return points, latents, latents
 
     def matmul(self, columns: Tensor) -> Tensor:
         p, x = self.probabilities.unsqueeze(-1), self._by_point(columns)
         return (p * (x - (p * x).sum(1, keepdim=True))).flatten(0, 1)
 
     def pinv(self, columns: Tensor) -> Tensor:
-        x = self._by_point(columns)
-        x = (x - x.mean(1, keepdim=True)) / self.probabilities.unsqueeze(-1)
-        return (x - x.mean(1, keepdim=True)).flatten(0, 1)
+        centred = self._by_point(self.project(columns)) / self.probabilities.unsqueeze(-1)
+        return self.project(centred.flatten(0, 1))
 
     def root(self, columns: Tensor) -> Tensor:
         p, x = self.probabilities.unsqueeze(-1), self._by_point(columns)
@@ -200,9 +169,6 @@ class SoftmaxCurvature(Curvature):
         p = self.probabilities
         return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
 
-    def at(self, points: Tensor) -> "SoftmaxCurvature":
-        return SoftmaxCurvature(self.probabilities[points])
-
     def _by_point(self, columns: Tensor) -> Tensor:
         return columns.reshape(*self.probabilities.shape, -1)
 
@@ -216,9 +182,15 @@ def curvature_of_blocks(blocks: Tensor, *, floor: float, basis: Tensor | None = 
         basis: [C, r], orthonormal: the range of all blocks. The rest stays without curvature.
     """
     if blocks.shape[-1] == 1 and basis is None:
-        values = blocks[:, 0, 0]
-        return DiagonalCurvature(values.clamp_min(floor * values.max().clamp_min(0)))
+        return DiagonalCurvature(_floored(blocks[:, 0, 0], floor))
     reduced = blocks if basis is None else basis.mT @ blocks @ basis
     values, vectors = torch.linalg.eigh((reduced + reduced.mT) / 2)
-    values = values.clamp_min(floor * values.max().clamp_min(0))
-    return BlockCurvature(values, vectors if basis is None else basis @ vectors)
+    return BlockCurvature(_floored(values, floor), vectors if basis is None else basis @ vectors)
+
+
+def _floored(values: Tensor, floor: float) -> Tensor:
+    return values.clamp_min(floor * values.max().clamp_min(0))
+
+
+def _inverse(values: Tensor) -> Tensor:
+    return torch.where(values > 0, 1 / values, torch.zeros_like(values))

@@ -1,6 +1,6 @@
 """A likelihood together with its targets, as Laplace's method sees it: log densities of points and their derivatives.
 
-Everything here is float64, whatever the model's dtype: float32 third derivatives of log Phi have the wrong sign.
+Everything here is float64 for any dtype of the model: float32 third derivatives of log Phi have the wrong sign.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError, VarianceWarning, warn
 from gpy_iterative.laplace.likelihoods.curvature import Curvature, SoftmaxCurvature, curvature_of_blocks
 from gpy_iterative.laplace.likelihoods.stock import softmax_blocks, softmax_logits
-from gpy_iterative.training.likelihood_forms import check_support, form_of, refusal_of
+from gpy_iterative.training.likelihood_forms import LikelihoodForm, check_support, form_of, refusal_of
 
 CurvatureKind = Literal["auto", "hessian", "fisher", "abs"]
 #: Below this share of the largest eigenvalue a negative one is rounding.
@@ -24,7 +24,7 @@ INDEFINITE = 1e-8
 
 @dataclass(frozen=True)
 class CurvatureFloor:
-    """How far a curvature is kept from zero.
+    """The least curvature.
 
     Attributes:
         eigenvalue: relative to the largest eigenvalue of all points.
@@ -37,10 +37,8 @@ class CurvatureFloor:
 
 #: Of Newton steps: saturated points would rule W^+. A floor changes the way, not the mode.
 STEP_FLOOR = CurvatureFloor(1e-4, 1e-5)
-#: Of the covariance, where W^+ is needed.
-COVARIANCE_FLOOR = CurvatureFloor(1e-10, 1e-10)
-#: The same for kernel products in float32.
-COVARIANCE_FLOOR_FLOAT32 = CurvatureFloor(1e-6, 1e-6)
+#: Of the covariance, where W^+ is needed, for kernel products in float64 and in float32.
+COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32 = CurvatureFloor(1e-10, 1e-10), CurvatureFloor(1e-6, 1e-6)
 #: Where W^+ is not needed.
 NO_FLOOR = CurvatureFloor(0.0, 0.0)
 
@@ -53,16 +51,24 @@ def check_laplace_likelihood(likelihood: Likelihood) -> None:
     reason = refusal_of(likelihood)
     if reason is not None:
         raise UnsupportedLikelihoodError(f"Laplace's method is not for {name}: {reason}.")
-    if getattr(likelihood, "rank", 0) and isinstance(likelihood, _GaussianLikelihoodBase):
+    if not isinstance(likelihood, _GaussianLikelihoodBase):
+        return
+    if getattr(likelihood, "rank", 0):
         raise UnsupportedLikelihoodError(
             f"{name} with rank > 0 has noise that is correlated over tasks, which its own forward leaves out. Use rank=0, "
             "or an exact model with HutchinsonMarginalLogLikelihood."
         )
-    if isinstance(likelihood, _GaussianLikelihoodBase) and form_of(likelihood) is None:
+    if form_of(likelihood) is None:
         raise UnsupportedLikelihoodError(
             f"{name} is Gaussian: its posterior is known exactly. Use a gpytorch.models.ExactGP with "
             "HutchinsonMarginalLogLikelihood."
         )
+
+
+def check_curvature_kind(kind: str) -> None:
+    """Raises ValueError for anything but a curvature's name."""
+    if kind not in get_args(CurvatureKind):
+        raise ValueError(f"curvature must be one of {', '.join(get_args(CurvatureKind))}, got {kind!r}.")
 
 
 class PointwiseLikelihood:
@@ -83,7 +89,8 @@ class PointwiseLikelihood:
     def __init__(self, likelihood: Likelihood, targets: Tensor, num_latents: int, params: Sequence[Any] = ()) -> None:
         check_laplace_likelihood(likelihood)
         self.likelihood, self.num_latents, self.params = likelihood, num_latents, tuple(params)
-        self._form = form_of(likelihood)
+        # Of an unregistered likelihood nothing is known but its own log density.
+        self._form = form_of(likelihood) or LikelihoodForm(self._generic_log_prob, target_per_latent=None)
         self._check_latents()
         self._check_targets(targets)
         with torch.inference_mode(False):  # autograd saves them
@@ -99,23 +106,22 @@ class PointwiseLikelihood:
     @property
     def is_categorical(self) -> bool:
         """Whether it is a softmax over classes."""
-        return self._form is not None and self._form.visible_basis is not None
+        return self._form.visible_basis is not None
 
     @property
     def visible_basis(self) -> Tensor:
-        """What a softmax sees of a point's latents: an orthonormal basis [C, r], float64."""
-        assert self._form is not None
+        """The latent values of a point that a softmax depends on: an orthonormal basis [C, r], float64."""
         assert self._form.visible_basis is not None
         return self._form.visible_basis(self.likelihood)
 
     @property
     def is_log_concave(self) -> bool:
         """Whether log p is known to be concave in f."""
-        return self._form is not None and self._form.log_concave is True
+        return self._form.log_concave is True
 
     @property
     def has_parameters(self) -> bool:
-        """Whether anything of the likelihood is learned."""
+        """Whether the likelihood has parameters that are learned."""
         return any(parameter.requires_grad for parameter in self.likelihood.parameters())
 
     # Values and derivatives
@@ -126,16 +132,7 @@ class PointwiseLikelihood:
         Raises:
             ValueError: the likelihood does not factorise over points.
         """
-        if self._form is not None:
-            return self._form.log_prob(self.likelihood, f, self.targets)
-        latents = f.squeeze(-1) if self.num_latents == 1 else f
-        log_prob = self.likelihood(latents, *self.params).log_prob(self.targets)
-        if log_prob.shape != f.shape[:1]:
-            raise ValueError(
-                f"Laplace's method needs a likelihood that factorises over points; {self.name} gives log densities of "
-                f"shape {tuple(log_prob.shape)} for {f.shape[0]} points."
-            )
-        return log_prob
+        return self._form.log_prob(self.likelihood, f, self.targets)
 
     def total(self, f: Tensor) -> float:
         """The sum of log densities at f [n, C]; NaN or minus infinity where f is out of range."""
@@ -172,10 +169,9 @@ class PointwiseLikelihood:
 
     def hessian(self, f: Tensor) -> Tensor:
         """-d^2 log p / df^2 [n, C, C], which need not be definite; differentiable where f or parameters are."""
-        if self._form is not None and self._form.hessian is not None:
+        if self._form.hessian is not None:
             return self._form.hessian(self.likelihood, f, self.targets)
-        create = f.requires_grad
-        point = f if create else f.detach().clone().requires_grad_()
+        point = f if f.requires_grad else f.detach().clone().requires_grad_()
         (gradient,) = torch.autograd.grad(self.log_prob(point).sum(), point, create_graph=True)
         rows = []
         for latent in range(self.num_latents):
@@ -189,20 +185,18 @@ class PointwiseLikelihood:
 
     def fisher(self, f: Tensor) -> Tensor:
         """The expected curvature at f [n, C], [n, C, C], where one is registered; differentiable as `hessian`."""
-        assert self._form is not None
         assert self._form.fisher is not None
         return self._form.fisher(self.likelihood, f, self.targets)
 
     # Curvature
 
     def curvature_kind(self, kind: CurvatureKind) -> CurvatureKind:
-        """What "auto" means for this likelihood; "auto" again where only the values can tell.
+        """The kind that "auto" means for this likelihood; "auto" again where only the values can tell.
 
         Raises:
             UnsupportedLikelihoodError: a kind that this likelihood does not have.
         """
-        fisher = self._form is not None and self._form.fisher is not None
-        if kind == "fisher" and not fisher:
+        if kind == "fisher" and self._form.fisher is None:
             raise UnsupportedLikelihoodError(
                 f"No Fisher information is registered for {self.name}: register_curvature(..., fisher=...), or "
                 "curvature='hessian' or 'abs'."
@@ -211,14 +205,14 @@ class PointwiseLikelihood:
             raise UnsupportedLikelihoodError(
                 "curvature='abs' is for one latent function; register a Fisher information for more."
             )
-        if kind != "auto" or self._form is None or self._form.log_concave is None:
+        if kind != "auto" or self._form.log_concave is None:
             return kind
         if self._form.log_concave:
             return "hessian"
-        return "fisher" if fisher else "abs"
+        return "abs" if self._form.fisher is None else "fisher"
 
     def step_kind(self, kind: CurvatureKind) -> CurvatureKind:
-        """What "auto" means for Newton steps: the Hessian's absolute value where log p is not known to be concave.
+        """The kind that "auto" means for Newton steps: "abs" where log p is not known to be concave.
 
         It leads to the same mode, in a third of the steps that Fisher information takes, which is far from the Hessian
         at outliers.
@@ -234,7 +228,6 @@ class PointwiseLikelihood:
         if kind == "abs":
             return blocks.abs()
         if kind == "auto" and _is_indefinite(blocks.detach()):
-            self._warn_indefinite()
             return self.curvature_blocks(f, self._substitute())
         return blocks
 
@@ -246,21 +239,20 @@ class PointwiseLikelihood:
             NonFiniteError: an entry is not finite.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            self.curvature_kind(kind)
+            known = self.curvature_kind(kind)
             if self.is_categorical:
                 return self._softmax_curvature(f.detach(), floor)
             blocks = self.curvature_blocks(f.detach().clone(), kind).detach()
         if not torch.isfinite(blocks).all():
             raise NonFiniteError(f"The curvature of {self.name} is not finite: check data and outputscale.")
-        if self.curvature_kind(kind) == "hessian" and _is_indefinite(blocks):
+        if known == "hessian" and _is_indefinite(blocks):
+            is_asked = "Use curvature='auto'."
+            is_registered = (
+                "It is registered as log-concave: register_curvature(..., log_concave=None) looks at each value."
+            )
             raise UnsupportedLikelihoodError(
                 f"The log density of {self.name} is not concave at latent values up to {float(f.abs().max()):.3g}: its "
-                "Hessian is no covariance's inverse. "
-                + (
-                    "Use curvature='auto'."
-                    if kind == "hessian"
-                    else "It is registered as log-concave: register_curvature(..., log_concave=None) looks at each value."
-                )
+                f"Hessian is no covariance's inverse. {is_asked if kind == 'hessian' else is_registered}"
             )
         return curvature_of_blocks(blocks, floor=floor.eigenvalue)
 
@@ -272,6 +264,16 @@ class PointwiseLikelihood:
         """-1/2 sum_n <weights_n, W_n(f_n)> for fixed weights [n, C, C]: a scalar, differentiable as `hessian`."""
         return -0.5 * (weights * self.curvature_blocks(f, kind)).sum()
 
+    def _generic_log_prob(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
+        latents = f.squeeze(-1) if self.num_latents == 1 else f
+        log_prob = likelihood(latents, *self.params).log_prob(targets)
+        if log_prob.shape != f.shape[:1]:
+            raise ValueError(
+                f"Laplace's method needs a likelihood that factorises over points; {self.name} gives log densities of "
+                f"shape {tuple(log_prob.shape)} for {f.shape[0]} points."
+            )
+        return log_prob
+
     def _softmax_curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
         p = torch.softmax(softmax_logits(self.likelihood, f).detach(), -1).clamp_min(floor.probability)
         p = p / p.sum(-1, keepdim=True)
@@ -279,36 +281,30 @@ class PointwiseLikelihood:
             raise NonFiniteError("A class probability is not finite: check the data and the kernel's outputscale.")
         if self.likelihood.mixing_weights is None:
             return SoftmaxCurvature(p)
-        return curvature_of_blocks(
-            softmax_blocks(self.likelihood, p).detach(), floor=0.0, basis=self.visible_basis.to(f)
-        )
+        blocks = softmax_blocks(self.likelihood, p).detach()
+        return curvature_of_blocks(blocks, floor=0.0, basis=self.visible_basis.to(f))
 
     def _substitute(self) -> CurvatureKind:
-        if self._form is not None and self._form.fisher is not None:
-            return "fisher"
-        if self.num_latents > 1:
+        """The kind of curvature that replaces an indefinite Hessian; warns once."""
+        if self._form.fisher is None and self.num_latents > 1:
             raise UnsupportedLikelihoodError(
                 f"The log density of {self.name} is not concave, and no Fisher information is registered that could stand "
                 "for its curvature: register_curvature(..., fisher=...)."
             )
-        return "abs"
-
-    def _warn_indefinite(self) -> None:
+        kind, words = ("abs", "absolute value") if self._form.fisher is None else ("fisher", "Fisher information")
         if not self._warned:
             self._warned = True
             warn(
-                f"The log density of {self.name} is not concave: its curvature's "
-                f"{'Fisher information' if self._substitute() == 'fisher' else 'absolute value'} stands for the Hessian. "
-                "Pass curvature= to the solver to choose.",
+                f"The log density of {self.name} is not concave: its curvature's {words} stands for the Hessian. Pass "
+                "curvature= to the solver to choose.",
                 VarianceWarning,
             )
+        return kind
 
     # Checks
 
     def _check_latents(self) -> None:
-        expected = None
-        if self._form is not None and self._form.num_latents is not None:
-            expected = self._form.num_latents(self.likelihood)
+        expected = None if self._form.num_latents is None else self._form.num_latents(self.likelihood)
         if expected is not None and expected != self.num_latents:
             raise ValueError(
                 f"{self.name} needs {expected} latent function{'s' * (expected > 1)}, the model has {self.num_latents}: "
@@ -316,49 +312,21 @@ class PointwiseLikelihood:
             )
 
     def _check_targets(self, targets: Tensor) -> None:
-        self._check_target_shape(targets)
-        if self.is_categorical:
-            if targets.is_floating_point() or targets.dtype == torch.bool:
-                raise ValueError(
-                    f"{self.name} needs labels of an integer dtype, got {targets.dtype}: call targets.long()."
-                )
-        else:
-            check_finite("targets", targets)
-        check_support(self.likelihood, targets)
-
-    def _check_target_shape(self, targets: Tensor) -> None:
-        shape, latents = tuple(targets.shape), self.num_latents
-        needed = None if self._form is None else self._form.target_per_latent
-        if needed is None and latents == 1:
-            needed = False
+        shape, latents, needed = tuple(targets.shape), self.num_latents, self._form.target_per_latent
         if needed is True and (len(shape) != 2 or shape[1] != latents):
             raise ValueError(
                 f"{self.name} needs targets [n, {latents}], a value for each latent function; got {shape}."
             )
-        if needed is False and len(shape) != 1:
+        if (needed is False or (needed is None and latents == 1)) and len(shape) != 1:
             hint = " Use targets.squeeze(-1)." if shape[-1:] == (1,) else ""
             raise ValueError(f"{self.name} needs targets [n], one for each point; got {shape}.{hint}")
-
-
-def check_curvature_kind(kind: str) -> None:
-    """Raises ValueError for anything but a curvature's name."""
-    if kind not in get_args(CurvatureKind):
-        raise ValueError(f"curvature must be one of {', '.join(get_args(CurvatureKind))}, got {kind!r}.")
+        if not self.is_categorical:
+            check_finite("targets", targets)
+        elif targets.is_floating_point() or targets.dtype == torch.bool:
+            raise ValueError(f"{self.name} needs labels of an integer dtype, got {targets.dtype}: call targets.long().")
+        check_support(self.likelihood, targets)
 
 
 def _is_indefinite(blocks: Tensor) -> bool:
     values = blocks[:, 0, 0] if blocks.shape[-1] == 1 else torch.linalg.eigvalsh(blocks)
     return bool(values.numel()) and float(values.min()) < -INDEFINITE * float(values.abs().max())
-
-
-__all__ = [
-    "COVARIANCE_FLOOR",
-    "COVARIANCE_FLOOR_FLOAT32",
-    "NO_FLOOR",
-    "STEP_FLOOR",
-    "CurvatureFloor",
-    "CurvatureKind",
-    "PointwiseLikelihood",
-    "check_curvature_kind",
-    "check_laplace_likelihood",
-]

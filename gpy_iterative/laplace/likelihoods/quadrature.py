@@ -1,10 +1,12 @@
-"""Quadrature against normal distributions, with nodes in float64 whatever the default dtype is.
+"""Quadrature against normal distributions, with nodes in float64 under any default dtype.
 
 GPyTorch's own quadrature builds its nodes in the default dtype: under float32 they stay 1.5e-7 off after `.double()`.
 
 Nodes of a Gauss-Hermite rule serve functions that are smooth on the scale of the normal distribution. A density that is
 much narrower, or has an edge that is, falls between them. Where it is log-concave, its product with the normal density has
-one maximum, and Gauss-Legendre panels on either side of it; else nodes lie densely.
+one maximum, and Gauss-Legendre panels on either side of it; else nodes lie densely. Averages over several values take nodes
+of a Sobol sequence with their reflections, stretched to the exact second moments: exact for polynomials of degree 3, with
+about half the error of as many random draws.
 """
 
 import math
@@ -14,7 +16,12 @@ from functools import cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.quasirandom import SobolEngine
 
+#: Nodes of an average over one value; at a deviation of 10 the logit's mean curvature has errors of about a percent.
+NUM_QUADRATURE = 64
+#: Least number of nodes, with their reflections, of an average over several values.
+NUM_NODES = 128
 #: Halvings of the interval that holds a maximum.
 NUM_HALVINGS = 80
 #: Panels on either side, each as long as all that are nearer, and nodes of each.
@@ -47,8 +54,32 @@ def normal_nodes(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Te
 
 
 @cache
+def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
+    """Nodes [s, C] and positive weights [s] of sum 1 for E g(z) with z ~ N(0, I), float64 on the CPU.
+
+    Args:
+        dimension: C.
+
+    s is 64 for one dimension, else 128, and 4 C at the least.
+    """
+    if dimension == 1:
+        nodes, log_weights = normal_nodes(torch.zeros(1), torch.ones(1), NUM_QUADRATURE)
+        return nodes, log_weights.flatten().exp()
+    half = NUM_NODES // 2
+    while half < 2 * dimension:
+        half *= 2
+    # Scrambled with a seed of its own: the plain sequence starts at zero, where the normal quantile is infinite.
+    uniform = SobolEngine(dimension, scramble=True, seed=0).draw(half, dtype=torch.float64)
+    resolution = 2.0**-31
+    nodes = torch.special.ndtri(uniform.clamp(resolution, 1 - resolution))
+    factor = torch.linalg.cholesky(nodes.mT @ nodes / half)
+    nodes = torch.linalg.solve_triangular(factor, nodes.mT, upper=False).mT
+    return torch.cat([nodes, -nodes]), torch.full((2 * half,), 0.5 / half, dtype=torch.float64)
+
+
+@cache
 def graded_rule() -> tuple[Tensor, Tensor]:
-    """Nodes and weights on [0, 1] for what changes on any scale near 0 and ever more slowly away from it: float64, CPU."""
+    """Nodes and weights on [0, 1] for functions with details near 0 that are smooth away from it: float64, CPU."""
     nodes, weights = np.polynomial.legendre.leggauss(PANEL_NODES)
     ends = np.concatenate([[0.0], 0.5 ** np.arange(NUM_PANELS - 1, -1, -1)])
     starts, lengths = ends[:-1, None], np.diff(ends)[:, None]

@@ -1,11 +1,11 @@
-"""A likelihood averaged over what is not known of the latent values: E log p(y_n | f_n + e_n) with e_n ~ N(0, V_n).
+"""A likelihood averaged over the uncertainty of the latent values: E log p(y_n | f_n + e_n) with e_n ~ N(0, V_n).
 
 The best Gaussian approximation N(mu, S) of a posterior, in the sense of the variational bound, has
 
     S^-1 = K^-1 + E[W],    K^-1 (mu - m) = E[d log p(y | f) / df],
 
 averages over its own marginals N(mu_n, S_nn). For given blocks V_n = S_nn the second condition says that mu is the mode
-under the averaged likelihood, and E[W] is that likelihood's curvature: whatever finds a mode finds mu.
+under the averaged likelihood, and E[W] is that likelihood's curvature: a mode solver finds mu.
 
 Opper and Archambeau 2009, "The variational Gaussian approximation revisited".
 """
@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.laplace.likelihoods.cubature import normal_rule, symmetric_roots
 from gpy_iterative.laplace.likelihoods.curvature import BlockCurvature, Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, PointwiseLikelihood
+from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.likelihoods.stock import mixed_blocks, softmax_logits
 
+#: Matrices that are factored at a time.
+CHUNK_POINTS = 4096
 #: Class probabilities that are held at a time, of all nodes of some points.
 CHUNK_NUMBERS = 2**22
 
@@ -84,3 +86,14 @@ class SmoothedLikelihood(PointwiseLikelihood):
         eigenvalues = torch.cat(values)
         eigenvalues = eigenvalues.clamp_min(floor.eigenvalue * eigenvalues.max().clamp_min(0))
         return BlockCurvature(eigenvalues, torch.cat(vectors))
+
+
+def symmetric_roots(blocks: Tensor) -> Tensor:
+    """The symmetric square roots of covariances [n, C, C]; negative eigenvalues, of rounding size, count as zero."""
+    if blocks.shape[-1] == 1:
+        return blocks.clamp_min(0).sqrt()
+    roots = []
+    for part in blocks.split(CHUNK_POINTS):
+        values, vectors = torch.linalg.eigh((part + part.mT) / 2)
+        roots.append((vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT)
+    return torch.cat(roots)

@@ -6,6 +6,7 @@ many points as classes, the rate of `PoissonLikelihood` underflows.
 """
 
 import math
+from dataclasses import replace
 
 import gpytorch.likelihoods as gl
 import torch
@@ -62,12 +63,6 @@ def _logit_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     return logsigmoid((2 * y - 1) * f[:, 0])
 
 
-def _probit_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    z = f[:, 0]
-    log_density = -0.5 * z.square() - 0.5 * math.log(2 * math.pi)
-    return _block((2 * log_density - torch.special.log_ndtr(z) - torch.special.log_ndtr(-z)).exp())
-
-
 def softmax_logits(likelihood: Likelihood, f: Tensor) -> Tensor:
     """Mixed latents [n, classes] of latents [n, C]."""
     weights = likelihood.mixing_weights
@@ -118,19 +113,8 @@ def _poisson_softplus_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> 
     # log softplus(f) -> f, where softplus itself is rounding noise and later zero.
     low = z < -30
     log_rate = torch.where(low, z, softplus(torch.where(low, torch.zeros_like(z), z)).log())
-    return y * log_rate - torch.where(low, _exp_where(low, z), softplus(z)) - torch.lgamma(y + 1)
-
-
-def _exp_where(low: Tensor, z: Tensor) -> Tensor:
-    """Exp(z) where z is low, and 1 elsewhere: of the branch not taken autograd wants finite numbers too."""
-    return torch.where(low, z, torch.zeros_like(z)).exp()
-
-
-def _poisson_softplus_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    z = f[:, 0]
-    low = z < -30
-    ratio = torch.sigmoid(z).square() / softplus(torch.where(low, torch.zeros_like(z), z))
-    return _block(torch.where(low, _exp_where(low, z), ratio))
+    rate = torch.where(low, torch.where(low, z, 0.0).exp(), softplus(z))  # autograd needs both branches finite
+    return y * log_rate - rate - torch.lgamma(y + 1)
 
 
 def _poisson_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -210,20 +194,11 @@ def _gaussian_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     return torch.diag_embed((1 / gaussian_noise(likelihood, f)).expand_as(f))
 
 
-def _tasks(likelihood: Likelihood) -> int:
-    return likelihood.num_tasks
-
-
-register_form(
-    gl.BernoulliLikelihood,
-    LikelihoodForm(_probit_log_prob, fisher=_probit_fisher, log_concave=True, support=_LABELS, num_latents=_one),
-)
-register_form(
-    LogitBernoulliLikelihood, LikelihoodForm(_logit_log_prob, log_concave=True, support=_LABELS, num_latents=_one)
-)
-register_form(
-    gl.SoftmaxLikelihood,
-    LikelihoodForm(
+_GAUSSIAN = LikelihoodForm(_gaussian_log_prob, hessian=_gaussian_hessian, log_concave=True, num_latents=_one)
+_FORMS: dict[type[Likelihood], LikelihoodForm] = {
+    gl.BernoulliLikelihood: LikelihoodForm(_probit_log_prob, log_concave=True, support=_LABELS, num_latents=_one),
+    LogitBernoulliLikelihood: LikelihoodForm(_logit_log_prob, log_concave=True, support=_LABELS, num_latents=_one),
+    gl.SoftmaxLikelihood: LikelihoodForm(
         _softmax_log_prob,
         hessian=_softmax_hessian,
         log_concave=True,
@@ -231,41 +206,27 @@ register_form(
         num_latents=lambda likelihood: likelihood.num_features,
         visible_basis=_softmax_visible,
     ),
-)
-register_form(
-    gl.PoissonLikelihood,
-    LikelihoodForm(
-        _poisson_softplus_log_prob,
-        fisher=_poisson_softplus_fisher,
-        log_concave=True,
-        support=_COUNTS,
-        num_latents=_one,
+    gl.PoissonLikelihood: LikelihoodForm(
+        _poisson_softplus_log_prob, log_concave=True, support=_COUNTS, num_latents=_one
     ),
-)
-register_form(
-    PoissonLogLikelihood, LikelihoodForm(_poisson_log_prob, log_concave=True, support=_COUNTS, num_latents=_one)
-)
-register_form(
-    gl.NegativeBinomialLikelihood,
-    LikelihoodForm(_negative_binomial_log_prob, log_concave=False, support=_COUNTS, num_latents=_one),
-)
-register_form(
-    gl.StudentTLikelihood,
-    LikelihoodForm(_student_log_prob, fisher=_student_fisher, log_concave=False, num_latents=_one),
-)
-register_form(
-    gl.BetaLikelihood,
-    LikelihoodForm(_beta_log_prob, fisher=_beta_fisher, log_concave=False, support=_FRACTIONS, num_latents=_one),
-)
-_GAUSSIAN = LikelihoodForm(_gaussian_log_prob, hessian=_gaussian_hessian, log_concave=True, num_latents=_one)
-for _class in (gl.GaussianLikelihood, gl.FixedNoiseGaussianLikelihood):
-    register_form(_class, _GAUSSIAN)
-register_form(
-    gl.MultitaskGaussianLikelihood,
-    LikelihoodForm(
-        _gaussian_log_prob, hessian=_gaussian_hessian, log_concave=True, num_latents=_tasks, target_per_latent=True
+    PoissonLogLikelihood: LikelihoodForm(_poisson_log_prob, log_concave=True, support=_COUNTS, num_latents=_one),
+    gl.NegativeBinomialLikelihood: LikelihoodForm(
+        _negative_binomial_log_prob, log_concave=False, support=_COUNTS, num_latents=_one
     ),
-)
+    gl.StudentTLikelihood: LikelihoodForm(
+        _student_log_prob, fisher=_student_fisher, log_concave=False, num_latents=_one
+    ),
+    gl.BetaLikelihood: LikelihoodForm(
+        _beta_log_prob, fisher=_beta_fisher, log_concave=False, support=_FRACTIONS, num_latents=_one
+    ),
+    gl.GaussianLikelihood: _GAUSSIAN,
+    gl.FixedNoiseGaussianLikelihood: _GAUSSIAN,
+    gl.MultitaskGaussianLikelihood: replace(
+        _GAUSSIAN, num_latents=lambda likelihood: likelihood.num_tasks, target_per_latent=True
+    ),
+}
+for _class, _form in _FORMS.items():
+    register_form(_class, _form)
 register_refusal(
     gl.LaplaceLikelihood,
     "the second derivative of the double exponential density is zero almost everywhere: Laplace's method would give the "

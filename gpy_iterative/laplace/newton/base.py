@@ -2,7 +2,7 @@
 
 The mode of psi(f) = log p(y | f) - (f - m)^T K^-1 (f - m) / 2 is where v = K^-1 (f - m) equals g = d log p(y | f) / df.
 Every iterate keeps f = m + K v, so that psi and its gradient g - v cost no kernel product. A Newton step is a Gaussian
-process regression with noise W^+; how it is solved is what the solvers differ in (`StepSolver`).
+process regression with noise W^+; solvers differ in how they solve it (`StepSolver`).
 
 Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Processes By Trading Off Computation For
 Uncertainty"; Rasmussen and Williams 2006, section 3.4, for the dense form.
@@ -28,31 +28,79 @@ from gpy_iterative.laplace.likelihoods.pointwise import (
     PointwiseLikelihood,
     check_curvature_kind,
 )
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
 from gpy_iterative.linear_operators.latent import LatentPrior
-from gpy_iterative.linear_solvers.solution import SolveProgress, SolveStats, SolveStatus
+from gpy_iterative.linear_solvers.solution import Solution, SolveProgress, SolveStats, SolveStatus
 
-#: A step is halved until psi rises by this share of what its slope promises, or its length is below the least: from the
-#: prior mean, the first step for counts of 1e9 with a log link is some 1e9 times too long.
+#: A step is halved until psi rises by this share of what its slope promises, or until its length is below the least.
 ARMIJO, SHORTEST_STEP = 1e-4, torch.finfo(torch.float64).eps
-#: Psi tells steps apart whose promise is so many times its rounding, unless its terms are large and cancel: a difference
-#: of this part of it may be rounding, too.
+#: Psi compares two steps where the promise exceeds its rounding this many times. Its terms may be large and cancel: then a
+#: difference of this part of it may be rounding, too.
 TOLD, UNTOLD = 100, 1e-6
-#: Steps in a row that improve neither psi nor its gradient: the arithmetic allows no more.
+#: Steps in a row that improve neither psi nor its gradient before the search ends.
 PATIENCE = 3
 #: An improvement of the gradient's norm that counts.
 LEAST_PROGRESS = 0.01
+EPS = torch.finfo(torch.float64).eps
+
+
+@dataclass(frozen=True)
+class LaplaceSolution(Solution):
+    """The mode of p(f | y), and as much of the inverse of K + W^+ as was computed. All tensors are float64.
+
+    `value` [n, C] are the representer weights v, with f = m + K v; `residual` [n, C] is d log p(y | f) / df - v, zero at
+    the mode; `stats.epochs` counts kernel products, `stats.iterations` Newton steps, `stats.residual_norms["mode"]` is
+    the norm of the residual over that of the gradient.
+
+    Attributes:
+        latent: f at the training points, [n, C].
+        curvature: W at the mode.
+        actions: S [n C, B].
+        images: T = K S.
+        transform: A [B, r] with A A^T = (S^T (K + W^+) S)^-1.
+        log_joint: sum log p(y | f) - v^T (f - m) / 2.
+    """
+
+    latent: Tensor
+    curvature: Curvature
+    actions: Tensor
+    images: Tensor
+    transform: Tensor
+    log_joint: float
+
+    @property
+    def root(self) -> Tensor:
+        """Q = S A [n C, r]: the covariance is K(x, x) - K(x, X) Q Q^T K(X, x). Computed at each call."""
+        return self.actions @ self.transform
+
+    @property
+    def image_of_root(self) -> Tensor:
+        """K Q = T A [n C, r]. Computed at each call."""
+        return self.images @ self.transform
+
+    @property
+    def converged(self) -> bool:
+        """Whether this is a mode."""
+        return self.status is SolveStatus.CONVERGED
+
+    @property
+    def num_outer(self) -> int:
+        """Newton steps."""
+        return self.stats.iterations
+
+    @property
+    def num_kernel_products(self) -> int:
+        """Products with one column for each latent function; one with several actions at a time counts once."""
+        return round(self.stats.epochs)
+
+    @property
+    def stationarity(self) -> float:
+        """Norm of the gradient of the log joint density over that of the log likelihood's."""
+        return self.stats.residual_norms["mode"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is solved, and what a solver is given for it.
-
-    Attributes:
-        prior: m and K.
-        likelihood: log p(y | f).
-        initial_weights, initial_solution, generator, callback: as in `LaplaceSolver.solve`.
-    """
+    """A prior and a likelihood, and where to start; the fields are arguments of `LaplaceSolver.solve`."""
 
     prior: LatentPrior
     likelihood: PointwiseLikelihood
@@ -70,10 +118,24 @@ class Problem:
         """[n C] as [n, C]."""
         return flat.view(self.prior.num_points, self.prior.num_latents)
 
+    def log_joint(self, f: Tensor, v: Tensor) -> float:
+        """Psi up to a constant, minus infinity where f is out of range."""
+        value = self.likelihood.total(self.by_point(f)) - 0.5 * float(v @ (f - self.mean))
+        return -math.inf if math.isnan(value) else value
+
+    def evaluated(self, f: Tensor, v: Tensor) -> "Iterate":
+        """Psi and its gradient at f = m + K v. Raises NonFiniteError where they are not finite."""
+        joint = self.log_joint(f, v)
+        if not math.isfinite(joint):
+            raise NonFiniteError(
+                f"The log density of {self.likelihood.name} is not finite: check targets, the prior's mean and outputscale."
+            )
+        return Iterate(f, v, self.likelihood.gradient(self.by_point(f)).flatten(), joint)
+
 
 @dataclass(frozen=True)
 class Iterate:
-    """Where Newton's method stands.
+    """One point of Newton's iteration.
 
     Attributes:
         f, v, gradient: [n C], with f = m + K v and the gradient of log p(y | f).
@@ -109,7 +171,7 @@ class StepSolver(ABC):
 
     @abstractmethod
     def recall(self, solution: LaplaceSolution) -> None:
-        """Takes over what was computed for the same prior. Raises ValueError where that is not this solver's kind."""
+        """Takes over a solution for the same prior. Raises ValueError where it comes from another solver."""
 
     @abstractmethod
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
@@ -141,7 +203,7 @@ class LaplaceSolver(ABC):
     line_search: bool = True
     curvature: CurvatureKind = "auto"
 
-    #: What lets a mode take longer, and what besides lets a subspace do more.
+    #: Options to raise: for a longer search, and for a larger subspace.
     _budget: ClassVar[str] = "max_outer"
     _room: ClassVar[str] = ""
 
@@ -154,15 +216,15 @@ class LaplaceSolver(ABC):
 
     @abstractmethod
     def _step_solver(self, problem: Problem) -> StepSolver:
-        """What solves the Newton systems of one problem."""
+        """The solver of one problem's Newton systems."""
 
     @abstractmethod
     def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:
-        """Of the curvature in the covariance."""
+        """The floor of the curvature in the covariance."""
 
     @abstractmethod
     def _default_tolerance(self, dtype: torch.dtype) -> float:
-        """Where `tolerance` is None."""
+        """The tolerance where the option is None."""
 
     def advice(self, solution: LaplaceSolution, dtype: torch.dtype) -> str:
         """One or two sentences for a user whose mode was not reached, with kernel products in a dtype."""
@@ -199,12 +261,12 @@ class LaplaceSolver(ABC):
                 that product: the better of them and v = 0 is taken. Good ones save Newton steps, not the actions that the
                 covariance needs.
             initial_solution: of this solver for the same prior and another likelihood, whose W has the same range: where
-                this one starts, with all actions and at no product. In the place of initial_weights.
+                this one starts, with all actions and at no product. Replaces initial_weights.
             generator: for the actions that refine a covariance.
-            callback: told of every Newton step; `epochs` are kernel products.
+            callback: called after every Newton step; `epochs` are kernel products.
 
         Returns:
-            A LaplaceSolution. What was not reached within the budget is a status there, not an exception.
+            A LaplaceSolution. A mode that was not reached within the budget is a status there, not an exception.
 
         Raises:
             ValueError: no points; an initial solution of another solver or another size.
@@ -215,39 +277,11 @@ class LaplaceSolver(ABC):
         return self._find_mode(Problem(prior, likelihood, initial_weights, initial_solution, generator, callback))
 
     def _find_mode(self, problem: Problem) -> LaplaceSolution:
-        start = time.perf_counter()
-        dtype, likelihood, callback = problem.prior.operator.dtype, problem.likelihood, problem.callback
-        tolerance = self.tolerance or self._default_tolerance(dtype)
-        steps = self._step_solver(problem)
-        iterate = self._start(problem, steps)
-        status, outer, patience = SolveStatus.BUDGET_EXHAUSTED, 0, PATIENCE
-        best_error, best_joint = iterate.stationarity, iterate.log_joint
-        while True:
-            if iterate.stationarity <= tolerance:
-                status = SolveStatus.CONVERGED
-                break
-            if outer == self.max_outer:
-                break
-            weights = likelihood.curvature(
-                problem.by_point(iterate.f), likelihood.step_kind(self.curvature), STEP_FLOOR
-            )
-            following = self._damped(problem, iterate, *steps.step(iterate, weights))
-            outer += 1
-            if following is None:
-                status = SolveStatus.STAGNATED
-                break
-            iterate = following
-            if callback is not None:
-                callback(SolveProgress(outer, steps.num_products, {"mode": iterate.stationarity}))
-            rises = iterate.log_joint > best_joint + 10 * torch.finfo(torch.float64).eps * abs(best_joint)
-            improves = iterate.stationarity < (1 - LEAST_PROGRESS) * best_error
-            patience = PATIENCE if rises or improves else patience - 1
-            best_error, best_joint = min(best_error, iterate.stationarity), max(best_joint, iterate.log_joint)
-            if patience == 0:
-                status = SolveStatus.STAGNATED
-                break
-        final = likelihood.curvature(problem.by_point(iterate.f), self.curvature, self._final_floor(dtype))
-        actions, images, transform = steps.finish(iterate, final)
+        start, steps = time.perf_counter(), self._step_solver(problem)
+        iterate, status, outer = self._iterated(problem, steps)
+        floor = self._final_floor(problem.prior.operator.dtype)
+        curvature = problem.likelihood.curvature(problem.by_point(iterate.f), self.curvature, floor)
+        actions, images, transform = steps.finish(iterate, curvature)
         return LaplaceSolution(
             value=problem.by_point(iterate.v),
             residual=problem.by_point(iterate.error),
@@ -260,17 +294,42 @@ class LaplaceSolver(ABC):
                 seconds=time.perf_counter() - start,
             ),
             latent=problem.by_point(iterate.f),
-            curvature=final,
+            curvature=curvature,
             actions=actions,
             images=images,
             transform=transform,
             log_joint=iterate.log_joint,
         )
 
+    def _iterated(self, problem: Problem, steps: StepSolver) -> tuple[Iterate, SolveStatus, int]:
+        """The last iterate, how the search ended, and the number of Newton steps."""
+        likelihood, kind = problem.likelihood, problem.likelihood.step_kind(self.curvature)
+        tolerance = self.tolerance or self._default_tolerance(problem.prior.operator.dtype)
+        iterate, patience = self._start(problem, steps), PATIENCE
+        best_error, best_joint = iterate.stationarity, iterate.log_joint
+        for outer in range(1, self.max_outer + 1):
+            if iterate.stationarity <= tolerance:
+                return iterate, SolveStatus.CONVERGED, outer - 1
+            curvature = likelihood.curvature(problem.by_point(iterate.f), kind, STEP_FLOOR)
+            following = self._damped(problem, iterate, *steps.step(iterate, curvature))
+            if following is None:
+                return iterate, SolveStatus.STAGNATED, outer
+            iterate = following
+            if problem.callback is not None:
+                problem.callback(SolveProgress(outer, steps.num_products, {"mode": iterate.stationarity}))
+            rises = iterate.log_joint > best_joint + 10 * EPS * abs(best_joint)
+            improves = iterate.stationarity < (1 - LEAST_PROGRESS) * best_error
+            patience = PATIENCE if rises or improves else patience - 1
+            best_error, best_joint = min(best_error, iterate.stationarity), max(best_joint, iterate.log_joint)
+            if patience == 0:
+                return iterate, SolveStatus.STAGNATED, outer
+        is_reached = iterate.stationarity <= tolerance
+        return iterate, SolveStatus.CONVERGED if is_reached else SolveStatus.BUDGET_EXHAUSTED, self.max_outer
+
     def _start(self, problem: Problem, steps: StepSolver) -> Iterate:
         weights, solution = problem.initial_weights, problem.initial_solution
         mean, shape = problem.mean, problem.prior.mean.shape
-        cold = evaluated(problem, mean, torch.zeros_like(mean))
+        cold = problem.evaluated(mean, torch.zeros_like(mean))
         if solution is not None:
             if solution.latent.shape != shape:
                 raise ValueError(
@@ -285,44 +344,27 @@ class LaplaceSolver(ABC):
             f = mean + problem.prior.matmul(v.unsqueeze(-1)).squeeze(-1)
         else:
             return cold
-        joint = log_joint(problem, f, v)
-        return evaluated(problem, f, v) if math.isfinite(joint) and joint > cold.log_joint else cold
+        joint = problem.log_joint(f, v)
+        return problem.evaluated(f, v) if math.isfinite(joint) and joint > cold.log_joint else cold
 
     def _damped(self, problem: Problem, iterate: Iterate, dv: Tensor, df: Tensor) -> Iterate | None:
         """The iterate after the longest step that raises psi enough; None where none does.
 
-        Where psi cannot tell for rounding, its slope at the step's end does (Hager and Zhang 2005, the approximate Wolfe
-        condition): a step with a curvature that is not the Hessian may overshoot, and would do so for ever.
+        Where the rounding of psi hides the difference, its slope at the step's end decides (Hager and Zhang 2005, the
+        approximate Wolfe condition): a step with a curvature that is not the Hessian may overshoot, again and again.
         """
         slope = float(iterate.error @ df)
         length, magnitude = 1.0, abs(iterate.log_joint)
-        told = 10 * TOLD * torch.finfo(torch.float64).eps * magnitude
-        while True:
+        told = 10 * TOLD * EPS * magnitude
+        while length >= SHORTEST_STEP:
             f, v = iterate.f + length * df, iterate.v + length * dv
-            promise, joint = length * slope, log_joint(problem, f, v)
+            promise, joint = length * slope, problem.log_joint(f, v)
             rises = promise > told and joint >= iterate.log_joint + ARMIJO * promise
             if rises or not self.line_search:
-                return evaluated(problem, f, v)
+                return problem.evaluated(f, v)
             if joint >= iterate.log_joint - UNTOLD * magnitude:
-                following = evaluated(problem, f, v)
+                following = problem.evaluated(f, v)
                 if float(following.error @ df) >= (2 * ARMIJO - 1) * slope:
                     return following
             length /= 2
-            if length < SHORTEST_STEP:
-                return None
-
-
-def log_joint(problem: Problem, f: Tensor, v: Tensor) -> float:
-    """Psi up to a constant, minus infinity where f is out of range."""
-    value = problem.likelihood.total(problem.by_point(f)) - 0.5 * float(v @ (f - problem.mean))
-    return -math.inf if math.isnan(value) else value
-
-
-def evaluated(problem: Problem, f: Tensor, v: Tensor) -> Iterate:
-    """Psi and its gradient at f = m + K v. Raises NonFiniteError where they are not finite."""
-    joint = log_joint(problem, f, v)
-    if not math.isfinite(joint):
-        raise NonFiniteError(
-            f"The log density of {problem.likelihood.name} is not finite: check targets, the prior's mean and outputscale."
-        )
-    return Iterate(f, v, problem.likelihood.gradient(problem.by_point(f)).flatten(), joint)
+        return None

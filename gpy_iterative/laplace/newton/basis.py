@@ -1,4 +1,4 @@
-"""The subspace that an iterative Newton method has computed in: actions S, their images T = K S, and M = S^T (K + W^+) S.
+"""The subspace of an iterative Newton method: actions S, their images T = K S, and M = S^T (K + W^+) S.
 
 S is kept orthonormal and T is only ever computed from it by a kernel product (or an orthogonal change of basis), so that
 T = K S holds to the rounding of the product. Newton steps change W, never K: the whole subspace is used again.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 
-#: What is left of an action after two orthogonalisations, relative to what it was: below this it is rounding.
+#: The part of an action that is left after two orthogonalisations is rounding below this.
 DEPENDENT = 100 * torch.finfo(torch.float64).eps
 #: One orthogonalisation is enough where it leaves so much of an action.
 ORTHOGONAL_ENOUGH = 0.7
@@ -29,10 +29,9 @@ class ActionBasis:
 
     def __init__(self, size: int, capacity: int, like: Tensor) -> None:
         capacity = max(min(capacity, size), 1)
-        self._actions, self._images = (
-            torch.empty(capacity, size, dtype=torch.float64, device=like.device) for _ in range(2)
-        )
-        self._gram = torch.empty(capacity, capacity, dtype=torch.float64, device=like.device)
+        empty = lambda *shape: torch.empty(*shape, dtype=torch.float64, device=like.device)
+        self._actions, self._images = empty(capacity, size), empty(capacity, size)
+        self._gram = empty(capacity, capacity)
         self.count = 0
 
     @property
@@ -51,7 +50,7 @@ class ActionBasis:
         return self._gram[: self.count, : self.count]
 
     def orthonormalised(self, action: Tensor, curvature: Curvature, beside: Sequence[Tensor] = ()) -> Tensor | None:
-        """What an action [N] adds to the subspace within the range of W, of norm 1; None where that is rounding.
+        """The part of an action [N] that is new within the range of W, of norm 1; None where that is rounding.
 
         Outside the range nothing is observed: an action there would be taken for an observation without noise. The result
         is orthogonal to the vectors `beside`, too, which are orthonormal and not yet in the basis.
@@ -92,10 +91,6 @@ class ActionBasis:
         gram = actions.mT @ images
         self._gram[: self.count, : self.count] = (gram + gram.mT) / 2
 
-    def clear(self) -> None:
-        """Forgets all actions."""
-        self.count = 0
-
     def _reserve(self, count: int) -> None:
         capacity = self._gram.shape[-1]
         if count <= capacity:
@@ -103,14 +98,14 @@ class ActionBasis:
         larger = max(2 * capacity, count)
         actions, images = (kept.new_empty(larger, kept.shape[-1]) for kept in (self._actions, self._images))
         gram = self._gram.new_empty(larger, larger)
-        actions[: self.count], images[: self.count] = self._actions[: self.count], self._images[: self.count]
+        actions[: self.count], images[: self.count] = self.actions.mT, self.images.mT
         gram[: self.count, : self.count] = self.gram
         self._actions, self._images, self._gram = actions, images, gram
 
 
 @dataclass
 class GalerkinSystem:
-    """M = S^T (K + W^+) S for one W, with A A^T = M^-1: the inverse of K + W^+ as far as S sees it is S A A^T S^T.
+    """M = S^T (K + W^+) S for one W, with A A^T = M^-1: S A A^T S^T is the inverse of K + W^+ within the subspace.
 
     Attributes:
         basis: S and T.
@@ -125,18 +120,16 @@ class GalerkinSystem:
     @classmethod
     def of(cls, basis: ActionBasis, curvature: Curvature) -> "GalerkinSystem":
         """Factors M; no kernel product, O(N B^2)."""
-        actions = basis.actions
-        matrix = basis.gram + actions.mT @ curvature.pinv(actions)
-        return cls(basis, curvature, inverse_root((matrix + matrix.mT) / 2))
+        return cls(basis, curvature, _transform(basis, curvature))
 
     def solve(self, rhs: Tensor) -> Tensor:
         """The coefficients a [B, b] of the solutions S a for right-hand sides [N, b]; [B] for [N]."""
         return self.transform @ (self.transform.mT @ (self.basis.actions.mT @ rhs))
 
     def append(self, action: Tensor, image: Tensor, rhs: Tensor) -> Tensor:
-        """Takes an orthonormalised action into basis and system; what it adds to `solve(rhs)`, as coefficients [B + 1].
+        """Takes an orthonormalised action; returns its change of `solve(rhs)`, as coefficients [B + 1].
 
-        Where M has no further positive pivot, it is factored anew, and the answer is the whole difference.
+        Where M has no further positive pivot, it is factored again, and the answer is the whole difference.
         """
         weighted = self.curvature.pinv(action.unsqueeze(-1)).squeeze(-1)
         column = self.basis.images.mT @ action + self.basis.actions.mT @ weighted
@@ -147,7 +140,7 @@ class GalerkinSystem:
         if not pivot > 1e-14 * corner:
             before = self.solve(rhs)
             self.basis.append(action, image)
-            self.transform = GalerkinSystem.of(self.basis, self.curvature).transform
+            self.transform = _transform(self.basis, self.curvature)
             after = self.solve(rhs)
             after[:size] -= before
             return after
@@ -159,13 +152,35 @@ class GalerkinSystem:
         self.transform = transform
         return direction.unsqueeze(-1) * (direction @ (self.basis.actions.mT @ rhs))
 
+    def compress(self, rhs: Tensor, rank: int) -> None:
+        """Keeps `rank` combinations of the actions: the solution for rhs [N], and the largest reductions of the variance.
 
-def inverse_root(matrix: Tensor) -> Tensor:
-    """A [B, r] with A A^T = M^-1 for a positive semi-definite M [B, B], directions of rounding size left out."""
-    size = matrix.shape[-1]
+        The reduction of the predictive variance by a basis is tr(M^-1 T^T T): its best subspace is that of the largest
+        solutions of T^T T u = eta M u. Cost O(N B^2), no kernel product.
+        """
+        whitened = self.basis.images @ self.transform
+        reduction = whitened.mT @ whitened
+        mean = self.transform.mT @ (self.basis.actions.mT @ rhs)  # in the whitened coordinates
+        norm = torch.linalg.vector_norm(mean)
+        kept = mean.unsqueeze(-1) / norm if norm > 0 else mean.new_zeros(len(mean), 0)
+        rest = reduction - kept @ (kept.mT @ reduction)
+        rest = rest - (rest @ kept) @ kept.mT
+        count = min(rank, len(mean)) - kept.shape[-1]
+        others = torch.linalg.eigh((rest + rest.mT) / 2)[1].flip(-1)[:, :count]
+        # S is orthonormal: the orthonormal basis of S A is S times that of A.
+        combinations, _ = torch.linalg.qr(self.transform @ torch.cat([kept, others], dim=-1))
+        self.basis.replace(self.basis.actions @ combinations, self.basis.images @ combinations)
+        self.transform = _transform(self.basis, self.curvature)
+
+
+def _transform(basis: ActionBasis, curvature: Curvature) -> Tensor:
+    """A [B, r] with A A^T = M^-1, without directions of rounding size."""
+    actions, size = basis.actions, basis.count
+    matrix = basis.gram + actions.mT @ curvature.pinv(actions)
     if size == 0:
-        return matrix.new_zeros(0, 0)
+        return matrix
     scale = matrix.diagonal().clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()
-    values, vectors = torch.linalg.eigh(scale.unsqueeze(-1) * matrix * scale)
+    scaled = scale.unsqueeze(-1) * matrix * scale
+    values, vectors = torch.linalg.eigh((scaled + scaled.mT) / 2)
     kept = values > 10 * size * torch.finfo(matrix.dtype).eps * values.amax()
     return scale.unsqueeze(-1) * vectors[:, kept] / values[kept].sqrt()

@@ -8,8 +8,7 @@ from torch import Tensor
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR, CurvatureFloor
-from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolver, Problem, StepSolver
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
+from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolution, LaplaceSolver, Problem, StepSolver
 from gpy_iterative.laplace.newton.whitened import dense_factor
 
 

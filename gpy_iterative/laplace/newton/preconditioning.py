@@ -4,7 +4,6 @@ With K ~ L L^T, (L L^T + W^+)^-1 r = W r - W L (I + L^T W L)^-1 L^T W r: no divi
 the prior and serves all Newton steps; the inner matrix belongs to one W.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -23,84 +22,45 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiag
 WEIGHTED_COLUMNS = 32
 
 
-class LatentFactor(ABC):
+@dataclass(frozen=True)
+class LatentFactor:
     """L [n C, q] with L L^T ~ K, of the prior of C functions at n points.
 
     Attributes:
-        build_epochs: what it cost, in passes over the kernel matrix.
-    """
-
-    build_epochs: float
-
-    @abstractmethod
-    def weighted_gram(self, curvature: Curvature) -> Tensor:
-        """L^T W L [q, q], float64."""
-
-    @abstractmethod
-    def matmul(self, coefficients: Tensor) -> Tensor:
-        """L z [n C] for z [q], float64."""
-
-    @abstractmethod
-    def t_matmul(self, column: Tensor) -> Tensor:
-        """L^T x [q] for x [n C], float64."""
-
-
-@dataclass(frozen=True)
-class SeparateFactor(LatentFactor):
-    """Independent functions, each with a factor of its own, or all with one.
-
-    Attributes:
-        columns: [C, n, k]; a factor that all share is expanded. q = C k.
-
-    The weighted Gram matrix costs n k^2 C (C + 1) / 2 multiply-adds, in the factor's dtype.
+        columns: [C, n, k] of independent functions, each with a factor of its own or all with one (expanded), q = C k; or
+            [1, n C, q] of functions that the prior couples.
+        build_epochs: cost of its construction, in passes over the kernel matrix.
     """
 
     columns: Tensor
     build_epochs: float
 
     def weighted_gram(self, curvature: Curvature) -> Tensor:
-        latents, _, rank = self.columns.shape
+        """L^T W L [q, q], float64: n k^2 C (C + 1) / 2 multiply-adds in the factor's dtype for independent functions."""
+        count, _, rank = self.columns.shape
+        if count == 1:
+            parts = self.columns[0].split(WEIGHTED_COLUMNS, dim=-1)
+            weighted = [curvature.matmul(part.double()).to(part) for part in parts]
+            return torch.cat([(self.columns[0].mT @ part).double() for part in weighted], dim=-1)
         blocks = curvature.blocks().to(self.columns)
-        gram = torch.empty(latents, rank, latents, rank, dtype=torch.float64, device=self.columns.device)
-        for first in range(latents):
-            for second in range(first, latents):
+        gram = torch.empty(count, rank, count, rank, dtype=torch.float64, device=self.columns.device)
+        for first in range(count):
+            for second in range(first, count):
                 weighted = self.columns[second] * blocks[:, first, second].unsqueeze(-1)
                 part = (self.columns[first].mT @ weighted).double()
                 gram[first, :, second], gram[second, :, first] = part, part.mT
-        return gram.view(latents * rank, latents * rank)
+        return gram.view(count * rank, count * rank)
 
     def matmul(self, coefficients: Tensor) -> Tensor:
-        latents, _, rank = self.columns.shape
-        by_function = self.columns @ coefficients.view(latents, rank, 1).to(self.columns)
+        """L z [n C] for z [q], float64."""
+        count, _, rank = self.columns.shape
+        by_function = self.columns @ coefficients.view(count, rank, 1).to(self.columns)
         return by_function.squeeze(-1).mT.double().flatten()
 
     def t_matmul(self, column: Tensor) -> Tensor:
+        """L^T x [q] for x [n C], float64."""
         by_function = column.view(-1, len(self.columns)).mT.unsqueeze(-1).to(self.columns)
         return (self.columns.mT @ by_function).double().flatten()
-
-
-@dataclass(frozen=True)
-class JointFactor(LatentFactor):
-    """Functions that the prior couples.
-
-    Attributes:
-        columns: [n C, q].
-    """
-
-    columns: Tensor
-    build_epochs: float
-
-    def weighted_gram(self, curvature: Curvature) -> Tensor:
-        parts = self.columns.split(WEIGHTED_COLUMNS, dim=-1)
-        return torch.cat(
-            [(self.columns.mT @ curvature.matmul(part.double()).to(part)).double() for part in parts], dim=-1
-        )
-
-    def matmul(self, coefficients: Tensor) -> Tensor:
-        return (self.columns @ coefficients.to(self.columns)).double()
-
-    def t_matmul(self, column: Tensor) -> Tensor:
-        return (self.columns.mT @ column.to(self.columns)).double()
 
 
 @dataclass(frozen=True)
@@ -153,18 +113,16 @@ def latent_factor(
     noise = float(1 / mean) if mean > 0 else 1.0
     if isinstance(operator, RepeatedKernelLinearOperator):
         built = _built(recipe, operator.kernel, noise, generator)
-        return SeparateFactor(built.factor.expand(latents, -1, -1), built.build_epochs)
+        return LatentFactor(built.factor.expand(latents, -1, -1), built.build_epochs)
     if isinstance(operator, BlockInterleavedLinearOperator):
         kernels = operator.base_linear_op
         members = [_built(recipe, kernels[member], noise, generator) for member in range(latents)]
         # One after the other, and padded: where a function's kernel has a low rank, the others keep theirs.
         rank = max(member.factor.shape[-1] for member in members)
         columns = [functional.pad(member.factor, (0, rank - member.factor.shape[-1])) for member in members]
-        return SeparateFactor(torch.stack(columns), sum(member.build_epochs for member in members) / latents)
+        return LatentFactor(torch.stack(columns), sum(member.build_epochs for member in members) / latents)
     built = _built(recipe, operator, noise, generator)
-    if latents == 1:
-        return SeparateFactor(built.factor.unsqueeze(0), built.build_epochs)
-    return JointFactor(built.factor, built.build_epochs)
+    return LatentFactor(built.factor.unsqueeze(0), built.build_epochs)
 
 
 def _built(

@@ -1,22 +1,27 @@
-"""R^T K R, whose sum with the identity is what every solve of Laplace's method is about; eigenvalues from 1 upwards.
+"""H = I + R^T K R, the matrix of every solve of Laplace's method; its eigenvalues are 1 and above.
 
 With W = R R^T the inverse that Laplace's method needs is P = R (I + R^T K R)^-1 R^T, also where W is singular. In these
 coordinates the likelihood's noise is the identity, so that solvers, preconditioners, probes and log-determinants of
 Gaussian regression serve as they are.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
-from gpy_iterative.linear_operators.extensions import ExtendedLinearOperator, Rows, rows_matmul
+from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import warned_cholesky
+from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
+from gpy_iterative.linear_solvers.solution import Solution, SolveProgress
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 
 
-class WhitenedKernelLinearOperator(ExtendedLinearOperator):
+class WhitenedKernelLinearOperator(LinearOperator):
     """R^T K R [n r, n r] for a fixed curvature; its products are one of K each, and carry no gradient.
 
     Args:
@@ -42,15 +47,35 @@ class WhitenedKernelLinearOperator(ExtendedLinearOperator):
     def _transpose_nonbatch(self) -> LinearOperator:
         return self
 
-    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        curvature, kernel = self.curvature, self.kernel
-        size, latents = curvature.root_size, curvature.num_latents
-        index = torch.arange(self.shape[-1], device=rhs.device)[rows]
-        points, position = (index // size).unique(return_inverse=True)
-        whole = (points.unsqueeze(-1) * latents + torch.arange(latents, device=rhs.device)).flatten()
-        product = rows_matmul(kernel, whole, curvature.root(rhs.double()).to(kernel.dtype))
-        whitened = curvature.at(points).root_t(product.double()).to(rhs.dtype)
-        return whitened[position * size + index % size]
+
+@dataclass(frozen=True)
+class WhitenedSystem:
+    """H at a mode, preconditioned with the mode's actions.
+
+    Attributes:
+        operator: H [n r, n r], in the dtype of K.
+        curvature: W.
+        preconditioner: I + L L^T.
+    """
+
+    operator: NoisyLinearOperator
+    curvature: Curvature
+    preconditioner: NystromFactor
+
+    @classmethod
+    def at(cls, kernel: LinearOperator, solution: LaplaceSolution) -> "WhitenedSystem":
+        """Of K [n C, n C]; no kernel product."""
+        curvature = solution.curvature
+        preconditioner = _nystrom(curvature, solution.actions, solution.images, kernel.dtype)
+        return cls(whitened_system(kernel, curvature), curvature, preconditioner)
+
+    def solve(
+        self, columns: Tensor, tolerance: float, callback: Callable[[SolveProgress], None] | None = None
+    ) -> Solution:
+        """H^-1 x for x [n r, b], by conjugate gradients to a relative tolerance."""
+        return ConjugateGradients(tolerance=tolerance).solve(
+            self.operator, columns.to(self.operator.dtype), preconditioner=self.preconditioner, callback=callback
+        )
 
 
 def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinearOperator:
@@ -62,8 +87,7 @@ def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinear
 def dense_factor(kernel: Tensor, curvature: Curvature, dtype: torch.dtype) -> Tensor:
     """L L^T = I + R^T K R for a dense K [n C, n C] in float64, computed in a dtype.
 
-    Raises:
-        NotPositiveDefiniteError: rounding left K so indefinite that no jitter helps.
+    Raises NotPositiveDefiniteError where rounding left K so indefinite that no jitter helps.
     """
     inner = curvature.root_t(curvature.root_t(kernel).mT)
     inner = (inner + inner.mT) / 2
@@ -71,7 +95,7 @@ def dense_factor(kernel: Tensor, curvature: Curvature, dtype: torch.dtype) -> Te
     return warned_cholesky(inner, "I + R^T K R at the mode", dtype)
 
 
-def nystrom_preconditioner(curvature: Curvature, actions: Tensor, images: Tensor, dtype: torch.dtype) -> NystromFactor:
+def _nystrom(curvature: Curvature, actions: Tensor, images: Tensor, dtype: torch.dtype) -> NystromFactor:
     """I + L L^T, with L L^T the part of R^T K R that actions S [n C, B] and images T = K S know; no kernel product.
 
     Nystrom's approximation K S (S^T K S)^+ S^T K is below K: all eigenvalues of the preconditioned system are at least 1.

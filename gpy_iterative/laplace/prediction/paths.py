@@ -1,25 +1,33 @@
 """Samples of a latent posterior that are functions: f + f_p(.) - k(., X) zeta, by pathwise conditioning.
 
-Wilson et al. 2021, "Pathwise conditioning of Gaussian processes"; zeta ~ N(0, P) takes the place of the solve for a
+Wilson et al. 2021, "Pathwise conditioning of Gaussian processes"; zeta ~ N(0, P) replaces the solve for a
 Gaussian observation.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.models import GP
+from linear_operator import LinearOperator
+from linear_operator.operators import BlockInterleavedLinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.prediction.blocks import product
-from gpy_iterative.exact.prediction.joint_prior import checked_inputs
-from gpy_iterative.laplace.prediction.latent_blocks import latent_blocks, latent_terms
-from gpy_iterative.linear_operators.prior_parts import KernelTerm
+from gpy_iterative.exact.prediction.joint_prior import checked_inputs, covariance_blocks, stacked
+from gpy_iterative.linear_operators.latent import latent_operator, latent_prior, num_latents
+from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.training.snapshot import ModelSnapshot
 from gpy_iterative.training.training_system import prior_at
+
+#: Latent functions with one kernel, with a kernel each, or coupled by the prior.
+Layout = Literal["shared", "own", "coupled"]
 
 
 @dataclass(frozen=True)
@@ -29,14 +37,16 @@ class PriorFunctions:
     Attributes:
         features: how Phi is made.
         draws: its frequencies.
-        weights: [F, C s] where the functions share a kernel, [C, F, s] where each has its own.
-        num_latents: C.
+        weights: [F, C s] where the functions share a kernel, [C, F, s] where each has its own, [F, s] where the prior
+            couples them and has the features of all.
+        num_latents, num_samples: C and s.
     """
 
     features: RandomFourierFeatures
     draws: Draws
     weights: Tensor
     num_latents: int
+    num_samples: int
 
     @classmethod
     def draw(
@@ -46,7 +56,7 @@ class PriorFunctions:
         num_samples: int,
         num_frequencies: int,
         *,
-        shared: bool,
+        layout: Layout,
         generator: torch.Generator,
     ) -> "PriorFunctions":
         """Raises SpectralDensityMissingError for a kernel without random features, ValueError for counts below 1."""
@@ -54,47 +64,46 @@ class PriorFunctions:
         features = RandomFourierFeatures(num_frequencies)
         draws = features.draw(terms, generator)
         count, like = features.num_features(terms), terms[0].inputs
-        shape = (count, num_latents * num_samples) if shared else (num_latents, count, num_samples)
+        shape = {
+            "shared": (count, num_latents * num_samples),
+            "own": (num_latents, count, num_samples),
+            "coupled": (count, num_samples),
+        }[layout]
         weights = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
-        return cls(features, draws, weights, num_latents)
+        return cls(features, draws, weights, num_latents, num_samples)
 
     def __call__(self, terms: Sequence[KernelTerm]) -> Tensor:
         """The values at the inputs of the terms: [t, C, s]."""
         values = self.features.apply(terms, self.draws, self.weights)
         if self.weights.dim() == 2:
-            return values.unflatten(-1, (self.num_latents, -1))
+            return values.reshape(terms[0].inputs.shape[-2], self.num_latents, self.num_samples)
         return values.movedim(0, 1)
 
 
+@dataclass(frozen=True, eq=False)
 class LaplaceSamplePaths:
     """k functions of Laplace's approximation or of a refinement: the same at each call, at any x, differentiable there.
 
     They belong to the hyperparameters and data of the time when they were drawn.
 
-    Args:
-        snapshot: the model at the time when they were drawn.
+    Attributes:
+        snapshot: the model at that time.
         functions: prior samples.
         inputs: training inputs.
         update: v - zeta [n C, k].
         products: how kernel products are computed.
     """
 
-    def __init__(
-        self,
-        snapshot: ModelSnapshot,
-        functions: PriorFunctions,
-        inputs: list[Tensor],
-        update: Tensor,
-        products: KernelProducts,
-    ) -> None:
-        self._snapshot = snapshot
-        self._functions, self._inputs, self._update = functions, inputs, update
-        self._products = products
+    snapshot: ModelSnapshot
+    functions: PriorFunctions
+    inputs: list[Tensor]
+    update: Tensor
+    products: KernelProducts
 
     @property
     def num_paths(self) -> int:
-        """How many paths, k."""
-        return self._update.shape[-1]
+        """The number of functions, k."""
+        return self.update.shape[-1]
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The functions at test inputs [t, d]: [k, t], or [k, t, C] for several latent functions.
@@ -102,16 +111,70 @@ class LaplaceSamplePaths:
         Raises ValueError for inputs that do not fit the training inputs.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
-            model, _ = self._snapshot.copies()
-            points = checked_inputs(self._inputs, inputs)
+            model, _ = self.snapshot.copies()
+            points = checked_inputs(self.inputs, inputs)
             if any(x.dim() != 2 for x in points):
                 raise ValueError(
                     "Sample paths take test inputs [t, d]: list the points of a batch one after the other."
                 )
-            blocks = latent_blocks(model, self._inputs, points, self._products)
-            latents = self._functions.num_latents
-            update = product(blocks.test_train, self._update.to(points[0].dtype))
+            blocks = latent_blocks(model, self.inputs, points, self.products)
+            latents = self.functions.num_latents
+            update = product(blocks.test_train, self.update.to(points[0].dtype))
             update = update.view(len(points[0]), latents, self.num_paths)
-            prior = self._functions(latent_terms(prior_at(model, points))[0])
+            prior = self.functions(latent_terms(prior_at(model, points))[0])
             values = (blocks.mean.unsqueeze(-1) + prior + update).movedim(-1, 0)
             return values.squeeze(-1) if latents == 1 else values
+
+
+@dataclass(frozen=True)
+class LatentBlocks:
+    """Blocks of the joint prior for a list of t test points.
+
+    Attributes:
+        mean: [t, C].
+        test_train: K(x, X) [t C, n C].
+        test_test: K(x, x) [t C, t C].
+    """
+
+    mean: Tensor
+    test_train: LinearOperator
+    test_test: LinearOperator
+
+
+def latent_blocks(model: GP, train: Sequence[Tensor], test: Sequence[Tensor], products: KernelProducts) -> LatentBlocks:
+    """The blocks at the model's current hyperparameters, for inputs [n, d] and [t, d]; tiles are never kept."""
+    joint = prior_at(model, [stacked(x, points) for x, points in zip(train, test, strict=True)])
+    once = replace(products, cache_memory=0)
+    points, latents = train[0].shape[-2], num_latents(joint)
+    covariance = joint.lazy_covariance_matrix
+    if isinstance(joint, MultitaskMultivariateNormal):
+        blocks = covariance_blocks(covariance, points * latents, once)
+        return LatentBlocks(joint.mean[points:], *blocks)
+    blocks = covariance_blocks(covariance, points, once)
+    mean = joint.mean[..., points:].expand(latents, test[0].shape[-2]).mT
+    shared = not covariance.batch_shape
+    return LatentBlocks(mean, *(latent_operator(block, latents, shared=shared) for block in blocks))
+
+
+def latent_covariance(model: GP, points: Sequence[Tensor], products: KernelProducts) -> Tensor:
+    """K(x, x) [*b, t C, t C] of batches of test points [*b, t, d], dense: member by member, as a model's `forward` for C
+    functions need not know batches of inputs.
+    """
+    once = replace(products, cache_memory=0)
+    batch = points[0].shape[:-2]
+    members = zip(*(x.reshape(-1, *x.shape[-2:]) for x in points), strict=True)
+    dense = [latent_prior(prior_at(model, list(member)), once).operator.to_dense() for member in members]
+    return torch.stack(dense).reshape(*batch, *dense[0].shape)
+
+
+def latent_terms(distribution: MultivariateNormal) -> tuple[list[KernelTerm], Layout]:
+    """The kernels of a prior, and how they belong to the latent functions.
+
+    Raises SpectralDensityMissingError where the prior's covariance is no sum of kernels.
+    """
+    covariance = distribution.lazy_covariance_matrix
+    if isinstance(covariance, BlockInterleavedLinearOperator):
+        covariance = covariance.base_linear_op
+    elif isinstance(distribution, MultitaskMultivariateNormal):
+        return kernel_terms(covariance), "coupled"
+    return kernel_terms(covariance), "own" if covariance.batch_shape else "shared"

@@ -1,6 +1,6 @@
 """The latent posterior around a mode, or a refinement of it: mean k(x, X) v, covariance k(x, x) - k(x, X) Q Q^T k(X, x)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,22 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning, float64_first, warn
 from gpy_iterative.exact.prediction.blocks import product
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
-from gpy_iterative.laplace.newton.base import LaplaceSolver
-from gpy_iterative.laplace.newton.solution import LaplaceSolution
-from gpy_iterative.laplace.newton.whitened import nystrom_preconditioner, whitened_system
+from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
+from gpy_iterative.laplace.newton.whitened import WhitenedSystem
 from gpy_iterative.laplace.prediction.fit import LaplaceFit, LaplaceFits
-from gpy_iterative.laplace.prediction.latent_blocks import latent_blocks, latent_covariance, latent_terms
-from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths, PriorFunctions
+from gpy_iterative.laplace.prediction.paths import (
+    LaplaceSamplePaths,
+    LatentBlocks,
+    PriorFunctions,
+    latent_blocks,
+    latent_covariance,
+    latent_terms,
+)
+from gpy_iterative.laplace.report import ModeReport
 from gpy_iterative.linear_operators.latent import point_blocks
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
+from gpy_iterative.linear_solvers.solution import SolveStatus
+from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 
 #: Test points whose block k(x, X) Q is held at a time.
@@ -40,9 +46,9 @@ class VarianceSplit:
 
     Attributes:
         total: the posterior variance, [*b, t] or [*b, t, C].
-        mathematical: what an exact computation at the same curvature would leave; without refinements that of Laplace's
+        mathematical: the variance of an exact computation at the same curvature; without refinements that of Laplace's
             approximation.
-        computational: what the data would still explain if more were computed; total = mathematical + computational.
+        computational: the part that more computation would remove; total = mathematical + computational.
     """
 
     total: Tensor
@@ -64,7 +70,7 @@ class LaplacePosterior:
         progress: True shows a bar for the mode and other solves; a callable gets every
             `gpy_iterative.progress.ProgressReport`.
         num_refinements: how often mean and covariance are taken towards the variational approximation, see
-            `gpy_iterative.solvers.laplace.refine`; 0 is Laplace's approximation.
+            `IterativeLaplaceGP`; 0 is Laplace's approximation.
 
     Construction finds the mode and refines it. Hyperparameters and data that have changed since are noticed by value, and
     answered by another solve from the old mode.
@@ -93,24 +99,15 @@ class LaplacePosterior:
     ) -> None:
         self.model, self.likelihood = model, likelihood
         check_progress(progress)
-        self._progress, self.num_refinements = progress, num_refinements
+        self._progress, self._seed, self.num_refinements = progress, seed, num_refinements
         self._products = KernelProducts() if products is None else products
-        self._seed = seed
-        self._fits = LaplaceFits(
-            model,
-            likelihood,
-            solver=solver,
-            products=self._products,
-            seed=seed,
-            initial_weights=initial_weights,
-            params=params,
-            progress=progress,
-        )
-        self._fits.current(self.num_refinements)
+        kept = LikelihoodParams.given(params, model)
+        self._fits = LaplaceFits(model, likelihood, solver, self._products, seed, kept, progress)
+        self._fits.current(self.num_refinements, initial_weights)
 
     @property
     def num_refinements(self) -> int:
-        """How many refinements there are; when set, the next question makes those that are missing.
+        """The number of refinements; where it is raised, the next question makes those that are missing.
 
         Raises ValueError for anything but a whole number that is not negative.
         """
@@ -123,13 +120,13 @@ class LaplacePosterior:
 
     @property
     def solution(self) -> LaplaceSolution:
-        """The mode at the hyperparameters and data of now; with refinements, that of the last averaged likelihood."""
+        """The mode at the present hyperparameters and data; with refinements, that of the last averaged likelihood."""
         return self._current().solution
 
     @property
-    def stats(self) -> tuple[SolveStats, ...]:
-        """What the mode took, and each refinement on top; `epochs` are kernel products."""
-        return self._current().stats
+    def report(self) -> ModeReport:
+        """The search for the mode at the present hyperparameters and data, with its refinements."""
+        return self._current().report
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
         """The latent posterior at test inputs [*b, t, d], one tensor for each of the model's inputs.
@@ -144,16 +141,13 @@ class LaplacePosterior:
         fit = self._current()
         with graph_for(inputs):
             points = _checked(fit, inputs)
-            batch, flat = points[0].shape[:-2], [x.reshape(-1, x.shape[-1]) for x in points]
-            mean, root, whole = self._conditioned(fit, fit.columns(), flat)
-            latents = fit.prior.num_latents
-            count = points[0].shape[-2]
+            batch, count, latents = points[0].shape[:-2], points[0].shape[-2], fit.prior.num_latents
+            mean, root, prior = self._conditioned(fit, fit.columns(), [x.flatten(0, -2) for x in points])
             mean, root = mean.view(*batch, count, latents), root.view(*batch, count * latents, root.shape[-1])
-            prior = whole
             if batch:
                 prior = to_linear_operator(latent_covariance(fit.snapshot.copies()[0], points, self._products))
             covariance = prior.clone() - RootLinearOperator(root)
-            if latents == 1 and not isinstance(fit.distribution, MultitaskMultivariateNormal):
+            if fit.is_single:
                 return MultivariateNormal(mean.squeeze(-1), covariance)
             return MultitaskMultivariateNormal(mean, covariance)
 
@@ -165,20 +159,18 @@ class LaplacePosterior:
         fit = self._current()
         with torch.no_grad():
             points = _checked(fit, inputs)
-            batch, count = points[0].shape[:-2], points[0].shape[-2]
-            flat = [x.reshape(-1, x.shape[-1]) for x in points]
             columns, latents, means, blocks = fit.columns(), fit.prior.num_latents, [], []
-            for start in range(0, max(flat[0].shape[0], 1), CHUNK_POINTS):
-                mean, root, prior = self._conditioned(fit, columns, [x[start : start + CHUNK_POINTS] for x in flat])
+            for chunk in _chunks(points):
+                mean, root, prior = self._conditioned(fit, columns, chunk)
                 known = root.double().view(-1, latents, root.shape[-1])
                 before = point_blocks(prior, latents).double()
                 means.append(mean.double().view(-1, latents))
                 blocks.append(_clamped(before - known @ known.mT, before, fit.prior.operator.dtype))
-            shape = (*batch, count, latents)
+            shape = (*points[0].shape[:-1], latents)
             return torch.cat(means).view(shape), torch.cat(blocks).view(*shape, latents)
 
     def split_variance(self, *inputs: Tensor, tolerance: float = 1e-4) -> VarianceSplit:
-        """The variance at test inputs [*b, t, d], and what of it more computation would take away.
+        """The variance at test inputs [*b, t, d], and the part of it that more computation would remove.
 
         The exact part comes from solves for every test point and latent function: t C columns of conjugate gradients,
         preconditioned with the actions. For a few hundred points, not for a million.
@@ -190,17 +182,12 @@ class LaplacePosterior:
         Warns:
             ConvergenceWarning: they did not reach it.
         """
-        _, blocks = self.moments(*inputs)
-        total = blocks.diagonal(dim1=-2, dim2=-1)
+        total = self.moments(*inputs)[1].diagonal(dim1=-2, dim2=-1)
         fit = self._current()
         with torch.no_grad():
-            flat = [x.reshape(-1, x.shape[-1]) for x in _checked(fit, inputs)]
-            parts = [
-                self._exact_variance(fit, [x[start : start + CHUNK_POINTS] for x in flat], tolerance)
-                for start in range(0, max(flat[0].shape[0], 1), CHUNK_POINTS)
-            ]
-            mathematical = torch.minimum(torch.cat(parts).view(total.shape), total)
-        if not isinstance(fit.distribution, MultitaskMultivariateNormal) and fit.prior.num_latents == 1:
+            parts = [self._exact_variance(fit, chunk, tolerance) for chunk in _chunks(_checked(fit, inputs))]
+        mathematical = torch.minimum(torch.cat(parts).view(total.shape), total)
+        if fit.is_single:
             total, mathematical = total.squeeze(-1), mathematical.squeeze(-1)
         return VarianceSplit(total, mathematical, total - mathematical)
 
@@ -216,52 +203,46 @@ class LaplacePosterior:
         Warns:
             ConvergenceWarning: the solve did not reach its tolerance.
         """
-        # The functions outlive an inference mode around this call, and are differentiable outside of it.
         fit = self._current()
+        # The functions outlive an inference mode around this call, and are differentiable outside of it.
         with torch.inference_mode(False), torch.no_grad():
             generator = torch.Generator().manual_seed(self._seed + 1)
-            terms, shared = latent_terms(fit.distribution)
+            terms, layout = latent_terms(fit.distribution)
             functions = PriorFunctions.draw(
-                terms, fit.prior.num_latents, num_paths, num_frequencies, shared=shared, generator=generator
+                terms, fit.prior.num_latents, num_paths, num_frequencies, layout=layout, generator=generator
             )
             curvature = fit.solution.curvature
             size = (curvature.num_points * curvature.root_size, num_paths)
             noise = torch.randn(size, generator=generator, dtype=torch.float64).to(fit.solution.value)
             whitened = curvature.root_t(functions(terms).double().flatten(0, 1)) + noise
-            weights = curvature.root(self._solve(fit, whitened, tolerance=1e-4))
-            update = fit.solution.value.view(-1, 1) - weights
+            update = fit.solution.value.view(-1, 1) - curvature.root(self._solve(fit, whitened, tolerance=1e-4))
         return LaplaceSamplePaths(fit.snapshot, functions, fit.inputs, update, self._products)
 
     def _current(self) -> LaplaceFit:
         return self._fits.current(self.num_refinements)
 
+    def _blocks(self, fit: LaplaceFit, points: list[Tensor]) -> LatentBlocks:
+        return latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
+
     def _conditioned(
-        self, fit: LaplaceFit, columns: Tensor, flat: list[Tensor]
+        self, fit: LaplaceFit, columns: Tensor, points: list[Tensor]
     ) -> tuple[Tensor, Tensor, LinearOperator]:
-        """Posterior means [t C], K(x, X) Q [t C, B] and the prior K(x, x) [t C, t C] at a list of points [t, d]."""
-        blocks = latent_blocks(fit.snapshot.copies()[0], fit.inputs, flat, self._products)
+        """Posterior means [t C], K(x, X) Q [t C, B] and the prior K(x, x) [t C, t C] at points [t, d]."""
+        blocks = self._blocks(fit, points)
         found = product(blocks.test_train, columns)
         return blocks.mean.reshape(-1) + found[:, 0], found[:, 1:], blocks.test_test
 
-    def _exact_variance(self, fit: LaplaceFit, flat: list[Tensor], tolerance: float) -> Tensor:
-        blocks, latents = (
-            latent_blocks(fit.snapshot.copies()[0], fit.inputs, flat, self._products),
-            fit.prior.num_latents,
-        )
-        cross = blocks.test_train.to_dense().double().mT
-        whitened = fit.solution.curvature.root_t(cross)
+    def _exact_variance(self, fit: LaplaceFit, points: list[Tensor], tolerance: float) -> Tensor:
+        blocks, latents = self._blocks(fit, points), fit.prior.num_latents
+        whitened = fit.solution.curvature.root_t(blocks.test_train.to_dense().double().mT)
         known = (whitened * self._solve(fit, whitened, tolerance=tolerance)).sum(0).view(-1, latents)
         return (point_blocks(blocks.test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)
 
     def _solve(self, fit: LaplaceFit, columns: Tensor, *, tolerance: float) -> Tensor:
-        """(I + R^T K R)^-1 columns in float64, preconditioned with the mode's actions."""
-        dtype, solution = fit.prior.operator.dtype, fit.solution
-        preconditioner = nystrom_preconditioner(solution.curvature, solution.actions, solution.images, dtype)
-        system = whitened_system(fit.prior.operator, solution.curvature)
+        """(I + R^T K R)^-1 columns in float64."""
+        dtype, system = fit.prior.operator.dtype, WhitenedSystem.at(fit.prior.operator, fit.solution)
         with reporting_solve(self._progress) as callback:
-            found = ConjugateGradients(tolerance=tolerance).solve(
-                system, columns.to(dtype), preconditioner=preconditioner, callback=callback
-            )
+            found = system.solve(columns, tolerance, callback)
         if found.status is not SolveStatus.CONVERGED:
             warn(
                 f"A solve at the mode ended with status {found.status.name.lower()}: {float64_first(dtype)}loosen the "
@@ -277,15 +258,20 @@ def _checked(fit: LaplaceFit, inputs: Sequence[Tensor]) -> list[Tensor]:
     return [x.expand(*batch, *x.shape[-2:]) for x in points]
 
 
+def _chunks(points: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Parts [s, d] of inputs [*b, t, d]; at least one, which may be empty."""
+    flat = [x.flatten(0, -2) for x in points]
+    for start in range(0, max(len(flat[0]), 1), CHUNK_POINTS):
+        yield [x[start : start + CHUNK_POINTS] for x in flat]
+
+
 def _clamped(blocks: Tensor, prior: Tensor, dtype: torch.dtype) -> Tensor:
-    """Blocks whose variances are not negative; rounding is told from more than that."""
+    """Blocks whose variances are not negative; warns of more than rounding."""
     variances, scale = (part.diagonal(dim1=-2, dim2=-1) for part in (blocks, prior))
-    worst = (variances + NEGATIVE_VARIANCE * scale).amin() if variances.numel() else torch.zeros(())
-    if float(worst) < 0:
+    if (variances < -NEGATIVE_VARIANCE * scale).any():
         warn(
             f"A posterior variance was negative beyond rounding and was set to zero: {float64_first(dtype)}bound the "
             "outputscale, or leave near-duplicates out.",
             VarianceWarning,
         )
-    excess = (-variances).clamp_min(0)
-    return blocks + torch.diag_embed(excess)
+    return blocks + torch.diag_embed((-variances).clamp_min(0))

@@ -146,6 +146,7 @@ def test_eight_threads_predict_as_one_does_and_leave_the_model(name: str, monkey
 
     found = in_threads(lambda number: predicted(posterior, number))
     assert state(model, likelihood) == before
+    assert gpytorch.settings.lazily_evaluate_kernels.on()  # two threads that enter a setting at once leave it switched
     alone = PathwisePosterior(model, likelihood, params=case.params, num_frequencies=50)
     for number, values in enumerate(found):
         for value, wanted in zip(values, predicted(alone, number), strict=True):

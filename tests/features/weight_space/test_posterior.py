@@ -9,7 +9,9 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import UnsupportedLikelihoodError
+from gpy_iterative.features.weight_space import problem
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
+from gpy_iterative.training.posterior import Posterior
 from tests.exact.gaussian_models import Case, Regression, data
 from tests.features.feature_models import KERNELS, feature_case, fixed_noise_case
 from tests.features.test_exact import METHODS
@@ -28,16 +30,24 @@ def dense_posterior(case: Case, x: Tensor, noise: Tensor) -> tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize("name", [*KERNELS, "fixed-noise"])
-def test_equals_dense(name: str) -> None:
+def test_equals_dense(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = fixed_noise_case() if name == "fixed-noise" else feature_case(KERNELS[name]())
     noise = case.likelihood.noise.detach()
     x = case.x[:5] * 0.9 + 0.05
     mean, covariance = dense_posterior(case, x, noise)
-    found = WeightSpacePosterior(case.model, case.likelihood, chunk_size=11)(x)
+    monkeypatch.setattr(problem, "CHUNK_SIZE", 11)
+    found = WeightSpacePosterior(case.model, case.likelihood)(x)
     torch.testing.assert_close(found.mean, mean, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(found.covariance_matrix, covariance, rtol=1e-7, atol=1e-8)
     torch.testing.assert_close(found.variance, covariance.diagonal(), rtol=1e-7, atol=1e-8)
     assert not found.mean.requires_grad
+
+
+def test_it_is_a_posterior_that_reports_its_pass() -> None:
+    case = feature_case(KERNELS["fourier"]())
+    posterior = WeightSpacePosterior(case.model, case.likelihood)
+    assert isinstance(posterior, Posterior)
+    assert (posterior.report.num_data, posterior.report.num_features) == (40, 12)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -49,7 +59,7 @@ def test_from_every_method_in_the_middle_of_training(method: str) -> None:
     posterior = mll.posterior()
     mean, _ = dense_posterior(case, x, case.likelihood.noise.detach())
     torch.testing.assert_close(posterior(x).mean, mean, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(mll.posterior(x).mean, mean, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(mll.posterior()(x).mean, mean, rtol=1e-8, atol=1e-8)
     assert case.model.training
     assert case.likelihood.training
     with torch.no_grad():
@@ -79,8 +89,8 @@ def test_jitter_of_the_models_forward_counts_as_gpytorch_counts_it() -> None:
     torch.testing.assert_close(mll(model(case.x), case.y), expected, rtol=1e-8, atol=1e-8)
     x = case.x[:5] + 0.1
     mean, covariance = dense_posterior(case, x, case.likelihood.noise.detach())
-    torch.testing.assert_close(mll.posterior(x).mean, mean, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(mll.posterior(x).covariance_matrix, covariance, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(mll.posterior()(x).mean, mean, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(mll.posterior()(x).covariance_matrix, covariance, rtol=1e-7, atol=1e-8)
 
 
 def test_batches_gradients_and_dtypes() -> None:
@@ -139,8 +149,6 @@ def test_bad_input() -> None:
         posterior(torch.full_like(case.x[:1], torch.nan))
     with pytest.raises(ValueError, match="num_paths"):
         posterior.sample_paths(0)
-    with pytest.raises(ValueError, match="chunk_size"):
-        WeightSpacePosterior(case.model, case.likelihood, chunk_size=0)
     with pytest.raises(UnsupportedLikelihoodError, match=r"BernoulliLikelihood.*IterativeLaplaceGP"):
         WeightSpacePosterior(case.model, gpytorch.likelihoods.BernoulliLikelihood())
     x, y = data(10)

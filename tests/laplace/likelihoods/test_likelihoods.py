@@ -124,17 +124,6 @@ def test_a_wrong_promise_of_concavity_is_told_as_one() -> None:
 
 def test_fisher_information_is_the_expected_hessian() -> None:
     f = torch.tensor([[0.3]], dtype=torch.float64)
-    labels = [PointwiseLikelihood(gl.BernoulliLikelihood(), torch.tensor([label]), 1) for label in (0.0, 1.0)]
-    p = float(Normal(0, 1).cdf(f))
-    expected = (1 - p) * labels[0].hessian(f) + p * labels[1].hessian(f)
-    torch.testing.assert_close(labels[0].curvature_blocks(f, "fisher"), expected.detach())
-    counts = torch.arange(60.0, dtype=torch.float64)
-    likelihood = PointwiseLikelihood(gl.PoissonLikelihood(), counts, 1)
-    everywhere = f.expand(60, 1)
-    with torch.no_grad():
-        weights = likelihood.log_prob(everywhere).exp()
-    expected = (weights * likelihood.hessian(everywhere).detach().flatten()).sum()
-    torch.testing.assert_close(likelihood.curvature_blocks(everywhere, "fisher")[0, 0, 0], expected)
     grid = torch.linspace(1e-4, 1 - 1e-4, 20001, dtype=torch.float64)
     beta = PointwiseLikelihood(gl.BetaLikelihood(), grid, 1)
     many = f.expand(len(grid), 1)
@@ -320,7 +309,7 @@ def test_poisson_counts_of_any_size_have_finite_derivatives(latent: float) -> No
     counts = torch.tensor([max(round(latent), 0)]).double()
     likelihood = PointwiseLikelihood(gl.PoissonLikelihood(), counts, 1)
     f = torch.full((1, 1), latent, dtype=torch.float64)
-    for derivative in (likelihood.gradient(f), likelihood.hessian(f), likelihood.fisher(f)):
+    for derivative in (likelihood.gradient(f), likelihood.hessian(f)):
         assert torch.isfinite(derivative).all()
 
 

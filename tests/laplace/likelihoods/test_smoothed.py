@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.laplace.likelihoods import smoothed
-from gpy_iterative.laplace.likelihoods.cubature import normal_rule, symmetric_roots
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
+from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
+from gpy_iterative.laplace.likelihoods.smoothed import symmetric_roots
 from gpy_iterative.likelihoods import CurvatureFloor, SmoothedLikelihood
 from tests.laplace.cases import LIKELIHOODS, case
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from gpy_iterative.laplace.likelihoods.cubature import normal_rule
-from gpy_iterative.laplace.newton.refinement import marginal_blocks, refine
+from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
+from gpy_iterative.laplace.prediction.fit import marginal_blocks, refine
 from gpy_iterative.likelihoods import LogitBernoulliLikelihood, PointwiseLikelihood
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton, LaplaceSolution

@@ -1,8 +1,9 @@
-"""The paper's algorithms 1 to 3 as printed, for comparisons.
+"""IterNCGP's algorithms 1 to 3 as printed, for comparisons: the naive twin of `LaplaceNewton`.
 
 Undamped Newton steps on K + W^+ in the full space, each solved by IterGP with the plain residual as action and its
 relative 2-norm as criterion; two kernel products an action; recycling by a virtual solver run. The steps are numbered as
-in the paper. What is wrong with them is why `LaplaceNewton` does otherwise.
+in the paper: Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Processes By Trading Off
+Computation For Uncertainty".
 """
 
 import time
@@ -13,25 +14,39 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
-from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR, CurvatureKind
-from gpy_iterative.laplace.newton.base import Iterate, Problem, evaluated
-from gpy_iterative.laplace.newton.solution import LaplaceSolution, empty_columns
+from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR, CurvatureFloor
+from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolution, LaplaceSolver, Problem, StepSolver
 from gpy_iterative.linear_solvers.solution import SolveProgress, SolveStats, SolveStatus
 
 #: Absolute and relative residual at which IterGP stops.
 RESIDUAL_TOLERANCE = 1e-5
 
 
-@dataclass(frozen=True)
-class LiteralOptions:
-    """The paper's j_max and R, delta of its algorithm 1, and whether buffers are kept."""
+@dataclass(frozen=True, kw_only=True)
+class LiteralNewton(LaplaceSolver):
+    """Algorithm 1. `tolerance` is its delta, the relative change of f - m; `line_search` is not used.
 
-    max_outer: int
-    max_inner: int
-    max_rank: int
-    tolerance: float
-    recycle: bool
-    curvature: CurvatureKind
+    Args:
+        max_inner: j_max, actions of a Newton step at the most.
+        max_rank: R, actions that are kept.
+
+    Raises NonFiniteError where the iteration overflows, which nothing in it prevents.
+    """
+
+    max_inner: int = 20
+    max_rank: int = 300
+
+    def _find_mode(self, problem: Problem) -> LaplaceSolution:
+        return literal_solve(problem, self)
+
+    def _step_solver(self, problem: Problem) -> StepSolver:
+        raise NotImplementedError
+
+    def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:
+        return NO_FLOOR
+
+    def _default_tolerance(self, dtype: torch.dtype) -> float:
+        return 1e-2
 
 
 @dataclass
@@ -43,27 +58,19 @@ class _Buffers:
     root: Tensor
 
 
-def literal_solve(problem: Problem, options: LiteralOptions) -> LaplaceSolution:
-    """Algorithm 1.
-
-    Raises:
-        NonFiniteError: the iteration overflowed, which nothing in it prevents.
-    """
-    start = time.perf_counter()
+def literal_solve(problem: Problem, options: LiteralNewton) -> LaplaceSolution:
+    """Algorithm 1."""
+    start, tolerance = time.perf_counter(), options.tolerance or 1e-2
     size, mean = problem.prior.size, problem.mean
     products, status = 0, SolveStatus.BUDGET_EXHAUSTED
-    iterate = evaluated(problem, mean, torch.zeros_like(mean))
-    buffers = _Buffers(*(empty_columns(size, mean) for _ in range(3)))
+    iterate = problem.evaluated(mean, torch.zeros_like(mean))
+    buffers = _Buffers(*(mean.new_empty(size, 0) for _ in range(3)))
     outer = 0
     while outer < options.max_outer:
         curvature = problem.likelihood.curvature(problem.by_point(iterate.f), options.curvature, NO_FLOOR)
         rhs = iterate.f + _noise(curvature, iterate.gradient) - mean  # (2)
         if not torch.isfinite(rhs).all():
-            raise NonFiniteError(
-                "The pseudo-targets of the undamped Newton step are not finite: literal=False damps it."
-            )
-        if not options.recycle:
-            buffers = _Buffers(*(empty_columns(size, mean) for _ in range(3)))
+            raise NonFiniteError("The pseudo-targets of the undamped Newton step are not finite.")
         buffers = _recycled(buffers, curvature, options.max_rank)  # algorithm 3
         v, inner_products = _itergp(problem, curvature, rhs, buffers, options.max_inner)  # (3)
         f = mean + problem.prior.matmul(v.unsqueeze(-1)).squeeze(-1)  # (4)
@@ -71,10 +78,10 @@ def literal_solve(problem: Problem, options: LiteralOptions) -> LaplaceSolution:
         outer += 1
         change = torch.linalg.vector_norm(f - iterate.f)
         previous = torch.linalg.vector_norm(iterate.f - mean)
-        iterate = evaluated(problem, f, v)
+        iterate = problem.evaluated(f, v)
         if problem.callback is not None:
             problem.callback(SolveProgress(outer, products, {"mode": iterate.stationarity}))
-        if outer > 1 and change <= options.tolerance * previous:
+        if outer > 1 and change <= tolerance * previous:
             status = SolveStatus.CONVERGED
             break
     # The covariance is that of the last step: the paper does not factor anew at the mode.
@@ -115,7 +122,7 @@ def _recycled(buffers: _Buffers, curvature: Curvature, max_rank: int) -> _Buffer
         return buffers
     matrix = buffers.actions.mT @ (buffers.images + curvature.pinv(buffers.actions))
     if not torch.isfinite(matrix).all():
-        raise NonFiniteError("The recycled buffers are not finite: literal=False keeps them orthonormal.")
+        raise NonFiniteError("The recycled buffers are not finite.")
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     values, vectors = values[-max_rank:], vectors[:, -max_rank:]
     positive = values > 1e-13 * values[-1]
