@@ -1,21 +1,19 @@
-"""Threads that share a computation, each of which computes alone.
+"""Threads that share the parts of a computation.
 
-Torch divides every single operation among OpenMP's threads, which wait for each other at its end. A training step is made
-of thousands of operations: where another process holds one of the processors, each of them waits, actively, for a thread
-that is not running (beside one busy process a step on 6,000 rows took fifty times as long). So the work of a step is
-divided above torch: worker threads take the next part of it, rows of tiles for example, and every operation inside runs
-on the one thread that asks for it. Nobody waits before the parts run out, and a worker that never gets to run takes none.
+Torch divides every operation among OpenMP's threads, which wait for each other at its end. Where another process holds one
+of the processors, each of the thousands of operations of a training step waits for a thread that is not running. So the
+work is divided above torch: worker threads take the next part, some tiles for example, and every operation inside runs on
+one thread. Nobody waits before the parts run out, and a worker that never gets to run takes none.
 
-How many threads there are is torch's own setting, `torch.set_num_threads`.
+The number of threads is torch's own setting, `torch.set_num_threads`.
 """
 
 import os
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import torch
@@ -102,15 +100,14 @@ def divided() -> Iterator[None]:
         torch.set_num_threads(number)
 
 
-def shares(items: Sequence[Item], sizes: Sequence[float]) -> list[Sequence[Item]]:
-    """Neighbouring items together, in as many shares of nearly the same size as `run` has use for: one at least."""
+def shares(items: Sequence[Item]) -> list[Sequence[Item]]:
+    """Neighbouring items together, in as many shares of nearly the same length as `run` has use for: at least one."""
     number = num_threads()
-    wanted = min(PARTS_PER_THREAD * number, len(items))
-    if number == 1 or wanted <= 1:
+    count = min(PARTS_PER_THREAD * number, len(items))
+    if number == 1 or count <= 1:
         return [items]
-    ends = list(accumulate(sizes))
-    cuts = [bisect_left(ends, ends[-1] * part / wanted) + 1 for part in range(1, wanted)]
-    return [items[start:stop] for start, stop in pairwise([0, *cuts, len(items)]) if start < stop]
+    cuts = [len(items) * part // count for part in range(count + 1)]
+    return [items[start:stop] for start, stop in pairwise(cuts)]
 
 
 class _Work(Generic[Result]):

@@ -96,7 +96,6 @@ class DensityEstimate:
         value_sem: [*b], its standard error.
         weights: a = H^-1 residual, [*b, n].
         left, right: [*b, n, k]; the exact estimate has the weights of all entries of dH, [*b, n, n], and None.
-        forms: left_k^T H right_k, [*b, k] in float64, where they are known.
         status, stats: of the solve.
         truncation: the draws of a randomly truncated series.
         probe_jitter: the jitter of the probes' covariance; None where there is none.
@@ -113,12 +112,11 @@ class DensityEstimate:
     status: SolveStatus
     stats: SolveStats
     truncation: Report | None = None
-    forms: Tensor | None = None
     probe_jitter: float | None = None
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         """The value [*b], connected with the parameters behind H and the residual."""
-        return surrogate(operator, self.value, self.left, self.right, self.weights, residual, forms=self.forms)
+        return surrogate(operator, self.value, self.left, self.right, self.weights, residual)
 
     def __post_init__(self) -> None:
         check_estimated("value", self.value)
@@ -261,7 +259,6 @@ def stochastic_estimate(
         weights=weights,
         left=coefficients * solution.value,
         right=right,
-        forms=coefficients.double() * ((rhs - solution.residual) * right).sum(-2, dtype=torch.float64),
         status=SolveStatus.INDEFINITE if log_determinant.is_indefinite else solution.status,
         stats=solution.stats,
         probe_jitter=probe_jitter,

@@ -10,7 +10,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
-from gpy_iterative.linear_operators.observations import observed_data
+from gpy_iterative.linear_operators.from_gpytorch import observed_data
 from gpy_iterative.training.training_system import check_inputs, prior_at
 
 

@@ -1,19 +1,17 @@
 """Kernel matrices that are never stored.
 
-Begin with `products.py` (how a user says how products are computed), `radial/operator.py` (stationary kernels in
-closed form) and `generic_kernel.py` (any other kernel); `from_gpytorch.py` turns a GPyTorch prior into an operator.
-The room may import `errors`, `checks` and `worker_threads`.
+Begin with `products.py` (options of the products), `radial/operator.py` (stationary kernels in closed form) and
+`generic_kernel.py` (any other kernel). `from_gpytorch.py` turns a GPyTorch prior into an operator, and `extensions.py`
+has the operations beyond those of `LinearOperator`. The room may import `errors`, `checks`, `changes` and `worker_threads`.
 """
 
-from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, operator_of_kernel
+from gpy_iterative.linear_operators.extensions import columns_matmul, dense_rows, principal_block, rows_matmul
+from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, noisy_operator, operator_of_kernel
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
-from gpy_iterative.linear_operators.latent import latent_prior
+from gpy_iterative.linear_operators.latent import RepeatedKernelLinearOperator, latent_prior
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_operators.observations import noisy_operator
-from gpy_iterative.linear_operators.partial_products import columns_matmul, dense_rows, principal_block, rows_matmul
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
-from gpy_iterative.linear_operators.repeated import RepeatedKernelLinearOperator
 
 __all__ = [
     "GenericKernelLinearOperator",

@@ -1,28 +1,33 @@
-"""From a GPyTorch prior covariance to the operators of this package.
+"""From GPyTorch's prior distributions and likelihoods to the operators of this package.
 
-Nothing is evaluated that a user's kernel would store as an n x n matrix; what a model has already built
-(a dense matrix, a Kronecker or Toeplitz structure) is taken as it is.
+Nothing is evaluated that a user's kernel would store as an n x n matrix; a matrix that the model has already built
+(dense, Kronecker, Toeplitz) is taken as it is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import gpytorch
 import torch
 from gpytorch import kernels
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.lazy import LazyEvaluatedKernelTensor
+from gpytorch.likelihoods import Likelihood, MultitaskGaussianLikelihood
+from gpytorch.likelihoods.noise_models import FixedGaussianNoise, HeteroskedasticNoise, MultitaskHomoskedasticNoise
 from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import (
     AddedDiagLinearOperator,
     ConstantMulLinearOperator,
+    DiagLinearOperator,
     KroneckerProductLinearOperator,
+    MaskedLinearOperator,
     SumLinearOperator,
 )
 from torch import Tensor
 
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
-from gpy_iterative.linear_operators.kernel_functions import evaluated
+from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS, evaluated
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF
@@ -59,41 +64,42 @@ def kernel_operator(
             "gpytorch.beta_features.checkpoint_kernel has no use here (nothing of size n x n is stored) and changes "
             "what lazy kernels mean: leave it off."
         )
-    if caches is None:
-        caches = TileCaches()
-    caches.restart()
-    return _read(covariance, _How(products, caches))
+    return _read(covariance, _Place(products, TileCaches() if caches is None else caches))
 
 
 @dataclass(frozen=True)
-class _How:
+class _Place:
+    """A kernel's path in the prior, under which its tiles are kept."""
+
     products: KernelProducts
     caches: TileCaches
+    path: str = ""
+
+    def at(self, name: str) -> "_Place":
+        """The place of a part."""
+        return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the next operator."""
-        return {"products": self.products, "cache": self.caches.take()}
+        """Keyword arguments of the operator here."""
+        return {"products": self.products, "cache": self.caches.take(self.path)}
 
 
-def _read(covariance: LinearOperator | Tensor, how: _How) -> LinearOperator:
+def _read(covariance: LinearOperator | Tensor, place: _Place) -> LinearOperator:
     if isinstance(covariance, LazyEvaluatedKernelTensor):
-        return _of_lazy_kernel(covariance, how)
+        return _of_lazy_kernel(covariance, place)
     if isinstance(covariance, AddedDiagLinearOperator):
-        return NoisyLinearOperator(_read(covariance._linear_op, how), added_diagonal(covariance))
+        return NoisyLinearOperator(_read(covariance._linear_op, place), added_diagonal(covariance))
     if isinstance(covariance, SumLinearOperator):
-        return _sum([_read(part, how) for part in covariance.linear_ops])
+        return _sum([_read(part, place.at(str(i))) for i, part in enumerate(covariance.linear_ops)])
     if isinstance(covariance, ConstantMulLinearOperator):
-        return _times(_read(covariance.base_linear_op, how), covariance._constant)
+        return _times(_read(covariance.base_linear_op, place), covariance._constant)
     covariance = to_linear_operator(covariance)
     if not _is_lazy(covariance):
         return covariance
-    # Any other composition (batches summed or interleaved, masks, ...) of kernels that nobody has evaluated yet.
-    parts = [_read(part, how) if isinstance(part, LinearOperator) else part for part in covariance._args]
-    options = {
-        name: _read(part, how) if isinstance(part, LinearOperator) else part
-        for name, part in covariance._kwargs.items()
-    }
-    return type(covariance)(*parts, **options)
+    # Any other composition (batches summed or interleaved, masks) of kernels that nobody has evaluated yet.
+    read = lambda name, part: _read(part, place.at(str(name))) if isinstance(part, LinearOperator) else part
+    parts = [read(number, part) for number, part in enumerate(covariance._args)]
+    return type(covariance)(*parts, **{name: read(name, part) for name, part in covariance._kwargs.items()})
 
 
 def _is_lazy(covariance: LinearOperator) -> bool:
@@ -104,14 +110,14 @@ def _is_lazy(covariance: LinearOperator) -> bool:
     )
 
 
-def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, how: _How) -> LinearOperator:
+def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, place: _Place) -> LinearOperator:
     x1, x2 = lazy.x1, lazy.x2
     kernel = lazy.kernel
     check_kernel_dtype(kernel, x1)
     same = are_same_inputs(x1, x2)
     if lazy.last_dim_is_batch or lazy.params:
         return evaluated(kernel, x1, x2, diag=False, last_dim_is_batch=lazy.last_dim_is_batch, **lazy.params)
-    return _of_kernel(kernel, x1, None if same else x2, how)
+    return _of_kernel(kernel, x1, None if same else x2, place)
 
 
 def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
@@ -135,44 +141,40 @@ def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
             )
 
 
-def _values_dtype(kernel: kernels.Kernel, inputs: Tensor) -> torch.dtype:
-    """Of the kernel's values: the inputs' own, or the kernel's where inputs are integers."""
-    return inputs.dtype if inputs.is_floating_point() else kernel.dtype
-
-
 def operator_of_kernel(
     kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts
 ) -> LinearOperator:
     """The operator k(x1, x2) of one kernel, whose inputs are already reduced to its active dims; x2 None is x1."""
-    return _of_kernel(kernel, x1, x2, _How(products, TileCaches()))
+    return _of_kernel(kernel, x1, x2, _Place(products, TileCaches()))
 
 
-def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) -> LinearOperator:
+def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
     """The operator of k(x1, x2), whose inputs are already reduced to the kernel's active dims."""
-    how.products.check(_values_dtype(kernel, x1), x1.device)
+    place.products.check(x1.dtype if x1.is_floating_point() else kernel.dtype)
     if type(kernel) is kernels.ScaleKernel:
         # ScaleKernel calls its base's forward: the base's active dims are already selected.
-        return _times(_of_kernel(kernel.base_kernel, x1, x2, how), kernel.outputscale)
+        return _times(_of_kernel(kernel.base_kernel, x1, x2, place.at("base_kernel")), kernel.outputscale)
     if type(kernel) is kernels.AdditiveKernel:
-        return _sum(
-            [
-                _of_kernel(part, active_inputs(part, x1), None if x2 is None else active_inputs(part, x2), how)
-                for part in kernel.kernels
-            ]
-        )
+        return _sum([_of_part(part, x1, x2, place.at(f"kernels.{i}")) for i, part in enumerate(kernel.kernels)])
     if _is_radial(kernel):
-        return _radial(kernel, x1, x2, how)
+        return _radial(kernel, x1, x2, place)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # It calls its data kernel's forward, past the data kernel's active dims; so do predictions with model(x).
-        data = _of_kernel(kernel.data_covar_module, x1, x2, how)
+        data = _of_kernel(kernel.data_covar_module, x1, x2, place.at("data_covar_module"))
         return KroneckerProductLinearOperator(data, to_linear_operator(kernel.task_covar_module.covar_matrix))
     if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
-        return _sum([_of_kernel(part, x1, x2, how) for part in kernel.covar_module_list])
+        parts = enumerate(kernel.covar_module_list)
+        return _sum([_of_kernel(part, x1, x2, place.at(f"covar_module_list.{i}")) for i, part in parts])
     if isinstance(kernel, kernels.GridInterpolationKernel):
         _check_within_grid(kernel, x1 if x2 is None else torch.cat([x1.flatten(0, -2), x2.flatten(0, -2)]))
     if isinstance(kernel, _STRUCTURED):
         return evaluated(kernel, x1, x1 if x2 is None else x2)
-    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, **how.options())
+    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, **place.options())
+
+
+def _of_part(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
+    """The operator of a kernel in a sum, whose active dims are not selected yet."""
+    return _of_kernel(kernel, active_inputs(kernel, x1), None if x2 is None else active_inputs(kernel, x2), place)
 
 
 def _check_within_grid(kernel: kernels.GridInterpolationKernel, inputs: Tensor) -> None:
@@ -214,8 +216,8 @@ def _is_radial(kernel: kernels.Kernel) -> bool:
     return type(kernel) in (kernels.keops.RBFKernel, kernels.keops.MaternKernel)
 
 
-def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) -> LinearOperator:
-    x1, x2 = (None if x is None else x.to(_values_dtype(kernel, x)) for x in (x1, x2))
+def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
+    x1, x2 = (x if x is None or x.is_floating_point() else x.to(kernel.dtype) for x in (x1, x2))
     function, alpha = RBF, None
     if isinstance(kernel, (kernels.MaternKernel, kernels.keops.MaternKernel)):
         function = MATERN[kernel.nu]
@@ -232,7 +234,7 @@ def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, how: _How) ->
         alpha=alpha,
         function=function,
         scales_only=not x1.requires_grad and (x2 is None or not x2.requires_grad),
-        **how.options(),
+        **place.options(),
     )
 
 
@@ -255,3 +257,146 @@ def _times(operator: LinearOperator, constant: Tensor) -> LinearOperator:
 def added_diagonal(covariance: AddedDiagLinearOperator) -> Tensor:
     """The diagonal [*b, n] that the model's `forward` added to its covariance: jitter."""
     return covariance._diag_tensor.diagonal(dim1=-1, dim2=-2).expand(covariance.shape[:-1])
+
+
+# The likelihood's noise, and the data that are observed
+
+
+def noise_operator(
+    likelihood: Likelihood, function_dist: MultivariateNormal, *params: Any, **kwargs: Any
+) -> LinearOperator:
+    """The likelihood's noise covariance [*b, n, n], without evaluating the prior.
+
+    Raises:
+        ValueError: noise that depends on inputs which were not passed, or fixed noise of another size than the data.
+    """
+    num_data = function_dist.loc.shape[-1]
+    noise_model = getattr(likelihood, "noise_covar", None)
+    is_given = kwargs.get("noise") is not None
+    if not (params or is_given) and isinstance(noise_model, (HeteroskedasticNoise, MultitaskHomoskedasticNoise)):
+        raise ValueError(
+            f"The noise of {type(likelihood).__name__} depends on the inputs (or task indices) of the data, which were "
+            "not passed: call the marginal log likelihood as mll(model(x), y, x), as with GPyTorch's own."
+        )
+    if isinstance(likelihood, MultitaskGaussianLikelihood):
+        interleaved = getattr(function_dist, "_interleaved", True)
+        noise = likelihood._shaped_noise_covar(
+            function_dist.mean.shape, add_noise=likelihood.has_global_noise, interleaved=interleaved
+        )
+    else:
+        with GPYTORCH_SETTINGS:  # noise that is a model's prediction enters some of GPyTorch's
+            noise = likelihood._shaped_noise_covar(function_dist.mean.shape, *params, **kwargs)
+    if isinstance(noise_model, FixedGaussianNoise) and not is_given and noise_model.noise.shape[-1] != num_data:
+        # GPyTorch leaves such noise out, and then trains on the rest.
+        raise ValueError(
+            f"The likelihood has {noise_model.noise.shape[-1]} fixed noise variances, which does not fit the model's "
+            f"output of shape {tuple(function_dist.mean.shape)}: it needs one noise variance for every datum. For other "
+            "data pass noise=."
+        )
+    if noise.shape[-1:] != (num_data,):
+        raise ValueError(
+            f"The likelihood's noise has shape {tuple(noise.shape)}, the model's output {tuple(function_dist.mean.shape)}: "
+            "they must be about the same data. Inputs that the noise depends on are passed as mll(model(x), y, x)."
+        )
+    return noise
+
+
+def noisy_operator(
+    likelihood: Likelihood,
+    function_dist: MultivariateNormal,
+    *params: Any,
+    products: KernelProducts,
+    caches: TileCaches | None = None,
+    observed: Tensor | None = None,
+    **kwargs: Any,
+) -> LinearOperator:
+    """H: the covariance of the observations, prior and noise.
+
+    Args:
+        likelihood: a Gaussian likelihood.
+        function_dist: the prior at the training inputs, [*b, n] or [*b, n, T].
+        params: the likelihood's own arguments.
+        kwargs: the likelihood's own keyword arguments.
+        products: how products with kernel matrices are computed.
+        caches: where the operators keep their tiles.
+        observed: [n] or [n * T], which data are observed; None is all.
+
+    Returns:
+        A NoisyLinearOperator where the noise is diagonal; the sum of both covariances where it is not.
+
+    Raises:
+        ValueError: noise that is not positive, not finite, or of another size than the data.
+    """
+    noise = noise_operator(likelihood, function_dist, *params, **kwargs)
+    covariance = function_dist.lazy_covariance_matrix
+    if not isinstance(noise, DiagLinearOperator):
+        whole = kernel_operator(covariance, products, caches) + noise
+        return whole if observed is None else MaskedLinearOperator(whole, observed, observed)
+    variances = noise.diagonal(dim1=-1, dim2=-2)
+    check_noise(variances)
+    kernel = kernel_operator(
+        covariance if observed is None else masked_covariance(covariance, observed), products, caches
+    )
+    if observed is not None:
+        variances = variances[..., observed]
+    if isinstance(kernel, NoisyLinearOperator):  # jitter from the model's own forward
+        kernel, variances = kernel.kernel, variances + kernel.noise
+    return NoisyLinearOperator(kernel, variances)
+
+
+def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> LinearOperator:
+    """The rows and columns of observed data: taken from the inputs of kernels, cut out of everything else."""
+    if isinstance(covariance, LazyEvaluatedKernelTensor) and covariance.shape[-1] == covariance.x1.shape[-2]:
+        index = observed.nonzero().squeeze(-1)
+        return covariance[..., index, :][..., :, index]
+    if isinstance(covariance, AddedDiagLinearOperator):
+        jitter = added_diagonal(covariance)[..., observed]
+        return AddedDiagLinearOperator(masked_covariance(covariance._linear_op, observed), DiagLinearOperator(jitter))
+    if isinstance(covariance, SumLinearOperator):
+        return SumLinearOperator(*(masked_covariance(part, observed) for part in covariance.linear_ops))
+    if isinstance(covariance, ConstantMulLinearOperator):
+        return ConstantMulLinearOperator(masked_covariance(covariance.base_linear_op, observed), covariance._constant)
+    return MaskedLinearOperator(to_linear_operator(covariance), observed, observed)
+
+
+def check_noise(noise: Tensor) -> None:
+    """Raises ValueError with the first variance that is not finite and positive."""
+    bad = ~(torch.isfinite(noise) & (noise > 0))
+    if bad.any():
+        index = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"Every noise variance must be finite and positive, but noise{list(index)} is {noise[index].item()}. "
+            "A constraint such as gpytorch.constraints.GreaterThan(1e-4) keeps a learned noise so."
+        )
+
+
+def flat_targets(function_dist: MultivariateNormal, target: Tensor) -> Tensor:
+    """Targets [*b, n] or [*b, n, T] in the order of `function_dist.loc`: [*b, n] or [*b, n * T]."""
+    if not isinstance(function_dist, MultitaskMultivariateNormal):
+        return target
+    if not function_dist._interleaved:
+        target = target.mT
+    return target.flatten(-2)
+
+
+def observed_data(function_dist: MultivariateNormal, target: Tensor) -> Tensor | None:
+    """Which of the data (in the order of `function_dist.loc`, [n] bool) are observed; None when all are.
+
+    A datum counts as missing when its target is NaN, and only under GPyTorch's `observation_nan_policy`: under "mask"
+    when it is NaN in any member of a batch, under "fill" when it is in all.
+
+    Raises:
+        ValueError: under "fill", targets that are NaN in some members of a batch and present in others.
+    """
+    policy = gpytorch.settings.observation_nan_policy.value()
+    if policy == "ignore" or not target.numel():
+        return None
+    present = ~torch.isnan(flat_targets(function_dist, target))
+    present = present.reshape(-1, present.shape[-1])
+    observed = present.all(0)
+    if policy == "fill" and not torch.equal(observed, present.any(0)):
+        raise ValueError(
+            "Under observation_nan_policy('fill') the members of a batch must miss the same targets here: they share one "
+            "linear system. Use observation_nan_policy('mask'), which drops a datum for all members, or one model each."
+        )
+    return None if bool(observed.all()) else observed

@@ -17,11 +17,10 @@ from torch.func import functional_call
 
 from gpy_iterative.linear_operators.kernel_functions import kernel_functions
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
-from gpy_iterative.linear_operators.products import KernelProducts, LoweredProducts
+from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
-from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import Tiles, blocks
-from gpy_iterative.linear_operators.tiles.weights import TileWeights
 from gpy_iterative.worker_threads import run
 
 #: Points of a block of which only the diagonal is wanted; entries that are evaluated for one wanted entry, at the most.
@@ -40,26 +39,19 @@ class KernelTiles(Tiles):
         super().__init__(
             operator.shape,
             symmetric=operator.symmetric,
-            rows=[self._scaled(part) for part in self.input_rows],
-            columns=[self._scaled(part) for part in self.input_columns],
+            length=length * outputs,
             owner=operator.representation(),
             like=operator.tile_scale,
             products=operator.products,
             cache=operator.cache,
         )
 
-    def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
+    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
         with torch.no_grad():
             x1 = self._operator.x1[..., self.input_rows[i], :]
             # The same object on the diagonal: kernels recognise it and keep distances of exactly zero.
-            on_diagonal = self.symmetric and i == columns[0]
-            x2 = x1 if on_diagonal else self._operator.columns[..., self.input_span(columns), :]
-            values = self._operator.evaluate(x1, x2)
-            return out.copy_(values.unflatten(-1, (len(columns), -1)).transpose(-3, -2))
-
-    def input_span(self, columns: range) -> slice:
-        """The inputs of a strip's columns."""
-        return slice(self.input_columns[columns[0]].start, self.input_columns[columns[-1]].stop)
+            x2 = x1 if self.symmetric and i == j else self._operator.columns[..., self.input_columns[j], :]
+            return out.copy_(self._operator.evaluate(x1, x2))
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         with torch.no_grad():
@@ -80,9 +72,6 @@ class KernelTiles(Tiles):
         values = values[..., position * outputs + rows % outputs, :]
         return values[..., start - first * outputs : stop - first * outputs].clone()
 
-    def _scaled(self, part: slice) -> slice:
-        return slice(part.start * self._outputs, part.stop * self._outputs)
-
 
 class GenericKernelLinearOperator(TiledLinearOperator):
     """k(x1, x2) for any kernel.
@@ -99,6 +88,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         members: what becomes of the kernel's batch, one step after the other: an index picks some of its members, a
             torch.Size is the batch that it is expanded to.
         leaves: tensors that the kernel uses beside its parameters, by whatever way it finds them.
+        dtype: of the matrix, to which the kernel's buffers are converted; None is the inputs' own, and leaves the buffers.
 
     The kernel is called with the batch dimensions of its inputs, and no others: many users' kernels know none.
     A product costs one evaluation of the kernel the first time and n m s multiply-adds once its tiles are kept; the
@@ -121,6 +111,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         cache: TileCache | None = None,
         members: tuple[tuple[Any, ...], ...] = (),
         leaves: tuple[Tensor, ...] = (),
+        dtype: torch.dtype | None = None,
     ) -> None:
         products = KernelProducts() if products is None else products
         if products.backend == "keops":
@@ -130,15 +121,14 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             )
         cache = TileCache() if cache is None else cache
         options = {"kernel": kernel, "names": names, "products": products, "cache": cache, "members": members}
-        super().__init__(x1, *tensors, **({} if x2 is None else {"x2": x2}), **options, leaves=leaves)
+        super().__init__(x1, *tensors, **({} if x2 is None else {"x2": x2}), **options, leaves=leaves, dtype=dtype)
         self.x1, self.x2, self.parameters = x1, x2, tensors[: len(names)]
         self.kernel, self.names, self.products, self.cache, self.members = kernel, names, products, cache, members
         self._tensors, self._leaves = tensors, leaves
-        is_lowered = isinstance(products, LoweredProducts)
         dtypes = (tensor.dtype for tensor in (x1, *self.parameters) if tensor.is_floating_point())
-        self._dtype = torch.float32 if is_lowered else next(dtypes, kernel.dtype)
-        self._converted_buffers = _floating_buffers(kernel, self._dtype) if is_lowered else {}
-        self._functions = kernel_functions(own_buffers=is_lowered)
+        self._dtype = next(dtypes, kernel.dtype) if dtype is None else dtype
+        self._converted_buffers = {} if dtype is None else _floating_buffers(kernel, dtype)
+        self._functions = kernel_functions(own_buffers=dtype is not None)
 
     @classmethod
     def of_kernel(
@@ -152,9 +142,9 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     ) -> "GenericKernelLinearOperator":
         """The operator of a kernel's own parameters.
 
-        Each call has tensors of its own, so that no tiles of an earlier one are taken for its: GPyTorch sets parameters
-        through `.data`, which their versions do not tell. It has modules of its own, too: what is evaluated later is
-        evaluated in the mode of now.
+        Each call has its own copies of tensors, so that no tiles of an earlier call are taken: GPyTorch sets parameters
+        through `.data`, which does not change their version. It has its own copies of the modules, too, in the mode of
+        now.
 
         Raises:
             ValueError: the kernel contains a GridInterpolationKernel whose grid follows its inputs.
@@ -166,7 +156,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             )
         kernel = ModuleCopies().of(kernel)
         named = {name: parameter.clone() for name, parameter in kernel.named_parameters()}
-        x1 = x1.view_as(x1)
+        x1 = x1.clone()
         operator = cls(x1, *named.values(), x2=x2, kernel=kernel, names=tuple(named), products=products, cache=cache)
         leaves = operator._other_leaves()
         if not leaves:
@@ -227,20 +217,20 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         named = {f"kernel.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
         return named | self._converted_buffers
 
-    def _make_lowered(self, products: LoweredProducts) -> "GenericKernelLinearOperator":
-        """The twin, whose kernel is tried on one pair of inputs: what float32 cannot compute is refused before work."""
-        lowered = super()._make_lowered(products)
-        assert isinstance(lowered, GenericKernelLinearOperator)
+    def low_precision_copy(self) -> LinearOperator:
+        """The same matrix in float32. Its kernel is tried on one pair of inputs."""
+        copy = super().low_precision_copy()
+        copy = type(self)(*copy._args, **copy._kwargs | {"dtype": torch.float32})
         try:
             with torch.no_grad():
-                lowered.evaluate(lowered.x1[..., :1, :], lowered.columns[..., :1, :])
+                copy.evaluate(copy.x1[..., :1, :], copy.columns[..., :1, :])
         except RuntimeError as error:
             raise ValueError(
-                f"{type(self.kernel).__name__} cannot be computed in float32, as precision={products.precision!r} asks "
-                "for: leave 'native'. Where the kernel is your own, register its tensors as buffers (register_buffer), and "
+                f"{type(self.kernel).__name__} cannot be computed in float32, as precision='float32' asks for: leave "
+                "'native'. Where the kernel is your own, register its tensors as buffers (register_buffer), and "
                 f"let it take dtypes from its inputs. What torch says: {error}"
             ) from error
-        return lowered
+        return copy
 
     def _outputs(self) -> int:
         return self.kernel.num_outputs_per_input(self.x1, self.columns)
@@ -265,6 +255,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             products=self.products,
             members=self.members if members is None else members,
             leaves=self._leaves,
+            dtype=self._kwargs["dtype"],
         )
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
@@ -285,17 +276,14 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             return (None,) * len(tensors)
         tiles = self.tiles()
         assert isinstance(tiles, KernelTiles)
-        visits = [(i, columns) for i, strips in enumerate(tiles.strips) for columns in strips]
 
-        def share(visits: Sequence[tuple[int, range]]) -> list[Tensor]:
+        def share(visits: Sequence[tuple[int, int]]) -> list[Tensor]:
             found = [torch.zeros_like(tensor) for tensor in tensors]
-            for i, columns in visits:
-                weight = weights.strip(i, columns).transpose(-3, -2).flatten(-2)
-                self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_span(columns), weight)
+            for i, j in visits:
+                self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_columns[j], weights.tile(i, j))
             return found
 
-        shares = tiles.shares(visits, [len(columns) for _, columns in visits])
-        gradients, *others = run([partial(share, part) for part in shares])
+        gradients, *others = run([partial(share, part) for part in tiles.shares(tiles.visits())])
         for other in others:
             for gradient, part in zip(gradients, other, strict=True):
                 gradient += part

@@ -1,8 +1,8 @@
-"""A kernel as a function of its tensors, for each thread one of its own.
+"""A kernel as a function of its tensors, one for each thread.
 
-`torch.func.functional_call` puts other tensors in the place of a module's parameters while it runs, and GPyTorch's way to
-evaluate a kernel at once is a setting of the whole process. Another thread would find both. So what is called is a copy
-of the kernel's modules, which shares all tensors and settings with them, and which evaluates without being told.
+`torch.func.functional_call` replaces a module's parameters while it runs, and GPyTorch evaluates a kernel at once only
+under a setting of the whole process. Another thread would see both. So a copy of the kernel's modules is called, which
+shares all tensors with them, and which evaluates at once.
 """
 
 import threading

@@ -1,8 +1,7 @@
-"""Copies of modules that share what the modules hold.
+"""Copies of modules that share the tensors of the modules.
 
-A mode, a parameter that `functional_call` puts in the place of another, a cache that GPyTorch fills: each is written on a
-module, where the user and every other thread find it. So what is evaluated are copies of the modules, which take no
-longer to make than a dict for each.
+A mode, a parameter that `functional_call` replaces, a cache that GPyTorch fills: each is written on a module, where the
+user and every other thread find it. So copies of the modules are evaluated, which cost one dict each.
 """
 
 import copy

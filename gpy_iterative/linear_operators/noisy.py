@@ -6,17 +6,18 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.bilinear_derivative import bilinear_derivative
-from gpy_iterative.linear_operators.partial_products import columns_matmul, dense_rows, principal_block, rows_matmul
-from gpy_iterative.linear_operators.tiles.tiles import Rows
+from gpy_iterative.linear_operators.extensions import (
+    ExtendedLinearOperator,
+    Rows,
+    columns_matmul,
+    dense_rows,
+    matrix_derivative,
+    principal_block,
+    rows_matmul,
+)
 
-#: Rounding errors of the whole that the kernel's part of bilinear forms has at least, to be taken from a solve. An
-#: outputscale's gradient is then off by a thousandth of its terms at the most (float32, 1,500 points: by 6e-7 where the
-#: outputscale is a hundredth of the noise).
-LEAST_FORMS = 1e3
 
-
-class NoisyLinearOperator(LinearOperator):
+class NoisyLinearOperator(ExtendedLinearOperator):
     """A kernel matrix plus one observation noise variance per datum.
 
     Args:
@@ -42,7 +43,10 @@ class NoisyLinearOperator(LinearOperator):
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         if left_vecs.dim() == 1:
             left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
-        return bilinear_derivative(self, left_vecs, right_vecs)
+        kernel = self.kernel._bilinear_derivative(left_vecs, right_vecs)
+        if not self.noise.requires_grad:
+            return (*kernel, None)
+        return (*kernel, (left_vecs * right_vecs).sum(-1).sum_to_size(self.noise.shape))
 
     def _diagonal(self) -> Tensor:
         return self.kernel._diagonal() + self.noise
@@ -80,51 +84,28 @@ class NoisyLinearOperator(LinearOperator):
         """The matrix [*b, n, n]; O(n^2) memory, differentiable."""
         return self.kernel.to_dense() + torch.diag_embed(self.noise)
 
+    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        return rows_matmul(self.kernel, rows, rhs) + self.noise[rows].unsqueeze(-1) * rhs[rows]
 
-@bilinear_derivative.register
-def _(
-    operator: NoisyLinearOperator, left: Tensor, right: Tensor, forms: Tensor | None = None
-) -> tuple[Tensor | None, ...]:
-    kernel = bilinear_derivative(operator.kernel, left, right, _of_kernel(operator, left, right, forms))
-    if not operator.noise.requires_grad:
-        return (*kernel, None)
-    return (*kernel, (left * right).sum(-1).sum_to_size(operator.noise.shape))
+    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        result = columns_matmul(self.kernel, columns, rhs)
+        result[columns] += self.noise[columns].unsqueeze(-1) * rhs
+        return result
 
+    def principal_block(self, block: slice) -> Tensor:
+        result = principal_block(self.kernel, block)
+        result.diagonal().add_(self.noise[block])
+        return result
 
-def _of_kernel(operator: NoisyLinearOperator, left: Tensor, right: Tensor, forms: Tensor | None) -> Tensor | None:
-    """The kernel's part of the forms [*b, s]; None where, beside the noise's, it is lost in the rounding of a solve."""
-    if forms is None:
-        return None
-    noise = operator.noise.detach().unsqueeze(-1)
-    kernel = forms - (left * noise * right).sum(-2, dtype=torch.float64)
-    # Without their signs: where all terms together vanish, as at an optimum, nothing is lost.
-    rounding = torch.finfo(left.dtype).eps * forms.abs().sum(-1)
-    return kernel if bool((kernel.abs().sum(-1) > LEAST_FORMS * rounding).all()) else None
+    def dense_rows(self, rows: Tensor) -> Tensor:
+        kernel, batch = dense_rows(self.kernel, rows), self.batch_shape
+        # Several noises may share a kernel matrix, which is then copied for each.
+        result = kernel if kernel.shape[:-2] == batch else kernel.expand(*batch, *kernel.shape[-2:]).clone()
+        index, noise = rows.expand(*batch, -1), self.noise[..., rows].expand(*batch, -1)
+        return result.scatter_add_(-1, index.unsqueeze(-1), noise.unsqueeze(-1).to(result.dtype))
 
-
-@rows_matmul.register
-def _(operator: NoisyLinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
-    return rows_matmul(operator.kernel, rows, rhs) + operator.noise[rows].unsqueeze(-1) * rhs[rows]
-
-
-@columns_matmul.register
-def _(operator: NoisyLinearOperator, columns: slice, rhs: Tensor) -> Tensor:
-    result = columns_matmul(operator.kernel, columns, rhs)
-    result[columns] += operator.noise[columns].unsqueeze(-1) * rhs
-    return result
-
-
-@principal_block.register
-def _(operator: NoisyLinearOperator, block: slice) -> Tensor:
-    result = principal_block(operator.kernel, block)
-    result.diagonal().add_(operator.noise[block])
-    return result
-
-
-@dense_rows.register
-def _(operator: NoisyLinearOperator, rows: Tensor) -> Tensor:
-    kernel, batch = dense_rows(operator.kernel, rows), operator.batch_shape
-    # Several noises may share a kernel matrix, which is then copied for each.
-    result = kernel if kernel.shape[:-2] == batch else kernel.expand(*batch, *kernel.shape[-2:]).clone()
-    index, noise = rows.expand(*batch, -1), operator.noise[..., rows].expand(*batch, -1)
-    return result.scatter_add_(-1, index.unsqueeze(-1), noise.unsqueeze(-1).to(result.dtype))
+    def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
+        kernel = matrix_derivative(self.kernel, weights)
+        if not self.noise.requires_grad:
+            return (*kernel, None)
+        return (*kernel, weights.diagonal(dim1=-2, dim2=-1).sum_to_size(self.noise.shape))

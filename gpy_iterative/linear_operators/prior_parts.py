@@ -11,8 +11,7 @@ from linear_operator.operators import AddedDiagLinearOperator, ConstantMulLinear
 from torch import Tensor
 
 from gpy_iterative.errors import SpectralDensityMissingError
-from gpy_iterative.linear_operators.from_gpytorch import added_diagonal
-from gpy_iterative.linear_operators.observations import masked_covariance
+from gpy_iterative.linear_operators.from_gpytorch import added_diagonal, masked_covariance
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How products with a kernel matrix are computed: one frozen set of options for the whole package."""
 
 import importlib.util
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import psutil
@@ -10,16 +10,10 @@ import torch.distributed as dist
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.radial.keops import require_pykeops
-from gpy_iterative.linear_operators.tiles.precision import (
-    NATIVE,
-    Precision,
-    TileArithmetic,
-    check_precision,
-    tile_arithmetic,
-)
 from gpy_iterative.linear_operators.tiles.ranks import Ranks, check_group
 
 Backend = Literal["auto", "tiles", "keops"]
+Precision = Literal["native", "float32"]
 
 #: What an automatic tile cache may take at the most on a CPU, in bytes.
 MAX_CPU_CACHE = 4 * 1024**3
@@ -47,13 +41,12 @@ class KernelProducts:
         cache_memory: bytes for evaluated tiles that are kept for the next product, and where there is room for the
             derivatives of radial ones, which a training step's gradient takes; None is half of what is free (on a CPU at
             most 4 GB), 0 keeps none.
-        precision: of the products inside an iterative solve. "native" computes in the inputs' dtype. A lower one serves
-            the iterations alone, on tiles in that format; iterative refinement in the inputs' dtype gives them the
-            tolerance's accuracy, at one native product a round. "float32" is for float64 inputs; "bfloat16" and "float16"
-            keep tiles in two bytes, and are multiplied so on CUDA; "tf32" needs CUDA. It serves the solves of a training
-            step, of predictions, of sample paths and of Laplace's gradient. Native stay gradients, log-determinants,
-            variances, dense blocks and picked rows, the truncated series (`TruncatedCGMarginalLogLikelihood`,
-            `RussianRouletteMarginalLogLikelihood`) and the products that find Laplace's mode.
+        precision: of the products inside an iterative solve. "native" computes in the inputs' dtype. "float32" is for
+            float64 inputs: the iterations multiply float32 tiles, and iterative refinement reaches the tolerance in
+            float64 at one float64 product a round. It serves the solves of a training step, of predictions, of sample
+            paths and of Laplace's gradient. Gradients, log-determinants, variances, dense blocks, picked rows, the
+            truncated series (`TruncatedCGMarginalLogLikelihood`, `RussianRouletteMarginalLogLikelihood`) and the products
+            that find Laplace's mode stay in float64.
         compile: fuse the element-wise work of a tile with torch.compile, which needs a compiler at run time (on CUDA
             Triton). None does so on CUDA where Triton is installed; elsewhere the work is done pass by pass.
         process_group: the processes that share the tiles, each of which evaluates, keeps and multiplies its own: a
@@ -63,8 +56,7 @@ class KernelProducts:
 
     Raises:
         ValueError: an option outside its range; a process group that is not initialised, does not contain this process,
-            or is asked to run KeOps; a precision that needs tiles, with KeOps. (A precision that the inputs' dtype or
-            device does not allow is refused when a prior is read.)
+            or is asked to run KeOps. (A precision that the inputs' dtype does not allow is refused when a prior is read.)
         TypeError: a process group of another kind.
         ImportError: the backend is "keops", and pykeops is not installed.
 
@@ -97,32 +89,27 @@ class KernelProducts:
         if self.backend == "keops":
             if self.process_group is not None:
                 raise ValueError("Several processes share tiles: leave backend='auto' with a process_group.")
-            if self.precision not in ("native", "float32"):
-                raise ValueError(
-                    f"KeOps computes in float32 and float64: precision={self.precision!r} needs tiles, backend='auto'."
-                )
             require_pykeops()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KernelProducts":
         return self  # frozen; and process groups cannot be copied
 
-    def check(self, dtype: torch.dtype, device: torch.device) -> None:
-        """ValueError where inputs of this dtype and device do not allow the precision."""
-        check_precision(self.precision, dtype, device)
+    def check(self, dtype: torch.dtype) -> None:
+        """Raises ValueError where kernels of this dtype cannot be computed, or not in this precision."""
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"Gaussian processes need float32 or float64, and the kernel or its inputs are {dtype}: call model.float() "
+                "and convert the data."
+            )
+        if self.precision == "float32" and dtype == torch.float32:
+            raise ValueError(
+                "precision='float32' is for float64 inputs, and these are float32 already: leave 'native', or call "
+                "model.double() and convert the data where the accuracy of float64 is wanted."
+            )
 
-    def lowered(self) -> "LoweredProducts | None":
-        """The products of an operator's twin in lower precision; None where there is none."""
-        if self.precision == "native":
-            return None
-        return LoweredProducts(**{field.name: getattr(self, field.name) for field in fields(self)})
-
-    def arithmetic(self, device: torch.device) -> TileArithmetic:
-        """How tiles are kept and multiplied."""
-        return NATIVE
-
-    def ranks(self) -> Ranks:
-        """The processes that share the tiles."""
-        return Ranks(self.process_group)
+    def ranks(self) -> Ranks | None:
+        """The processes that share the tiles; None where there is only this one."""
+        return None if self.process_group is None else Ranks(self.process_group)
 
     def tile_rows(self, device: torch.device) -> int:
         """Rows and columns of a tile on this device."""
@@ -146,15 +133,5 @@ class KernelProducts:
         if device.type == "cuda":
             return torch.cuda.mem_get_info(device)[0] // 2
         # What is available, pages that only cache files included; not what nobody uses.
-        return min(psutil.virtual_memory().available // 2, MAX_CPU_CACHE) // self.ranks().on_this_machine
-
-
-@dataclass(frozen=True)
-class LoweredProducts(KernelProducts):
-    """The products of a twin (`gpy_iterative.linear_operators.lower_precision`), whose own inputs are float32."""
-
-    def lowered(self) -> None:
-        return None
-
-    def arithmetic(self, device: torch.device) -> TileArithmetic:
-        return tile_arithmetic(self.precision, device)
+        budget, ranks = min(psutil.virtual_memory().available // 2, MAX_CPU_CACHE), self.ranks()
+        return budget if ranks is None else budget // ranks.on_this_machine

@@ -15,7 +15,7 @@ from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators.partial_products import dense_rows
+from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, lowest_curvature
 from gpy_iterative.linear_solvers.cholesky import block_cholesky
 from gpy_iterative.linear_solvers.columns import Iterate

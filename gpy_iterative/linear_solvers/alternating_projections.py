@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count, check_instance
-from gpy_iterative.linear_operators.partial_products import columns_matmul, principal_block
+from gpy_iterative.linear_operators.extensions import columns_matmul, principal_block
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs
 from gpy_iterative.linear_solvers.cholesky import BlockFactor, block_cholesky
 from gpy_iterative.linear_solvers.columns import Iterate, reads_every

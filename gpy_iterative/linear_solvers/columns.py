@@ -24,9 +24,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.lower_precision import lower_precision
-from gpy_iterative.linear_operators.partial_products import rows_matmul
-from gpy_iterative.linear_operators.tiles.precision import EPS
+from gpy_iterative.linear_operators.extensions import low_precision_copy, rows_matmul
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 
@@ -162,17 +160,18 @@ class Columns:
     def __init__(self, system: LinearSystem, *, stopping: Literal["columns", "mean"], recursive: bool) -> None:
         self._matrix, rhs, self._groups = system.operator, system.rhs, system.groups
         self._stopping, self._recursive = stopping, recursive
-        lowered = lower_precision(system.operator)
-        self.operator, self._precision = (system.operator, None) if lowered is None else lowered
-        self.eps = torch.finfo(rhs.dtype).eps if self._precision is None else EPS[self._precision]
-        self.max_rounds = MAX_ROUNDS if self._precision is None else MAX_REFINEMENTS
+        copy = low_precision_copy(system.operator)
+        self._is_refined = copy is not None
+        self.operator = system.operator if copy is None else copy
+        self.eps = torch.finfo(rhs.dtype if copy is None else self.operator.dtype).eps
+        self.max_rounds = MAX_REFINEMENTS if self._is_refined else MAX_ROUNDS
         self.reads_every = reads_every(rhs.device)
         self.overhead = self._watched_at = 0.0
         self._sizes = [group.size for group in self._groups]
         tolerances = [group.tolerance for group in self._groups for _ in range(group.size)]
         self._tolerances = torch.tensor(tolerances, dtype=torch.float64).clamp_min(torch.finfo(torch.float64).tiny)
         # Refinement leaves room for the copy's error.
-        self._aims = self._tolerances * (1.0 if self._precision is None else LOWER_AIM)
+        self._aims = self._tolerances * (LOWER_AIM if self._is_refined else 1.0)
         self._open = self._round = every = torch.arange(rhs.shape[-1])
 
         self._norms_of(rhs, every, iteration=0)  # a norm that overflows would scale its column to zero
@@ -232,7 +231,7 @@ class Columns:
         value, residual, rhs = (tensor[:, columns] for tensor in (self.value, self.residual, self._rhs))
         aims = self._aims
         self._kept, self._kept_norms = self.value, self.norms
-        if self._precision is not None:
+        if self._is_refined:
             residual = residual.to(self.operator.dtype)
             value, rhs = torch.zeros_like(residual), residual.clone()
             # Far enough to be worth a true residual, and hardly ever so far that the copy's error has taken over.
@@ -260,7 +259,7 @@ class Columns:
 
     def has_lost_the_matrix(self, iterate: Iterate, iteration: int, epochs: float) -> bool:
         """Whether a low-precision copy's residuals say nothing about the system any more: the round has to end."""
-        if self._precision is None:
+        if not self._is_refined:
             return False
         grown = (self._running > DIVERGENCE * self.norms)[self._round].any()
         return bool(grown) or (self._recursive and self._is_watched(iteration, epochs) and self._has_drifted(iterate))
@@ -295,7 +294,7 @@ class Columns:
         """Takes those of the kept iterates, or corrections, whose true residuals are smaller than the best ones'."""
         columns = self._round.to(self._rhs.device)
         value = self._kept[:, columns].to(self.value.dtype)
-        if self._precision is not None:
+        if self._is_refined:
             value = self.value[:, columns] + value
         residual = self._rhs[:, columns] - self._matrix._matmul(value)
         self.overhead += 1
@@ -355,7 +354,7 @@ class Columns:
             first = int((~torch.isfinite(norms)).nonzero()[0])
             raise NonFiniteError(
                 f"The residual of column {int(columns[first])} of a linear solve is {norms[first].item()} after "
-                f"{iteration} iterations. {_advice(self._precision if iteration else None)}"
+                f"{iteration} iterations. {_advice(is_refined=self._is_refined and iteration > 0)}"
             )
         return norms
 
@@ -377,14 +376,13 @@ def _copy_columns(target: Tensor, place: Tensor, source: Tensor, columns: Tensor
         target[:, place.to(target.device)] = source[:, columns.to(source.device)]
 
 
-def _advice(precision: str | None) -> str:
-    if precision is None:
+def _advice(*, is_refined: bool) -> str:
+    if not is_refined:
         return (
             "Check the data and hyperparameters for extreme values; a noise constraint and float64 keep the arithmetic "
             "within range."
         )
-    wider = ", or take 'bfloat16', whose range is that of float32" if precision == "float16" else ""
     return (
-        f"The iterations computed with precision={precision!r}, and the kernel's values may be beyond its range: "
-        f"leave KernelProducts(precision='native'){wider}."
+        "The iterations computed with precision='float32', and the kernel's values may be beyond its range: leave "
+        "KernelProducts(precision='native')."
     )

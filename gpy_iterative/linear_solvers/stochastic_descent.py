@@ -21,7 +21,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_positive
-from gpy_iterative.linear_operators.partial_products import dense_rows, rows_matmul
+from gpy_iterative.linear_operators.extensions import dense_rows, rows_matmul
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, lowest_curvature
 from gpy_iterative.linear_solvers.columns import Iterate, reads_every
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.partial_products import dense_rows
+from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import (
     LowRankPlusDiagonal,
     PreconditionerRecipe,

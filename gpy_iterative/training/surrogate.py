@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.bilinear_derivative import bilinear_derivative
-from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
+from gpy_iterative.linear_operators.extensions import matrix_derivative
 from gpy_iterative.worker_threads import divided
 
 
@@ -35,29 +34,27 @@ class _BilinearSurrogate(torch.autograd.Function):
         value: Tensor,
         left: Tensor,
         right: Tensor | None,
-        forms: Tensor | None,
         *representation: Tensor,
     ) -> Tensor:
         ctx.tree = tree
         # Saved through autograd, so that parameters changed in place between forward and backward
         # raise an error instead of giving a gradient of two different models.
-        ctx.save_for_backward(left, right, forms, *representation)
+        ctx.save_for_backward(left, right, *representation)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
         (gradient,) = gradients
-        left, right, forms, *representation = ctx.saved_tensors
+        left, right, *representation = ctx.saved_tensors
         operator = ctx.tree(*representation)
         scale = gradient[..., None, None]
         if right is None:
             derivatives = matrix_derivative(operator, scale * left)
         else:
-            scaled = None if forms is None else gradient.unsqueeze(-1) * forms
             with divided():
-                derivatives = bilinear_derivative(operator, scale * left, right, scaled)
-        return (None, None, None, None, None, *derivatives)
+                derivatives = operator._bilinear_derivative(scale * left, right)
+        return (None, None, None, None, *derivatives)
 
 
 class _GivenDerivatives(torch.autograd.Function):
@@ -112,8 +109,6 @@ def surrogate(
     right: Tensor | None,
     weights: Tensor,
     residual: Tensor,
-    *,
-    forms: Tensor | None = None,
 ) -> Tensor:
     """The log marginal likelihood's value, with its gradient estimator attached.
 
@@ -125,15 +120,12 @@ def surrogate(
             the whole weight matrix [*b, n, n] and d/dtheta of the result sum_ij left_ij dH_ij/dtheta.
         weights: a = H^-1 (y - mean) [*b, n], detached.
         residual: y - mean [*b, n], with the graph to the mean's parameters (and the targets, if they have one).
-        forms: left_k^T H right_k [*b, k] in float64, detached, where they are known: saves an outputscale's pass.
 
     Returns:
         [*b] tensor. Its backward costs one derivative pass of the operator, n^2 (d + k) multiply-adds for a
         kernel matrix, and raises RuntimeError under `create_graph=True`.
     """
-    result = _BilinearSurrogate.apply(
-        operator.representation_tree(), value, left, right, forms, *operator.representation()
-    )
+    result = _BilinearSurrogate.apply(operator.representation_tree(), value, left, right, *operator.representation())
     if residual.requires_grad:
         result = result + with_derivatives(torch.zeros_like(value), [(residual, -weights)])
     return result

@@ -112,6 +112,15 @@ def test_cross_covariances_are_slices_of_the_joint_one() -> None:
         torch.testing.assert_close(cross.to_dense(), model.covar_module(x[20:], x[:20]).to_dense())
 
 
+def test_tiles_are_kept_under_the_path_of_their_kernel() -> None:
+    caches, x = TileCaches(), torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
+    kernel = kernels.RBFKernel() + kernels.ScaleKernel(kernels.PeriodicKernel())
+    total = kernel_operator(kernel(x), KernelProducts(), caches)
+    radial, periodic = total.linear_ops
+    assert radial.cache is caches.take("kernels.0")
+    assert periodic.base_linear_op.cache is caches.take("kernels.1.base_kernel")
+
+
 def test_caches_are_shared_by_the_steps_of_a_run_and_share_a_budget() -> None:
     x, _ = data(40)
     kernel = (kernels.RBFKernel() + kernels.MaternKernel()).double()

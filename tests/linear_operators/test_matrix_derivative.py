@@ -14,7 +14,7 @@ from gpy_iterative.linear_operators import (
     NoisyLinearOperator,
     RadialKernelLinearOperator,
 )
-from gpy_iterative.linear_operators.matrix_derivative import matrix_derivative
+from gpy_iterative.linear_operators.extensions import matrix_derivative
 from gpy_iterative.linear_operators.radial.functions import MATERN32
 from tests.linear_operators.radial.test_operator import inputs
 

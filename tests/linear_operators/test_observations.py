@@ -11,7 +11,7 @@ from gpytorch.likelihoods import GaussianLikelihood
 from linear_operator import LinearOperator
 
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, noisy_operator
-from gpy_iterative.linear_operators.observations import noise_operator
+from gpy_iterative.linear_operators.from_gpytorch import noise_operator
 from tests.exact.gaussian_models import CASES
 
 PRODUCTS = KernelProducts(tile_size=16)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, RadialKernelLinearOperator
+from gpy_iterative.linear_operators.products import Precision
 from gpy_iterative.linear_operators.radial.functions import MATERN32
-from gpy_iterative.linear_operators.tiles.precision import Precision
 from gpy_iterative.linear_solvers.stochastic_descent import StochasticDescent
 from gpy_iterative.solvers import ColumnGroup, Iterate, IterativeSolver, SolveInputs, SolveStatus
 from tests import oracles

@@ -15,8 +15,7 @@ from gpy_iterative.linear_operators import (
     NoisyLinearOperator,
     RadialKernelLinearOperator,
 )
-from gpy_iterative.linear_operators.lower_precision import lower_precision
-from gpy_iterative.linear_operators.tiles.precision import Precision
+from gpy_iterative.linear_operators.extensions import low_precision_copy
 from gpy_iterative.linear_solvers import columns
 from gpy_iterative.preconditioners import PivotedCholesky
 from gpy_iterative.solvers import (
@@ -36,14 +35,13 @@ class TestSinglePrecision(SolverContract):
     solver, precision = ConjugateGradients(preconditioner=PivotedCholesky(rank=20)), "float32"
 
 
-class TestBrainFloat(SolverContract):
-    solver, precision = ConjugateGradients(preconditioner=None), "bfloat16"
-    smallest_noise = 0.04
+class TestWithoutPreconditioner(SolverContract):
+    solver, precision = ConjugateGradients(preconditioner=None), "float32"
 
 
-class TestHalfPrecision(SolverContract):
+class TestProjections(SolverContract):
     solver = AlternatingProjections(block_size=20, fallback=ConjugateGradients(preconditioner=PivotedCholesky(rank=10)))
-    precision = "float16"
+    precision = "float32"
     share, smallest_noise, budgets = None, 0.04, ()
 
 
@@ -76,34 +74,34 @@ def test_what_float32_cannot_reach_is_reached_with_its_products(solver: Iterativ
 
 
 def test_an_ill_conditioned_system() -> None:
-    operator, rhs = smooth_system(1e-4, "float32"), right_hand_sides()
+    operator, rhs = smooth_system(1e-4), right_hand_sides()
     solution = ConjugateGradients(tolerance=1e-8, preconditioner=None, max_epochs=3000).solve(operator, rhs)
     assert solution.status is SolveStatus.CONVERGED
     assert true_norms(operator, rhs, solution.value).max() <= 1e-8 * (1 + 1e-4)
 
 
-def smooth_system(noise: float, precision: Precision) -> NoisyLinearOperator:
+def smooth_system(noise: float, nearness: float = 0.05) -> NoisyLinearOperator:
     """Points so near one another that the kernel matrix alone has eigenvalues of rounding size."""
-    operator = system(noise, precision=precision)
+    operator = system(noise, precision="float32")
     kernel = operator.kernel
     nearer = RadialKernelLinearOperator(
-        0.05 * kernel.x1, kernel.outputscale, function=kernel.function, products=kernel.products
+        nearness * kernel.x1, kernel.outputscale, function=kernel.function, products=kernel.products
     )
     return NoisyLinearOperator(nearer, operator.noise)
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: type(solver).__name__)
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_a_copy_that_is_of_no_use_is_told(solver: IterativeSolver, precision: Precision) -> None:
-    """The rounded matrix has negative eigenvalues here. (Dense rows are not rounded: solvers that ask for them get on.)"""
-    operator, rhs = smooth_system(1e-5, precision), right_hand_sides()
-    low, _ = lower_precision(operator)
-    rounded = low._matmul(torch.eye(operator.shape[-1]))
-    assert torch.linalg.eigvalsh((rounded + rounded.mT) / 2)[0] < -1e-4
+def test_a_copy_that_is_of_no_use_is_told(solver: IterativeSolver) -> None:
+    """The rounded matrix has negative eigenvalues here."""
+    operator, rhs = smooth_system(1e-9, nearness=4e-3), right_hand_sides()
+    rounded = low_precision_copy(operator)._matmul(torch.eye(operator.shape[-1])).double()
+    assert torch.linalg.eigvalsh((rounded + rounded.mT) / 2)[0] < -1e-8
     solution = dataclasses.replace(solver, tolerance=1e-8, max_epochs=100).solve(operator, rhs)
     norms = true_norms(operator, rhs, solution.value)
-    assert solution.status in (SolveStatus.STAGNATED, SolveStatus.BUDGET_EXHAUSTED)
-    assert "precision" in solution.status.advice
+    if not isinstance(solver, AcceleratedSketchAndProject):  # whose momentum diverges on such a matrix
+        assert solution.status in (SolveStatus.STAGNATED, SolveStatus.BUDGET_EXHAUSTED)
+        assert "precision" in solution.status.advice
+    assert solution.status is not SolveStatus.CONVERGED
     assert norms.max() <= 1 + 1e-12
     assert solution.stats.residual_norms["targets"] == pytest.approx(norms.max().item(), rel=1e-6)
     torch.testing.assert_close(solution.residual, rhs - operator.to_dense() @ solution.value)
@@ -112,7 +110,7 @@ def test_a_copy_that_is_of_no_use_is_told(solver: IterativeSolver, precision: Pr
 def test_stagnation_is_seen_before_the_budget_is_spent() -> None:
     rhs = right_hand_sides()
     solver = ConjugateGradients(tolerance=1e-8, preconditioner=None, max_epochs=10_000)
-    solution = solver.solve(smooth_system(1e-5, "bfloat16"), rhs)
+    solution = solver.solve(smooth_system(1e-9, nearness=4e-3), rhs)
     assert solution.status is SolveStatus.STAGNATED
     assert solution.stats.epochs < 5000
 
@@ -162,11 +160,10 @@ def test_errors_name_the_column_of_the_whole_system(monkeypatch: pytest.MonkeyPa
         ConjugateGradients(preconditioner=None).solve(operator, rhs)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("groups", [[64], [1, 63], [32, 32]])
-def test_a_mean_that_one_column_is_behind(precision: Precision, groups: list[int]) -> None:
+def test_a_mean_that_one_column_is_behind(groups: list[int]) -> None:
     """All others are zero: their mean is below the aim of the worst from the start."""
-    operator = system(0.1, precision=precision)
+    operator = system(0.1, precision="float32")
     rhs = torch.cat([right_hand_sides()[:, :1], torch.zeros(operator.shape[-1], 63).double()], dim=1)
     solver = ConjugateGradients(tolerance=0.001, preconditioner=None, stopping="mean")
     named = [ColumnGroup(str(size), size, 0.001) for size in groups]
@@ -177,9 +174,8 @@ def test_a_mean_that_one_column_is_behind(precision: Precision, groups: list[int
     assert all(part.mean() <= 0.001 * (1 + 1e-6) for part in norms.split(groups))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_a_mean_of_columns_that_begin_far_apart(precision: Precision) -> None:
-    operator, rhs = system(0.1, precision=precision), right_hand_sides()
+def test_a_mean_of_columns_that_begin_far_apart() -> None:
+    operator, rhs = system(0.1, precision="float32"), right_hand_sides()
     guess = torch.linalg.solve(operator.to_dense(), rhs)
     guess[:, 0] = 0
     solver = ConjugateGradients(tolerance=0.001, preconditioner=None, stopping="mean")
@@ -188,19 +184,16 @@ def test_a_mean_of_columns_that_begin_far_apart(precision: Precision) -> None:
     assert true_norms(operator, rhs, solution.value).mean() <= 0.001 * (1 + 1e-6)
 
 
-def test_values_beyond_the_range_of_a_format_name_it() -> None:
-    x = 10 * system().kernel.x1
-    for precision, remedy in (("float16", "'bfloat16'"), ("bfloat16", "'native'")):
-        # float16 ends at 6.5e4, bfloat16 and float32 at 3.4e38.
-        kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.PolynomialKernel(power=2)).double()
-        kernel.outputscale = 1e3 if precision == "float16" else 1e38
-        products = KernelProducts(tile_size=32, precision=precision)
-        operator = NoisyLinearOperator(
-            GenericKernelLinearOperator.of_kernel(kernel, x, products=products).detach(),
-            torch.full((120,), 1.0).double(),
-        )
-        with pytest.raises(NonFiniteError, match=rf"precision='{precision}'.*{remedy}"):
-            ConjugateGradients(preconditioner=None).solve(operator, right_hand_sides())
+def test_values_beyond_the_range_of_float32_name_it() -> None:
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.PolynomialKernel(power=2)).double()
+    kernel.outputscale = 1e38  # float32 ends at 3.4e38
+    products = KernelProducts(tile_size=32, precision="float32")
+    operator = NoisyLinearOperator(
+        GenericKernelLinearOperator.of_kernel(kernel, 10 * system().kernel.x1, products=products).detach(),
+        torch.full((120,), 1.0).double(),
+    )
+    with pytest.raises(NonFiniteError, match=r"precision='float32'.*'native'"):
+        ConjugateGradients(preconditioner=None).solve(operator, right_hand_sides())
 
 
 @pytest.mark.parametrize(

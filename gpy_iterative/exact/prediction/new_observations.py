@@ -17,7 +17,7 @@ from gpy_iterative.checks import check_finite
 from gpy_iterative.exact.prediction.blocks import principal_blocks
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs
 from gpy_iterative.exact.prediction.projection import jittered_factor
-from gpy_iterative.linear_operators.partial_products import dense_rows
+from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.training.training_system import TrainingSystem, unexpanded
 
 

@@ -17,7 +17,7 @@ from gpy_iterative.exact.prediction.projection import (
     scatter_rows,
 )
 from gpy_iterative.exact.probes import RandomFeatures
-from gpy_iterative.linear_operators.lower_precision import native_precision
+from gpy_iterative.linear_operators.extensions import native_precision
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients

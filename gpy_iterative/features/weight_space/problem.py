@@ -15,8 +15,12 @@ from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
 from gpy_iterative.features.feature_maps import concatenated, feature_map, has_feature_map
 from gpy_iterative.features.finite_feature_kernel import WeightSpaceFeatures
-from gpy_iterative.linear_operators.from_gpytorch import check_kernel_dtype, operator_of_kernel
-from gpy_iterative.linear_operators.observations import check_noise, noise_operator
+from gpy_iterative.linear_operators.from_gpytorch import (
+    check_kernel_dtype,
+    check_noise,
+    noise_operator,
+    operator_of_kernel,
+)
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.training.progress import Progress, reporting

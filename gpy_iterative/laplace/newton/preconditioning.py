@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
-from gpy_iterative.linear_operators.latent import LatentPrior
+from gpy_iterative.linear_operators.latent import LatentPrior, RepeatedKernelLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_operators.repeated import RepeatedKernelLinearOperator
 from gpy_iterative.linear_solvers.cholesky import BlockFactor, block_cholesky
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, PreconditionerRecipe
 

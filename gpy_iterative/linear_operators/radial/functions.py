@@ -1,7 +1,7 @@
 """The radial kernels as functions of a squared distance: k(x, x') = outputscale * f(q), q = |x - x'|^2.
 
-A tile's element-wise work is most of what a kernel product costs beside its GEMMs, so each function works in
-place, in few passes, on squared distances into which its own constant is already folded: `scale` times q.
+Beside its GEMMs, most of a kernel product's cost is the element-wise work on tiles. So each function works in place, in few
+passes, on squared distances that are multiplied by its own constant `scale` already.
 `alpha` is the rational quadratic's shape parameter and None for all others.
 
 Beside each function stand the same formulas in the language of KeOps, which compiles them to one loop.
@@ -50,7 +50,7 @@ _LOG2_E = math.log2(math.e)
 def _decay(r: Tensor, out: Tensor | None = None) -> Tensor:
     """exp(-r), differentiable without `out`, which may be r itself.
 
-    By exp2: on a CPU torch computes it in a third of exp's time, within the same rounding.
+    By exp2, which torch computes faster than exp on a CPU, within the same rounding.
     """
     return torch.mul(r, -_LOG2_E, out=out).exp2_()
 
@@ -58,7 +58,7 @@ def _decay(r: Tensor, out: Tensor | None = None) -> Tensor:
 def _exponents_(u: Tensor, scratch: Tensor) -> Tensor:
     """-r log2(e) for r = sqrt(u), whose exp2 is exp(-r), in place; scratch becomes 1 / r.
 
-    By rsqrt: on a CPU torch computes it in half of sqrt's time, within the same rounding.
+    By rsqrt, which torch computes faster than sqrt on a CPU, within the same rounding.
     """
     torch.rsqrt(u, out=scratch)
     return torch.addcmul(u.new_zeros(()), u, scratch, value=-_LOG2_E, out=u)
@@ -82,7 +82,7 @@ class RadialFunction(ABC):
     #: Whether it is not differentiable at 0, so that it follows every rounding error of the smallest distances.
     has_kink: ClassVar[bool] = False
 
-    #: What of df/dq is the same everywhere, and would take a pass over each tile.
+    #: A constant factor of df/dq, which is left out of its tiles.
     derivative_factor: ClassVar[float] = 1.0
 
     #: None for a function that only tiles can evaluate.

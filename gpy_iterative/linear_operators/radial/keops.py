@@ -23,8 +23,7 @@ try:
 except ImportError:
     Genred, get_build_folder = None, None
 
-#: Numbers of columns that are compiled. On a CPU 1 column costs as much as 8, and 72 two to three times that: 64 probes
-#: and the targets in one pass take two thirds of the time of two (n = 6,000, d = 26).
+#: Numbers of columns that are compiled. On a CPU one column costs as much as 8, and 72 two to three times that.
 WIDTHS = (8, 32, 72)
 
 

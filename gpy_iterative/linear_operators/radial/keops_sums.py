@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.radial.derivative import RadialDerivative, derivative_of_scales
+from gpy_iterative.linear_operators.extensions import Rows
 from gpy_iterative.linear_operators.radial.keops import derivative_sum, kernel_sum
-from gpy_iterative.linear_operators.radial.tiles import RadialTiles
-from gpy_iterative.linear_operators.tiles.tiles import Rows
-from gpy_iterative.linear_operators.tiles.weights import BilinearWeights, TileWeights
+from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles, derivative_of_scales
+from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
 
 
 class RadialKeOps(RadialTiles):

@@ -10,16 +10,14 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.bilinear_derivative import bilinear_derivative
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.keops_sums import RadialKeOps
 from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
-from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import blocks
-from gpy_iterative.linear_operators.tiles.weights import TileWeights
 
 
 class RadialKernelLinearOperator(TiledLinearOperator):
@@ -118,7 +116,10 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         gradients = {"x1": found.x1 * factor, "outputscale": found.value, "alpha": (found.alpha * scale).unsqueeze(-1)}
         if found.x2 is not None:
             gradients["x2"] = found.x2 * factor
-        return tuple(_sum_to(gradients[name], tensor) if name in wanted else None for name, tensor in tensors.items())
+        return tuple(
+            gradients[name].sum_to_size(tensor.shape).to(tensor.dtype) if name in wanted else None
+            for name, tensor in tensors.items()
+        )
 
     # Parts of the matrix
 
@@ -182,18 +183,14 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return self._on_batches(lambda tensor, extra: tensor.permute(*dims, *range(len(dims), len(dims) + extra)))
 
     def _mul_constant(self, other: float | Tensor) -> LinearOperator:
-        return self.with_outputscale(self.outputscale * other)
-
-    def with_outputscale(self, outputscale: Tensor) -> "RadialKernelLinearOperator":
-        """The same with another outputscale, and the same tiles, which know nothing of it."""
         return type(self)(
             self.x1,
-            outputscale,
+            self.outputscale * other,
             x2=self.x2,
             alpha=self.alpha,
             function=self.function,
             products=self.products,
-            cache=self.cache,
+            cache=self.cache,  # tiles do not contain the outputscale
             scales_only=self.scales_only,
         )
 
@@ -205,19 +202,3 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         for rows in blocks(self.shape[-2], self.products.tile_rows(self.x1.device)):
             result[..., rows, :] = self.tiles().block(rows, slice(None))
         return result.mul_(self.tile_scale)
-
-
-@bilinear_derivative.register
-def _(
-    operator: RadialKernelLinearOperator, left: Tensor, right: Tensor, forms: Tensor | None = None
-) -> tuple[Tensor | None, ...]:
-    scale = operator.outputscale
-    # A graph of the derivative is not in the forms, and where the scale is zero they say nothing.
-    if forms is None or torch.is_grad_enabled() or not scale.requires_grad or not bool(scale.all()):
-        return operator._bilinear_derivative(left, right)
-    x1, _, *others = operator.with_outputscale(scale.detach())._bilinear_derivative(left, right)
-    return (x1, _sum_to(forms.sum(-1) / scale, scale), *others)
-
-
-def _sum_to(gradient: Tensor, tensor: Tensor) -> Tensor:
-    return gradient.sum_to_size(tensor.shape).to(tensor.dtype)

@@ -13,12 +13,10 @@ all others, hundreds of lengthscales away, float32 keeps fewer digits: in elevat
 deviations out, a bound on the largest error would take all coordinates apart.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.tiles.row_blocks import RowBlocks, block_product, whole_run
+from gpy_iterative.linear_operators.tiles.tiles import RowBlocks
 
 #: The rounding error that a squared distance may have, in squared lengthscales. With it the error of a kernel's value
 #: stays below the smallest noise that GPyTorch's default constraint allows, 1e-4.
@@ -35,7 +33,7 @@ class SquaredDistances:
         x1, x2: inputs [*b, n, d] and [*b, m, d], around a common centre near zero.
         scale: a constant that is folded in, [] or [*b, 1, 1].
         has_kink: whether it is for a function that is not differentiable at 0.
-        rows, columns: the tiles that are asked for.
+        length: rows and columns of the tiles that are asked for.
 
     An entry costs d + 2 multiply-adds, and two element-wise passes for every coordinate that is taken apart (three
     where the scale is a tensor).
@@ -48,37 +46,32 @@ class SquaredDistances:
         scale: float | Tensor,
         *,
         has_kink: bool = False,
-        rows: Sequence[slice],
-        columns: Sequence[slice],
+        length: int,
     ) -> None:
         x1, x2, self._scale = x1.detach(), x2.detach(), scale
         left, right = x1 * scale**0.5, x2 * scale**0.5
+        self.batch_shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
         #: The coordinates that one product serves, and those whose differences are taken one by one.
         self.together, self.apart = together, apart = _by_spread(left, right, has_kink)
-        row_run, column_run = whole_run(rows), whole_run(columns)
-        self._left = RowBlocks.of(_with_norms(left[..., together], is_left=True), row_run)
-        self._right = RowBlocks.of(_with_norms(right[..., together], is_left=False), column_run)
-        # As they are given: a root of the scale would round them otherwise than they are rounded where no tiles are made.
-        self._left_apart = RowBlocks.of(x1.expand_as(left)[..., apart], row_run)
-        self._right_apart = RowBlocks.of(x2.expand_as(right)[..., apart], column_run)
+        of_rows = lambda x: RowBlocks.of(x, x1.shape[-2], length)
+        of_columns = lambda x: RowBlocks.of(x, x2.shape[-2], length)
+        self._left = of_rows(_with_norms(left[..., together], is_left=True))
+        self._right = of_columns(_with_norms(right[..., together], is_left=False))
+        # Not multiplied by the scale's root, which would round them differently from where no tiles are made.
+        self._left_apart = of_rows(x1.expand_as(left)[..., apart])
+        self._right_apart = of_columns(x2.expand_as(right)[..., apart])
 
-    @property
-    def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(self._left.data.shape[:-3], self._right.data.shape[:-3])
-
-    def strip(self, i: int, columns: range, *, out: Tensor, scratch: Tensor) -> Tensor:
-        """The tiles of row block i and some column blocks, [*b, g, rows, columns], negative by a rounding error at most.
+    def tile(self, i: int, j: int, *, out: Tensor, scratch: Tensor) -> Tensor:
+        """The tile (i, j), [*b, rows, columns], negative by a rounding error at most.
 
         `out` and `scratch` of that shape are overwritten.
         """
-        row = range(i, i + 1)
-        u = block_product(self._left.part(row).mT, self._right.part(columns), out=out)
-        scale = self._scale.unsqueeze(-3) if isinstance(self._scale, Tensor) else self._scale
-        return _add_squares_(u, self._left_apart.part(row), self._right_apart.part(columns), scale, scratch)
+        u = torch.matmul(self._left.block(i).mT, self._right.block(j), out=out)
+        return _add_squares_(u, self._left_apart.block(i), self._right_apart.block(j), self._scale, scratch)
 
-    def difference(self, number: int, i: int, columns: range) -> Tensor:
-        """x1 - x2 of the coordinate `apart[number]`, in the tiles of a strip: [*b, g, rows, columns]."""
-        return _difference(self._left_apart.part(range(i, i + 1)), self._right_apart.part(columns), number)
+    def difference(self, number: int, i: int, j: int) -> Tensor:
+        """x1 - x2 of the coordinate `apart[number]`, in the tile (i, j): [*b, rows, columns]."""
+        return _difference(self._left_apart.block(i), self._right_apart.block(j), number)
 
     def block(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The same of any rows and columns, by their numbers: [*b, rows, columns]."""

@@ -1,18 +1,86 @@
-"""A linear operator that is made of tiles: its products, and its derivative as a weighted sum of them."""
+"""A linear operator that is made of tiles: its products, and the derivative of a weighted sum of its entries."""
 
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.products import KernelProducts, LoweredProducts
-from gpy_iterative.linear_operators.tiles.cache import TileCache, version
-from gpy_iterative.linear_operators.tiles.tiles import Tiles
-from gpy_iterative.linear_operators.tiles.weights import BilinearWeights, MatrixWeights, TileWeights
+from gpy_iterative.linear_operators.extensions import ExtendedLinearOperator, Rows
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.tiles.cache import TileCache
+from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
 
 
-class TiledLinearOperator(LinearOperator):
+class TileWeights(ABC):
+    """Weights W of the sum over all entries, W_ij K_ij, that is differentiated.
+
+    Attributes:
+        batch_shape: of W and K together.
+        tensors: what W is made of.
+    """
+
+    batch_shape: torch.Size
+    tensors: tuple[Tensor, ...]
+
+    @abstractmethod
+    def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
+        """W of the tile (i, j), [*b, rows, columns], to be overwritten.
+
+        Of a symmetric matrix, the weights of (i, j) and (j, i) together. `out`, of that shape, is memory that may be used.
+        """
+
+
+class BilinearWeights(TileWeights):
+    """W = L R^T.
+
+    Args:
+        left, right: [*b, n, s] and [*b, m, s].
+        batch_shape: of the matrix.
+        tiles: its tiles; those of a symmetric one are visited in the upper triangle.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
+        self.batch_shape = torch.broadcast_shapes(batch_shape, left.shape[:-2], right.shape[:-2])
+        self.left, self.right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
+        self.tensors, self._tiles = (self.left, self.right), tiles
+
+    def both_sides(self) -> tuple[Tensor, Tensor]:
+        """The factors of W + W^T, the weights of the pairs (i, j) and (j, i) together."""
+        return torch.cat([self.left, self.right], dim=-1), torch.cat([self.right, self.left], dim=-1)
+
+    @cached_property
+    def _blocks(self) -> tuple[RowBlocks, RowBlocks]:
+        rows, columns = self.both_sides() if self._tiles.symmetric else (self.left, self.right)
+        size, length = self._tiles.shape, self._tiles.length
+        return RowBlocks.of(rows, size[-2], length), RowBlocks.of(columns, size[-1], length)
+
+    def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
+        left, right = self._blocks
+        product = torch.matmul(left.block(i).mT, right.block(j), out=out)
+        return product.mul_(0.5) if self._tiles.symmetric and i == j else product
+
+
+class MatrixWeights(TileWeights):
+    """W as a dense matrix [*b, n, m]; the other arguments are those of `BilinearWeights`."""
+
+    def __init__(self, matrix: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
+        self.batch_shape = torch.broadcast_shapes(batch_shape, matrix.shape[:-2])
+        self._matrix, self._tiles = matrix.expand(*self.batch_shape, *matrix.shape[-2:]), tiles
+        self.tensors = (self._matrix,)
+
+    def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
+        rows, columns = self._tiles.rows[i], self._tiles.columns[j]
+        block = self._matrix[..., rows, columns]
+        if self._tiles.symmetric and i != j:
+            return block + self._matrix[..., columns, rows].mT
+        return block.clone(memory_format=torch.contiguous_format)
+
+
+class TiledLinearOperator(ExtendedLinearOperator):
     """A linear operator whose products are made of tiles, times a scale.
 
     Subclasses make the tiles (`_make_tiles`), say by what to multiply them (`tile_scale`), differentiate a weighted sum
@@ -49,33 +117,29 @@ class TiledLinearOperator(LinearOperator):
             kept = self.__dict__["_tiles"] = self._make_tiles()
         return kept
 
-    def lowered(self) -> "TiledLinearOperator | None":
-        """The same matrix in float32, with products in the lower precision that `products` asks for; None for none.
+    @property
+    def has_low_precision(self) -> bool:
+        return self.products.precision != "native"
 
-        One object as long as the tensors are unchanged, so that one evaluation of its tiles serves several solves.
+    def low_precision_copy(self) -> LinearOperator:
+        """The same matrix in float32, without gradient. All operators that share the cache share its tiles.
 
         Raises:
-            ValueError: the tensors' dtype or device does not allow that precision, or a kernel's own code cannot be
-                computed in it.
+            ValueError: the tensors' dtype or the kernel's own code does not allow float32.
         """
-        products = self.products.lowered()
-        if products is None:
-            return None
-        self.products.check(self.dtype, self.device)
-        versions = [version(tensor) for tensor in self.representation()]
-        kept: tuple[list[object], TiledLinearOperator] | None = self.__dict__.get("_lowered")
-        if kept is None or kept[0] != versions:
-            kept = self.__dict__["_lowered"] = versions, self._make_lowered(products)
-        return kept[1]
-
-    def _make_lowered(self, products: LoweredProducts) -> "TiledLinearOperator":
-        lower = lambda part: self.cache.single(part) if torch.is_tensor(part) else part
+        if not self.has_low_precision:
+            return super().low_precision_copy()
+        self.products.check(self.dtype)
+        lower = lambda part: self.cache.in_float32(part) if torch.is_tensor(part) else part
         options = {name: lower(part) for name, part in self._kwargs.items()}
-        options |= {"products": products, "cache": self.cache.lowered()}
+        options |= {"products": replace(self.products, precision="native"), "cache": self.cache.low_precision}
         return type(self)(*map(lower, self._args), **options)
 
+    def native_precision(self) -> LinearOperator:
+        return type(self)(*self._args, **self._kwargs | {"products": replace(self.products, precision="native")})
+
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_tiles", "_lowered")}
+        return {key: value for key, value in self.__dict__.items() if key != "_tiles"}
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         if rhs.dim() == 1:
@@ -110,5 +174,23 @@ class TiledLinearOperator(LinearOperator):
 
     @torch.no_grad()
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
-        """See `gpy_iterative.linear_operators.matrix_derivative`."""
         return self._tile_derivatives(MatrixWeights(weights, self.batch_shape, self.tiles()))
+
+    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        _check_rows(rhs, self.shape[-1])
+        return self.tiles().rows_matmul(rows, rhs).mul_(self.tile_scale)
+
+    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        _check_rows(rhs, len(range(*columns.indices(self.shape[-1]))))
+        return self.tiles().columns_matmul(columns, rhs).mul_(self.tile_scale)
+
+    def principal_block(self, block: slice) -> Tensor:
+        return self.tiles().principal_block(block).mul_(self.tile_scale)
+
+    def dense_rows(self, rows: Tensor) -> Tensor:
+        return self.tiles().dense_rows(rows) * self.tile_scale  # not in place: several scales may share the tiles
+
+
+def _check_rows(rhs: Tensor, expected: int) -> None:
+    if rhs.shape[-2] != expected:
+        raise ValueError(f"{expected} columns of a matrix times {rhs.shape[-2]} rows: the two numbers must be equal.")

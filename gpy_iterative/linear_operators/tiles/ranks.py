@@ -48,30 +48,29 @@ def check_group(group: "dist.ProcessGroup | Literal['world'] | None") -> None:
 
 
 class Ranks:
-    """The processes that share the products of one matrix; by default there is only this one.
+    """The processes that share the products of one matrix.
 
     Args:
-        group: a process group, "world" for the default one, None for this process alone.
+        group: a process group, or "world" for the default one.
     """
 
-    def __init__(self, group: "dist.ProcessGroup | Literal['world'] | None" = None) -> None:
+    def __init__(self, group: "dist.ProcessGroup | Literal['world']") -> None:
         check_group(group)
         self._group = dist.group.WORLD if group == "world" else group
-        self.rank = 0 if group is None else dist.get_rank(self._group)
-        self.size = 1 if group is None else dist.get_world_size(self._group)
+        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     @property
     def on_this_machine(self) -> int:
         """How many of them share this machine's memory: what torchrun says, else all."""
         return min(int(os.environ.get("LOCAL_WORLD_SIZE", self.size)), self.size)
 
-    def owns(self, row: int, number: int) -> bool:
-        """Whether a strip is this rank's, by its row of tiles and its number in it.
+    def owns(self, i: int, j: int) -> bool:
+        """Whether the tile (i, j) is this rank's.
 
-        Dealt out in turn, with a shift from row to row: so every rank has its share of the whole matrix, of each row of
-        tiles and of each column, whatever part of the matrix a solver visits.
+        Tiles are dealt out in turn, two at a time, with a shift from row to row: so every rank has its share of the matrix,
+        of each row, column and diagonal of tiles, and of each block that a solver visits.
         """
-        return (row + number) % self.size == self.rank
+        return (i + j) // 2 % self.size == self.rank
 
     def part(self, count: int) -> slice:
         """A contiguous share of range(count), this rank's."""

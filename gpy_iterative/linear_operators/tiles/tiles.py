@@ -1,18 +1,15 @@
 """Kernel matrices in square tiles, and the products that are made of them.
 
-A symmetric matrix is evaluated in its upper triangle of tiles only, each of which serves twice. Evaluated tiles
-are kept in a `TileCache` as far as its budget goes; the rest is evaluated again for every product.
+A symmetric matrix is evaluated in its upper triangle of tiles only, each of which serves twice. Evaluated tiles are kept
+in a `TileCache` as far as its budget goes; all others are evaluated again for every product.
 
-Tiles are multiplied in strips of neighbours by one batched product each: BLAS spreads the members of a batch over its
-threads far better than it does a single tile times a few columns (two cores, four columns: .069 s in place of .078 s).
-
-Where several processes share the matrix, each visits its own strips only, and sums over strips are completed by the
-others' (`complete`).
+Where several processes share the matrix, each of them evaluates and multiplies its own tiles, and `complete` adds up
+what they have found.
 """
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import combinations_with_replacement
@@ -21,21 +18,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from gpy_iterative.changes import SeenVersions
+from gpy_iterative.linear_operators.extensions import Rows
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tiles.cache import TileCache, version
-from gpy_iterative.linear_operators.tiles.row_blocks import RowBlocks, RowSums, TileRun, overlaps, tile_runs, whole_run
-from gpy_iterative.linear_operators.tiles.schedule import TileVisits, Visit, strips_with
+from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.worker_threads import run, shares
 
-Rows = slice | Tensor
 Item = TypeVar("Item")
 
-#: Tiles of one strip at the most. On two cores, strips of 2 are the fastest at every number of columns: both a batched
-#: product and an element-wise pass give each thread one tile, which stays in its cache.
-STRIP = 2
-#: Entries of picked rows that are evaluated at a time. On a CPU they stay in its cache through the element-wise passes
-#: (512 rows of 14,940 times 17 columns: 17 ms in place of 48 at once); on an accelerator it is a matter of memory: 256 rows
-#: of a matrix with a third of a million columns would take more than all else that a solver holds.
+#: Columns up to which a CPU multiplies tiles by them from the right, and not their transposes from the left.
+FEW_COLUMNS = 8
+#: Entries of picked rows that are evaluated at a time: on a CPU they stay in its cache, on an accelerator they are bounded
+#: by its memory.
 PICKED_ENTRIES = {"cpu": 2**20, "cuda": 2**24}
 
 
@@ -44,11 +38,53 @@ def blocks(size: int, length: int) -> list[slice]:
     return [slice(start, min(start + length, size)) for start in range(0, size, length)]
 
 
-class _WorkingMemory(threading.local):
-    """Tensors that one thread alone overwrites."""
+class RowBlocks:
+    """Vectors [*b, n, s] at the rows of neighbouring tiles: one contiguous, transposed block [*b, s, rows] for each tile.
 
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[tuple[int, ...], int], Tensor] = {}
+    So every product of a tile reads contiguous memory and adds to it.
+
+    Args:
+        data: [*b, blocks, s, length]; rows beyond the matrix are zero.
+        size: rows of the whole matrix.
+        first: the first tile's number.
+    """
+
+    def __init__(self, data: Tensor, size: int, first: int = 0) -> None:
+        self.data, self.numbers = data, range(first, first + data.shape[-3])
+        self.num_rows = min(size - first * data.shape[-1], data.shape[-3] * data.shape[-1])
+        self._blocks = list(data.unbind(-3))
+        if self._blocks:
+            self._blocks[-1] = self._blocks[-1][..., : self.num_rows - (len(self._blocks) - 1) * data.shape[-1]]
+
+    @classmethod
+    def of(cls, vectors: Tensor, size: int, length: int, start: int = 0) -> "RowBlocks":
+        """Vectors [*b, n, s], whose first row is the row `start` of the matrix; other rows of their tiles are zero."""
+        first, before = divmod(start, length)
+        count = -(-(before + vectors.shape[-2]) // length)
+        after = count * length - before - vectors.shape[-2]
+        padded = torch.nn.functional.pad(vectors, (0, 0, before, after)).unflatten(-2, (count, length))
+        return cls(padded.mT.clone(memory_format=torch.contiguous_format), size, first)
+
+    def block(self, number: int) -> Tensor:
+        """The block at the rows of a tile, [*b, s, rows]: a view."""
+        return self._blocks[number - self.numbers.start]
+
+    def vectors(self) -> Tensor:
+        """[*b, rows of the tiles, s]."""
+        return self.data.mT.flatten(-3, -2)[..., : self.num_rows, :]
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Some rows, [*b, len(index), s], of blocks that begin with the first tile."""
+        length = self.data.shape[-1]
+        return self.data.mT[..., index // length, index % length, :]
+
+
+def _add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left [*b, s, m] @ right [*b, m, k] to out [*b, s, k]."""
+    if out.dim() == 2:
+        out.addmm_(left, right)
+    else:
+        out += left @ right
 
 
 class Tiles(ABC):
@@ -57,7 +93,7 @@ class Tiles(ABC):
     Args:
         shape: of the matrix.
         symmetric: whether the tile (j, i) is the transpose of (i, j); only i <= j are asked for then.
-        rows, columns: the slices of the tiles.
+        length: rows and columns of a tile; the last one may have fewer.
         owner: the tensors that the tiles depend on.
         like: a tensor of the tiles' dtype and device.
         products: memory for kept tiles, and the processes that share them.
@@ -69,178 +105,93 @@ class Tiles(ABC):
         shape: torch.Size,
         *,
         symmetric: bool,
-        rows: list[slice],
-        columns: list[slice],
+        length: int,
         owner: tuple[Tensor, ...],
         like: Tensor,
         products: KernelProducts,
         cache: TileCache,
     ) -> None:
-        self.shape, self.symmetric, self.rows, self.columns = shape, symmetric, rows, columns
-        self.products, self.cache = products, cache
-        self._owner, self._versions = owner, [version(tensor) for tensor in owner]
-        self._like = like
-        self._arithmetic = products.arithmetic(self._like.device)
-        self._kept_like = self._like.new_empty(0, dtype=self._arithmetic.kept)
-        self._memory = _WorkingMemory()
-        self.ranks = products.ranks()
-        self._agreed = False
-        #: The columns of tiles that this process visits in every row of them, in strips of equal tiles.
-        self.strips = [
-            [columns for number, columns in enumerate(self._make_strips(i)) if self.ranks.owns(i, number)]
-            for i in range(len(rows))
-        ]
-        self._visits = TileVisits(self.strips, symmetric=symmetric)
-        self._budget = products.cache_budget(self._like.device)
+        self.shape, self.symmetric, self.length, self.cache = shape, symmetric, length, cache
+        self.rows, self.columns = blocks(shape[-2], length), blocks(shape[-1], length)
+        self._owner, self._seen, self._like = owner, SeenVersions.of(owner), like
+        self._memory = threading.local()
+        self.ranks, self._agreed = products.ranks(), False
+        self._budget = products.cache_budget(like.device)
 
     @abstractmethod
-    def evaluate(self, i: int, columns: range, out: Tensor) -> Tensor:
-        """Writes the tiles of row block i and some column blocks into `out` [*b, g, rows, columns], and returns it."""
+    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
+        """Writes the tile (i, j) into `out` [*b, rows, columns], and returns it."""
 
     @abstractmethod
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        """Any block, evaluated anew: the caller's to overwrite."""
+        """Any block, newly evaluated: the caller may overwrite it."""
 
     def is_current(self) -> bool:
-        """Whether the tensors are still as they were; in-place changes make the tiles stale."""
-        return self._versions == [version(tensor) for tensor in self._owner]
-
-    def strip_part(self, i: int, strip: range, columns: range) -> Tensor:
-        """The tiles of row block i and some neighbouring columns out of one of `strips[i]`: [*b, g, rows, columns].
-
-        In the format that they are multiplied in; valid until the next call, and not to be overwritten. The cache has been
-        claimed.
-        """
-        kept = self._kept(i, strip)
-        if kept is None:
-            return self._evaluated(i, columns)
-        picked = _picked(kept, strip, columns)
-        return self.scratch(picked.shape, 0).copy_(picked) if self._arithmetic.widens else picked
-
-    def tile(self, i: int, j: int) -> Tensor:
-        """The tile (i, j), i <= j when symmetric, of this process or of another; likewise."""
-        alone = range(j, j + 1)
-        own = strips_with(alone, self.strips[i])  # none where it is another process's
-        with self.claimed():
-            return (self.strip_part(i, own[0], alone) if own else self._evaluated(i, alone)).squeeze(-3)
-
-    def _evaluated(self, i: int, columns: range) -> Tensor:
-        return self.evaluate(i, columns, self.scratch(self.strip_shape(i, columns), 0))
+        """Whether the tensors are unchanged since these tiles were made."""
+        return self._seen.are(self._owner)
 
     def claimed(self) -> AbstractContextManager[None]:
-        """Inside, the cache serves these tiles; nothing may be asked of them outside."""
+        """Inside, the cache serves these tiles; `tile` may be called only there."""
         return self.cache.serving(*self._owner)
 
-    def _kept(self, i: int, columns: range) -> Tensor | None:
-        """The strip from the cache, evaluated if it was not yet; None where there is no room for it."""
-        if self._budget <= 0:
-            return None
-        key = (i, columns[0])
-        kept = self.cache.get(key)
-        if kept is None:
-            shape = self.strip_shape(i, columns)
-            kept = self.cache.evaluate(
-                key, shape, self._kept_like, self._budget, lambda out: self._evaluated_to_keep(i, columns, out)
-            )
-        return kept
+    def tile(self, i: int, j: int) -> Tensor:
+        """The tile (i, j), [*b, rows, columns]. It must not be overwritten, and is valid until the thread's next call."""
+        kept = self.cache.get((i, j))
+        if kept is None and self._budget > 0:
+            evaluate = partial(self._evaluate_to_keep, i, j)
+            kept = self.cache.evaluate((i, j), self.tile_shape(i, j), self._like, self._budget, evaluate)
+        return self.evaluate(i, j, self.scratch(self.tile_shape(i, j), 0)) if kept is None else kept
 
-    def _evaluated_to_keep(self, i: int, columns: range, out: Tensor) -> Tensor:
-        if out.dtype == self._like.dtype:
-            return self.evaluate(i, columns, out)
-        return out.copy_(self._evaluated(i, columns))
+    def _evaluate_to_keep(self, i: int, j: int, out: Tensor) -> Tensor:
+        return self.evaluate(i, j, out)
 
-    def strip_shape(self, i: int, columns: range) -> torch.Size:
-        """[*b, g, rows, columns] of neighbouring tiles of equal shape."""
-        rows, first = self.rows[i], self.columns[columns[0]]
-        return torch.Size((*self.shape[:-2], len(columns), rows.stop - rows.start, first.stop - first.start))
-
-    def _make_strips(self, i: int) -> list[range]:
-        """A tile on the diagonal, which serves once, is alone; so is a last one that is narrower than the others."""
-        run = whole_run(self.columns)
-        is_narrower = bool(self.columns) and self.columns[-1].stop - self.columns[-1].start < run.length
-        numbers = range(i if self.symmetric else 0, len(self.columns))
-        alone = {i} if self.symmetric else set()
-        return _neighbours(numbers, alone | ({numbers.stop - 1} if is_narrower else set()))
+    def tile_shape(self, i: int, j: int) -> torch.Size:
+        """[*b, rows, columns]."""
+        rows, columns = self.rows[i], self.columns[j]
+        return torch.Size((*self.shape[:-2], rows.stop - rows.start, columns.stop - columns.start))
 
     def scratch(self, shape: tuple[int, ...], which: int) -> Tensor:
         """Working memory that lives as long as this object: for every thread, one tensor for every shape and number."""
-        key, known = (shape, which), self._memory.tensors
+        known, key = self._memory.__dict__, (shape, which)
         if key not in known:
             known[key] = torch.empty(shape, dtype=self._like.dtype, device=self._like.device)
         return known[key]
 
-    def span(self, columns: range) -> slice:
-        """The columns of the matrix that a strip covers."""
-        return slice(self.columns[columns[0]].start, self.columns[columns[-1]].stop)
-
     def complete(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Adds to sums over this process's strips those of the others, in place.
+        """Adds to sums over this process's tiles those of the other processes, in place.
 
         `given` is what they were made from beside the tiles; see `Ranks.sum_` for what is checked and raised.
         """
+        if self.ranks is None:
+            return
         if not self._agreed:
-            length = whole_run(self.rows).length
-            self.ranks.agree(f"shape {tuple(self.shape)}, rows in tiles of {length}", self._owner)
+            self.ranks.agree(f"shape {tuple(self.shape)}, rows in tiles of {self.length}", self._owner)
             self._agreed = True
         self.ranks.sum_(partial, given)
+
+    def visits(self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None) -> list[tuple[int, int]]:
+        """The tiles (i, j) of this process in a product of some rows and columns of tiles; None is all of them."""
+        rows = range(len(self.rows)) if rows is None else rows
+        columns = range(len(self.columns)) if columns is None else columns
+        tiles = [(i, j) for i in rows for j in columns]
+        if self.symmetric:
+            tiles = sorted({(i, j) if i <= j else (j, i) for i, j in tiles})
+        return tiles if self.ranks is None else [tile for tile in tiles if self.ranks.owns(*tile)]
 
     def matmul(self, rhs: Tensor) -> Tensor:
         """The matrix times rhs [*b, m, s]."""
         batch = torch.broadcast_shapes(self.shape[:-2], rhs.shape[:-2])
-        result = self._product([whole_run(self.rows)], [whole_run(self.columns)], rhs.expand(*batch, *rhs.shape[-2:]))
-        self.complete([result], [rhs])
-        return result
+        return self._product(slice(None), slice(None), rhs.expand(*batch, *rhs.shape[-2:]))
 
     # Parts of the matrix, without batch dimensions
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        """Those rows of the matrix times rhs [m, s]."""
-        if not isinstance(rows, slice):
-            return self._picked_rows_matmul(rows, rhs)
-        result = self._product(tile_runs(self.rows, rows), [whole_run(self.columns)], rhs)
-        self.complete([result], [rhs])
-        return result
+        """Those rows of the matrix times rhs [m, s].
 
-    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
-        """Those columns of the matrix times rhs [len(columns), s]."""
-        result = self._product([whole_run(self.rows)], tile_runs(self.columns, columns), rhs)
-        self.complete([result], [rhs])
-        return result
-
-    def _product(self, rows: Sequence[TileRun], columns: Sequence[TileRun], rhs: Tensor) -> Tensor:
-        """What this process's strips contribute to some rows and columns of the matrix times rhs [*b, len(columns), s]."""
-        given = [RowBlocks.of(rhs[..., part.outer, :], part) for part in columns]
-        results = [rhs[..., :0, :]]
-        for part in rows:
-            tasks = []
-            for vectors in given:
-                visits = self._visits.of(part.numbers, vectors.run.numbers)
-                shares = self.shares(visits, [len(visit.needed) for visit in visits])
-                tasks += [partial(self._share_of_product, part, vectors, share) for share in shares]
-            with self.claimed():
-                first, *others = run(tasks)
-            for other in others:
-                first.data += other.data
-            results.append(first.vectors())
-        return results[1] if len(results) == 2 else torch.cat(results, dim=-2)
-
-    def _share_of_product(self, rows: TileRun, given: RowBlocks, visits: Sequence[Visit]) -> RowBlocks:
-        """Every tile is visited once, and may serve twice: for itself, and for its transpose."""
-        vectors, columns = given.data, given.run
-        result = RowBlocks.zeros(vectors, (*vectors.shape[:-3], vectors.shape[-2]), rows)
-        sums = RowSums(result, STRIP, self._arithmetic)
-        for i, strip, needed, direct, mirrored in visits:
-            tiles = self.strip_part(i, strip, needed)
-            if direct:
-                sums.add(i, given.part(direct), _inner(_picked(tiles, needed, direct), rows, columns))
-            if mirrored:
-                picked = _inner(_picked(tiles, needed, mirrored), columns, rows)
-                self._arithmetic.add_times_(result.part(mirrored), given.repeated(i, len(mirrored)), picked)
-        sums.finish()
-        return result
-
-    def _picked_rows_matmul(self, rows: Tensor, rhs: Tensor) -> Tensor:
-        """Rows from everywhere, which no tiles are kept for: every process takes a share of the columns."""
+        Rows from everywhere, given by an index, take no tiles: every process evaluates them for a share of the columns.
+        """
+        if isinstance(rows, slice):
+            return self._product(rows, slice(None), rhs)
 
         def product(share: Sequence[slice]) -> Tensor:
             result = rhs.new_zeros(len(rows), rhs.shape[-1])
@@ -248,16 +199,54 @@ class Tiles(ABC):
                 result.addmm_(self.block(rows, columns), rhs[columns])
             return result
 
-        result = rhs.new_zeros(len(rows), rhs.shape[-1])
-        for part in run(
-            [partial(product, share) for share in self._pieces(len(rows), self.ranks.part(self.shape[-1]))]
-        ):
-            result += part
+        columns = slice(0, self.shape[-1]) if self.ranks is None else self.ranks.part(self.shape[-1])
+        result = sum(run([partial(product, share) for share in self._pieces(len(rows), columns)]))
         self.complete([result], [rows, rhs])
         return result
 
+    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        """Those columns of the matrix times rhs [len(columns), s]."""
+        return self._product(slice(None), columns, rhs)
+
+    def _product(self, rows: slice, columns: slice, rhs: Tensor) -> Tensor:
+        """Some rows and columns of the matrix times rhs [*b, len(columns), s], made of whole tiles."""
+        start, stop, _ = rows.indices(self.shape[-2])
+        wanted = self._numbers(start, stop)
+        given = RowBlocks.of(rhs, self.shape[-1], self.length, columns.indices(self.shape[-1])[0])
+        tasks = [
+            partial(self._share_of_product, wanted, given, s) for s in self.shares(self.visits(wanted, given.numbers))
+        ]
+        with self.claimed():
+            result, *others = run(tasks)
+        for other in others:
+            result.data += other.data
+        first = wanted.start * self.length
+        product = result.vectors()[..., start - first : stop - first, :]
+        self.complete([product], [rhs])
+        return product
+
+    def _numbers(self, start: int, stop: int) -> range:
+        """The tiles that some rows lie in."""
+        return range(start // self.length, -(-stop // self.length) if start < stop else start // self.length)
+
+    def _share_of_product(self, rows: range, given: RowBlocks, visits: Sequence[tuple[int, int]]) -> RowBlocks:
+        """Every tile is visited once, and may serve twice: for itself, and for its transpose."""
+        *batch, _, columns, length = given.data.shape
+        result = RowBlocks(given.data.new_zeros(*batch, len(rows), columns, length), self.shape[-2], rows.start)
+        is_few = columns <= FEW_COLUMNS and given.data.device.type == "cpu"
+        for i, j in visits:
+            tile = self.tile(i, j)
+            if i in rows and j in given.numbers:
+                if is_few:
+                    result.block(i).add_((tile @ given.block(j).mT).mT)
+                else:
+                    _add_product_(result.block(i), given.block(j), tile.mT)
+            if self.symmetric and i != j and j in rows and i in given.numbers:
+                _add_product_(result.block(j), given.block(i), tile)
+        return result
+
     def dense_rows(self, rows: Tensor) -> Tensor:
-        """Those rows, evaluated anew, [*b, len(rows), m]; every process evaluates them whole."""
+        """Those rows, newly evaluated, [*b, len(rows), m]; every process evaluates them whole."""
         result = self._like.new_empty(*self.shape[:-2], len(rows), self.shape[-1])
 
         def fill(share: Sequence[slice]) -> None:
@@ -270,59 +259,30 @@ class Tiles(ABC):
     def _pieces(self, rows: int, columns: slice) -> list[Sequence[slice]]:
         """The columns of so many rows, some at a time, in shares."""
         entries = PICKED_ENTRIES.get(self._like.device.type, PICKED_ENTRIES["cuda"])
-        length = max(entries // max(rows, 1), 1)
-        pieces = [
-            slice(columns.start + piece.start, columns.start + piece.stop)
-            for piece in blocks(columns.stop - columns.start, length)
-        ]
-        return self.shares(pieces, [piece.stop - piece.start for piece in pieces])
+        pieces = blocks(columns.stop - columns.start, max(entries // max(rows, 1), 1))
+        return self.shares([slice(columns.start + part.start, columns.start + part.stop) for part in pieces])
 
-    def shares(self, items: Sequence[Item], sizes: Sequence[float]) -> list[Sequence[Item]]:
-        """What of the work each task takes; on a device other than a CPU there is one."""
-        if self._like.device.type != "cpu":
-            return [items]
-        return shares(items, sizes)
+    def shares(self, items: Sequence[Item]) -> list[Sequence[Item]]:
+        """The work of each task; on a device other than a CPU there is one task."""
+        return shares(items) if self._like.device.type == "cpu" else [items]
 
     def principal_block(self, block: slice) -> Tensor:
-        """The block on the diagonal, as a dense tensor: the caller's to overwrite.
+        """The block on the diagonal, as a dense tensor that the caller may overwrite.
 
-        Every process evaluates it whole, and the same way: a kept strip may differ in the last bit from a single tile.
-        Nor does it come from tiles that were rounded to be kept, and may have lost their Cholesky factor by that.
+        Every process evaluates all of it, in the same way.
         """
         if not self.symmetric:
             raise ValueError("A rectangular kernel matrix has no principal blocks.")
-        size = len(range(*block.indices(self.shape[-1])))
-        result = self._like.new_empty(size, size)
-        is_exact = self.ranks.size == 1 and self._arithmetic.kept is None
-
-        def fill(rows: TileRun, columns: TileRun) -> None:
-            i, j = rows.numbers.start, columns.numbers.start
-            tile = self.tile(i, j) if is_exact else self._evaluated(i, columns.numbers).squeeze(-3)
-            result[rows.outer, columns.outer] = tile = tile[rows.inner, columns.inner]
-            if i != j:
-                result[columns.outer, rows.outer] = tile.mT
-
-        for pair in combinations_with_replacement(overlaps(self.rows, block), 2):
-            fill(*pair)
-        return result
-
-
-def _neighbours(numbers: range, alone: Collection[int]) -> list[range]:
-    """Numbers of tiles in strips of neighbours, which end at multiples of their length: the same ones in every row."""
-    strips: list[range] = []
-    for number in numbers:
-        if strips and number % STRIP and number not in alone and strips[-1].start not in alone:
-            strips[-1] = range(strips[-1].start, number + 1)
-        else:
-            strips.append(range(number, number + 1))
-    return strips
-
-
-def _picked(tiles: Tensor, numbers: range, wanted: range) -> Tensor:
-    """Some of the tiles [*b, g, rows, columns] that have these numbers."""
-    return tiles if wanted == numbers else tiles.narrow(-3, wanted.start - numbers.start, len(wanted))
-
-
-def _inner(tiles: Tensor, rows: TileRun, columns: TileRun) -> Tensor:
-    """The part of the tiles that both runs have."""
-    return tiles if rows.is_whole and columns.is_whole else tiles[..., rows.inner, columns.inner]
+        start, stop, _ = block.indices(self.shape[-1])
+        is_alone = self.ranks is None
+        numbers = self._numbers(start, stop)
+        first, last = numbers.start * self.length, min(numbers.stop * self.length, self.shape[-1])
+        result = self._like.new_empty(last - first, last - first)
+        with self.claimed():
+            for i, j in combinations_with_replacement(numbers, 2):
+                tile = self.tile(i, j) if is_alone else self.evaluate(i, j, self.scratch(self.tile_shape(i, j), 0))
+                rows, columns = (slice(part.start - first, part.stop - first) for part in (self.rows[i], self.rows[j]))
+                result[rows, columns] = tile
+                if i != j:
+                    result[columns, rows] = tile.mT
+        return result[start - first : stop - first, start - first : stop - first]

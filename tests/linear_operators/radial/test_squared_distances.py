@@ -7,7 +7,6 @@ from torch import Tensor
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN32
 from gpy_iterative.linear_operators.radial.squared_distances import SquaredDistances
-from gpy_iterative.linear_operators.tiles.tiles import blocks
 
 #: Four times what is allowed on average: a few roundings of norms above the average may come together.
 ERROR = 1.2e-4
@@ -26,16 +25,16 @@ def exact(x1: Tensor, x2: Tensor) -> Tensor:
 def test_neighbours_keep_their_distance(spreads: list[float]) -> None:
     x1 = points(0, 300, spreads)
     x2 = x1 + 0.1 * points(1, 300, [1.0] * len(spreads))
-    tiles, everything = blocks(300, 128), torch.arange(300)
-    distances = SquaredDistances(x1, x2, 3.0, rows=tiles, columns=tiles)
+    everything = torch.arange(300)
+    distances = SquaredDistances(x1, x2, 3.0, length=128)
     found = distances.block(everything, everything).double() / 3
     truth = exact(x1, x2)
     near = truth < 1
     assert near.any()
     assert (found - truth)[near].abs().max() <= ERROR
     torch.testing.assert_close(found, truth, rtol=1e-4, atol=ERROR)
-    strip = distances.strip(2, range(2), out=torch.empty(2, 44, 128), scratch=torch.empty(2, 44, 128))
-    torch.testing.assert_close(torch.cat([*strip.double() / 3], dim=-1), truth[256:, :256], rtol=1e-4, atol=ERROR)
+    tile = distances.tile(2, 1, out=torch.empty(44, 128), scratch=torch.empty(44, 128))
+    torch.testing.assert_close(tile.double() / 3, truth[256:, 128:256], rtol=1e-4, atol=ERROR)
 
 
 @pytest.mark.parametrize("scale", [5.0, torch.tensor([[[5.0]]])])
@@ -43,21 +42,21 @@ def test_differences_of_far_coordinates_are_those_of_the_inputs(scale: float | T
     """A root of the scale, which would move points by a thousandth of a lengthscale, is not taken into the coordinates."""
     x1 = 10_000 + points(0, 200, [30.0])
     x2 = x1 + points(1, 200, [0.1])
-    tiles, everything = blocks(200, 128), torch.arange(200)
-    distances = SquaredDistances(x1, x2, scale, rows=tiles, columns=tiles)
+    everything = torch.arange(200)
+    distances = SquaredDistances(x1, x2, scale, length=128)
     truth = 5 * exact(x1, x2)
     torch.testing.assert_close(distances.block(everything, everything).double().squeeze(0), truth, rtol=1e-6, atol=0)
-    shape = (*distances.batch_shape, 1, 72, 128)
-    strip = distances.strip(1, range(1), out=torch.empty(shape), scratch=torch.empty(shape))
-    torch.testing.assert_close(strip.double().view(72, 128), truth[128:, :128], rtol=1e-6, atol=0)
+    shape = (*distances.batch_shape, 72, 128)
+    tile = distances.tile(1, 0, out=torch.empty(shape), scratch=torch.empty(shape))
+    torch.testing.assert_close(tile.double().view(72, 128), truth[128:, :128], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_few_coordinates_before_a_kink(dims: int) -> None:
     x1 = points(0, 100, [1.0] * dims)
     x2 = x1 + points(1, 100, [1e-4] * dims)
-    tiles, everything = blocks(100, 128), torch.arange(100)
-    distances = SquaredDistances(x1, x2, 1.0, has_kink=True, rows=tiles, columns=tiles)
+    everything = torch.arange(100)
+    distances = SquaredDistances(x1, x2, 1.0, has_kink=True, length=128)
     assert len(distances.apart) == (dims if dims <= 2 else 0)
     if dims <= 2:
         found = distances.block(everything, everything).double()
@@ -66,8 +65,7 @@ def test_few_coordinates_before_a_kink(dims: int) -> None:
 
 def test_blocks_of_a_batch_and_of_single_rows() -> None:
     x = torch.stack([points(0, 20, [900.0, 1.0]), points(1, 20, [1.0, 1.0])])
-    tiles = blocks(20, 8)
-    distances = SquaredDistances(x, x, torch.tensor([[[1.0]], [[2.0]]]), rows=tiles, columns=tiles)
+    distances = SquaredDistances(x, x, torch.tensor([[[1.0]], [[2.0]]]), length=128)
     assert distances.batch_shape == (2,)
     rows = torch.tensor([3, 17, 5])
     truth = exact(x, x) * torch.tensor([[[1.0]], [[2.0]]])

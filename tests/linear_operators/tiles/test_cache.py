@@ -23,7 +23,7 @@ def test_a_tile_waits_for_the_derivative_that_it_displaces() -> None:
     kept: list[torch.Tensor | None] = []
     cache.evaluate((0, 0), SHAPE, TILE, budget, torch.Tensor.zero_)
     derivative = threading.Thread(
-        target=lambda: kept.append(cache.derivatives().evaluate((0, 0), SHAPE, TILE, budget, slow_ones))
+        target=lambda: kept.append(cache.derivatives.evaluate((0, 0), SHAPE, TILE, budget, slow_ones))
     )
     native = threading.Thread(
         target=lambda: kept.append(cache.evaluate((0, 1), SHAPE, TILE, budget, torch.Tensor.zero_))
@@ -38,7 +38,7 @@ def test_a_tile_waits_for_the_derivative_that_it_displaces() -> None:
     native.join(60)
     assert [None if tile is None else float(tile.max()) for tile in kept] == [1.0, 0.0]
     assert cache.own_bytes == budget
-    assert cache.derivatives().own_bytes == 0
+    assert cache.derivatives.own_bytes == 0
 
 
 def test_a_tile_that_failed_leaves_its_room() -> None:
@@ -52,7 +52,7 @@ def test_a_tile_that_failed_leaves_its_room() -> None:
 
     def attempt() -> None:
         try:
-            cache.derivatives().evaluate((0, 0), SHAPE, TILE, budget, fails)
+            cache.derivatives.evaluate((0, 0), SHAPE, TILE, budget, fails)
         except ValueError:
             failed.set()
 
