@@ -1,6 +1,7 @@
 """Each method stands alone: the package works without the folders of the others and their lines in the faces."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -61,3 +62,16 @@ def test_faces_define_nothing(face: str) -> None:
     kinds = [type(node) for node in tree.body[1:]]
     assert kinds == [ast.ImportFrom] * (len(kinds) - 1) + [ast.Assign]
     assert tree.body[-1].targets[0].id == "__all__"
+
+
+ROOMS = sorted(path for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE)
+
+
+@pytest.mark.parametrize("path", ROOMS, ids=lambda path: str(path.parent.relative_to(PACKAGE)))
+def test_a_room_says_where_to_begin_and_what_it_may_import(path: Path) -> None:
+    about = " ".join(ast.get_docstring(ast.parse(path.read_text())).split())
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", about)
+    assert "may import" in about
+    assert named
+    assert [name for name in named if not (path.parent / name).exists() and not (PACKAGE / name).exists()] == []
+    assert len(list(path.parent.glob("*.py"))) <= 16

@@ -1,5 +1,5 @@
 """Quadruply stochastic Gaussian processes: models with millions of features, of which every step samples some.
 
-Read `model.py` (what a user makes), `elbo.py` (one training step) and `known_latent.py` first; the bases have a file each.
-The room imports `exact` and the rooms below it, and no other method.
+Begin with `model.py` (what a user makes), `elbo.py` (one training step) and `known_latent.py` (latent values known
+between steps); `bases/` has a file for each basis. The room may import `exact` and all below it, and no other method.
 """
