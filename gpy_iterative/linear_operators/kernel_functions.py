@@ -7,6 +7,8 @@ shares all tensors with them, and which evaluates at once.
 
 import threading
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -78,17 +80,37 @@ def clear_caches(module: torch.nn.Module) -> None:
 def evaluated(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> LinearOperator:
     """The kernel's `forward` on inputs whose active dims are already selected, with all kernels in it evaluated."""
     # gpytorch.Module.__call__, not the kernel's own: active dims are selected once, by the caller.
-    return to_linear_operator(gpytorch.Module.__call__(eager_copy(kernel), x1, x2, **options))
+    with _settings(_changes_settings(kernel)):
+        return to_linear_operator(gpytorch.Module.__call__(eager_copy(kernel), x1, x2, **options))
 
 
 def kernel_matrix(kernel: Kernel, x1: Tensor, x2: Tensor) -> Tensor:
     """The dense k(x1, x2) of whole inputs, differentiable."""
-    return to_dense(eager_copy(kernel)(x1, x2))
+    with _settings(_changes_settings(kernel)):
+        return to_dense(eager_copy(kernel)(x1, x2))
 
 
 def kernel_diagonal(kernel: Kernel, x: Tensor) -> Tensor:
     """The diagonal of k(x, x), differentiable."""
-    return eager_copy(kernel)(x, diag=True)
+    with _settings(_changes_settings(kernel)):
+        return eager_copy(kernel)(x, diag=True)
+
+
+def _changes_settings(kernel: Kernel) -> bool:
+    """Whether GPyTorch's settings are entered while the kernel is evaluated."""
+    return any(isinstance(part, (KeOpsKernel, CylindricalKernel)) for part in kernel.modules())
+
+
+@contextmanager
+def _settings(are_changed: bool) -> Iterator[None]:
+    """One thread at a time where settings are changed: by us, since KeOps kernels would compile programs for dense
+    blocks, or by a cylindrical kernel itself.
+    """
+    if are_changed:
+        with GPYTORCH_SETTINGS, gpytorch.settings.use_keops(False):
+            yield
+    else:
+        yield
 
 
 class KernelFunction(torch.nn.Module):
@@ -98,25 +120,18 @@ class KernelFunction(torch.nn.Module):
         super().__init__()
         self._first_call = first_call
         self.kernel = eager_copy(kernel, own)
-        self._changes_settings = any(isinstance(part, (KeOpsKernel, CylindricalKernel)) for part in kernel.modules())
+        self._changes_settings = _changes_settings(kernel)
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False) -> Tensor:
-        if not self._first_call.is_done:
+        with _settings(self._changes_settings):
+            if self._first_call.is_done:
+                return self._evaluated(x1, x2, diag)
             with self._first_call.lock:
                 values = self._evaluated(x1, x2, diag)
                 self._first_call.is_done = True
             return values
-        return self._evaluated(x1, x2, diag)
 
     def _evaluated(self, x1: Tensor, x2: Tensor, diag: bool) -> Tensor:
-        if not self._changes_settings:
-            return self._dense(x1, x2, diag)
-        # Dense blocks are wanted: GPyTorch's KeOps kernels would compile several programs to make them. A cylindrical
-        # kernel enters a setting itself.
-        with GPYTORCH_SETTINGS, gpytorch.settings.use_keops(False):
-            return self._dense(x1, x2, diag)
-
-    def _dense(self, x1: Tensor, x2: Tensor, diag: bool) -> Tensor:
         # gpytorch.Module.__call__, not the kernel's own: active dims are selected once, by the caller.
         return to_dense(gpytorch.Module.__call__(self.kernel, x1, x2, diag=diag))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.from_gpytorch import flat_targets, noisy_operator, observed_data
+from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
@@ -146,7 +147,8 @@ def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
         TypeError: the model's `forward` returns no MultivariateNormal.
         ValueError: a multitask prior that lists all data of the first task first.
     """
-    prior = gpytorch.Module.__call__(model, *inputs)
+    with GPYTORCH_SETTINGS:  # under another thread's settings GPyTorch would evaluate the kernel
+        prior = gpytorch.Module.__call__(model, *inputs)
     if not isinstance(prior, MultivariateNormal):
         raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
     if isinstance(prior, MultitaskMultivariateNormal) and not prior._interleaved:

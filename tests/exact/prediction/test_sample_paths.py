@@ -145,7 +145,7 @@ def test_several_tasks_are_functions_of_the_point() -> None:
     assert values.shape == (2000, 4, 2)
     torch.testing.assert_close(paths(x[2:]), values[:, 2:])
     distribution = posterior(x)
-    assert_mean_within(values, distribution.mean, max_sem=0.02)
+    assert_mean_within(values, distribution.mean, max_sem=0.03)
     torch.testing.assert_close(values.var(0), distribution.variance, rtol=0.2, atol=0.02)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import gpy_iterative as gpi
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
+from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.solvers import ConjugateGradients
 from tests.exact.gaussian_models import CASES, Case, data, regression
@@ -115,6 +116,17 @@ def forbid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpytorch.settings.lazily_evaluate_kernels, "__enter__", refuse)
 
 
+def forbid_unlocked_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that a kernel or a noise enters itself are entered by one thread at a time."""
+    enter = gpytorch.settings.lazily_evaluate_kernels.__enter__
+
+    def locked(self: Any, *args: Any) -> None:
+        assert GPYTORCH_SETTINGS._is_owned()
+        enter(self, *args)
+
+    monkeypatch.setattr(gpytorch.settings.lazily_evaluate_kernels, "__enter__", locked)
+
+
 def points(number: int, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.rand(5, like.shape[-1], generator=generator, dtype=like.dtype) * like.abs().amax()
@@ -131,8 +143,7 @@ def test_eight_threads_predict_as_one_does_and_leave_the_model(name: str, monkey
         parameter.data.add_(0.01)
     model.train()
     inputs, before = [points(number, model.train_inputs[0]) for number in range(THREADS)], state(model, likelihood)
-    if name not in CHANGE_SETTINGS:
-        forbid_settings(monkeypatch)
+    (forbid_unlocked_settings if name in CHANGE_SETTINGS else forbid_settings)(monkeypatch)
 
     def predicted(posterior: PathwisePosterior, number: int) -> list[Tensor]:
         x = inputs[number].clone().requires_grad_(number == 0)
