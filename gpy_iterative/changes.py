@@ -22,20 +22,25 @@ def version(tensor: Tensor) -> object:
 class SeenVersions:
     """Tensors recognised by identity and version. Keeps none of them alive.
 
-    A view counts as the same as another view of the same entries of the same tensor.
+    Attributes:
+        entries: a reference, the version, and the layout in the base where views are compared, of each tensor.
+        views: whether another view of the same entries of the same tensor counts as the tensor.
     """
 
     entries: tuple[tuple[weakref.ref[Tensor], object, object], ...] = ()
+    views: bool = False
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> "SeenVersions":
+    def of(cls, tensors: Iterable[Tensor], *, views: bool = False) -> "SeenVersions":
         """These tensors, as they are now."""
-        return cls(tuple((weakref.ref(_base(t)), version(t), _layout(t)) for t in tensors))
+        return cls(tuple((weakref.ref(_kept(t, views)), version(t), _layout(t, views)) for t in tensors), views)
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the same tensors, and nothing has been written to them since."""
         return len(tensors) == len(self.entries) and all(
-            reference() is _base(tensor) and known == version(tensor) and layout == _layout(tensor)
+            reference() is _kept(tensor, self.views)
+            and known == version(tensor)
+            and layout == _layout(tensor, self.views)
             for (reference, known, layout), tensor in zip(self.entries, tensors, strict=True)
         )
 
@@ -99,12 +104,13 @@ def same_tensor(left: Tensor, right: Tensor) -> bool:
     return left.is_floating_point() and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
-def _base(tensor: Tensor) -> Tensor:
-    return tensor if tensor._base is None else tensor._base
+def _kept(tensor: Tensor, views: bool) -> Tensor:
+    """The tensor that is recognised: of a view, the tensor behind it where views are compared."""
+    return tensor._base if views and tensor._base is not None else tensor
 
 
-def _layout(tensor: Tensor) -> object:
-    return tensor.shape, tensor.stride(), tensor.storage_offset()
+def _layout(tensor: Tensor, views: bool) -> object:
+    return (tensor.shape, tensor.stride(), tensor.storage_offset()) if views else None
 
 
 def _counting_writes(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:

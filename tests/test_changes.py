@@ -8,9 +8,19 @@ import torch
 from gpy_iterative.changes import SeenData, SeenValues, SeenVersions, same_tensor
 
 
-def test_versions_see_writes_and_other_tensors_but_not_new_views() -> None:
+def test_versions_tell_views_apart() -> None:
+    tensor = torch.zeros(4)
+    view = tensor[:3]
+    seen = SeenVersions.of([view])
+    assert seen.are([view])
+    assert not seen.are([tensor[:3]])
+    tensor[3] = 1.0
+    assert not seen.are([view])
+
+
+def test_views_may_count_as_the_same() -> None:
     tensor = torch.zeros(4, 2)
-    seen = SeenVersions.of([tensor[:3]])
+    seen = SeenVersions.of([tensor[:3]], views=True)
     assert seen.are([tensor[:3]])
     assert not seen.are([tensor[1:]])
     assert not seen.are([tensor.clone()[:3]])

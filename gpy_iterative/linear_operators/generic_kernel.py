@@ -156,7 +156,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             )
         kernel = ModuleCopies().of(kernel)
         named = {name: parameter.clone() for name, parameter in kernel.named_parameters()}
-        x1 = x1.clone()
+        x1 = x1.view_as(x1)
         operator = cls(x1, *named.values(), x2=x2, kernel=kernel, names=tuple(named), products=products, cache=cache)
         leaves = operator._other_leaves()
         if not leaves:

@@ -139,13 +139,13 @@ def test_many_points_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_tasks_are_functions_of_the_point() -> None:
     """2,000 paths of two tasks; the features' own error, the same for all paths, is the floor."""
     case, x = CASES["multitask"](), held_out_points(4)
-    posterior = posterior_of(case, Cholesky(), num_frequencies=3000)
+    posterior = PathwisePosterior(case.model, case.likelihood, solver=Cholesky(), num_frequencies=3000, generator=0)
     paths = posterior.sample_paths(2000)
     values = paths(x)
     assert values.shape == (2000, 4, 2)
     torch.testing.assert_close(paths(x[2:]), values[:, 2:])
     distribution = posterior(x)
-    assert_mean_within(values, distribution.mean, max_sem=0.03)
+    assert_mean_within(values, distribution.mean, max_sem=0.05, floor=0.02)
     torch.testing.assert_close(values.var(0), distribution.variance, rtol=0.2, atol=0.02)
 
 
