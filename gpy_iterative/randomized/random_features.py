@@ -177,7 +177,8 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             matrix = features.differentiable(terms, draws_under("features", draws))
             matrix = matrix.expand(*operator.batch_shape, *matrix.shape[-2:])
         inputs = (matrix, operator.noise.expand(operator.shape[:-1]), residual)
-        leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        # Copies: an inference tensor takes no gradient.
+        leaves = [tensor.detach().clone().double().requires_grad_() for tensor in inputs]
         with torch.enable_grad():
             density = FeatureDensity(*leaves)
             densities = {count: density.log_density(*features.leading(terms, count)) for count in total.weights}

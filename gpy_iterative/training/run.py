@@ -1,7 +1,8 @@
 """What a method carries from one training step to the next.
 
 A run is immutable. A step takes the run, and returns its estimate and the next run; the marginal log likelihood keeps the
-next run only when the whole step has succeeded. So a step that fails changes nothing, and what is saved is what is kept.
+next run only when the whole `forward` has succeeded. So a step that fails there changes nothing, and what is saved is what
+is kept. A gradient that is not finite is found later, in `backward`: parameters stay as they were, the run has moved on.
 """
 
 from abc import abstractmethod

@@ -331,3 +331,11 @@ def test_kernels_that_keep_matrices_follow_their_hyperparameters(make: type[Feat
     kernel.eval()
     for found, wanted in zip(after, features(), strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_precisions_have_the_gradients_that_are_asked_for(sparse: bool) -> None:
+    points = torch.linspace(0, 1, 6).unsqueeze(-1)
+    basis = RelevanceVectorBasis(kernels.RBFKernel().requires_grad_(False), points, sparse_gradients=sparse)
+    basis.prior_precision(torch.tensor([1, 3])).sum().backward()
+    assert basis.log_precision.grad.is_sparse == sparse

@@ -432,3 +432,19 @@ def test_frozen_draws_in_float32_and_evaluation_without_autograd() -> None:
     torch.testing.assert_close(without, value.detach())
     with torch.inference_mode():
         torch.testing.assert_close(frozen(case.model(case.x), case.y), value.detach())
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (gpi.mlls.RFFMarginalLogLikelihood, {"num_frequencies": 8}),
+        (gpi.mlls.SingleSampleRFFMarginalLogLikelihood, {"min_frequencies": 8, "frequency_step": 4}),
+    ],
+)
+def test_evaluations_in_inference_mode_leave_training_as_it_is(method: type, options: dict) -> None:
+    case = CASES["matern-3/2"]()
+    mll = method(case.likelihood, case.model, generator=0, **options)
+    with torch.inference_mode():
+        value = mll(case.model(case.x), case.y)
+    assert torch.isfinite(value)
+    (-mll(case.model(case.x), case.y)).backward()

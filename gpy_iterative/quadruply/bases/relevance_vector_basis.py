@@ -25,24 +25,27 @@ class RelevanceVectorBasis(KernelFunctionBasis):
         centers: Z [m, d], usually the training inputs.
         max_precision: functions of this precision or more are irrelevant. It depends on the scales of the targets
             (standardise them) and of phi^T phi / noise.
+        sparse_gradients: whether the precisions' gradients hold sampled rows only; False for optimisers that refuse those.
 
     Raises:
         ValueError: as `KernelFunctionBasis`; a max_precision that is not positive and finite.
     """
 
-    def __init__(self, kernel: kernels.Kernel, centers: Tensor, *, max_precision: float = 1e4) -> None:
+    def __init__(
+        self, kernel: kernels.Kernel, centers: Tensor, *, max_precision: float = 1e4, sparse_gradients: bool = True
+    ) -> None:
         super().__init__(kernel, centers)
         check_positive("max_precision", max_precision)
-        self.max_precision = max_precision
+        self.max_precision, self.sparse_gradients = max_precision, sparse_gradients
         self.register_parameter("log_precision", torch.nn.Parameter(centers.new_zeros(self.num_groups, 1)))
 
     def sampled_parameters(self) -> list[torch.nn.Parameter]:
-        """Logarithms of s, whose gradients are sparse."""
+        """Logarithms of s."""
         return [self.log_precision]
 
     def prior_precision(self, groups: Tensor) -> Tensor:
         """S at the functions of groups, [g]."""
-        rows = functional.embedding(groups, self.log_precision, sparse=True).squeeze(-1)
+        rows = functional.embedding(groups, self.log_precision, sparse=self.sparse_gradients).squeeze(-1)
         return rows.clamp(math.log(MIN_PRECISION), math.log(LARGEST_PRECISION)).exp()
 
     @property
