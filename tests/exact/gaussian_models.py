@@ -248,7 +248,9 @@ def _multitask(kernel: kernels.Kernel | None = None) -> Case:
     x, y = data(25)
     targets = torch.stack([y, y.flip(0)], dim=-1)
     likelihood = MultitaskGaussianLikelihood(num_tasks=2)
-    model = MultitaskRegression(x, targets, likelihood, kernel).double()
+    with torch.random.fork_rng():  # GPyTorch draws the tasks' covariance
+        torch.manual_seed(0)
+        model = MultitaskRegression(x, targets, likelihood, kernel).double()
     _move(model)
     return Case(model, likelihood, x, targets)
 

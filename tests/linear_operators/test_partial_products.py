@@ -6,7 +6,13 @@ import pytest
 import torch
 from gpytorch.kernels import RBFKernelGrad
 from linear_operator import LinearOperator
-from linear_operator.operators import ConstantMulLinearOperator, DenseLinearOperator, SumLinearOperator
+from linear_operator.operators import (
+    BlockInterleavedLinearOperator,
+    ConstantMulLinearOperator,
+    DenseLinearOperator,
+    KroneckerProductLinearOperator,
+    SumLinearOperator,
+)
 
 from gpy_iterative.linear_operators import (
     GenericKernelLinearOperator,
@@ -49,6 +55,23 @@ def dense_operator() -> LinearOperator:
     return DenseLinearOperator(torch.exp(-torch.cdist(x, x)))
 
 
+def interleaved() -> LinearOperator:
+    """Three latent functions of seven points, each with an outputscale of its own."""
+    x, outputscales = inputs(N // 3, 3).double(), torch.tensor([1.7, 0.4, 2.0]).double()
+    products = KernelProducts(tile_size=4)
+    return BlockInterleavedLinearOperator(
+        RadialKernelLinearOperator(x, outputscales, function=MATERN32, products=products)
+    )
+
+
+def kronecker() -> LinearOperator:
+    """Three tasks at seven points."""
+    points, tasks = (
+        DenseLinearOperator(torch.exp(-torch.cdist(x, x))) for x in (inputs(7, 3).double(), inputs(3, 2).double())
+    )
+    return KroneckerProductLinearOperator(points, tasks)
+
+
 OPERATORS: dict[str, Callable[[], LinearOperator]] = {
     "radial": radial,
     "radial, cache off": lambda: radial(0),
@@ -57,6 +80,8 @@ OPERATORS: dict[str, Callable[[], LinearOperator]] = {
     "dense": dense_operator,
     "sum": lambda: SumLinearOperator(radial(), dense_operator()),
     "constant": lambda: ConstantMulLinearOperator(dense_operator(), torch.tensor(0.3).double()),
+    "interleaved": interleaved,
+    "kronecker": kronecker,
     "noisy": lambda: NoisyLinearOperator(radial(), torch.linspace(0.1, 0.5, N).double()),
     "noisy sum": lambda: NoisyLinearOperator(
         SumLinearOperator(

@@ -275,6 +275,22 @@ def test_a_natural_gradient_is_of_all_rows_whose_gradients_it_sums() -> None:
     torch.testing.assert_close(*means)
 
 
+@pytest.mark.parametrize("lr", [1.0, 0.3])
+def test_a_natural_step_from_the_prior_adds_its_rate_of_the_data(lr: float) -> None:
+    """With all rows and Gaussian noise, at rate 1: the posterior mean, and deviations of one over its precision's root."""
+    x, y = data(200)
+    model = QuadruplyStochasticGP(NystromBasis(kernel_2d().requires_grad_(False), x[:40]))
+    set_weights(model, torch.zeros(40).double(), torch.eye(40).double())
+    mll = QuadruplyStochasticELBO(gaussian_likelihood(NOISE), model, num_data=200, generator=0)
+    optimizer = HeadNaturalGradient(model.weights, num_data=200, lr=lr)
+    (-mll(model(x), y)).backward()
+    optimizer.step()
+    features = model.head_features(x).detach()
+    precision = torch.eye(40).double() + lr * features.mT @ features / NOISE
+    torch.testing.assert_close(model.weights.mean, torch.linalg.solve(precision, lr * features.mT @ y / NOISE))
+    torch.testing.assert_close(model.weights.variance, 1 / precision.diagonal())
+
+
 @pytest.mark.parametrize("kind", ["random", "inducing", "relevance"])
 def test_training_dense_columns_of_correlated_features(kind: str) -> None:
     # Natural gradients are for nearly orthogonal features; on these they diverge within a few steps.

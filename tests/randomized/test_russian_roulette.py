@@ -175,6 +175,24 @@ def test_value_has_the_error_it_reports() -> None:
     assert 0.3 * spread <= torch.stack(sems).square().mean().sqrt() <= 3 * spread
 
 
+@pytest.mark.filterwarnings("ignore::gpy_iterative.errors.VarianceWarning")
+def test_the_reported_error_of_the_fit_is_that_of_enumerated_truncations() -> None:
+    """Probes that are all alike have no error of their own; the longest run sees all terms."""
+    case, distribution = smooth_case(), ThreeValues()
+    mll = roulette(case, truncation=distribution, num_probes=2, preconditioner=None, resample=False)
+    mll(case.model(case.x), case.y)
+    state, values = mll.training_state(), []
+    state["series.probes.base"] = torch.ones(len(case.y), 2, dtype=torch.float64)
+    state["series.probe_stops"] = torch.tensor([150, 150])
+    for stop in distribution.support:
+        state["series.target_stops"] = torch.tensor([stop, stop])
+        mll.load_training_state(state)
+        values.append(mll(case.model(case.x), case.y).detach())
+    probabilities, values = torch.tensor(distribution.probabilities).double(), torch.stack(values)
+    variance = probabilities @ (values - probabilities @ values).square()
+    torch.testing.assert_close(mll.report.value_sem, (variance / 2).sqrt(), rtol=1e-6, atol=0)  # of two draws
+
+
 def full_matrix(case: Case) -> Tensor:
     covariance = case.model(case.x).covariance_matrix.detach()
     return covariance + case.likelihood.noise.detach() * torch.eye(len(case.y), dtype=case.y.dtype)

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 from linear_operator import LinearOperator, to_linear_operator
+from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.exact.prediction import projection as projection_module
-from gpy_iterative.exact.prediction.projection import ProjectionRecipe, exact_projection
+from gpy_iterative.exact.prediction.projection import Projection, ProjectionRecipe, exact_projection
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
@@ -261,3 +262,11 @@ def test_sites_far_apart_in_float32(kernel: gpytorch.kernels.Kernel, exact_below
         ]
     for exact, single in zip(*found.values(), strict=True):
         torch.testing.assert_close(single, exact, rtol=0.01, atol=0)
+
+
+def test_a_variance_is_never_below_the_rounding_of_the_prior_one() -> None:
+    too_large = Projection(torch.ones(1, 1).double(), None)  # explains 4 of 2
+    prior = torch.full((1, 1), 2.0).double()
+    eps = torch.finfo(torch.float64).eps
+    assert float(too_large.variance(prior[0], DenseLinearOperator(prior))) == 2 * eps
+    assert float(too_large.covariance(prior, DenseLinearOperator(prior))) == pytest.approx(2 * eps, rel=1e-6, abs=0)

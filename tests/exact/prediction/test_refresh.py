@@ -86,10 +86,11 @@ def test_caches_of_kernels_do_not_outlive_hyperparameters(
     case, x = regression(make()), held_out_points()
     first = PathwisePosterior(case.model, case.likelihood)
     first.install()
-    for posterior in (first, PathwisePosterior(case.model, case.likelihood)):
+    posteriors = first, PathwisePosterior(case.model, case.likelihood)
+    for posterior, lengthscale in zip(posteriors, (1.3, 1.7), strict=True):
         with torch.no_grad():
             before = case.model(x).mean
-        case.model.covar_module.base_kernel.base_kernel.lengthscale = 1.0 + torch.rand(())
+        case.model.covar_module.base_kernel.base_kernel.lengthscale = lengthscale
         with torch.no_grad():
             prediction = case.model(x) if calls_the_model else posterior(x)
         mean, covariance = dense(Case(copy.deepcopy(case.model).train().eval(), case.likelihood, case.x, case.y), x)
