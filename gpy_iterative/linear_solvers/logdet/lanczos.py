@@ -27,7 +27,8 @@ WORTH_OF_ERROR = 1.0
 #: An error of the value, in nats a datum, below which no product is worth taking: four probes may agree by chance.
 RESOLUTION = 0.003
 #: Products of an estimate at the most, where nothing else is said; and at the least: the second shows the first's error.
-MAX_LOGDET_PRODUCTS, LEAST_PRODUCTS = 20, 2
+MAX_LOGDET_PRODUCTS = 20
+LEAST_PRODUCTS = 2
 
 #: From one iteration to the next, the error of an estimate by positions that have drifted falls to this part of it.
 FALL = 0.46
