@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpy_iterative.training.likelihood_params import LikelihoodParams
-
 #: Raised whenever older states cannot be loaded any more.
 FORMAT = 2
 _NAME = "description"
-_PARAMS = "params"
 _DATA = "fingerprint of the training data"
 #: Of a fingerprint's numbers, relative or absolute: data that were standardised elsewhere differ in their last digits.
 _SAME_DATA = 1e-3
@@ -88,17 +85,6 @@ _WITHOUT = (
 )
 
 
-def with_params(state: dict[str, Tensor], params: LikelihoodParams | None) -> dict[str, Tensor]:
-    """The state with the likelihood's arguments of the last call; raises ValueError as `LikelihoodParams.to_bytes`."""
-    return state if params is None else state | {_PARAMS: params.to_bytes()}
-
-
-def without_params(state: Mapping[str, Any]) -> tuple[dict[str, Any], LikelihoodParams | None]:
-    """The inverse of `with_params`; raises ValueError as `LikelihoodParams.from_bytes`."""
-    others = {name: value for name, value in state.items() if name != _PARAMS}
-    return others, LikelihoodParams.from_bytes(state[_PARAMS]) if _PARAMS in state else None
-
-
 def check_tensors(state: Mapping[str, Any]) -> None:
     """Raises ValueError where an entry is no tensor."""
     for name, value in state.items():
@@ -107,16 +93,6 @@ def check_tensors(state: Mapping[str, Any]) -> None:
                 f"This is no training state: its entry {name!r} is a {type(value).__name__} and no tensor; take it from "
                 "training_state()."
             )
-
-
-def checked_generator(state: Mapping[str, Any], generator: torch.Generator) -> Tensor:
-    """What `generator.set_state` takes, of a state's entry. Raises ValueError where it is none."""
-    position = state.get("generator")
-    if not isinstance(position, Tensor) or position.dtype != torch.uint8:
-        raise ValueError("This is no training state: it has no entry 'generator'. Take it from training_state().")
-    if position.shape != generator.get_state().shape:
-        raise ValueError("This is the training state of another kind of generator: take it from training_state().")
-    return position.cpu()
 
 
 def _read(state: Mapping[str, Any]) -> dict[str, Any]:
