@@ -26,8 +26,8 @@ from gpy_iterative.worker_threads import run, shares
 
 Item = TypeVar("Item")
 
-#: Columns up to which a CPU multiplies tiles by them from the right, and not their transposes from the left.
-FEW_COLUMNS = 8
+#: Numbers of columns for which a CPU multiplies tiles by them from the right, and not their transposes from the left.
+FEW_COLUMNS = range(2, 9)
 #: Entries of picked rows that are evaluated at a time: on a CPU they stay in its cache, on an accelerator they are bounded
 #: by its memory.
 PICKED_ENTRIES = {"cpu": 2**20, "cuda": 2**24}
@@ -233,7 +233,7 @@ class Tiles(ABC):
         """Every tile is visited once, and may serve twice: for itself, and for its transpose."""
         *batch, _, columns, length = given.data.shape
         result = RowBlocks(given.data.new_zeros(*batch, len(rows), columns, length), self.shape[-2], rows.start)
-        is_few = columns <= FEW_COLUMNS and given.data.device.type == "cpu"
+        is_few = columns in FEW_COLUMNS and given.data.device.type == "cpu"
         for i, j in visits:
             tile = self.tile(i, j)
             if i in rows and j in given.numbers:
