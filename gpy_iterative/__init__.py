@@ -2,6 +2,7 @@
 
 from gpy_iterative import (
     errors,
+    fitting,
     kernels,
     likelihoods,
     linear_operators,
@@ -16,12 +17,15 @@ from gpy_iterative import (
     truncation,
 )
 from gpy_iterative.exact.initialization import initialize_from_subsets
+from gpy_iterative.fitting.fit import fit
 
 #: Semantic version: the one place where it is set.
 __version__ = "0.1.0"
 
 __all__ = [
     "errors",
+    "fit",
+    "fitting",
     "initialize_from_subsets",
     "kernels",
     "likelihoods",

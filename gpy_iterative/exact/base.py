@@ -5,13 +5,14 @@ drawn or rebuilt from their frozen randomness; one solve answers for the targets
 one closed-form derivative pass carries the gradient to the user's own parameters.
 """
 
+import copy
 import logging
 import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -60,6 +61,23 @@ logger = logging.getLogger(__name__)
 
 #: Probes of the log-determinant's quadrature. They serve the reported value alone, never the gradient.
 NUM_LOGDET_PROBES = 4
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of a marginal log likelihood, with the linear system and the solves behind it.
+
+    Attributes:
+        value: [*b], what `forward` returns, with the graph of the gradient estimator.
+        system: H, y - mean and the prior, with the graph to the hyperparameters.
+        estimate: the log density without priors and added loss terms, a = H^-1 (y - mean) and the gradient's factors.
+        num_data: n, by which the value was divided.
+    """
+
+    value: Tensor
+    system: TrainingSystem
+    estimate: Estimate
+    num_data: int
 
 
 class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
@@ -117,6 +135,12 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
                 warm start stay as they were. From `.backward()`, a non-finite gradient: no parameter's `.grad` is changed.
             NotPositiveDefiniteError: H has no Cholesky factor where one is needed.
         """
+        evaluation = self.evaluate(function_dist, target, *params, **kwargs)
+        self._watch_line_search(evaluation.estimate)
+        return evaluation.value
+
+    def evaluate(self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any) -> Evaluation:
+        """`forward`, with the system and the solves behind the value; arguments and errors are the same."""
         start = time.perf_counter()
         check_data(self.model, function_dist, target)
         check_hyperparameters(self.model)
@@ -137,7 +161,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self.report = report_of(estimate, result, num_data, time.perf_counter() - start)
         logger.info("%s: %s", type(self).__name__, self.report)
         self._run, self._params = run, likelihood_params  # only now: a step that fails changes nothing
-        return with_checked_gradient(result, self)
+        return Evaluation(with_checked_gradient(result, self), system, estimate, num_data)
 
     def posterior(
         self, *, solver: Solver | None = None, rank: int = 1024, num_neighbours: int = 128
@@ -194,6 +218,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         if isinstance(estimate, DensityEstimate) and not is_solved and estimate.status not in self._warned_of:
             warn(advice(estimate), ConvergenceWarning)
             self._warned_of.add(estimate.status)
+
+    def _watch_line_search(self, estimate: Estimate) -> None:
         watch = self._line_search
         if watch is not None and self._has_separate_estimates(estimate) and watch.sees_search(self.model):
             warn(ADVICE, VarianceWarning)
@@ -235,6 +261,20 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         self.progress = progress
         # Without the missing diagonal the spectrum is bounded by 1 from below, which the quadrature makes use of.
         self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES, correct_diagonal=False)
+
+    def variant(self, *, num_probes: int | None = None, solver: Solver | None = None) -> Self:
+        """The same marginal log likelihood with another number of probes, or another solver; None keeps them.
+
+        It shares model, likelihood and kept tiles with this one. With the same number of probes it goes on with this one's
+        run, and their training states can be exchanged; with another it draws new ones.
+        """
+        other = copy.copy(self)
+        other.solver = self.solver if solver is None else solver
+        if num_probes is not None and num_probes != self.probes.num_probes:
+            other.probes = replace(self.probes, num_probes=num_probes)
+            other._options = {**self._options, "probes": other.probes}
+            other._run = Run(self._run.position, self._run.device)
+        return other
 
     def _prediction_solver(self) -> Solver | None:
         return self.solver

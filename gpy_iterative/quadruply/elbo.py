@@ -33,6 +33,7 @@ from gpy_iterative.quadruply.deferred import DeferredPrediction
 from gpy_iterative.quadruply.known_latent import KnownValues, check_entries
 from gpy_iterative.quadruply.known_points import KnownPoints
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
+from gpy_iterative.quadruply.optimizers import QuadruplyStochasticOptimizer
 from gpy_iterative.quadruply.samples import Sample, draw_set, twice_divergence
 from gpy_iterative.quadruply.sizes import FEATURE_SAMPLES, TrainingData, group_samples
 from gpy_iterative.training.likelihood_forms import check_support, is_log_concave
@@ -164,6 +165,11 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         self._run = Run.begin(generator)
         looks = self._run.generator()
         self._looks = looks.manual_seed((looks.initial_seed() + 1) % 2**63)
+
+    def make_optimizer(self, num_steps: int, num_data: int) -> QuadruplyStochasticOptimizer:
+        """The optimiser of a training of so many steps; `num_data` counts where this object was given none."""
+        num_data = self._data.num_data_of(num_data)
+        return QuadruplyStochasticOptimizer(self.model, self.likelihood, num_data=num_data, num_steps=num_steps)
 
     def forward(self, function_dist: DeferredPrediction, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
         """Estimate of the evidence lower bound, divided by the number of data.

@@ -113,6 +113,14 @@ class RadialTiles(Tiles):
         """
         return _DerivativePass(self, weights, value=value, alpha=alpha, scales_only=scales_only).run()
 
+    def derivative_matmul(self, rhs: Tensor) -> Tensor:
+        """df/dq over its factor, [*b, n, m], times rhs [*b, m, s]; served from kept tiles."""
+        return self._product(slice(None), slice(None), rhs, lambda i, j: self.value_and_derivative(i, j)[1])
+
+    def alpha_derivative_matmul(self, rhs: Tensor) -> Tensor:
+        """df/dalpha [*b, n, m] times rhs [*b, m, s]."""
+        return self._product(slice(None), slice(None), rhs, self.alpha_derivative)
+
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         chosen = torch.arange(self.shape[-2], device=self.x1.device)[rows]  # any kind of index
         first, stop, step = columns.indices(self.shape[-1])

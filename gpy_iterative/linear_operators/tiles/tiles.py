@@ -9,7 +9,7 @@ what they have found.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import combinations_with_replacement
@@ -208,13 +208,20 @@ class Tiles(ABC):
         """Those columns of the matrix times rhs [len(columns), s]."""
         return self._product(slice(None), columns, rhs)
 
-    def _product(self, rows: slice, columns: slice, rhs: Tensor) -> Tensor:
-        """Some rows and columns of the matrix times rhs [*b, len(columns), s], made of whole tiles."""
+    def _product(
+        self, rows: slice, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
+    ) -> Tensor:
+        """Some rows and columns of the matrix times rhs [*b, len(columns), s], made of whole tiles.
+
+        `tile` evaluates those of another matrix of the same shape and symmetry; None is `self.tile`.
+        """
+        tile = self.tile if tile is None else tile
         start, stop, _ = rows.indices(self.shape[-2])
         wanted = self._numbers(start, stop)
         given = RowBlocks.of(rhs, self.shape[-1], self.length, columns.indices(self.shape[-1])[0])
         tasks = [
-            partial(self._share_of_product, wanted, given, s) for s in self.shares(self.visits(wanted, given.numbers))
+            partial(self._share_of_product, wanted, given, tile, s)
+            for s in self.shares(self.visits(wanted, given.numbers))
         ]
         with self.claimed():
             result, *others = run(tasks)
@@ -229,13 +236,19 @@ class Tiles(ABC):
         """The tiles that some rows lie in."""
         return range(start // self.length, -(-stop // self.length) if start < stop else start // self.length)
 
-    def _share_of_product(self, rows: range, given: RowBlocks, visits: Sequence[tuple[int, int]]) -> RowBlocks:
+    def _share_of_product(
+        self,
+        rows: range,
+        given: RowBlocks,
+        tile_at: Callable[[int, int], Tensor],
+        visits: Sequence[tuple[int, int]],
+    ) -> RowBlocks:
         """Every tile is visited once, and may serve twice: for itself, and for its transpose."""
         *batch, _, columns, length = given.data.shape
         result = RowBlocks(given.data.new_zeros(*batch, len(rows), columns, length), self.shape[-2], rows.start)
         is_few = columns in FEW_COLUMNS and given.data.device.type == "cpu"
         for i, j in visits:
-            tile = self.tile(i, j)
+            tile = tile_at(i, j)
             if i in rows and j in given.numbers:
                 if is_few:
                     result.block(i).add_((tile @ given.block(j).mT).mT)

@@ -1,0 +1,20 @@
+"""Training to the optimum: steps by average information, a rule that stops them, and a report of the result.
+
+Begin with `fit.py`, which has the loop; `average_information.py` is one step, `curvature.py` the matrix that it solves
+with. It may import `exact/` and what that may import.
+"""
+
+from gpy_iterative.fitting.average_information import Assessment, AverageInformation, Point, Step
+from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow
+from gpy_iterative.fitting.stopping import FitStatus
+
+__all__ = [
+    "Assessment",
+    "AverageInformation",
+    "Estimated",
+    "FitResult",
+    "FitStatus",
+    "HistoryRow",
+    "Point",
+    "Step",
+]

@@ -1,0 +1,136 @@
+"""Adam with a decaying rate, for what average information does not serve: networks, mini-batches, other likelihoods."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from gpytorch.mlls import MarginalLogLikelihood
+from torch import Tensor
+
+from gpy_iterative.fitting.average_information import likelihood_arguments
+from gpy_iterative.fitting.coordinates import network_parameter
+
+#: First rates, for hyperparameters alone and where a network is among them; the last rate is a part of the first.
+RATE, NETWORK_RATE, LAST = 0.1, 0.01, 0.05
+
+Batches = Iterable[Any]
+
+
+@runtime_checkable
+class HasOptimizer(Protocol):
+    """A marginal log likelihood with an optimiser of its own."""
+
+    def make_optimizer(self, num_steps: int, num_data: int) -> torch.optim.Optimizer:
+        """For a training of so many steps; it has its own schedule."""
+        ...
+
+
+class AdamSteps:
+    """Steps of Adam, or of the method's own optimiser (`QuadruplyStochasticOptimizer`), on a marginal log likelihood.
+
+    Args:
+        mll: any of the package; put into training mode.
+        num_steps: over which the rate decays.
+        batches: an iterable that can be passed over again, of pairs (x, y), or of row numbers for methods that take
+            `indices=`; None passes the model's training data in every step.
+
+    Raises:
+        ValueError: no batches for a model without training data.
+    """
+
+    def __init__(self, mll: MarginalLogLikelihood, *, num_steps: int, batches: Batches | None = None) -> None:
+        self.mll, self._batches, self._num_steps, self._done = mll, batches, num_steps, 0
+        has_data = getattr(mll.model, "train_inputs", None) and getattr(mll.model, "train_targets", None) is not None
+        if batches is None and not has_data:
+            raise ValueError("The model holds no training data: pass batches=[(train_x, train_y)], or a DataLoader.")
+        mll.train()
+        self._source: Iterator[Any] = iter(())
+        self._optimizer = self._own_optimizer()
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
+
+    def step(self) -> tuple[float, float, float]:
+        """One step: the value before it, that value's standard error (0 where it is not known), and the largest move.
+
+        Raises whatever the mll raises; parameters and optimiser are then as they were.
+        """
+        parameters = self._parameters()
+        before = [parameter.detach().clone() for parameter in parameters]
+        state = self._optimizer.state_dict()
+        if not isinstance(self.mll, HasOptimizer):
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * LAST ** (self._done / self._num_steps)
+        try:
+            self._optimizer.zero_grad()
+            value = self._value().mean()
+            (-value).backward()
+            self._optimizer.step()
+        except BaseException:  # Ctrl-C among them
+            with torch.no_grad():
+                for parameter, known in zip(parameters, before, strict=True):
+                    parameter.copy_(known)
+            self._optimizer.load_state_dict(state)
+            raise
+        self._done += 1
+        moves = [float((p.detach() - known).abs().max()) for p, known in zip(parameters, before, strict=True)]
+        sem = getattr(self.mll.report, "value_sem", None)
+        return float(value.detach()), 0.0 if sem is None else float(sem.nan_to_num().mean()), max(moves)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether a value is that of some of the data."""
+        return self._batches is not None or not hasattr(self.mll.report, "value_sem")
+
+    @property
+    def steps_per_pass(self) -> int:
+        """Steps in which the method sees as many rows as there are."""
+        if isinstance(self._batches, Sized):
+            return max(len(self._batches), 1)
+        rows = getattr(self.mll.report, "batch_size", None)
+        return 1 if rows is None else max(self.mll.report.num_data // rows, 1)
+
+    def state(self) -> dict[str, Any]:
+        """What resumes the steps exactly, beside the parameters and the order of batches."""
+        run = self.mll.training_state() if hasattr(self.mll, "training_state") else {}
+        return {"done": self._done, "optimizer": self._optimizer.state_dict(), "run": run}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state()` gave, after the parameters have been loaded."""
+        self._done = state["done"]
+        if state["run"]:
+            self.mll.load_training_state(state["run"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        if isinstance(self.mll, HasOptimizer):
+            return self.mll.make_optimizer(self._num_steps, self._num_data())
+        return torch.optim.Adam(self._parameters(), lr=RATE if network_parameter(self.mll) is None else NETWORK_RATE)
+
+    def _num_data(self) -> int:
+        """Rows of the first batch: an mll that gets a part of the data knows their number itself."""
+        if self._batches is None:
+            return len(self.mll.model.train_targets)
+        _, y = next(iter(self._batches))
+        return len(y)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for parameter in self.mll.parameters() if parameter.requires_grad]
+
+    def _value(self) -> Tensor:
+        mll: Any = self.mll
+        model: Any = mll.model
+        batch = None if self._batches is None else self._next_batch()
+        if batch is None or isinstance(batch, Tensor):
+            rows = {} if batch is None else {"indices": batch}
+            return mll(model(*model.train_inputs), model.train_targets, *likelihood_arguments(mll), **rows)
+        x, y = batch
+        return mll(model(x), y)
+
+    def _next_batch(self) -> Any:
+        for batch in self._source:
+            return batch
+        self._source = iter(self._batches)
+        for batch in self._source:
+            return batch
+        raise ValueError(
+            "batches= is empty, or an iterator that can be passed over only once: pass a list or a DataLoader."
+        )

@@ -1,0 +1,330 @@
+"""One step to the optimum of the log marginal likelihood, by Levenberg and Marquardt's method on the average information.
+
+A step clips each coordinate by itself: a lengthscale on its way to infinity must not hold the others back. A step that
+gains too little is undone, and a shorter one is tried. Probes stay frozen meanwhile, so that two values have their noise in
+common; gains below that noise are not looked at.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from gpytorch.likelihoods.noise_models import HeteroskedasticNoise, MultitaskHomoskedasticNoise
+from linear_operator.utils.errors import NanError, NotPSDError
+from torch import Tensor
+
+from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
+from gpy_iterative.fitting.coordinates import MARGIN, Coordinates
+from gpy_iterative.fitting.curvature import Curvature, average_information, conjugate_gradients, gradient_noise
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_solvers.base import Solver
+from gpy_iterative.linear_solvers.default import EXACT_BELOW
+from gpy_iterative.linear_solvers.solution import SolveStatus
+
+logger = logging.getLogger(__name__)
+
+#: The most that a step moves a coordinate.
+RADIUS = 2.0
+#: Added to the diagonal of A for each datum: bounds the steps of coordinates that the data say nothing about.
+RIDGE = 1e-6
+#: Damping, relative to the diagonal of A: at the start, and the least after a step that was undone.
+FIRST_DAMPING, DAMPING = 0.1, 1e-3
+#: A step is kept when it gains at least this part of what was predicted, and is a good one from this part on.
+LEAST_GAIN, GOOD_GAIN = 0.1, 0.5
+#: A predicted gain of less than so many standard errors of a difference of two values is not compared with it.
+VISIBLE = 2.0
+#: Steps that may be undone before there is no way on.
+MAX_TRIALS = 8
+#: Solves that ended so say nothing about the point.
+_FAILED = (SolveStatus.DIVERGED, SolveStatus.INDEFINITE)
+
+
+@dataclass(frozen=True)
+class Point:
+    """An evaluation of the marginal log likelihood at one position of the coordinates.
+
+    Attributes:
+        position: [p].
+        value: log marginal likelihood in nats, priors included, summed over a batch.
+        error: its standard error.
+        gradient: [p].
+        evaluation: with graph and solves.
+        before: training state of the marginal log likelihood before the evaluation, which repeats it exactly.
+        epochs: passes over the kernel matrix.
+    """
+
+    position: Tensor
+    value: float
+    error: float
+    gradient: Tensor
+    evaluation: Evaluation
+    before: Mapping[str, Tensor]
+    epochs: float
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """What is known about a point: curvature, and what is left to gain.
+
+    Attributes:
+        curvature: the average information.
+        gradient: [p], corrected for the residual of the targets' solve.
+        held: [p], coordinates at a bound that the gradient pushes against.
+        left: 1/2 g^T A^-1 g, nats that are left to gain.
+        noise: what the probes' noise is expected to add to it, or to hide of it; 0 for an exact gradient.
+        ridge: that was added to the diagonal of A.
+    """
+
+    curvature: Curvature
+    gradient: Tensor
+    held: Tensor
+    left: float
+    noise: float
+    ridge: float
+
+    @property
+    def matrix(self) -> Tensor:
+        """A with its ridge, [p, p]."""
+        return self.curvature.matrix + self.ridge * torch.eye(len(self.held), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was made.
+
+    Attributes:
+        length: the largest move of a coordinate; 0 for no step.
+        predicted: gain that the quadratic model predicted, nats.
+        gained: difference of the two values; with a standard error, see `seen`.
+        seen: whether the gain was larger than its noise, and was compared with the prediction.
+        trials: evaluations, those that were undone among them.
+        epochs: passes over the kernel matrix, curvature included.
+        seconds: wall-clock time.
+    """
+
+    length: float
+    predicted: float
+    gained: float
+    seen: bool
+    trials: int
+    epochs: float
+    seconds: float
+
+
+class AverageInformation:
+    """Steps of a marginal log likelihood to its optimum.
+
+    Args:
+        mll: `HutchinsonMarginalLogLikelihood` or `PathwiseMarginalLogLikelihood`, whose model has its training data. It is
+            put into training mode.
+        generator: for solvers that draw; a generator or a seed.
+
+    Raises:
+        TypeError: another marginal log likelihood.
+        ValueError: nothing is free to be fitted.
+
+    Between two steps nothing but the parameters, the training state of the mll and `state()` has to be saved.
+
+    Examples:
+        >>> mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
+        >>> optimiser = gpi.fitting.AverageInformation(mll)
+        >>> for _ in range(3):
+        ...     step = optimiser.step()
+        >>> step.trials >= 1
+        True
+    """
+
+    def __init__(self, mll: IterativeMarginalLogLikelihood, *, generator: torch.Generator | None = None) -> None:
+        if not isinstance(mll, IterativeMarginalLogLikelihood):
+            raise TypeError(
+                "Average information needs HutchinsonMarginalLogLikelihood or PathwiseMarginalLogLikelihood, got "
+                f"{type(mll).__name__}: take gpi.fit(mll, method='adam')."
+            )
+        self.coordinates = Coordinates(mll)
+        self.mll = mll.variant(solver=_solver(mll))
+        self._generator = torch.Generator().manual_seed(0) if generator is None else generator
+        self._damping = FIRST_DAMPING
+        self._guess: Tensor | None = None
+        self._point: Point | None = None
+        self._assessment: Assessment | None = None
+        mll.train()
+        self._enter_bounds()
+
+    @property
+    def point(self) -> Point:
+        """The current point; evaluated where it is not known."""
+        if self._point is None:
+            self._point = self._evaluated()
+        return self._point
+
+    def assess(self) -> Assessment:
+        """Curvature and what is left to gain at the current point."""
+        if self._assessment is None:
+            self._assessment = self._assessed(self.point)
+            self._guess = self._assessment.curvature.solutions
+        return self._assessment
+
+    def step(self) -> Step | None:
+        """One step; None where no step gains anything, and everything is as it was.
+
+        Raises NonFiniteError, NotPositiveDefiniteError: at the first point. Later ones that fail are undone.
+        """
+        point, found = self.point, self.assess()
+        parameters = [parameter.detach().clone() for parameter in self.coordinates.parameters]
+        state = self.mll.training_state()
+        try:
+            return self._stepped(point, found, partial(self._undo, parameters, state))
+        except BaseException:  # Ctrl-C among them
+            self._undo(parameters, state)
+            raise
+
+    def _stepped(self, point: Point, found: Assessment, undo: Callable[[], None]) -> Step | None:
+        """Tries shorter and shorter steps, undone by `undo` where they gain too little."""
+        start, epochs = time.perf_counter(), found.curvature.epochs
+        for trial in range(1, MAX_TRIALS + 1):
+            move = self._move(point, found)
+            predicted = float(found.gradient @ move - 0.5 * move @ found.matrix @ move)
+            reached = self._tried(point.position + move) if predicted > 0 else None
+            epochs += 0.0 if reached is None else reached.epochs
+            gained = -math.inf if reached is None else reached.value - point.value
+            seen = reached is None or predicted > VISIBLE * math.hypot(point.error, reached.error)
+            logger.debug("trial %d: predicted %.4g, gained %.4g, damping %.1g", trial, predicted, gained, self._damping)
+            if reached is not None and (not seen or gained > LEAST_GAIN * predicted):
+                self._damping *= 0.2 if not seen or gained > GOOD_GAIN * predicted else 2.0
+                self._point, self._assessment = reached, None
+                length = float((reached.position - point.position).abs().max())
+                return Step(length, predicted, gained, seen, trial, epochs, time.perf_counter() - start)
+            self._damping = max(10 * self._damping, DAMPING)
+            undo()
+        return None
+
+    def raise_probes(self, factor: int = 4) -> None:
+        """Goes on with more probes, whose noise is smaller. The mll that was given keeps its own."""
+        self.mll = self.mll.variant(num_probes=factor * self.mll.probes.num_probes)
+        self._point = self._assessment = None
+
+    def state(self) -> dict[str, Tensor]:
+        """What resumes the steps exactly, beside the parameters: a plain dict of tensors."""
+        guess = {} if self._guess is None else {"guess": self._guess.clone()}
+        damping = torch.tensor(self._damping, dtype=torch.float64)
+        probes = torch.tensor(self.mll.probes.num_probes)
+        before = {f"mll.{name}": tensor for name, tensor in self.point.before.items()}
+        return {"damping": damping, "num_probes": probes, "generator": self._generator.get_state(), **guess, **before}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state()` gave, after the parameters have been loaded."""
+        self._damping, self._guess = float(state["damping"]), state.get("guess")
+        self._generator.set_state(state["generator"])
+        self.mll = self.mll.variant(num_probes=int(state["num_probes"]))
+        self.mll.load_training_state(
+            {name.removeprefix("mll."): tensor for name, tensor in state.items() if name.startswith("mll.")}
+        )
+        self._point = self._assessment = None
+
+    def _enter_bounds(self) -> None:
+        """Moves parameters that lie at or beyond a bound inside it; leaves all others as they are."""
+        coordinates = self.coordinates
+        position = coordinates.read()
+        inside = position.clamp(coordinates.lower, coordinates.upper)
+        if not torch.equal(position, inside):
+            coordinates.write(inside)
+
+    def _evaluated(self) -> Point:
+        mll, model, coordinates = self.mll, self.mll.model, self.coordinates
+        before = mll.training_state()
+        prior = model(*model.train_inputs)
+        evaluation = mll.evaluate(prior, model.train_targets, *likelihood_arguments(mll))
+        total = evaluation.value.sum() * evaluation.num_data
+        error = torch.hypot(evaluation.estimate.value_sem.double().square().sum().sqrt(), rounding_error(evaluation))
+        gradient = coordinates.gradient(total, retain_graph=True)
+        return Point(
+            position=coordinates.read(),
+            value=float(total.detach()),
+            error=float(error.nan_to_num(math.inf)),
+            gradient=gradient,
+            evaluation=evaluation,
+            before=before,
+            epochs=evaluation.estimate.stats.epochs,
+        )
+
+    def _assessed(self, point: Point) -> Assessment:
+        curvature = average_information(
+            self.mll, point.evaluation, self.coordinates, generator=self._generator, initial_guess=self._guess
+        )
+        lower, upper = self.coordinates.lower + MARGIN, self.coordinates.upper - MARGIN
+        gradient = point.gradient + curvature.correction
+        held = ((point.position <= lower) & (gradient < 0)) | ((point.position >= upper) & (gradient > 0))
+        found = Assessment(curvature, gradient, held, 0.0, 0.0, RIDGE * point.evaluation.num_data)
+        noise = gradient_noise(point.evaluation, self.coordinates)
+        return replace(
+            found,
+            left=_energy(found, gradient.unsqueeze(0)),
+            noise=0.0 if noise is None else _energy(found, noise),
+        )
+
+    def _move(self, point: Point, found: Assessment) -> Tensor:
+        """The damped step, clipped by coordinate and projected on the bounds."""
+        free = ~found.held
+        matrix = found.matrix + self._damping * torch.diag(found.curvature.matrix.diagonal())
+        move = torch.zeros_like(point.position)
+        move[free] = torch.linalg.solve(matrix[free][:, free], found.gradient[free])
+        move = move.clamp(-RADIUS, RADIUS)
+        return (point.position + move).clamp(self.coordinates.lower, self.coordinates.upper) - point.position
+
+    def _tried(self, position: Tensor) -> Point | None:
+        """The point at a position; None where the evaluation fails."""
+        self.coordinates.write(position)
+        try:
+            point = self._evaluated()
+        except (NanError, NotPSDError):
+            return None
+        return None if point.evaluation.estimate.status in _FAILED else point
+
+    def _undo(self, parameters: list[Tensor], state: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self.coordinates.parameters, parameters, strict=True):
+                parameter.copy_(value)
+        self.mll.load_training_state(state)
+
+
+def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
+    """The mll's own; where it leaves the choice and is not exact, conjugate gradients.
+
+    At the same residual they leave less error in the energy of H, and what is left to gain is measured in that: on 4,000
+    rows of elevators .5 nats, where alternating projections leave 12.
+    """
+    if mll.solver is not None or mll.model.train_targets.shape[-1] <= EXACT_BELOW:
+        return mll.solver
+    return conjugate_gradients(mll.model.train_targets.shape[-1])
+
+
+def _energy(found: Assessment, gradients: Tensor) -> float:
+    """The mean of 1/2 g^T A^-1 g over gradients [k, p], in the coordinates that are free."""
+    free = ~found.held
+    solved = torch.linalg.solve(found.matrix[free][:, free], gradients[:, free].mT)
+    return float(0.5 * (gradients[:, free].mT * solved).sum(0).mean())
+
+
+def rounding_error(evaluation: Evaluation) -> Tensor:
+    """What rounding the entries of H leaves uncertain of the value, in nats, [].
+
+    A relative error eps of K's entries is one of eps K_ii / noise of the eigenvalues that are as small as the noise.
+    """
+    operator = evaluation.system.operator
+    if not isinstance(operator, NoisyLinearOperator):
+        return torch.zeros((), dtype=torch.float64)
+    noise = operator.noise.detach().double()
+    signal = operator.kernel._diagonal().detach().double()
+    return torch.finfo(operator.dtype).eps * ((signal + noise) / noise).sum().cpu()
+
+
+def likelihood_arguments(mll: Any) -> tuple[Any, ...]:
+    """The training inputs, for likelihoods whose noise depends on them."""
+    noise_model = getattr(mll.likelihood, "noise_covar", None)
+    needs_inputs = isinstance(noise_model, HeteroskedasticNoise | MultitaskHomoskedasticNoise)
+    return tuple(mll.model.train_inputs) if needs_inputs else ()

@@ -1,0 +1,226 @@
+"""Free hyperparameters as one vector of unconstrained coordinates: logarithms of positive ones, logits of intervals.
+
+Values are read and written through GPyTorch's constraints, so the coordinates do not depend on the transforms of raw
+parameters. A bound that a coordinate can reach, such as the least noise, is a bound of the coordinate.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import gpytorch
+import torch
+from gpytorch.constraints import Interval
+from torch import Tensor
+from torch.nn import Parameter
+
+Kind = Literal["log", "logit", "identity"]
+
+#: Distance that a coordinate keeps from its bound: at the bound itself, raw parameters are infinite.
+MARGIN = 1e-3
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """The coordinates of one parameter, one for each of its entries.
+
+    Attributes:
+        name: as the user sees it, without "raw_": "covar_module.base_kernel.lengthscale".
+        parameter: the raw parameter.
+        constraint: its constraint; None for none.
+        kind: "log" of values that are positive, "logit" of other values in a finite interval, "identity" of all others.
+    """
+
+    name: str
+    parameter: Parameter
+    constraint: Interval | None
+    kind: Kind
+
+    @classmethod
+    def of(cls, name: str, parameter: Parameter, constraint: Interval | None) -> "Coordinate":
+        """The coordinates of a parameter and its constraint."""
+        return cls(_shown_name(name), parameter, constraint, _kind(constraint))
+
+    def names(self) -> list[str]:
+        """One name for each entry, "lengthscale[2]"; the indices skip dimensions of length 1."""
+        shape = [size for size in self.parameter.shape if size > 1]
+        if not shape:
+            return [self.name]
+        indices = torch.cartesian_prod(*[torch.arange(size) for size in shape]).reshape(-1, len(shape))
+        return [f"{self.name}[{', '.join(map(str, index))}]" for index in indices.tolist()]
+
+    def values(self, raw: Tensor) -> Tensor:
+        """What the user sees, from raw values; differentiable."""
+        return raw if self.constraint is None else self.constraint.transform(raw)
+
+    def coordinates(self, values: Tensor) -> Tensor:
+        """The coordinates of values that the user sees; differentiable."""
+        if self.kind == "identity":
+            return values
+        if self.kind == "log":
+            return values.log()
+        low, high = self._limits(values)
+        return (values - low).log() - (high - values).log()
+
+    def user_values(self, coordinates: Tensor) -> Tensor:
+        """The inverse of `coordinates`."""
+        if self.kind == "identity":
+            return coordinates
+        if self.kind == "log":
+            return coordinates.exp()
+        low, high = self._limits(coordinates)
+        return low + (high - low) * coordinates.sigmoid()
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """The least and the largest coordinates [entries], in float64; infinite where there are none."""
+        like = self.parameter.detach().double()
+        low, high = torch.full_like(like, -math.inf), torch.full_like(like, math.inf)
+        if self.kind == "logit" or self.constraint is None:
+            return low.reshape(-1), high.reshape(-1)
+        least, most = self._limits(like)
+        if self.kind == "log":
+            return (least.log() + MARGIN).reshape(-1), (most.log() - MARGIN).reshape(-1)
+        margin = lambda bound: MARGIN * bound.abs().clamp_min(1.0)
+        inner = lambda bound, sign: torch.where(bound.isfinite(), bound + sign * margin(bound), bound)
+        return inner(least, 1).reshape(-1), inner(most, -1).reshape(-1)
+
+    def _limits(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.constraint is not None
+        bounds = (self.constraint.lower_bound, self.constraint.upper_bound)
+        return tuple(bound.to(like).expand_as(like) for bound in bounds)
+
+
+def _shown_name(name: str) -> str:
+    owner, _, rest = name.partition(".")
+    return (rest if owner in ("model", "likelihood") else name).replace("raw_", "")
+
+
+def _kind(constraint: Interval | None) -> Kind:
+    if constraint is None:
+        return "identity"
+    low, high = float(constraint.lower_bound.min()), float(constraint.upper_bound.max())
+    if low > 0 or (low == 0 and high == math.inf):
+        return "log"
+    return "logit" if math.isfinite(low) and math.isfinite(high) else "identity"
+
+
+def free_parameters(module: gpytorch.Module) -> Iterator[tuple[str, Parameter, Interval | None]]:
+    """Name, raw parameter and constraint of everything that is trained, tied parameters once."""
+    for name, parameter, constraint in module.named_parameters_and_constraints():
+        if parameter.requires_grad and parameter.numel():
+            yield name, parameter, constraint
+
+
+def network_parameter(module: torch.nn.Module) -> str | None:
+    """The name of a free parameter that belongs to a module which is none of GPyTorch's; None where there is none."""
+    for path, part in module.named_modules():
+        if not isinstance(part, gpytorch.Module):
+            for name, parameter in part.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    return f"{path}.{name}"
+    return None
+
+
+class Coordinates:
+    """All free hyperparameters of a marginal log likelihood as one float64 vector [p].
+
+    Args:
+        module: a `gpytorch.mlls.MarginalLogLikelihood`, or any GPyTorch module. Parameters that do not require a gradient
+            stay as they are.
+
+    Raises:
+        ValueError: nothing is free.
+
+    Attributes:
+        parts: by parameter.
+        names: [p], by entry.
+        lower, upper: [p], bounds.
+    """
+
+    def __init__(self, module: gpytorch.Module) -> None:
+        self.parts = [Coordinate.of(*found) for found in free_parameters(module)]
+        if not self.parts:
+            raise ValueError(
+                "There is nothing to fit: no parameter of the model or the likelihood requires a gradient."
+            )
+        self.names = [name for part in self.parts for name in part.names()]
+        bounds = [part.bounds() for part in self.parts]
+        self.lower, self.upper = (torch.cat(side).cpu() for side in zip(*bounds, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The raw parameters, in order."""
+        return [part.parameter for part in self.parts]
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """The coordinates now, [p]."""
+        raws = [part.parameter.double() for part in self.parts]
+        found = [part.coordinates(part.values(raw)) for part, raw in zip(self.parts, raws, strict=True)]
+        return self._joined(found)
+
+    @torch.no_grad()
+    def write(self, coordinates: Tensor) -> None:
+        """Sets the parameters; rounds to their dtype."""
+        for part, values in zip(self.parts, self.user_values(coordinates), strict=True):
+            raw = values if part.constraint is None else part.constraint.inverse_transform(values)
+            part.parameter.copy_(raw)
+
+    def user_values(self, coordinates: Tensor) -> list[Tensor]:
+        """What the user sees, by parameter, in its shape."""
+        return [part.user_values(entries) for part, entries in zip(self.parts, self._split(coordinates), strict=True)]
+
+    def slopes(self) -> Tensor:
+        """The derivatives [p] of the coordinates with respect to the raw parameters."""
+        raws = [part.parameter.detach().double().requires_grad_() for part in self.parts]
+        return self._joined(torch.autograd.grad(self._transformed(raws).sum(), raws))
+
+    def gradient(self, function: Tensor, *, retain_graph: bool = False) -> Tensor:
+        """The gradient [p] of a scalar with respect to the coordinates."""
+        found = torch.autograd.grad(
+            function, self.parameters, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+        )
+        return self._joined(found) / self.slopes()
+
+    def hessian(self, function: Tensor) -> Tensor:
+        """The second derivatives [p, p] of a scalar, by plain autograd."""
+        if not function.requires_grad:
+            return torch.zeros(len(self), len(self), dtype=torch.float64)
+        options = {"allow_unused": True, "materialize_grads": True}
+        raws = self.parameters
+        slopes = torch.autograd.grad(self._transformed(raws).sum(), raws, create_graph=True)
+        gradients = torch.autograd.grad(function, raws, create_graph=True, **options)
+        entries = torch.cat([(g / slope).reshape(-1) for g, slope in zip(gradients, slopes, strict=True)])
+        rows = [
+            self._joined(torch.autograd.grad(entry, raws, retain_graph=True, **options))
+            if entry.requires_grad
+            else torch.zeros(len(self), dtype=torch.float64)
+            for entry in entries
+        ]
+        hessian = torch.stack(rows) / self.slopes()
+        return (hessian + hessian.mT) / 2
+
+    def directions(self) -> Iterator[tuple[int, Tensor]]:
+        """For each coordinate, the number of its parameter and how that moves with the coordinate, shaped as it."""
+        for number, (part, slopes) in enumerate(zip(self.parts, self._split(self.slopes()), strict=True)):
+            flat = slopes.reshape(-1)
+            for entry in range(len(flat)):
+                direction = torch.zeros_like(flat)
+                direction[entry] = 1 / flat[entry]
+                yield number, direction.reshape(slopes.shape).to(part.parameter)
+
+    def _transformed(self, raws: Sequence[Tensor]) -> Tensor:
+        parts = zip(self.parts, raws, strict=True)
+        return torch.cat([part.coordinates(part.values(raw)).reshape(-1) for part, raw in parts])
+
+    def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.detach().double().reshape(-1).cpu() for tensor in tensors])
+
+    def _split(self, vector: Tensor) -> list[Tensor]:
+        sizes = [part.parameter.numel() for part in self.parts]
+        parts = zip(self.parts, vector.split(sizes), strict=True)
+        return [entries.reshape(part.parameter.shape).to(part.parameter.device) for part, entries in parts]

@@ -1,0 +1,247 @@
+"""The average information: the curvature of the log marginal likelihood for the price of one block solve.
+
+Gilmour, Thompson and Cullis 1995, "Average information REML", Biometrics 51; Johnson and Thompson 1995. With
+a = H^-1 (y - mean) and q_i = (dH/dt_i) a, the matrix A = 1/2 Q^T H^-1 Q is the mean of observed and expected information
+where H is linear in t. Parameters b of the mean have the information M^T H^-1 M with M = dmean/db, and priors the positive
+part of their own curvature.
+"""
+
+import time
+from dataclasses import dataclass
+
+import gpytorch
+import torch
+from torch import Tensor
+
+from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
+from gpy_iterative.exact.estimates import DensityEstimate
+from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.fitting.directional import directional_product, tangents
+from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
+from gpy_iterative.linear_solvers.default import MAX_FALLBACK_RANK, ROWS_PER_COLUMN
+from gpy_iterative.linear_solvers.solution import ColumnGroup
+from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
+from gpy_iterative.training.surrogate import surrogate
+
+#: Relative residual of the solve. The error of A is of second order in it.
+TOLERANCE = 0.1
+#: Combinations of solutions whose energy is a smaller part of theirs are rounding errors.
+LEAST_EIGENVALUE = 1e-5
+#: Signs by which the probes' contributions to the gradient are weighed, for as many samples of its noise.
+NOISE_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """The average information at one point.
+
+    Attributes:
+        matrix: A [p, p], float64, with the priors' part. A batch of models has one matrix for all its coordinates.
+        correction: [p], what the residual of H a = y - mean makes the gradient miss, to first order. A residual of .01 may
+            hide several nats that are left to gain.
+        solutions: H^-1 Q [*b, n, c], a start for the next point; None of a Cholesky factor.
+        epochs: passes over the kernel matrix that the solve took.
+        seconds: wall-clock time.
+    """
+
+    matrix: Tensor
+    correction: Tensor
+    solutions: Tensor | None
+    epochs: float
+    seconds: float
+
+
+def average_information(
+    mll: IterativeMarginalLogLikelihood,
+    evaluation: Evaluation,
+    coordinates: Coordinates,
+    *,
+    generator: torch.Generator,
+    initial_guess: Tensor | None = None,
+    tolerance: float = TOLERANCE,
+) -> Curvature:
+    """The average information at the point of an evaluation.
+
+    Args:
+        mll: that was evaluated.
+        evaluation: of the current hyperparameters; its graph and its tiles are used.
+        coordinates: t.
+        generator: for solvers that draw.
+        initial_guess: solutions of an earlier point.
+        tolerance: relative residual of the solve.
+
+    Cost for a radial kernel with d lengthscales: one product with 1 + 2d columns, and a solve with p columns.
+    """
+    start = time.perf_counter()
+    estimate = evaluation.estimate
+    assert isinstance(estimate, DensityEstimate)
+    columns = _Columns.of(evaluation, coordinates)
+    rhs = columns.joined
+    if estimate.right is None:
+        # The exact gradient's weights are (a a^T - H^-1) / 2: the inverse is known.
+        weights = estimate.weights.unsqueeze(-1)
+        solutions, residual, epochs = (
+            weights @ (weights.mT @ rhs) - 2 * (estimate.left @ rhs),
+            torch.zeros_like(rhs),
+            0.0,
+        )
+    else:
+        # Others leave, at the same residual, a matrix that may be too small by half: the energy of their error is larger.
+        solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else conjugate_gradients(rhs.shape[-2])
+        is_fitting = initial_guess is not None and initial_guess.shape == rhs.shape
+        solution = solver.solve(
+            evaluation.system.operator,
+            rhs,
+            groups=(ColumnGroup("curvature", rhs.shape[-1], tolerance),),
+            initial_guess=initial_guess if is_fitting else None,
+            generator=generator,
+        )
+        solutions, residual, epochs = solution.value, solution.residual, solution.stats.epochs
+    matrix = columns.information(solutions, residual, len(coordinates))
+    matrix = matrix + prior_information(mll, coordinates, evaluation.value.shape)
+    correction = columns.correction(solutions, _residual(evaluation), len(coordinates))
+    kept = None if estimate.right is None else solutions
+    return Curvature(matrix, correction, kept, epochs, time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The derivatives of H a and of the mean along the coordinates that move them.
+
+    Attributes:
+        joined: [*b, n, c], first those of H a, then those of the mean.
+        of_matrix, of_mean: the coordinates that they belong to.
+    """
+
+    joined: Tensor
+    of_matrix: list[int]
+    of_mean: list[int]
+
+    @classmethod
+    def of(cls, evaluation: Evaluation, coordinates: Coordinates) -> "_Columns":
+        system, estimate = evaluation.system, evaluation.estimate
+        tensors = [*system.operator.representation(), system.residual]
+        product = directional_product(system.operator, estimate.weights)
+        of_matrix: dict[int, Tensor] = {}
+        of_mean: dict[int, Tensor] = {}
+        for number, (*tangent, residual) in enumerate(tangents(tensors, coordinates)):
+            moved = product.along(tangent)
+            if moved is not None:
+                of_matrix[number] = moved.expand_as(system.residual)
+            if residual is not None:
+                of_mean[number] = -residual
+        found = [*of_matrix.values(), *of_mean.values()]
+        joined = torch.stack(found, dim=-1) if found else system.residual.new_zeros(*system.residual.shape, 0)
+        return cls(joined.detach(), list(of_matrix), list(of_mean))
+
+    def information(self, solutions: Tensor, residual: Tensor, size: int) -> Tensor:
+        """A [size, size] from V ~ H^-1 Q [*b, n, c] and Q - H V: symmetric, positive semi-definite, and never too large."""
+        matrix, count = torch.zeros(size, size, dtype=torch.float64), len(self.of_matrix)
+        parts = ((self.of_matrix, slice(0, count), 0.5), (self.of_mean, slice(count, None), 1.0))
+        for numbers, columns, factor in parts:
+            if not numbers:
+                continue
+            q, v, rest = (t[..., columns].double() for t in (self.joined, solutions, residual))
+            block = factor * _energies(q, v, rest).reshape(-1, len(numbers), len(numbers)).sum(0).cpu()
+            index = torch.tensor(numbers, dtype=torch.long)
+            matrix[index.unsqueeze(-1), index] += block
+        return matrix
+
+    def correction(self, solutions: Tensor, missed: Tensor, size: int) -> Tensor:
+        """H^-1 Q times y - mean - H a, [size]: the derivative is that of 1/2 a^T H a - a^T (y - mean) at another a."""
+        found = torch.zeros(size, dtype=torch.float64)
+        inner = (solutions.double() * missed.double().unsqueeze(-1)).flatten(0, -2).sum(0).cpu()
+        return found.index_add_(0, torch.tensor(self.of_matrix + self.of_mean, dtype=torch.long), inner)
+
+
+@torch.no_grad()
+def _residual(evaluation: Evaluation) -> Tensor:
+    """Residual of the solve for the targets, [*b, n]."""
+    system, weights = evaluation.system, evaluation.estimate.weights
+    return system.residual - system.operator._matmul(weights.unsqueeze(-1)).squeeze(-1)
+
+
+def _energies(q: Tensor, v: Tensor, rest: Tensor) -> Tensor:
+    """Q^T H^-1 Q [*b, c, c] in the span of V, which is H^-1 Q but for a residual: (V^T Q)^T (V^T H V)^-1 (V^T Q).
+
+    Rayleigh and Ritz's value of every Q x: its error is that of the best combination of columns, in the energy of H, and it
+    is 0 or more whatever the solver left.
+    """
+    cross, gram = v.mT @ q, v.mT @ (q - rest)
+    if not rest.any():
+        return (cross + cross.mT) / 2
+    scale = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    scale = torch.where(scale > 0, 1 / scale, 0.0)
+    cross = scale.unsqueeze(-1) * cross
+    values, vectors = torch.linalg.eigh(scale.unsqueeze(-1) * (gram + gram.mT) / 2 * scale.unsqueeze(-2))
+    inverse = torch.where(values > LEAST_EIGENVALUE, 1 / values, 0.0)
+    projected = vectors.mT @ cross
+    return projected.mT @ (inverse.unsqueeze(-1) * projected)
+
+
+def conjugate_gradients(size: int) -> ConjugateGradients:
+    """Conjugate gradients with a preconditioner for systems of so many rows."""
+    rank = min(max(size // ROWS_PER_COLUMN, 1), MAX_FALLBACK_RANK)
+    return ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=rank))
+
+
+def log_prior(mll: gpytorch.mlls.MarginalLogLikelihood, batch_shape: torch.Size) -> Tensor:
+    """The sum of all priors' log densities as the marginal log likelihood counts them, [], with its graph."""
+    total = torch.zeros(batch_shape)
+    for _, module, prior, closure, _ in mll.model.named_priors():
+        terms = prior.log_prob(closure(module))
+        total = total.to(terms) + terms.reshape(*terms.shape[: len(batch_shape)], -1).sum(-1)
+    return total.sum()
+
+
+def prior_information(
+    mll: gpytorch.mlls.MarginalLogLikelihood, coordinates: Coordinates, batch_shape: torch.Size
+) -> Tensor:
+    """The positive part of the priors' curvature in the coordinates, [p, p], for a value of this batch shape."""
+    if next(iter(mll.model.named_priors()), None) is None:
+        return torch.zeros(len(coordinates), len(coordinates), dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(-coordinates.hessian(log_prior(mll, batch_shape)))
+    return (vectors * values.clamp_min(0)) @ vectors.mT
+
+
+def gradient_noise(evaluation: Evaluation, coordinates: Coordinates) -> Tensor | None:
+    """Samples [k, p] of the noise that the probes leave in the gradient; None where the gradient is exact.
+
+    Signs that add up to zero, instead of ones, turn the mean over probes into a sample of its own error.
+    """
+    estimate, system = evaluation.estimate, evaluation.system
+    assert isinstance(estimate, DensityEstimate)
+    if estimate.right is None:
+        return None
+    left, right = estimate.left[..., 1:], estimate.right[..., 1:]
+    zero = torch.zeros_like(estimate.value)
+    samples = []
+    for signs in _balanced_signs(left.shape[-1]):
+        noise = surrogate(
+            system.operator,
+            zero,
+            left * signs.to(left),
+            right,
+            torch.zeros_like(estimate.weights),
+            system.residual.detach(),
+        )
+        samples.append(coordinates.gradient(noise.sum(), retain_graph=True))
+    return torch.stack(samples)
+
+
+def _balanced_signs(size: int) -> Tensor:
+    """[k, size] of signs that add up to zero, but for a scale; a single probe is its own error."""
+    if size == 1:
+        return torch.ones(1, 1)
+    rows = []
+    for number in range(NOISE_SAMPLES):
+        half = size // 2
+        order = (
+            torch.arange(size).reshape(-1)
+            if number == 0
+            else torch.randperm(size, generator=torch.Generator().manual_seed(number))
+        )
+        signs = torch.zeros(size)
+        signs[order[:half]], signs[order[half : 2 * half]] = 1.0, -1.0
+        rows.append(signs * (size / (2 * half)) ** 0.5)
+    return torch.stack(rows)

@@ -1,0 +1,197 @@
+"""Derivatives of a product H a along the coordinates, q_i = (dH/dt_i) a, without the matrices dH/dt_i.
+
+Autograd carries each coordinate's direction to the tensors that an operator is made of: scaled inputs, outputscale, noise.
+From there on the derivative is in closed form for radial kernels, their sums, multiples and noise, and central differences
+of the product for every other operator.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from linear_operator import LinearOperator
+from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
+from torch import Tensor
+
+from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.tiles.cache import TileCache
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
+
+#: How the tensors of an operator move with one coordinate; None for those that do not.
+Tangent = Sequence[Tensor | None]
+
+
+def tangents(tensors: Sequence[Tensor], coordinates: Coordinates) -> Iterator[Tangent]:
+    """For each coordinate in turn, how the tensors move with it.
+
+    Backward passes alone: a vector-Jacobian product is linear in its vector, and its derivative with respect to the vector
+    is a Jacobian-vector product. GPyTorch's graphs have no forward mode.
+    """
+    wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+    covectors = [torch.zeros_like(tensors[index], requires_grad=True) for index in wanted]
+    pulled: Sequence[Tensor | None] = [None] * len(coordinates.parameters)
+    if wanted:
+        outputs = [tensors[index] for index in wanted]
+        pulled = torch.autograd.grad(outputs, coordinates.parameters, covectors, create_graph=True, allow_unused=True)
+    for number, direction in coordinates.directions():
+        tangent: list[Tensor | None] = [None] * len(tensors)
+        gradient = pulled[number]
+        if gradient is not None:
+            found = torch.autograd.grad(gradient, covectors, direction, retain_graph=True, allow_unused=True)
+            for index, part in zip(wanted, found, strict=True):
+                tangent[index] = part
+        yield tangent
+
+
+class DirectionalProduct(ABC):
+    """The derivative of `operator @ vector` along tangents of `operator.representation()`; shared parts are kept.
+
+    Args:
+        operator: [*b, n, n].
+        vector: a [*b, n].
+    """
+
+    def __init__(self, operator: Any, vector: Tensor) -> None:
+        self.operator, self.vector = operator, vector
+
+    @property
+    def size(self) -> int:
+        """How many tensors the operator is made of."""
+        return len(self.operator.representation())
+
+    def along(self, tangent: Tangent) -> Tensor | None:
+        """[*b, n]; None where nothing moves."""
+        return None if all(part is None for part in tangent) else self._along(tangent)
+
+    @abstractmethod
+    def _along(self, tangent: Tangent) -> Tensor | None: ...
+
+
+class _Noisy(DirectionalProduct):
+    def __init__(self, operator: NoisyLinearOperator, vector: Tensor) -> None:
+        super().__init__(operator, vector)
+        self._kernel = directional_product(operator.kernel, vector)
+
+    def _along(self, tangent: Tangent) -> Tensor | None:
+        *kernel, noise = tangent
+        return _sum(self._kernel.along(kernel), None if noise is None else noise * self.vector)
+
+
+class _Sum(DirectionalProduct):
+    def __init__(self, operator: SumLinearOperator, vector: Tensor) -> None:
+        super().__init__(operator, vector)
+        self._terms = [directional_product(term, vector) for term in operator.linear_ops]
+
+    def _along(self, tangent: Tangent) -> Tensor | None:
+        total, rest = None, list(tangent)
+        for term in self._terms:
+            total = _sum(total, term.along(rest[: term.size]))
+            rest = rest[term.size :]
+        return total
+
+
+class _Multiple(DirectionalProduct):
+    def __init__(self, operator: ConstantMulLinearOperator, vector: Tensor) -> None:
+        super().__init__(operator, vector)
+        self._base = directional_product(operator.base_linear_op, vector)
+
+    @cached_property
+    def _base_product(self) -> Tensor:
+        return _product(self.operator.base_linear_op, self.vector)
+
+    def _along(self, tangent: Tangent) -> Tensor | None:
+        *base, constant = tangent
+        own = self._base.along(base)
+        scaled = None if own is None else own * self.operator._constant.detach().unsqueeze(-1)
+        return _sum(scaled, None if constant is None else constant.unsqueeze(-1) * self._base_product)
+
+
+class _Radial(DirectionalProduct):
+    @cached_property
+    def _scales(self) -> Tensor:
+        return self.operator.scale_products(self.vector)
+
+    @cached_property
+    def _per_outputscale(self) -> Tensor:
+        return _product(self.operator, self.vector) / self.operator.outputscale.detach().unsqueeze(-1)
+
+    @cached_property
+    def _alpha(self) -> Tensor:
+        return self.operator.alpha_product(self.vector)
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        return self.operator.x1.detach().double().square().sum(-2).clamp_min(torch.finfo(torch.float64).tiny)
+
+    def _along(self, tangent: Tangent) -> Tensor | None:
+        x1, outputscale, alpha = (*tangent, None)[:3]
+        total = None
+        if x1 is not None:  # the inputs move by a rate for each coordinate: x1 = x / lengthscale
+            rates = (x1.double() * self.operator.x1.detach()).sum(-2) / self._squares
+            total = (self._scales * rates.unsqueeze(-2).to(self._scales)).sum(-1)
+        if outputscale is not None:
+            total = _sum(total, outputscale.unsqueeze(-1) * self._per_outputscale)
+        return total if alpha is None else _sum(total, alpha * self._alpha)
+
+
+class _Differences(DirectionalProduct):
+    """Central differences, whose tiles are evaluated and not kept."""
+
+    @cached_property
+    def _tree(self) -> Any:
+        return _without_cache(self.operator).representation_tree()
+
+    def _along(self, tangent: Tangent) -> Tensor:
+        step = torch.finfo(self.vector.dtype).eps ** 0.25
+        tensors = [tensor.detach() for tensor in self.operator.representation()]
+        moved = lambda sign: [
+            tensor if part is None else tensor + sign * step * part
+            for tensor, part in zip(tensors, tangent, strict=True)
+        ]
+        above, below = (_product(self._tree(*moved(sign)), self.vector) for sign in (1, -1))
+        return (above - below) / (2 * step)
+
+
+def directional_product(operator: LinearOperator, vector: Tensor) -> DirectionalProduct:
+    """The directional derivatives of a product by the means that the operator has."""
+    if isinstance(operator, NoisyLinearOperator):
+        return _Noisy(operator, vector)
+    if isinstance(operator, SumLinearOperator):
+        return _Sum(operator, vector)
+    if isinstance(operator, ConstantMulLinearOperator):
+        return _Multiple(operator, vector)
+    if isinstance(operator, RadialKernelLinearOperator) and operator.has_scale_products:
+        return _Radial(operator, vector)
+    if isinstance(operator, GenericKernelLinearOperator) and operator._kwargs["leaves"]:
+        raise NotImplementedError(
+            f"There is no average information for a {type(operator.kernel).__name__} that uses tensors which require a "
+            "gradient and are not its own parameters: register them, or take method='adam'."
+        )
+    return _Differences(operator, vector)
+
+
+def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
+@torch.no_grad()
+def _product(operator: LinearOperator, vector: Tensor) -> Tensor:
+    return operator._matmul(vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _without_cache(operator: LinearOperator) -> LinearOperator:
+    """The same operator, which keeps no tiles and leaves those that others keep."""
+    if isinstance(operator, TiledLinearOperator):
+        options = {"products": replace(operator.products, cache_memory=0), "cache": TileCache()}
+        return type(operator)(*operator._args, **operator._kwargs | options)
+    own = lambda part: _without_cache(part) if isinstance(part, LinearOperator) else part
+    options = {name: own(part) for name, part in operator._kwargs.items()}
+    return type(operator)(*map(own, operator._args), **options)

@@ -1,0 +1,303 @@
+"""`gpi.fit`: the loop that trains a marginal log likelihood to its optimum, with a bar, a history and a checkpoint."""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import astuple
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from gpytorch.mlls import MarginalLogLikelihood
+from torch import Tensor
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
+from gpy_iterative.exact.initialization import initialize_from_subsets
+from gpy_iterative.fitting.adam import AdamSteps, Batches
+from gpy_iterative.fitting.average_information import Assessment, AverageInformation, Point, Step
+from gpy_iterative.fitting.checkpoint import read_checkpoint, write_checkpoint
+from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
+from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
+from gpy_iterative.fitting.stopping import LEFT, FitStatus, has_converged, has_stalled
+from gpy_iterative.training.progress import Progress, check_progress, reporting
+from gpy_iterative.training.run import make_generator
+
+logger = logging.getLogger(__name__)
+
+Method = Literal["auto", "average_information", "adam"]
+
+#: Free hyperparameters up to which "auto" takes average information.
+MOST_HYPERPARAMETERS = 60
+#: Steps at the most where nothing else is said.
+MAX_STEPS = {"average_information": 30, "adam": 300}
+#: Rows and number of the subsets of start="subsets", and steps on each.
+SUBSETS = {"subset_size": 1000, "num_subsets": 5, "optimizer_steps": 50}
+
+
+def fit(
+    mll: MarginalLogLikelihood,
+    *,
+    method: Method = "auto",
+    max_steps: int | None = None,
+    batches: Batches | None = None,
+    start: Literal["current", "subsets"] = "current",
+    checkpoint: str | PathLike[str] | None = None,
+    progress: Progress = True,
+    callback: Callable[[HistoryRow], object] | None = None,
+    generator: torch.Generator | int | None = None,
+) -> FitResult:
+    """Trains model and likelihood, in place, to the optimum of the marginal log likelihood, and stops by itself.
+
+    Args:
+        mll: any marginal log likelihood of the package; its model holds the training data.
+        method: "average_information" takes steps with the curvature of the log marginal likelihood, some ten of them;
+            "adam" is Adam with a decaying rate (quadruply stochastic models: their own optimiser). "auto" is the first for
+            `HutchinsonMarginalLogLikelihood` and `PathwiseMarginalLogLikelihood` with at most 60 free hyperparameters, none
+            of which belongs to a network, and else the second.
+        max_steps: at the most; None is 30, or 300 of Adam.
+        batches: for mini-batches by Adam: pairs (x, y), or row numbers for mlls that take `indices=`; a list or a
+            DataLoader. None passes all training data in every step, of which mini-batch methods draw their rows.
+        start: "current" is the hyperparameters as they are; "subsets" fits small subsets first, see
+            `gpy_iterative.initialize_from_subsets`.
+        checkpoint: a file that is written after each step, in one piece. Where it exists, the same call goes on from it, on
+            the same trajectory.
+        progress: True shows a bar of steps; a callable gets every `gpy_iterative.progress.ProgressReport`.
+        callback: gets every `HistoryRow`.
+        generator: for solvers that draw; a generator or a seed. Probes come from the mll's own.
+
+    Returns:
+        A `FitResult`: status with advice, history, hyperparameters with standard errors. Ctrl-C ends the fit with what the
+        last step has reached, and status BUDGET.
+
+    Raises:
+        ValueError: an option outside its range, nothing to fit, a checkpoint of another fit.
+        TypeError: average information for an mll that has none.
+        NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are as they were.
+
+    Examples:
+        >>> model = MyExactGP(train_x, train_y, likelihood)
+        >>> mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
+        >>> result = gpi.fit(mll, progress=False)
+        >>> result.status.name
+        'CONVERGED'
+        >>> result.steps < 15
+        True
+    """
+    chosen = _chosen(mll, method, batches)
+    steps = MAX_STEPS[chosen] if max_steps is None else max_steps
+    check_count("max_steps", steps)
+    check_progress(progress)
+    if start not in ("current", "subsets"):
+        raise ValueError(f"start must be 'current' or 'subsets', got {start!r}.")
+    path = None if checkpoint is None else Path(checkpoint)
+    is_new = path is None or not path.exists()
+    random = make_generator(generator)
+    if start == "subsets" and is_new:
+        initialize_from_subsets(mll.model, mll.likelihood, generator=random, progress=progress, **SUBSETS)
+    state, history = (None, []) if is_new else read_checkpoint(path, mll, chosen)
+    loop = (
+        _Adam(AdamSteps(mll, num_steps=steps, batches=batches), history, steps)
+        if chosen == "adam"
+        else _Information(AverageInformation(mll, generator=random), history, steps)
+    )
+    if state is not None:
+        loop.load_state(state)
+    return loop.run(path, progress, callback)
+
+
+def _chosen(mll: Any, method: Method, batches: Batches | None) -> Literal["average_information", "adam"]:
+    """The method that is taken. Raises TypeError for what is no mll, ValueError for options that do not go together."""
+    if not isinstance(mll, MarginalLogLikelihood):
+        raise TypeError(
+            f"fit needs a marginal log likelihood such as gpi.mlls.HutchinsonMarginalLogLikelihood, got {mll!r}."
+        )
+    if method not in get_args(Method):
+        raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
+    if method == "average_information" and batches is not None:
+        raise ValueError("Average information takes all data in every step: leave batches=None, or take method='adam'.")
+    if method != "auto":
+        return method
+    size = len(Coordinates(mll))
+    is_small = size <= MOST_HYPERPARAMETERS and network_parameter(mll) is None and batches is None
+    return "average_information" if is_small and isinstance(mll, IterativeMarginalLogLikelihood) else "adam"
+
+
+class _Loop(ABC):
+    """Steps until a rule, the number of steps or Ctrl-C ends them; history and checkpoint after each.
+
+    Args:
+        mll: that is fitted.
+        history: rows of the steps that a checkpoint has made.
+        max_steps: of the whole fit.
+    """
+
+    method: ClassVar[str]
+
+    def __init__(self, mll: MarginalLogLikelihood, history: list[HistoryRow], max_steps: int) -> None:
+        self.mll, self.history, self.max_steps = mll, history, max_steps
+
+    @abstractmethod
+    def advance(self) -> FitStatus | None:
+        """Adds a row to the history, and makes a step unless the fit ends here with a status."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside parameters and history."""
+
+    @abstractmethod
+    def hyperparameters(self) -> tuple[Estimated, ...]:
+        """Values and standard errors of now."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """How many were made."""
+
+    def run(self, path: Path | None, progress: Progress, callback: Callable[[HistoryRow], object] | None) -> FitResult:
+        """The whole fit."""
+        with reporting(progress, "fit", "steps", self.max_steps) as tell:
+            status = None
+            while status is None:
+                known = len(self.history)
+                try:
+                    status = self.advance()
+                except KeyboardInterrupt:
+                    if not self.history:
+                        raise
+                    status = FitStatus.BUDGET
+                for row in self.history[known:]:
+                    logger.info("%s", row)
+                    tell(row.step, row.figures())
+                    if callback is not None:
+                        callback(row)
+                if status is None and path is not None:
+                    write_checkpoint(path, self.mll, self.method, self.state(), self.history)
+        return self._result(status)
+
+    def _result(self, status: FitStatus) -> FitResult:
+        found = self.hyperparameters()
+        return FitResult(
+            status=status,
+            steps=self.steps,
+            history=tuple(self.history),
+            hyperparameters=found,
+            irrelevant=irrelevant_inputs(found) if self.method == "average_information" else (),
+            method=self.method,
+            seconds=sum(row.seconds for row in self.history),
+        )
+
+
+class _Information(_Loop):
+    """Average information."""
+
+    method = "average_information"
+
+    def __init__(self, optimiser: AverageInformation, history: list[HistoryRow], max_steps: int) -> None:
+        super().__init__(optimiser.mll, history, max_steps)
+        self._optimiser = optimiser
+        self._steps, self._has_raised = 0, False
+        self._last: Step | None = None
+        self._assessed: tuple[Tensor, Assessment] | None = None
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    def advance(self) -> FitStatus | None:
+        start = time.perf_counter()
+        point, found = self._optimiser.point, self._optimiser.assess()
+        self._assessed = point.position, found
+        epochs = found.curvature.epochs + point.epochs
+        self.history.append(self._row(point, found, epochs, time.perf_counter() - start))
+        if has_converged(found.left, found.noise):
+            limit = LEFT * max(int((~found.held).sum()), 1)
+            if found.noise <= limit or self._has_raised:
+                return _ended(found, limit)
+            self._optimiser.raise_probes()
+            self._has_raised = True
+            return None
+        if self._steps >= self.max_steps:
+            return FitStatus.BUDGET
+        self._last = self._optimiser.step()
+        if self._last is None:
+            return FitStatus.STAGNATED
+        self._steps += 1
+        return None
+
+    def _row(self, point: Point, found: Assessment, epochs: float, seconds: float) -> HistoryRow:
+        last = self._last
+        return HistoryRow(
+            step=self._steps,
+            value=float(point.evaluation.value.detach().mean()),
+            value_sem=float(point.evaluation.estimate.value_sem.mean()) / point.evaluation.num_data,
+            left_to_gain=found.left,
+            noise=found.noise,
+            step_length=0.0 if last is None else last.length,
+            epochs=epochs,
+            seconds=seconds + (0.0 if last is None else last.seconds),
+        )
+
+    def state(self) -> dict[str, Any]:
+        last = None if self._last is None else astuple(self._last)
+        return {"steps": self._steps, "has_raised": self._has_raised, "last": last, **self._optimiser.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes what `state()` gave, after the parameters have been loaded."""
+        self._steps, self._has_raised = state["steps"], state["has_raised"]
+        self._last = None if state["last"] is None else Step(*state["last"])
+        self._optimiser.load_state(state)
+
+    def hyperparameters(self) -> tuple[Estimated, ...]:
+        coordinates = self._optimiser.coordinates
+        if self._assessed is None:
+            return without_errors(coordinates)
+        _, found = self._assessed
+        return estimated(coordinates, coordinates.read(), found.curvature.matrix, found.ridge, found.held)
+
+
+def _ended(found: Assessment, limit: float) -> FitStatus:
+    """The status of a fit with nothing left to gain that can be seen."""
+    if found.held.any():
+        return FitStatus.BOUND
+    return FitStatus.CONVERGED if found.noise <= limit else FitStatus.NOISE
+
+
+class _Adam(_Loop):
+    """Adam, or the method's own optimiser."""
+
+    method = "adam"
+
+    def __init__(self, optimiser: AdamSteps, history: list[HistoryRow], max_steps: int) -> None:
+        super().__init__(optimiser.mll, history, max_steps)
+        self._optimiser = optimiser
+
+    @property
+    def steps(self) -> int:
+        return len(self.history)
+
+    def advance(self) -> FitStatus | None:
+        if self.steps >= self.max_steps:
+            return FitStatus.BUDGET
+        start = time.perf_counter()
+        value, sem, length = self._optimiser.step()
+        epochs = getattr(self.mll.report, "epochs", None)
+        self.history.append(
+            HistoryRow(self.steps + 1, value, sem, None, None, length, epochs, time.perf_counter() - start)
+        )
+        if has_stalled([row.value for row in self.history], self._optimiser.steps_per_pass):
+            return FitStatus.NOISE if self._optimiser.is_sampled or sem else FitStatus.CONVERGED
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return self._optimiser.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes what `state()` gave, after the parameters have been loaded."""
+        self._optimiser.load_state(state)
+
+    def hyperparameters(self) -> tuple[Estimated, ...]:
+        coordinates = Coordinates(self.mll)
+        return without_errors(coordinates)

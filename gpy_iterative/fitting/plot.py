@@ -1,0 +1,43 @@
+"""A picture of a fit, by matplotlib.
+
+It is optional, and loaded when a picture is drawn: its import takes as long as that of the package.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Row(Protocol):
+    """What is drawn of a step."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def value(self) -> float: ...
+    @property
+    def value_sem(self) -> float: ...
+    @property
+    def left_to_gain(self) -> float | None: ...
+
+
+def plot_history(rows: Sequence[Row]) -> Any:
+    """Value with its standard error, and below it what is left to gain on a logarithmic scale, by step.
+
+    Returns a `matplotlib.figure.Figure`. Raises ImportError where matplotlib is not installed.
+    """
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ImportError("result.plot() needs matplotlib, which is not installed: pip install matplotlib.") from error
+    steps = [row.step for row in rows]
+    has_left = any(row.left_to_gain is not None for row in rows)
+    figure = figures.Figure(figsize=(6, 5 if has_left else 3), layout="constrained")
+    first, *others = figure.subplots(2 if has_left else 1, sharex=True, squeeze=False)[:, 0]
+    first.errorbar(steps, [row.value for row in rows], [row.value_sem for row in rows], marker="o", capsize=3)
+    first.set_ylabel("log marginal likelihood a datum")
+    for axes in others:
+        axes.semilogy(steps, [row.left_to_gain for row in rows], marker="o")
+        axes.set_ylabel("left to gain (nats)")
+    (others[-1] if others else first).set_xlabel("step")
+    return figure

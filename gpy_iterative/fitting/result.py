@@ -1,0 +1,185 @@
+"""Result of a fit: status, history, and hyperparameters with their standard errors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.fitting.plot import plot_history
+from gpy_iterative.fitting.stopping import FitStatus
+
+#: Standard errors on both sides of a value that make an interval of 95 %.
+WIDTH = 1.96
+#: A coordinate is not determined where the ridge has made more than this part of its variance, or where the interval of a
+#: positive parameter spans more than e^(2 * 1.96 * 3).
+RIDGE_PART, WIDEST = 0.1, 3.0
+#: Hyperparameters that `print` lists one by one.
+MAX_LISTED = 40
+
+
+@dataclass(frozen=True)
+class HistoryRow:
+    """The fit after some steps.
+
+    Attributes:
+        step: how many; 0 is the start.
+        value: log marginal likelihood a datum, as the mll returns it (the mean over a batch of models).
+        value_sem: its standard error.
+        left_to_gain: nats in total; None where it is not known (Adam).
+        noise: nats by which the probes' noise blurs `left_to_gain`; None for Adam.
+        step_length: the largest move of a coordinate in the last step, in log units for positive parameters.
+        epochs: passes over the kernel matrix since the row before; None where the method counts none.
+        seconds: wall-clock time since the row before.
+    """
+
+    step: int
+    value: float
+    value_sem: float
+    left_to_gain: float | None
+    noise: float | None
+    step_length: float
+    epochs: float | None
+    seconds: float
+
+    def figures(self) -> dict[str, float]:
+        """What a progress bar shows."""
+        left = {} if self.left_to_gain is None else {"left to gain": self.left_to_gain}
+        return {"value": self.value, **left}
+
+    def __str__(self) -> str:
+        left = "" if self.left_to_gain is None else f"  left {self.left_to_gain:9.3g} ± {self.noise:<7.2g}"
+        epochs = "" if self.epochs is None else f"  {self.epochs:5.1f} epochs"
+        sem = "" if not self.value_sem else f" ± {self.value_sem:.1g}"
+        return f"{self.step:4d}  {self.value:9.4f}{sem}{left}  moved {self.step_length:5.2f}{epochs}  {self.seconds:6.2f} s"
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """One hyperparameter with its standard error.
+
+    Attributes:
+        name: "covar_module.base_kernel.lengthscale[3]".
+        value: as the user sees it.
+        standard_error: in the transformed coordinate: of the logarithm for positive parameters, of the logit for intervals,
+            of the value itself for all others; None where the data do not determine it.
+        low, high: ends of the 95 % interval, in the units of `value`; None where it is not determined.
+        at_bound: whether it is held at a bound of its constraint.
+    """
+
+    name: str
+    value: float
+    standard_error: float | None
+    low: float | None
+    high: float | None
+    at_bound: bool = False
+
+    def __str__(self) -> str:
+        if self.at_bound:
+            return f"{self.name} {self.value:.4g} (at its bound)"
+        if self.low is None or self.high is None:
+            return f"{self.name} {self.value:.4g} (not determined)"
+        return f"{self.name} {self.value:.4g} ({self.low:.3g} to {self.high:.3g})"
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What `gpi.fit` returns; `print(result)` shows all of it.
+
+    Attributes:
+        status: how the fit ended; `status.advice` says what to do about it.
+        steps: how many were made.
+        history: one row for the start and one after each step.
+        hyperparameters: with standard errors, in the order of the mll's parameters; without for Adam.
+        irrelevant: names of lengthscales that have no upper end: the data say nothing of these inputs.
+        method: "average_information" or "adam".
+        seconds: of the whole fit.
+    """
+
+    status: FitStatus
+    steps: int
+    history: tuple[HistoryRow, ...]
+    hyperparameters: tuple[Estimated, ...]
+    irrelevant: tuple[str, ...]
+    method: str
+    seconds: float
+
+    @property
+    def standard_errors(self) -> dict[str, float | None]:
+        """By name, in the transformed coordinates; see `Estimated.standard_error`."""
+        return {each.name: each.standard_error for each in self.hyperparameters}
+
+    def plot(self) -> Any:
+        """Value and what is left to gain by step: a `matplotlib.figure.Figure`. Raises ImportError without matplotlib."""
+        return plot_history(self.history)
+
+    def __str__(self) -> str:
+        last = self.history[-1]
+        lines = [
+            f"{self.status.name.lower()} after {self.steps} steps of {self.method.replace('_', ' ')} "
+            f"({self.seconds:.1f} s): log marginal likelihood {last.value:.4f} a datum",
+            self.status.advice,
+            "",
+            "step      value",
+            *map(str, self.history),
+            "",
+            *map(str, self.hyperparameters[:MAX_LISTED]),
+        ]
+        if len(self.hyperparameters) > MAX_LISTED:
+            lines.append(f"and {len(self.hyperparameters) - MAX_LISTED} more")
+        if self.irrelevant:
+            lines.append(f"The data do not need these inputs: {', '.join(self.irrelevant)}.")
+        return "\n".join(lines)
+
+
+def estimated(
+    coordinates: Coordinates, position: Tensor, matrix: Tensor, ridge: float, held: Tensor
+) -> tuple[Estimated, ...]:
+    """Every hyperparameter with the standard error that the average information gives it.
+
+    Args:
+        coordinates: t.
+        position: [p], where they are.
+        matrix: A without ridge [p, p].
+        ridge: added to its diagonal before it is inverted.
+        held: [p], coordinates at a bound; the others are determined at fixed values of these.
+    """
+    free = ~held
+    variances = torch.full_like(position, torch.nan)
+    if free.any():
+        kept = matrix[free][:, free] + ridge * torch.eye(int(free.sum()), dtype=matrix.dtype)
+        variances[free] = torch.linalg.inv(kept).diagonal()
+    errors = variances.sqrt()
+    is_log = torch.cat([torch.full((part.parameter.numel(),), part.kind != "identity") for part in coordinates.parts])
+    unknown = (variances * ridge > RIDGE_PART) | (is_log & (errors > WIDEST)) | ~errors.isfinite()
+    ends = (position, position - WIDTH * errors.nan_to_num(), position + WIDTH * errors.nan_to_num())
+    values, lows, highs = (
+        torch.cat([part.reshape(-1).cpu() for part in coordinates.user_values(end)]).tolist() for end in ends
+    )
+    return tuple(
+        Estimated(name, value, None, None, None, at_bound=bool(at_bound))
+        if is_unknown
+        else Estimated(name, value, error, low, high)
+        for name, value, error, low, high, is_unknown, at_bound in zip(
+            coordinates.names, values, errors.tolist(), lows, highs, unknown.tolist(), held.tolist(), strict=True
+        )
+    )
+
+
+def without_errors(coordinates: Coordinates) -> tuple[Estimated, ...]:
+    """Every hyperparameter where no curvature is known."""
+    values = torch.cat([part.reshape(-1).cpu() for part in coordinates.user_values(coordinates.read())]).tolist()
+    return tuple(
+        Estimated(name, value, None, None, None) for name, value in zip(coordinates.names, values, strict=True)
+    )
+
+
+def irrelevant_inputs(hyperparameters: Sequence[Estimated]) -> tuple[str, ...]:
+    """Names of the lengthscales that the data do not determine."""
+    return tuple(
+        each.name
+        for each in hyperparameters
+        if "lengthscale" in each.name and each.standard_error is None and not each.at_bound
+    )

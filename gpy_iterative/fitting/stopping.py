@@ -1,0 +1,59 @@
+"""When a fit ends, in nats that are left to gain, and for Adam in standard errors of its smoothed value."""
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from itertools import pairwise
+
+#: Nats: a hyperparameter is then within a third of its own standard error of the optimum. The noise of the probes may be as
+#: much for each of them.
+LEFT = 0.05
+#: Steps without a gain of one standard error that end Adam, and the steps over which its value is smoothed.
+PATIENCE, SMOOTHED = 20, 10
+
+
+class FitStatus(Enum):
+    """How a fit ended; `.advice` says what to do about it."""
+
+    CONVERGED = "Nothing is left to gain: the hyperparameters are at an optimum of the log marginal likelihood."
+    NOISE = (
+        "What is left to gain is hidden by the noise of the probes (or of mini-batches). The hyperparameters are good to "
+        "within that noise; more probes (num_probes), or larger batches, make it smaller."
+    )
+    BOUND = (
+        "The optimum lies at or beyond a bound, and a parameter is held there. Noise at its least value means data without "
+        "noise, or duplicates: lower the bound only if the solver still converges. Otherwise move the constraint."
+    )
+    BUDGET = "The steps ran out, or the fit was interrupted. The same call goes on from here; raise max_steps."
+    STAGNATED = (
+        "No step gains anything, though the gradient says that there is something to gain: value and gradient disagree. "
+        "Use float64, lower the solver's tolerance, or keep the noise away from zero (a noise constraint)."
+    )
+
+    @property
+    def advice(self) -> str:
+        """One to three sentences for a user."""
+        return self.value
+
+
+def has_converged(left: float, noise: float) -> bool:
+    """Whether so little is left to gain, in nats, that a step is not worth its cost."""
+    return left < LEFT + noise
+
+
+def has_stalled(values: Sequence[float], steps_per_pass: int = 1) -> bool:
+    """Whether the smoothed value of a run has not gained its own standard error in the last steps.
+
+    Args:
+        values: by step; noisy.
+        steps_per_pass: of mini-batches; a pass is compared with the pass before it.
+    """
+    patience = max(PATIENCE, steps_per_pass)
+    smoothed = patience * SMOOTHED // PATIENCE
+    recent = values[-patience - smoothed :]
+    if len(values) < patience + 2 * smoothed:
+        return False
+    mean = lambda part: sum(part) / len(part)
+    # Differences between neighbours: a trend adds little to them, noise its variance twice.
+    variance = mean([(b - a) ** 2 for a, b in pairwise(recent)]) / 2
+    return mean(recent[-smoothed:]) - mean(recent[:smoothed]) < math.sqrt(2 * variance / smoothed)
