@@ -276,6 +276,12 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             other._run = Run(self._run.position, self._run.device)
         return other
 
+    def continue_from(self, variant: Self) -> None:
+        """Takes the report of a variant's last step, and its run where it has as many probes: a start for predictions."""
+        self.report, self._params = variant.report, variant._params
+        if variant.probes == self.probes:
+            self._run = variant._run
+
     def _prediction_solver(self) -> Solver | None:
         return self.solver
 

@@ -113,7 +113,7 @@ class AdamSteps:
         return len(y)
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for parameter in self.mll.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self.mll.parameters() if parameter.requires_grad and parameter.numel()]
 
     def _value(self) -> Tensor:
         mll: Any = self.mll

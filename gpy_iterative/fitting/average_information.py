@@ -2,7 +2,7 @@
 
 A step clips each coordinate by itself: a lengthscale on its way to infinity must not hold the others back. A step that
 gains too little is undone, and a shorter one is tried. Probes stay frozen meanwhile, so that two values have their noise in
-common; gains below that noise are not looked at.
+common; gains below what noise is left are not looked at.
 """
 
 import logging
@@ -77,6 +77,7 @@ class Assessment:
         held: [p], coordinates at a bound that the gradient pushes against.
         left: 1/2 g^T A^-1 g, nats that are left to gain.
         noise: what the probes' noise is expected to add to it, or to hide of it; 0 for an exact gradient.
+        samples: [k, p], samples of the gradient's noise; k is 0 for an exact one.
         ridge: that was added to the diagonal of A.
     """
 
@@ -85,7 +86,12 @@ class Assessment:
     held: Tensor
     left: float
     noise: float
+    samples: Tensor
     ridge: float
+
+    def error_along(self, move: Tensor) -> float:
+        """Standard error of the predicted gain that comes from the gradient's noise."""
+        return float((self.samples @ move).square().sum() / max(len(self.samples), 1)) ** 0.5
 
     @property
     def matrix(self) -> Tensor:
@@ -146,7 +152,7 @@ class AverageInformation:
                 f"{type(mll).__name__}: take gpi.fit(mll, method='adam')."
             )
         self.coordinates = Coordinates(mll)
-        self.mll = mll.variant(solver=_solver(mll))
+        self._given, self.mll = mll, mll.variant(solver=_solver(mll))
         self._generator = torch.Generator().manual_seed(0) if generator is None else generator
         self._damping = FIRST_DAMPING
         self._guess: Tensor | None = None
@@ -166,6 +172,7 @@ class AverageInformation:
         """Curvature and what is left to gain at the current point."""
         if self._assessment is None:
             self._assessment = self._assessed(self.point)
+            self._given.continue_from(self.mll)
             self._guess = self._assessment.curvature.solutions
         return self._assessment
 
@@ -192,7 +199,9 @@ class AverageInformation:
             reached = self._tried(point.position + move) if predicted > 0 else None
             epochs += 0.0 if reached is None else reached.epochs
             gained = -math.inf if reached is None else reached.value - point.value
-            seen = reached is None or predicted > VISIBLE * math.hypot(point.error, reached.error)
+            # Value and gradient have probes of their own: the noise of both is in the difference.
+            noise = math.inf if reached is None else math.hypot(point.error, reached.error, found.error_along(move))
+            seen = reached is None or predicted > VISIBLE * noise
             logger.debug("trial %d: predicted %.4g, gained %.4g, damping %.1g", trial, predicted, gained, self._damping)
             if reached is not None and (not seen or gained > LEAST_GAIN * predicted):
                 self._damping *= 0.2 if not seen or gained > GOOD_GAIN * predicted else 2.0
@@ -259,12 +268,13 @@ class AverageInformation:
         lower, upper = self.coordinates.lower + MARGIN, self.coordinates.upper - MARGIN
         gradient = point.gradient + curvature.correction
         held = ((point.position <= lower) & (gradient < 0)) | ((point.position >= upper) & (gradient > 0))
-        found = Assessment(curvature, gradient, held, 0.0, 0.0, RIDGE * point.evaluation.num_data)
-        noise = gradient_noise(point.evaluation, self.coordinates)
+        samples = gradient_noise(point.evaluation, self.coordinates)
+        samples = gradient.new_zeros(0, len(gradient)) if samples is None else samples
+        found = Assessment(curvature, gradient, held, 0.0, 0.0, samples, RIDGE * point.evaluation.num_data)
         return replace(
             found,
             left=_energy(found, gradient.unsqueeze(0)),
-            noise=0.0 if noise is None else _energy(found, noise),
+            noise=_energy(found, samples) if len(samples) else 0.0,
         )
 
     def _move(self, point: Point, found: Assessment) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from gpytorch.mlls import MarginalLogLikelihood
-from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
@@ -151,6 +150,10 @@ class _Loop(ABC):
     def hyperparameters(self) -> tuple[Estimated, ...]:
         """Values and standard errors of now."""
 
+    def irrelevant(self) -> tuple[str, ...]:
+        """Names of the lengthscales of inputs that the data do not need."""
+        return ()
+
     @property
     @abstractmethod
     def steps(self) -> int:
@@ -178,13 +181,12 @@ class _Loop(ABC):
         return self._result(status)
 
     def _result(self, status: FitStatus) -> FitResult:
-        found = self.hyperparameters()
         return FitResult(
             status=status,
             steps=self.steps,
             history=tuple(self.history),
-            hyperparameters=found,
-            irrelevant=irrelevant_inputs(found) if self.method == "average_information" else (),
+            hyperparameters=self.hyperparameters(),
+            irrelevant=self.irrelevant(),
             method=self.method,
             seconds=sum(row.seconds for row in self.history),
         )
@@ -200,7 +202,7 @@ class _Information(_Loop):
         self._optimiser = optimiser
         self._steps, self._has_raised = 0, False
         self._last: Step | None = None
-        self._assessed: tuple[Tensor, Assessment] | None = None
+        self._assessed: Assessment | None = None
 
     @property
     def steps(self) -> int:
@@ -209,7 +211,7 @@ class _Information(_Loop):
     def advance(self) -> FitStatus | None:
         start = time.perf_counter()
         point, found = self._optimiser.point, self._optimiser.assess()
-        self._assessed = point.position, found
+        self._assessed = found
         epochs = found.curvature.epochs + point.epochs
         self.history.append(self._row(point, found, epochs, time.perf_counter() - start))
         if has_converged(found.left, found.noise):
@@ -254,8 +256,18 @@ class _Information(_Loop):
         coordinates = self._optimiser.coordinates
         if self._assessed is None:
             return without_errors(coordinates)
-        _, found = self._assessed
-        return estimated(coordinates, coordinates.read(), found.curvature.matrix, found.ridge, found.held)
+        return estimated(
+            coordinates,
+            coordinates.read(),
+            self._assessed.curvature.matrix,
+            self._assessed.ridge,
+            self._assessed.held,
+        )
+
+    def irrelevant(self) -> tuple[str, ...]:
+        if self._assessed is None:
+            return ()
+        return irrelevant_inputs(self._optimiser.coordinates, self._assessed.curvature.matrix)
 
 
 def _ended(found: Assessment, limit: float) -> FitStatus:

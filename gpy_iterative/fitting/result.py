@@ -1,6 +1,5 @@
 """Result of a fit: status, history, and hyperparameters with their standard errors."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +92,7 @@ class FitResult:
         steps: how many were made.
         history: one row for the start and one after each step.
         hyperparameters: with standard errors, in the order of the mll's parameters; without for Adam.
-        irrelevant: names of lengthscales that have no upper end: the data say nothing of these inputs.
+        irrelevant: names of lengthscales whose value changes nothing: the data do not need these inputs.
         method: "average_information" or "adam".
         seconds: of the whole fit.
     """
@@ -176,10 +175,14 @@ def without_errors(coordinates: Coordinates) -> tuple[Estimated, ...]:
     )
 
 
-def irrelevant_inputs(hyperparameters: Sequence[Estimated]) -> tuple[str, ...]:
-    """Names of the lengthscales that the data do not determine."""
+def irrelevant_inputs(coordinates: Coordinates, matrix: Tensor) -> tuple[str, ...]:
+    """Names of the lengthscales that the data do not determine even where all others are known, from A [p, p].
+
+    A lengthscale that is not determined beside the others may matter: with the outputscale it may make a linear function.
+    """
+    is_logarithm = {name for part in coordinates.parts if part.kind == "log" for name in part.names()}
     return tuple(
-        each.name
-        for each in hyperparameters
-        if "lengthscale" in each.name and each.standard_error is None and not each.at_bound
+        name
+        for name, information in zip(coordinates.names, matrix.diagonal().tolist(), strict=True)
+        if "lengthscale" in name and name in is_logarithm and information < WIDEST**-2
     )

@@ -1,0 +1,172 @@
+"""The average information against dense twins."""
+
+from dataclasses import replace
+
+import gpytorch
+import pytest
+import torch
+
+import gpy_iterative as gpi
+from gpy_iterative.fitting.average_information import likelihood_arguments
+from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.fitting.curvature import Curvature, average_information, gradient_noise, prior_information
+from tests.exact.gaussian_models import CASES, Case
+from tests.fitting.problems import ITERATIVE, TIGHT, dense_information, regression
+
+#: Kernels in closed form; all others are central differences.
+CLOSED = [
+    "rbf",
+    "matern-1/2",
+    "matern-3/2",
+    "matern-5/2",
+    "rational-quadratic",
+    "unscaled",
+    "additive",
+    "batch",
+    "fixed-noise",
+    "priors",
+    "sum-in-forward",
+    "dirichlet-classification",
+    "heteroskedastic",
+]
+OTHERS = [name for name in CASES if name not in CLOSED and name != "borrowed tensors"]
+
+
+def curvature(mll: gpi.mlls.HutchinsonMarginalLogLikelihood, coordinates: Coordinates, **options: object) -> Curvature:
+    mll.train()
+    model = mll.model
+    evaluation = mll.evaluate(model(*model.train_inputs), model.train_targets, *likelihood_arguments(mll))
+    return average_information(mll, evaluation, coordinates, generator=torch.Generator(), **options)
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [*((n, 1e-8) for n in CLOSED), *((n, 1e-4) for n in OTHERS)])
+def test_every_kind_of_model(name: str, tolerance: float) -> None:
+    case = CASES[name]()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
+    coordinates = Coordinates(mll)
+    found = curvature(mll, coordinates).matrix - prior_information(mll, coordinates, mll.report.value.shape)
+    expected = dense_information(case, coordinates)
+    assert (found - expected).abs().max() < tolerance * expected.abs().max()
+
+
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    mll = regression()
+    case = Case(mll.model, mll.likelihood, *mll.model.train_inputs, mll.model.train_targets)
+    return dense_information(case, Coordinates(mll))
+
+
+def test_a_tight_solve_gives_the_dense_matrix(expected: torch.Tensor) -> None:
+    mll = regression(solver=TIGHT)
+    found = curvature(mll, Coordinates(mll), tolerance=1e-8).matrix
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("solver", [ITERATIVE, gpi.solvers.AlternatingProjections()], ids=["own", "other"])
+def test_loose_solves_are_close(expected: torch.Tensor, solver: gpi.solvers.Solver) -> None:
+    mll = regression(solver=solver)
+    found = curvature(mll, Coordinates(mll))
+    assert 0 < found.epochs < 30
+    scale = expected.diagonal().rsqrt()
+    assert (scale.unsqueeze(-1) * (found.matrix - expected) * scale).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("tolerance", [0.9, 0.5, 0.1])
+def test_a_loose_solve_leaves_a_semi_definite_matrix_that_is_never_too_large(
+    expected: torch.Tensor, tolerance: float
+) -> None:
+    mll = regression(solver=replace(TIGHT, preconditioner=None))
+    found = curvature(mll, Coordinates(mll), tolerance=tolerance).matrix
+    assert torch.linalg.eigvalsh(found).min() > -1e-9
+    assert torch.linalg.eigvalsh(expected - found).min() > -1e-6
+
+
+def test_a_good_start_saves_epochs() -> None:
+    mll = regression(solver=ITERATIVE)
+    coordinates = Coordinates(mll)
+    first = curvature(mll, coordinates)
+    assert curvature(mll, coordinates, initial_guess=first.solutions).epochs < first.epochs
+
+
+def test_the_correction_removes_the_residual_of_the_targets() -> None:
+    gradients = []
+    for solver in (TIGHT, gpi.solvers.ConjugateGradients(tolerance=0.1, probe_tolerance=1e-9)):
+        mll = regression(solver=solver)
+        coordinates, model = Coordinates(mll.train()), mll.model
+        evaluation = mll.evaluate(model(*model.train_inputs), model.train_targets)
+        gradient = coordinates.gradient(evaluation.value * 300, retain_graph=True)
+        found = average_information(mll, evaluation, coordinates, generator=torch.Generator(), tolerance=1e-6)
+        gradients.append((gradient, gradient + found.correction))
+    (exact, _), (rough, corrected) = gradients
+    assert (corrected - exact).norm() < 0.05 * (rough - exact).norm()
+
+
+def test_a_linear_parametrisation_has_the_mean_of_observed_and_expected_information() -> None:
+    """Variances enter H linearly: A is the mean of both, of which autograd gives one, and a dense trace the other."""
+    mll = regression(60)
+    coordinates = Coordinates(mll)
+    found = curvature(mll, coordinates).matrix
+    x, y = mll.model.train_inputs[0], mll.model.train_targets
+    mll.model.covar_module.base_kernel.requires_grad_(False)
+    base = mll.model.covar_module.base_kernel(x).to_dense().detach()
+    parts = [torch.eye(60, dtype=torch.float64), base]
+    variances = torch.stack([mll.likelihood.noise.squeeze(), mll.model.covar_module.outputscale]).detach()
+    residual = y - mll.model.mean_module(x).detach()
+
+    def value(variances: torch.Tensor) -> torch.Tensor:
+        matrix = sum(v * part for v, part in zip(variances, parts, strict=True))
+        return -0.5 * (residual @ torch.linalg.solve(matrix, residual) + torch.logdet(matrix))
+
+    observed = -torch.autograd.functional.hessian(value, variances)
+    inverse = torch.linalg.inv(sum(v * part for v, part in zip(variances, parts, strict=True)))
+    expected = torch.stack([torch.stack([0.5 * (inverse @ a @ inverse @ b).trace() for a in parts]) for b in parts])
+    index = torch.tensor([coordinates.names.index(n) for n in ("noise_covar.noise", "covar_module.outputscale")])
+    of_logarithms = (observed + expected) / 2 * variances.unsqueeze(-1) * variances
+    assert torch.allclose(found[index.unsqueeze(-1), index], of_logarithms, rtol=1e-6)
+
+
+def test_priors_add_the_positive_part_of_their_curvature() -> None:
+    case = CASES["priors"]()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
+    found = prior_information(mll, Coordinates(mll), torch.Size())
+    assert torch.linalg.eigvalsh(found).min() > -1e-12
+    # A Gamma prior on the logarithm has the curvature rate * value, wherever it is.
+    values = case.model.covar_module.base_kernel.lengthscale.detach().flatten()
+    index = [Coordinates(mll).names.index(f"covar_module.base_kernel.lengthscale[{k}]") for k in range(3)]
+    assert torch.allclose(found.diagonal()[index], 6.0 * values)
+
+
+def test_gradient_noise_has_the_size_of_the_gradients_error() -> None:
+    errors, noises = [], []
+    for seed in range(10):
+        mll = regression(100, solver=TIGHT, generator=seed, num_probes=8)
+        coordinates = Coordinates(mll.train())
+        evaluation = mll.evaluate(mll.model(*mll.model.train_inputs), mll.model.train_targets)
+        errors.append(coordinates.gradient(evaluation.value * 100, retain_graph=True))
+        noises.append(gradient_noise(evaluation, coordinates).square().mean(0))
+    spread, told = torch.stack(errors).var(0).sum(), torch.stack(noises).mean(0).sum()
+    assert 0.4 < float(told / spread) < 2.5
+
+
+def test_an_exact_gradient_has_no_noise() -> None:
+    mll = regression(50)
+    coordinates = Coordinates(mll.train())
+    evaluation = mll.evaluate(mll.model(*mll.model.train_inputs), mll.model.train_targets)
+    assert gradient_noise(evaluation, coordinates) is None
+
+
+def test_tensors_from_elsewhere_are_refused() -> None:
+    case = CASES["borrowed tensors"]()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
+    with pytest.raises(NotImplementedError, match="method='adam'"):
+        curvature(mll, Coordinates(mll))
+
+
+def test_float32() -> None:
+    mll = regression(200)
+    single = gpytorch.Module.float(regression(200, solver=ITERATIVE))
+    single.model.set_train_data(
+        *(t.float() for t in (*single.model.train_inputs, single.model.train_targets)), strict=False
+    )
+    exact = curvature(mll, Coordinates(mll)).matrix
+    assert (curvature(single, Coordinates(single)).matrix - exact).abs().max() < 0.05 * exact.abs().max()

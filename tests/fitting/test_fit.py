@@ -1,0 +1,396 @@
+"""`gpi.fit` from start to end."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+
+import gpy_iterative as gpi
+from gpy_iterative.fitting import FitStatus
+from gpy_iterative.fitting.fit import _chosen
+from tests.exact.gaussian_models import CASES, Case, Regression
+from tests.fitting.problems import ITERATIVE, data, dense_information, dense_optimum, dense_value, regression
+
+
+def quiet(mll: Any, **options: Any) -> gpi.fitting.FitResult:
+    return gpi.fit(mll, progress=False, **options)
+
+
+# The optimum
+
+
+def smooth(x: torch.Tensor) -> torch.Tensor:
+    return torch.cos(4 * x[:, 0]) * x[:, 1]
+
+
+def rough(x: torch.Tensor) -> torch.Tensor:
+    return torch.sign(torch.sin(7 * x[:, 0])) + x[:, 2]
+
+
+@pytest.mark.parametrize("function", [None, smooth, rough], ids=["default", "smooth", "rough"])
+def test_the_optimum_is_that_of_l_bfgs(function: Any) -> None:
+    mll = regression(200)
+    if function is not None:
+        x = mll.model.train_inputs[0]
+        noise = 0.1 * torch.randn(200, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        mll.model.set_train_data(x, function(x) + noise, strict=False)
+    result = quiet(mll)
+    assert result.status is FitStatus.CONVERGED
+    assert result.steps <= 20
+    reached = dense_value(mll)
+    assert dense_optimum(mll) - reached < 0.05
+    assert result.history[-1].value * 200 == pytest.approx(reached, abs=1e-6)
+
+
+def test_iterative_solves_reach_it_too() -> None:
+    mll = regression(solver=ITERATIVE)
+    result = quiet(mll)
+    assert result.status is FitStatus.CONVERGED
+    reached = dense_value(mll)
+    assert dense_optimum(mll) - reached < 0.3
+    assert all(row.noise is not None and row.noise > 0 for row in result.history)
+
+
+@pytest.mark.parametrize("name", ["fixed-noise", "priors", "product", "user's own", "multitask", "batch", "additive"])
+def test_every_kind_of_model_is_trained(name: str) -> None:
+    case = CASES[name]()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
+    result = quiet(mll)
+    assert result.status in (FitStatus.CONVERGED, FitStatus.BOUND)
+    assert result.history[-1].value > result.history[0].value
+    assert result.method == "average_information"
+
+
+def test_standard_errors_are_those_of_the_exact_information() -> None:
+    mll = regression(250)
+    mll.model.covar_module.base_kernel.requires_grad_(False)
+    mll.model.mean_module.requires_grad_(False)
+    mll.model.covar_module.base_kernel.lengthscale = 0.5
+    result = quiet(mll)
+    coordinates = gpi.fitting.AverageInformation(mll).coordinates
+    start, step, size = coordinates.read(), 1e-3, len(coordinates)
+
+    def value(move: torch.Tensor) -> float:
+        coordinates.write(start + move)
+        return dense_value(mll)
+
+    unit = step * torch.eye(size, dtype=torch.float64)
+    observed = torch.tensor(
+        [[(value(a - b) + value(b - a) - value(a + b) - value(-a - b)) / (4 * step**2) for a in unit] for b in unit]
+    )
+    exact = torch.linalg.inv(observed).diagonal().sqrt()
+    assert torch.tensor(list(result.standard_errors.values())) == pytest.approx(exact, rel=0.2)
+
+
+# How it ends
+
+
+def test_irrelevant_inputs_are_named_and_linear_ones_are_not() -> None:
+    mll = regression(200)
+    x = mll.model.train_inputs[0]
+    noise = 0.2 * torch.randn(200, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    mll.model.set_train_data(x, rough(x) + noise, strict=False)
+    result = quiet(mll)
+    assert result.irrelevant == ("covar_module.base_kernel.lengthscale[1]",)
+    shown = str(result)
+    assert "converged after" in shown
+    assert "lengthscale[1]" in shown.splitlines()[-1]
+    assert "not determined" in shown
+    assert result.standard_errors["covar_module.base_kernel.lengthscale[1]"] is None
+    (found,) = (each for each in result.hyperparameters if each.name == "noise_covar.noise")
+    assert found.low < found.value < found.high
+
+
+def test_noise_that_is_a_model_itself() -> None:
+    case = CASES["heteroskedastic"]()
+    result = quiet(gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0), max_steps=3)
+    values = [row.value for row in result.history]
+    assert values == sorted(values)
+
+
+def test_budget() -> None:
+    result = quiet(regression(100), max_steps=2)
+    assert result.status is FitStatus.BUDGET
+    assert result.steps == 2
+    assert [row.step for row in result.history] == [0, 1, 2]
+    assert "max_steps" in result.status.advice
+
+
+def test_bound() -> None:
+    x, _ = data(60)
+    mll = regression(60)
+    mll.model.set_train_data(x, torch.sin(3 * x[:, 0]), strict=False)  # no noise
+    result = quiet(mll)
+    assert result.status is FitStatus.BOUND
+    assert "noise_covar.noise" in {each.name for each in result.hyperparameters if each.at_bound}
+    assert "at its bound" in str(result)
+
+
+def test_noise() -> None:
+    mll = regression(200, solver=ITERATIVE, num_probes=1, probes="rademacher")
+    result = quiet(mll)
+    assert result.status is FitStatus.NOISE
+    assert "num_probes" in result.status.advice
+    assert mll.probes.num_probes == 1
+
+
+def test_stagnated() -> None:
+    mll = regression(60)
+    forward, calls = mll.model.forward, []
+
+    def fails_later(x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+        calls.append(x)
+        if len(calls) > 2:
+            raise gpi.errors.NonFiniteError("no")
+        return forward(x)
+
+    mll.model.forward = fails_later
+    result = quiet(mll)
+    assert result.status is FitStatus.STAGNATED
+    assert result.steps == 1
+
+
+def test_ctrl_c_keeps_what_the_last_step_has_reached() -> None:
+    mll, other = regression(80), regression(80)
+
+    def interrupt(row: gpi.fitting.HistoryRow) -> None:
+        if row.step == 2:
+            mll.model.forward = interrupting
+
+    forward = mll.model.forward
+
+    def interrupting(x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+        mll.model.forward = forward
+        raise KeyboardInterrupt
+
+    result = quiet(mll, callback=interrupt)
+    expected = quiet(other, max_steps=result.steps)
+    assert result.status is FitStatus.BUDGET
+    assert 2 <= result.steps <= 3
+    assert all(map(torch.equal, mll.parameters(), other.parameters()))
+    assert [row.value for row in result.history] == [row.value for row in expected.history]
+
+
+# What it tells
+
+
+def test_progress_callback_and_log(caplog: pytest.LogCaptureFixture) -> None:
+    reports: list[gpi.progress.ProgressReport] = []
+    rows: list[gpi.fitting.HistoryRow] = []
+    with caplog.at_level(logging.INFO, logger="gpy_iterative.fitting"):
+        result = gpi.fit(regression(60), progress=reports.append, callback=rows.append, max_steps=3)
+    assert tuple(rows) == result.history
+    assert [(report.operation, report.done, report.unit, report.total) for report in reports] == [
+        ("fit", row.step, "steps", 3) for row in rows
+    ]
+    assert {*reports[0].figures} == {"value", "left to gain"}
+    assert sum(record.name.startswith("gpy_iterative.fitting") for record in caplog.records) == len(rows)
+
+
+def test_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    gpi.fit(regression(40), max_steps=1)
+    assert "steps" in capsys.readouterr().err
+
+
+def test_predictions_continue_from_the_fit() -> None:
+    mll = regression(200, solver=ITERATIVE)
+    quiet(mll)
+    assert mll.report is not None
+    posterior = mll.posterior()
+    x = mll.model.train_inputs[0]
+    with torch.no_grad():
+        mean = posterior(x).mean
+    assert (mean - mll.model.train_targets).std() < 0.25
+    assert posterior.report.epochs <= 3
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("solver", [None, ITERATIVE], ids=["exact", "iterative"])
+@pytest.mark.parametrize("method", ["average_information", "adam"])
+def test_a_resumed_fit_is_the_same(method: Any, solver: gpi.solvers.Solver | None, tmp_path: Path) -> None:
+    file, steps = tmp_path / "run.pt", 6
+    whole, first, second = (regression(120, solver=solver) for _ in range(3))
+    expected = quiet(whole, method=method, max_steps=steps, generator=1)
+    done = 0
+
+    def kill(row: gpi.fitting.HistoryRow) -> None:
+        nonlocal done
+        done += 1
+        if done == 4:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        quiet(first, method=method, max_steps=steps, checkpoint=file, generator=1, callback=kill)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+    resumed = quiet(second, method=method, max_steps=steps, checkpoint=file, generator=1)
+    assert all(map(torch.equal, whole.parameters(), second.parameters()))
+    told = lambda result: [(row.step, row.value, row.left_to_gain, row.step_length) for row in result.history]
+    assert told(resumed) == told(expected)
+    assert resumed.status is expected.status
+
+
+def test_a_resumed_fit_keeps_its_raised_probes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"solver": ITERATIVE, "num_probes": 2, "probes": "rademacher"}
+    file, steps = tmp_path / "run.pt", 30
+    whole, first, second = (regression(100, **options) for _ in range(3))
+    expected = quiet(whole, max_steps=steps)
+    most = len(expected.history) - 1
+    seen: list[gpi.fitting.HistoryRow] = []
+
+    def kill(row: gpi.fitting.HistoryRow) -> None:
+        seen.append(row)
+        if len(seen) == most:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        quiet(first, max_steps=steps, checkpoint=file, callback=kill)
+    resumed = quiet(second, max_steps=steps, checkpoint=file)
+    assert [row.value for row in resumed.history] == [row.value for row in expected.history]
+    assert all(map(torch.equal, whole.parameters(), second.parameters()))
+
+
+def test_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    file.write_text("no checkpoint")
+    mll = regression(40)
+    before = [parameter.detach().clone() for parameter in mll.parameters()]
+    with pytest.raises(ValueError, match=r"no checkpoint of gpi\.fit"):
+        quiet(mll, checkpoint=file)
+    file.unlink()
+    quiet(regression(40), checkpoint=file, max_steps=1)
+    with pytest.raises(ValueError, match="method='average_information'"):
+        quiet(mll, checkpoint=file, method="adam")
+    with pytest.raises(ValueError, match="another model"):
+        quiet(regression(40, covariance=gpytorch.kernels.RBFKernel()), checkpoint=file)
+    with pytest.raises(ValueError, match="another run"):
+        quiet(regression(41), checkpoint=file)
+    assert all(map(torch.equal, mll.parameters(), before))
+
+
+# Methods
+
+
+def test_auto_chooses_by_mll_and_parameters() -> None:
+    case = CASES["deep"]()
+    deep = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model)
+    many = regression(20, covariance=gpytorch.kernels.RBFKernel(ard_num_dims=3))
+    many.model.mean_module.register_parameter("more", torch.nn.Parameter(torch.zeros(70)))
+    roulette = gpi.mlls.RussianRouletteMarginalLogLikelihood(case.likelihood, case.model)
+    pathwise = gpi.mlls.PathwiseMarginalLogLikelihood(*(lambda m: (m.likelihood, m.model))(regression(20)))
+    chosen = [_chosen(mll, "auto", None) for mll in (regression(20), pathwise, deep, many, roulette)]
+    assert chosen == ["average_information"] * 2 + ["adam"] * 3
+
+
+def test_adam_stops_where_nothing_is_gained() -> None:
+    mll = regression(60)
+    for parameter in mll.model.covar_module.base_kernel.parameters():
+        parameter.requires_grad_(False)
+    result = quiet(mll, method="adam", max_steps=400)
+    assert result.status is FitStatus.CONVERGED
+    assert result.steps < 400
+    assert set(result.standard_errors.values()) == {None}
+    reached = dense_value(mll)
+    assert dense_optimum(mll) - reached < 0.05
+
+
+class Classes(gpi.models.IterativeLaplaceGP):
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        super().__init__(x, y, gpytorch.likelihoods.BernoulliLikelihood())
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+
+    def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def test_laplace() -> None:
+    x, y = data(80)
+    model = Classes(x, (y > 0.5).double()).double()
+    mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
+    result = quiet(mll, max_steps=15)
+    assert result.method == "adam"
+    assert result.history[-1].value > result.history[0].value
+
+
+def features(n: int = 200) -> gpi.mlls.VariationalFeatureMarginalLogLikelihood:
+    x, y = data(n)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x, y, likelihood, gpytorch.kernels.ScaleKernel(gpytorch.kernels.LinearKernel())).double()
+    return gpi.mlls.VariationalFeatureMarginalLogLikelihood(likelihood, model, batch_size=50, generator=0)
+
+
+def test_mini_batches_of_the_method_and_of_the_user() -> None:
+    for batches in (None, list(torch.arange(200).split(50))):
+        result = quiet(features(), max_steps=40, batches=batches)
+        assert result.method == "adam"
+        assert sum(row.value for row in result.history[-10:]) > sum(row.value for row in result.history[:10])
+
+
+def test_quadruply_stochastic_models_have_their_own_optimiser() -> None:
+    x, y = data(200)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()).double().requires_grad_(False)
+    model = gpi.models.QuadruplyStochasticGP(gpi.models.NystromBasis(kernel, x[:30])).double()
+    likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
+    mll = gpi.mlls.QuadruplyStochasticELBO(likelihood, model, generator=0)
+    with pytest.raises(ValueError, match="batches="):
+        quiet(mll)
+    result = quiet(mll, batches=[(x, y)], max_steps=60)
+    assert result.history[-1].value > result.history[0].value + 0.1
+
+
+def test_a_start_on_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "gpy_iterative.fitting.fit.SUBSETS", {"subset_size": 60, "num_subsets": 2, "optimizer_steps": 20}
+    )
+    plain, begun = quiet(regression(150), max_steps=1), quiet(regression(150), start="subsets", max_steps=1)
+    assert begun.history[0].value > plain.history[0].value
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"method": "newton"}, ValueError, "method must be one of"),
+        ({"max_steps": 0}, ValueError, "max_steps must be at least 1"),
+        ({"start": "ones"}, ValueError, "start must be"),
+        ({"progress": "yes"}, TypeError, "progress must be"),
+        ({"generator": "seed"}, TypeError, "generator must be"),
+        ({"method": "average_information", "batches": [1]}, ValueError, "batches=None"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        gpi.fit(regression(20), **options)
+
+
+def test_no_mll() -> None:
+    with pytest.raises(TypeError, match="HutchinsonMarginalLogLikelihood"):
+        gpi.fit(regression(20).model)
+
+
+def test_empty_batches() -> None:
+    with pytest.raises(ValueError, match="passed over only once"):
+        quiet(features(), batches=iter(()))
+
+
+def test_data_that_are_not_finite() -> None:
+    mll = regression(20)
+    mll.model.train_targets[3] = torch.nan
+    with pytest.raises(ValueError, match="nan"):
+        quiet(mll)
+
+
+def test_dense_twin_agrees_with_itself() -> None:
+    """The twin of the curvature does not move the parameters."""
+    mll = regression(30)
+    before = [parameter.detach().clone() for parameter in mll.parameters()]
+    case = Case(mll.model, mll.likelihood, *mll.model.train_inputs, mll.model.train_targets)
+    dense_information(case, gpi.fitting.AverageInformation(mll).coordinates)
+    assert all(torch.allclose(a, b) for a, b in zip(before, mll.parameters(), strict=True))

@@ -1,0 +1,162 @@
+"""One step of average information, and what undoes it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import gpytorch
+import pytest
+import torch
+
+import gpy_iterative as gpi
+from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.fitting import AverageInformation
+from gpy_iterative.fitting.average_information import FIRST_DAMPING, RADIUS, RIDGE
+from tests.exact.gaussian_models import CASES, Case
+from tests.fitting.problems import ITERATIVE, dense_information, dense_value, regression
+
+
+def parameters(mll: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in mll.parameters()]
+
+
+def test_a_step_is_that_of_the_dense_formulas() -> None:
+    mll = regression(150)
+    optimiser = AverageInformation(mll)
+    coordinates, start = optimiser.coordinates, optimiser.coordinates.read()
+    before = dense_value(mll)
+    case = Case(mll.model, mll.likelihood, *mll.model.train_inputs, mll.model.train_targets)
+    matrix, step = dense_information(case, coordinates), 1e-5
+    gradient = torch.zeros(len(start), dtype=torch.float64)
+    for entry in range(len(start)):
+        values = []
+        for sign in (1, -1):
+            moved = start.clone()
+            moved[entry] += sign * step
+            coordinates.write(moved)
+            values.append(dense_value(mll))
+        gradient[entry] = (values[0] - values[1]) / (2 * step)
+    coordinates.write(start)
+    ridge = RIDGE * 150 * torch.eye(len(start), dtype=torch.float64)
+    move = torch.linalg.solve(matrix + FIRST_DAMPING * matrix.diagonal().diag() + ridge, gradient).clamp(
+        -RADIUS, RADIUS
+    )
+    made = optimiser.step()
+    assert made is not None
+    assert made.trials == 1
+    assert torch.allclose(coordinates.read() - start, move, atol=1e-4)
+    assert made.length == pytest.approx(float(move.abs().max()), abs=1e-4)
+    assert made.predicted == pytest.approx(float(gradient @ move - move @ (matrix + ridge) @ move / 2), rel=1e-4)
+    assert made.gained == pytest.approx(dense_value(mll) - before, rel=1e-6)
+
+
+def test_what_is_left_to_gain() -> None:
+    optimiser = AverageInformation(regression(150))
+    for _ in range(5):
+        optimiser.step()
+    left = optimiser.assess().left
+    value = optimiser.point.value
+    for _ in range(6):
+        optimiser.step()
+    assert optimiser.point.value - value == pytest.approx(left, rel=0.5)
+    assert optimiser.assess().left < 0.01
+
+
+@contextmanager
+def failing_evaluations(
+    mll: gpi.mlls.HutchinsonMarginalLogLikelihood, error: BaseException, times: int
+) -> Iterator[None]:
+    """After the first, so many evaluations raise an error in the model's own code."""
+    forward, left = mll.model.forward, [1 + times]
+
+    def raising(x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+        left[0] -= 1
+        if 0 <= left[0] < times:
+            raise error
+        return forward(x)
+
+    mll.model.forward = raising
+    yield
+    mll.model.forward = forward
+
+
+@pytest.mark.parametrize("solver", [None, ITERATIVE], ids=["exact", "iterative"])
+def test_a_trial_that_fails_is_undone_and_a_shorter_one_follows(solver: gpi.solvers.Solver | None) -> None:
+    mll = regression(100, solver=solver)
+    optimiser = AverageInformation(mll)
+    with failing_evaluations(mll, NonFiniteError("no"), times=2):
+        step = optimiser.step()
+    assert step is not None
+    assert step.trials == 3
+    assert 0 < step.length <= RADIUS
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory")], ids=["ctrl-c", "error"])
+def test_an_interrupted_step_leaves_everything_as_it_was(error: BaseException) -> None:
+    mll, other = regression(100, solver=ITERATIVE), regression(100, solver=ITERATIVE)
+    optimiser, untouched = AverageInformation(mll), AverageInformation(other)
+    before = parameters(mll)
+    with failing_evaluations(mll, error, times=1), pytest.raises(type(error)):
+        optimiser.step()
+    assert all(map(torch.equal, parameters(mll), before))
+    for each in (optimiser, untouched):
+        each.step()
+    assert all(map(torch.equal, parameters(mll), parameters(other)))
+
+
+def test_no_step_where_nothing_gains() -> None:
+    mll = regression(100)
+    optimiser = AverageInformation(mll)
+    before = parameters(mll)
+    with failing_evaluations(mll, NonFiniteError("no"), times=100):
+        assert optimiser.step() is None
+    assert all(map(torch.equal, parameters(mll), before))
+
+
+def test_a_bound_holds_a_parameter_and_not_the_others() -> None:
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(0.3))
+    mll = regression(100, likelihood=likelihood)
+    optimiser = AverageInformation(mll)
+    for _ in range(8):
+        optimiser.step()
+    found = optimiser.assess()
+    assert found.held.tolist() == [name == "noise_covar.noise" for name in optimiser.coordinates.names]
+    assert likelihood.noise.item() == pytest.approx(0.3, rel=2e-3)
+    assert found.left < 0.05
+
+
+def test_a_start_at_a_bound_is_moved_inside() -> None:
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-4))
+    mll = regression(60, likelihood=likelihood)
+    likelihood.noise_covar.raw_noise.data.fill_(-200.0)  # 1e-4 to rounding
+    optimiser = AverageInformation(mll)
+    assert optimiser.step() is not None
+    assert likelihood.noise.item() > 1e-4
+
+
+def test_a_batch_of_models_makes_the_steps_of_each() -> None:
+    case = CASES["batch"]()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
+    optimiser = AverageInformation(mll)
+    matrix = optimiser.assess().curvature.matrix
+    member = torch.tensor([int(name[name.index("[") + 1]) for name in optimiser.coordinates.names])
+    assert not matrix[member == 0][:, member == 1].any()
+    assert (matrix.diagonal() > 0).all()
+    for _ in range(8):
+        optimiser.step()
+    assert optimiser.assess().left < 1.0
+
+
+def test_more_probes_make_less_noise_and_leave_the_users_mll_alone() -> None:
+    mll = regression(200, solver=ITERATIVE, num_probes=4)
+    optimiser = AverageInformation(mll)
+    before = optimiser.assess().noise
+    optimiser.raise_probes(16)
+    assert optimiser.assess().noise < before / 4
+    assert mll.probes.num_probes == 4
+
+
+def test_other_mlls_are_refused() -> None:
+    mll = regression(20)
+    other = gpi.mlls.RussianRouletteMarginalLogLikelihood(mll.likelihood, mll.model)
+    with pytest.raises(TypeError, match=r"RussianRoulette.*method='adam'"):
+        AverageInformation(other)
