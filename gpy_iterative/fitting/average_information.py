@@ -2,7 +2,7 @@
 
 A step clips each coordinate by itself: a lengthscale on its way to infinity must not hold the others back. A step that
 gains too little is undone, and a shorter one is tried. Probes stay frozen meanwhile, so that two values have their noise in
-common; gains below what noise is left are not looked at.
+common; gains below what noise is left come from the gradients.
 """
 
 import logging
@@ -20,7 +20,13 @@ from torch import Tensor
 
 from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
 from gpy_iterative.fitting.coordinates import MARGIN, Coordinates
-from gpy_iterative.fitting.curvature import Curvature, average_information, conjugate_gradients, gradient_noise
+from gpy_iterative.fitting.curvature import (
+    NOISE_SAMPLES,
+    Curvature,
+    average_information,
+    conjugate_gradients,
+    gradient_noise,
+)
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.default import EXACT_BELOW
@@ -36,7 +42,9 @@ RIDGE = 1e-6
 FIRST_DAMPING, DAMPING = 0.1, 1e-3
 #: A step is kept when it gains at least this part of what was predicted, and is a good one from this part on.
 LEAST_GAIN, GOOD_GAIN = 0.1, 0.5
-#: A predicted gain of less than so many standard errors of a difference of two values is not compared with it.
+#: Where so many nats are left to gain, one sample of the gradient's noise is enough.
+FAR = 100.0
+#: A predicted gain of less than so many standard errors of a difference of two values is not compared with that.
 VISIBLE = 2.0
 #: Steps that may be undone before there is no way on.
 MAX_TRIALS = 8
@@ -106,8 +114,8 @@ class Step:
     Attributes:
         length: the largest move of a coordinate; 0 for no step.
         predicted: gain that the quadratic model predicted, nats.
-        gained: difference of the two values; with a standard error, see `seen`.
-        seen: whether the gain was larger than its noise, and was compared with the prediction.
+        gained: nats; the difference of the two values where `seen`, else by the trapezoidal rule from the two gradients.
+        seen: whether the predicted gain was larger than the noise of the values.
         trials: evaluations, those that were undone among them.
         epochs: passes over the kernel matrix, curvature included.
         seconds: wall-clock time.
@@ -137,6 +145,7 @@ class AverageInformation:
     Between two steps nothing but the parameters, the training state of the mll and `state()` has to be saved.
 
     Examples:
+        >>> model = MyExactGP(train_x, train_y, likelihood)
         >>> mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
         >>> optimiser = gpi.fitting.AverageInformation(mll)
         >>> for _ in range(3):
@@ -197,17 +206,15 @@ class AverageInformation:
             move = self._move(point, found)
             predicted = float(found.gradient @ move - 0.5 * move @ found.matrix @ move)
             reached = self._tried(point.position + move) if predicted > 0 else None
-            epochs += 0.0 if reached is None else reached.epochs
-            gained = -math.inf if reached is None else reached.value - point.value
-            # Value and gradient have probes of their own: the noise of both is in the difference.
-            noise = math.inf if reached is None else math.hypot(point.error, reached.error, found.error_along(move))
-            seen = reached is None or predicted > VISIBLE * noise
-            logger.debug("trial %d: predicted %.4g, gained %.4g, damping %.1g", trial, predicted, gained, self._damping)
-            if reached is not None and (not seen or gained > LEAST_GAIN * predicted):
-                self._damping *= 0.2 if not seen or gained > GOOD_GAIN * predicted else 2.0
-                self._point, self._assessment = reached, None
-                length = float((reached.position - point.position).abs().max())
-                return Step(length, predicted, gained, seen, trial, epochs, time.perf_counter() - start)
+            if reached is not None:
+                epochs += reached.epochs
+                gained, least, seen = _gain(point, found, reached, move, predicted)
+                logger.debug("trial %d: predicted %.4g, gained %.4g (%s)", trial, predicted, gained, seen)
+                if gained > least:
+                    self._damping *= 0.2 if gained > GOOD_GAIN * predicted else 2.0
+                    self._point, self._assessment = reached, None
+                    length = float((reached.position - point.position).abs().max())
+                    return Step(length, predicted, gained, seen, trial, epochs, time.perf_counter() - start)
             self._damping = max(10 * self._damping, DAMPING)
             undo()
         return None
@@ -268,14 +275,13 @@ class AverageInformation:
         lower, upper = self.coordinates.lower + MARGIN, self.coordinates.upper - MARGIN
         gradient = point.gradient + curvature.correction
         held = ((point.position <= lower) & (gradient < 0)) | ((point.position >= upper) & (gradient > 0))
-        samples = gradient_noise(point.evaluation, self.coordinates)
-        samples = gradient.new_zeros(0, len(gradient)) if samples is None else samples
-        found = Assessment(curvature, gradient, held, 0.0, 0.0, samples, RIDGE * point.evaluation.num_data)
-        return replace(
-            found,
-            left=_energy(found, gradient.unsqueeze(0)),
-            noise=_energy(found, samples) if len(samples) else 0.0,
-        )
+        ridge = RIDGE * point.evaluation.num_data
+        found = Assessment(curvature, gradient, held, 0.0, 0.0, gradient.new_zeros(0, len(gradient)), ridge)
+        left = _energy(found, gradient.unsqueeze(0))
+        samples = gradient_noise(point.evaluation, self.coordinates, 1 if left > FAR else NOISE_SAMPLES)
+        if samples is None:
+            return replace(found, left=left)
+        return replace(found, left=left, samples=samples, noise=_energy(found, samples))
 
     def _move(self, point: Point, found: Assessment) -> Tensor:
         """The damped step, clipped by coordinate and projected on the bounds."""
@@ -311,6 +317,20 @@ def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
     if mll.solver is not None or mll.model.train_targets.shape[-1] <= EXACT_BELOW:
         return mll.solver
     return conjugate_gradients(mll.model.train_targets.shape[-1])
+
+
+def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predicted: float) -> tuple[float, float, bool]:
+    """What a step has gained, the least that it has to, and whether the difference of the two values shows it.
+
+    Value and gradient have probes of their own, so that the noise of both is between a difference and its prediction. Where
+    it hides the prediction, the gain comes from the gradients at both ends, whose noise is smaller, and counts as enough up
+    to that noise.
+    """
+    noise = found.error_along(move)
+    if predicted > VISIBLE * math.hypot(point.error, reached.error, noise):
+        return reached.value - point.value, LEAST_GAIN * predicted, True
+    by_gradients = 0.5 * float((point.gradient + reached.gradient) @ move)
+    return by_gradients, LEAST_GAIN * predicted - VISIBLE * noise, False
 
 
 def _energy(found: Assessment, gradients: Tensor) -> float:

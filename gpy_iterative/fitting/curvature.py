@@ -27,7 +27,7 @@ from gpy_iterative.training.surrogate import surrogate
 TOLERANCE = 0.1
 #: Combinations of solutions whose energy is a smaller part of theirs are rounding errors.
 LEAST_EIGENVALUE = 1e-5
-#: Signs by which the probes' contributions to the gradient are weighed, for as many samples of its noise.
+#: Samples of the gradient's noise; each costs as much as the gradient.
 NOISE_SAMPLES = 3
 
 
@@ -204,8 +204,8 @@ def prior_information(
     return (vectors * values.clamp_min(0)) @ vectors.mT
 
 
-def gradient_noise(evaluation: Evaluation, coordinates: Coordinates) -> Tensor | None:
-    """Samples [k, p] of the noise that the probes leave in the gradient; None where the gradient is exact.
+def gradient_noise(evaluation: Evaluation, coordinates: Coordinates, num_samples: int = NOISE_SAMPLES) -> Tensor | None:
+    """Samples [num_samples, p] of the noise that the probes leave in the gradient; None where the gradient is exact.
 
     Signs that add up to zero, instead of ones, turn the mean over probes into a sample of its own error.
     """
@@ -216,7 +216,7 @@ def gradient_noise(evaluation: Evaluation, coordinates: Coordinates) -> Tensor |
     left, right = estimate.left[..., 1:], estimate.right[..., 1:]
     zero = torch.zeros_like(estimate.value)
     samples = []
-    for signs in _balanced_signs(left.shape[-1]):
+    for signs in _balanced_signs(left.shape[-1], num_samples):
         noise = surrogate(
             system.operator,
             zero,
@@ -229,19 +229,13 @@ def gradient_noise(evaluation: Evaluation, coordinates: Coordinates) -> Tensor |
     return torch.stack(samples)
 
 
-def _balanced_signs(size: int) -> Tensor:
-    """[k, size] of signs that add up to zero, but for a scale; a single probe is its own error."""
+def _balanced_signs(size: int, num_samples: int) -> Tensor:
+    """[num_samples, size] of signs that add up to zero, but for a scale; a single probe is its own error."""
     if size == 1:
         return torch.ones(1, 1)
-    rows = []
-    for number in range(NOISE_SAMPLES):
-        half = size // 2
-        order = (
-            torch.arange(size).reshape(-1)
-            if number == 0
-            else torch.randperm(size, generator=torch.Generator().manual_seed(number))
-        )
-        signs = torch.zeros(size)
-        signs[order[:half]], signs[order[half : 2 * half]] = 1.0, -1.0
-        rows.append(signs * (size / (2 * half)) ** 0.5)
-    return torch.stack(rows)
+    generator, half = torch.Generator().manual_seed(0), size // 2
+    signs = torch.zeros(num_samples, size)
+    for row in signs:
+        order = torch.randperm(size, generator=generator)
+        row[order[:half]], row[order[half : 2 * half]] = 1.0, -1.0
+    return signs * (size / (2 * half)) ** 0.5

@@ -141,21 +141,24 @@ class _Radial(DirectionalProduct):
 
 
 class _Differences(DirectionalProduct):
-    """Central differences, whose tiles are evaluated and not kept."""
+    """Central differences in float64, whose tiles are evaluated and not kept.
+
+    K a is small beside its terms: in float32 their rounding errors, divided by the step, would drown the difference.
+    """
 
     @cached_property
     def _tree(self) -> Any:
-        return _without_cache(self.operator).representation_tree()
+        return _in_float64(self.operator).representation_tree()
 
     def _along(self, tangent: Tangent) -> Tensor:
-        step = torch.finfo(self.vector.dtype).eps ** 0.25
-        tensors = [tensor.detach() for tensor in self.operator.representation()]
+        step = torch.finfo(torch.float64).eps ** 0.25
+        tensors = [_doubled(tensor) for tensor in self.operator.representation()]
         moved = lambda sign: [
             tensor if part is None else tensor + sign * step * part
             for tensor, part in zip(tensors, tangent, strict=True)
         ]
-        above, below = (_product(self._tree(*moved(sign)), self.vector) for sign in (1, -1))
-        return (above - below) / (2 * step)
+        above, below = (_product(self._tree(*moved(sign)), self.vector.double()) for sign in (1, -1))
+        return ((above - below) / (2 * step)).to(self.vector.dtype)
 
 
 def directional_product(operator: LinearOperator, vector: Tensor) -> DirectionalProduct:
@@ -187,11 +190,19 @@ def _product(operator: LinearOperator, vector: Tensor) -> Tensor:
     return operator._matmul(vector.unsqueeze(-1)).squeeze(-1)
 
 
-def _without_cache(operator: LinearOperator) -> LinearOperator:
-    """The same operator, which keeps no tiles and leaves those that others keep."""
+def _doubled(part: Any) -> Any:
+    """Floating tensors in float64, without graph; anything else as it is."""
+    if isinstance(part, LinearOperator):
+        return _in_float64(part)
+    return part.detach().double() if isinstance(part, Tensor) and part.is_floating_point() else part
+
+
+def _in_float64(operator: LinearOperator) -> LinearOperator:
+    """The same operator in float64, which keeps no tiles and leaves those that others keep."""
+    options = {name: _doubled(part) for name, part in operator._kwargs.items()}
     if isinstance(operator, TiledLinearOperator):
-        options = {"products": replace(operator.products, cache_memory=0), "cache": TileCache()}
-        return type(operator)(*operator._args, **operator._kwargs | options)
-    own = lambda part: _without_cache(part) if isinstance(part, LinearOperator) else part
-    options = {name: own(part) for name, part in operator._kwargs.items()}
-    return type(operator)(*map(own, operator._args), **options)
+        products = replace(operator.products, cache_memory=0, precision="native")
+        options |= {"products": products, "cache": TileCache()}
+    if "dtype" in options:
+        options["dtype"] = torch.float64
+    return type(operator)(*map(_doubled, operator._args), **options)

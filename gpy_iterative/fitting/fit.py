@@ -20,7 +20,7 @@ from gpy_iterative.fitting.average_information import Assessment, AverageInforma
 from gpy_iterative.fitting.checkpoint import read_checkpoint, write_checkpoint
 from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
-from gpy_iterative.fitting.stopping import LEFT, FitStatus, has_converged, has_stalled
+from gpy_iterative.fitting.stopping import LEFT, FitStatus, has_converged, has_stalled, is_drowned
 from gpy_iterative.training.progress import Progress, check_progress, reporting
 from gpy_iterative.training.run import make_generator
 
@@ -201,6 +201,7 @@ class _Information(_Loop):
         super().__init__(optimiser.mll, history, max_steps)
         self._optimiser = optimiser
         self._steps, self._has_raised = 0, False
+        self._seen: list[bool] = []
         self._last: Step | None = None
         self._assessed: Assessment | None = None
 
@@ -212,14 +213,16 @@ class _Information(_Loop):
         start = time.perf_counter()
         point, found = self._optimiser.point, self._optimiser.assess()
         self._assessed = found
+        self._seen.append(self._last is None or self._last.seen)
         epochs = found.curvature.epochs + point.epochs
         self.history.append(self._row(point, found, epochs, time.perf_counter() - start))
-        if has_converged(found.left, found.noise):
+        is_over = has_converged(found.left, found.noise)
+        if is_over or is_drowned([row.left_to_gain or 0.0 for row in self.history], self._seen):
             limit = LEFT * max(int((~found.held).sum()), 1)
             if found.noise <= limit or self._has_raised:
-                return _ended(found, limit)
+                return _ended(found, limit, is_over)
             self._optimiser.raise_probes()
-            self._has_raised = True
+            self._has_raised, self._last = True, None
             return None
         if self._steps >= self.max_steps:
             return FitStatus.BUDGET
@@ -244,11 +247,12 @@ class _Information(_Loop):
 
     def state(self) -> dict[str, Any]:
         last = None if self._last is None else astuple(self._last)
-        return {"steps": self._steps, "has_raised": self._has_raised, "last": last, **self._optimiser.state()}
+        own = {"steps": self._steps, "has_raised": self._has_raised, "seen": self._seen, "last": last}
+        return {**own, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes what `state()` gave, after the parameters have been loaded."""
-        self._steps, self._has_raised = state["steps"], state["has_raised"]
+        self._steps, self._has_raised, self._seen = state["steps"], state["has_raised"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._optimiser.load_state(state)
 
@@ -270,11 +274,12 @@ class _Information(_Loop):
         return irrelevant_inputs(self._optimiser.coordinates, self._assessed.curvature.matrix)
 
 
-def _ended(found: Assessment, limit: float) -> FitStatus:
-    """The status of a fit with nothing left to gain that can be seen."""
+def _ended(found: Assessment, limit: float, is_over: bool) -> FitStatus:
+    """The status of a fit with nothing left to gain that can be seen; `is_over`: nor that is told."""
     if found.held.any():
         return FitStatus.BOUND
-    return FitStatus.CONVERGED if found.noise <= limit else FitStatus.NOISE
+    blur = found.noise if is_over else max(found.noise, found.left)
+    return FitStatus.CONVERGED if blur <= limit else FitStatus.NOISE
 
 
 class _Adam(_Loop):

@@ -129,7 +129,9 @@ class FitResult:
         if len(self.hyperparameters) > MAX_LISTED:
             lines.append(f"and {len(self.hyperparameters) - MAX_LISTED} more")
         if self.irrelevant:
-            lines.append(f"The data do not need these inputs: {', '.join(self.irrelevant)}.")
+            lines.append(
+                f"The data may do without the inputs of {', '.join(self.irrelevant)}: these values change nothing."
+            )
         return "\n".join(lines)
 
 

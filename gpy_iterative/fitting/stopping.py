@@ -8,6 +8,8 @@ from itertools import pairwise
 #: Nats: a hyperparameter is then within a third of its own standard error of the optimum. The noise of the probes may be as
 #: much for each of them.
 LEFT = 0.05
+#: Steps without a visible gain after which what is left to gain should have halved.
+DROWNED = 2
 #: Steps without a gain of one standard error that end Adam, and the steps over which its value is smoothed.
 PATIENCE, SMOOTHED = 20, 10
 
@@ -17,8 +19,8 @@ class FitStatus(Enum):
 
     CONVERGED = "Nothing is left to gain: the hyperparameters are at an optimum of the log marginal likelihood."
     NOISE = (
-        "What is left to gain is hidden by the noise of the probes (or of mini-batches). The hyperparameters are good to "
-        "within that noise; more probes (num_probes), or larger batches, make it smaller."
+        "What is left to gain is hidden by the noise of the probes (or of mini-batches), or by rounding. The "
+        "hyperparameters are good to within that noise. More probes (num_probes), larger batches or float64 make it less."
     )
     BOUND = (
         "The optimum lies at or beyond a bound, and a parameter is held there. Noise at its least value means data without "
@@ -39,6 +41,19 @@ class FitStatus(Enum):
 def has_converged(left: float, noise: float) -> bool:
     """Whether so little is left to gain, in nats, that a step is not worth its cost."""
     return left < LEFT + noise
+
+
+def is_drowned(lefts: Sequence[float], seen: Sequence[bool]) -> bool:
+    """Whether what is left to gain has come down to the errors of the solves and of rounding, which no rule knows.
+
+    Args:
+        lefts: nats left to gain, by point.
+        seen: whether the gain of the step to each point could be seen.
+
+    True where steps whose gain nobody sees have not halved it.
+    """
+    is_blind = len(lefts) > DROWNED and not any(seen[-DROWNED:])
+    return is_blind and min(lefts[-DROWNED:]) > min(lefts[:-DROWNED]) / 2
 
 
 def has_stalled(values: Sequence[float], steps_per_pass: int = 1) -> bool:

@@ -1,5 +1,6 @@
 """The average information against dense twins."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import gpytorch
@@ -10,6 +11,8 @@ import gpy_iterative as gpi
 from gpy_iterative.fitting.average_information import likelihood_arguments
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.curvature import Curvature, average_information, gradient_noise, prior_information
+from gpy_iterative.linear_operators.radial.functions import MATERN
+from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from tests.exact.gaussian_models import CASES, Case
 from tests.fitting.problems import ITERATIVE, TIGHT, dense_information, regression
 
@@ -162,11 +165,46 @@ def test_tensors_from_elsewhere_are_refused() -> None:
         curvature(mll, Coordinates(mll))
 
 
-def test_float32() -> None:
-    mll = regression(200)
-    single = gpytorch.Module.float(regression(200, solver=ITERATIVE))
-    single.model.set_train_data(
-        *(t.float() for t in (*single.model.train_inputs, single.model.train_targets)), strict=False
-    )
+def test_short_lengthscales_keep_their_digits_in_float32() -> None:
+    """Coordinates over hundreds of lengthscales are taken apart, from differences."""
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.rand(700, 2, generator=generator, dtype=torch.float64)
+        vector = torch.randn(700, generator=generator, dtype=torch.float64).to(dtype)
+        scales = torch.tensor([0.001, 0.5], dtype=torch.float64)
+        scaled = ((x - x.mean(0)) / scales).to(dtype)
+        operator = RadialKernelLinearOperator(
+            scaled, torch.tensor(2.0, dtype=dtype), function=MATERN[1.5], scales_only=True
+        )
+        assert bool(operator.tiles().distances.apart) is (dtype is torch.float32)
+        found.append(operator.scale_products(vector).double())
+        step = 1e-4
+        if dtype is torch.float64:
+            for coordinate in range(2):
+                factor = torch.ones(2, dtype=dtype)
+                factor[coordinate] = 1 + step
+                above = RadialKernelLinearOperator(scaled * factor, operator.outputscale, function=MATERN[1.5]) @ vector
+                factor[coordinate] = 1 - step
+                below = RadialKernelLinearOperator(scaled * factor, operator.outputscale, function=MATERN[1.5]) @ vector
+                assert torch.allclose(found[0][:, coordinate], (above - below) / (2 * step), atol=1e-4)
+    assert (found[1] - found[0]).abs().max() < 1e-3 * found[0].abs().max()
+
+
+@pytest.mark.parametrize(
+    "covariance",
+    [
+        lambda: gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=3)),
+        lambda: gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel() * gpytorch.kernels.PeriodicKernel()),
+    ],
+    ids=["closed form", "differences"],
+)
+def test_float32(covariance: Callable[[], gpytorch.kernels.Kernel]) -> None:
+    mll = regression(200, covariance=covariance())
+    single = gpytorch.Module.float(regression(200, covariance=covariance(), solver=ITERATIVE))
+    data = (*single.model.train_inputs, single.model.train_targets)
+    single.model.set_train_data(*(tensor.float() for tensor in data), strict=False)
+    for each in (mll, single):
+        each.likelihood.noise, each.model.covar_module.outputscale = 0.05, 5.0
     exact = curvature(mll, Coordinates(mll)).matrix
     assert (curvature(single, Coordinates(single)).matrix - exact).abs().max() < 0.05 * exact.abs().max()

@@ -125,22 +125,17 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
     @property
     def has_scale_products(self) -> bool:
-        """Whether `scale_products` says all about the inputs, and float32 keeps the digits of its sums."""
-        is_of_scales = self.symmetric and self.scales_only and self.products.backend != "keops"
-        return is_of_scales and not self.tiles().distances.apart
+        """Whether the inputs depend on parameters through scales of their coordinates alone, and entries are tiles."""
+        return self.symmetric and self.scales_only and self.products.backend != "keops"
 
     @torch.no_grad()
     def scale_products(self, rhs: Tensor) -> Tensor:
         """The derivatives [*b, n, d] of K rhs with respect to log s_c, where s_c multiplies coordinate c of the inputs.
 
-        `rhs` is [*b, n]. With W = outputscale f', they are 2 (x_c^2 (W a) - 2 x_c W (x_c a) + W (x_c^2 a)): one product
-        with 1 + 2d columns, of the derivatives that are kept beside the tiles.
+        `rhs` is [*b, n]. Cost: one product with 1 + 2d columns, of the derivatives that are kept beside the tiles.
         """
-        x, rhs = self.x1.detach(), rhs.unsqueeze(-1)
-        columns = torch.cat([rhs, x * rhs, x.square() * rhs], dim=-1).expand(*self.batch_shape, -1, -1)
-        products = self.tiles().derivative_matmul(columns)
-        plain, once, twice = products.split([1, x.shape[-1], x.shape[-1]], dim=-1)
-        return (x.square() * plain - 2 * x * once + twice) * (2 * self.function.derivative_factor * self.tile_scale)
+        columns = rhs.unsqueeze(-1).expand(*self.batch_shape, -1, -1)
+        return self.tiles().scale_products(columns) * (2 * self.function.derivative_factor * self.tile_scale)
 
     @torch.no_grad()
     def alpha_product(self, rhs: Tensor) -> Tensor:

@@ -113,9 +113,22 @@ class RadialTiles(Tiles):
         """
         return _DerivativePass(self, weights, value=value, alpha=alpha, scales_only=scales_only).run()
 
-    def derivative_matmul(self, rhs: Tensor) -> Tensor:
-        """df/dq over its factor, [*b, n, m], times rhs [*b, m, s]; served from kept tiles."""
-        return self._product(slice(None), slice(None), rhs, lambda i, j: self.value_and_derivative(i, j)[1])
+    def scale_products(self, rhs: Tensor) -> Tensor:
+        """sum_j G_ij (x_i - x_j)^2 rhs_j by coordinate, [*b, n, d], with G = df/dq over its factor, for rhs [*b, n, 1].
+
+        x^2 (G a) - 2 x G (x a) + G (x^2 a) for coordinates that share a product; from the differences for those apart.
+        """
+        derivative = lambda i, j: self.value_and_derivative(i, j)[1]
+        x = self.x1[..., self.distances.together]
+        columns = torch.cat([rhs, x * rhs, x.square() * rhs], dim=-1)
+        product = self._product(slice(None), slice(None), columns, derivative)
+        plain, once, twice = product.split([1, x.shape[-1], x.shape[-1]], dim=-1)
+        found = torch.empty_like(rhs.expand(*rhs.shape[:-1], self.x1.shape[-1]))
+        found[..., self.distances.together] = x.square() * plain - 2 * x * once + twice
+        for number, coordinate in enumerate(self.distances.apart):
+            weighted = lambda i, j, n=number: derivative(i, j) * self.distances.difference(n, i, j).square()
+            found[..., coordinate] = self._product(slice(None), slice(None), rhs, weighted).squeeze(-1)
+        return found
 
     def alpha_derivative_matmul(self, rhs: Tensor) -> Tensor:
         """df/dalpha [*b, n, m] times rhs [*b, m, s]."""

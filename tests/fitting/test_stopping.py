@@ -1,0 +1,45 @@
+"""When a fit ends."""
+
+import math
+
+import pytest
+import torch
+
+from gpy_iterative.fitting import FitStatus
+from gpy_iterative.fitting.stopping import LEFT, has_converged, has_stalled, is_drowned
+
+
+def test_what_is_left_is_compared_with_its_noise() -> None:
+    assert has_converged(0.9 * LEFT, 0.0)
+    assert not has_converged(1.1 * LEFT, 0.0)
+    assert has_converged(1.1 * LEFT, 1.0)
+
+
+def test_blind_steps_have_to_halve_what_is_left() -> None:
+    blind = [True, True, False, False]
+    assert not is_drowned([100.0, 10.0, 6.0, 4.9], blind)
+    assert is_drowned([100.0, 10.0, 6.0, 5.1], blind)
+    assert not is_drowned([100.0, 10.0, 6.0, 5.1], [True, True, False, True])
+    assert not is_drowned([5.0, 5.0], [False, False])
+
+
+def noisy(trend: float, noise: float, steps: int, seed: int = 0) -> list[float]:
+    draws = torch.randn(steps, generator=torch.Generator().manual_seed(seed)).tolist()
+    return [trend * step + noise * draw for step, draw in enumerate(draws)]
+
+
+def test_adam_goes_on_while_it_gains() -> None:
+    assert not any(has_stalled(noisy(0.1, 0.1, steps)) for steps in range(1, 100))
+    assert not has_stalled([1 - math.exp(-step / 50) for step in range(100)])
+    assert any(has_stalled(noisy(0.0, 0.1, steps)) for steps in range(40, 60))
+
+
+def test_mini_batches_are_compared_by_the_pass() -> None:
+    values = noisy(0.01, 0.5, 900)
+    assert any(has_stalled(values[:steps]) for steps in range(100, 200))
+    assert not any(has_stalled(values[:steps], steps_per_pass=200) for steps in range(0, 900, 50))
+
+
+@pytest.mark.parametrize("status", FitStatus)
+def test_every_status_has_advice(status: FitStatus) -> None:
+    assert status.advice.endswith(".")
