@@ -219,6 +219,11 @@ class AverageInformation:
             undo()
         return None
 
+    def go_to(self, position: Tensor) -> None:
+        """Sets the coordinates, [p]."""
+        self.coordinates.write(position)
+        self._point = self._assessment = None
+
     def raise_probes(self, factor: int = 4) -> None:
         """Goes on with more probes, whose noise is smaller. The mll that was given keeps its own."""
         self.mll = self.mll.variant(num_probes=factor * self.mll.probes.num_probes)
@@ -256,7 +261,7 @@ class AverageInformation:
         prior = model(*model.train_inputs)
         evaluation = mll.evaluate(prior, model.train_targets, *likelihood_arguments(mll))
         total = evaluation.value.sum() * evaluation.num_data
-        error = torch.hypot(evaluation.estimate.value_sem.double().square().sum().sqrt(), rounding_error(evaluation))
+        error = torch.hypot(evaluation.estimate.value_sem.double().square().sum().sqrt().cpu(), rounding_error(evaluation))
         gradient = coordinates.gradient(total, retain_graph=True)
         return Point(
             position=coordinates.read(),

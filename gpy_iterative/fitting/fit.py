@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from gpytorch.mlls import MarginalLogLikelihood
+from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
@@ -20,7 +21,7 @@ from gpy_iterative.fitting.average_information import Assessment, AverageInforma
 from gpy_iterative.fitting.checkpoint import read_checkpoint, write_checkpoint
 from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
-from gpy_iterative.fitting.stopping import LEFT, FitStatus, has_converged, has_stalled, is_drowned
+from gpy_iterative.fitting.stopping import NOISE, FitStatus, has_converged, has_stalled, is_drowned
 from gpy_iterative.training.progress import Progress, check_progress, reporting
 from gpy_iterative.training.run import make_generator
 
@@ -202,6 +203,7 @@ class _Information(_Loop):
         self._optimiser = optimiser
         self._steps, self._has_raised = 0, False
         self._seen: list[bool] = []
+        self._best: tuple[float, Tensor] | None = None  # what was left to gain at the best point, and its position
         self._last: Step | None = None
         self._assessed: Assessment | None = None
 
@@ -210,20 +212,20 @@ class _Information(_Loop):
         return self._steps
 
     def advance(self) -> FitStatus | None:
-        start = time.perf_counter()
-        point, found = self._optimiser.point, self._optimiser.assess()
-        self._assessed = found
-        self._seen.append(self._last is None or self._last.seen)
-        epochs = found.curvature.epochs + point.epochs
-        self.history.append(self._row(point, found, epochs, time.perf_counter() - start))
-        is_over = has_converged(found.left, found.noise)
-        if is_over or is_drowned([row.left_to_gain or 0.0 for row in self.history], self._seen):
-            limit = LEFT * max(int((~found.held).sum()), 1)
+        found = self._assess()
+        limit = NOISE * max(int((~found.held).sum()), 1)
+        if has_converged(found.left, found.noise):
             if found.noise <= limit or self._has_raised:
-                return _ended(found, limit, is_over)
+                return _ended(found, found.noise, limit)
             self._optimiser.raise_probes()
-            self._has_raised, self._last = True, None
+            self._has_raised, self._last, self._best = True, None, None
             return None
+        if is_drowned([row.left_to_gain or 0.0 for row in self.history], self._seen, limit):
+            if self._best is not None and self._best[0] < found.left:
+                self._optimiser.go_to(self._best[1])
+                self._last = None
+                found = self._assess()
+            return _ended(found, max(found.left, found.noise), limit)
         if self._steps >= self.max_steps:
             return FitStatus.BUDGET
         self._last = self._optimiser.step()
@@ -231,6 +233,17 @@ class _Information(_Loop):
             return FitStatus.STAGNATED
         self._steps += 1
         return None
+
+    def _assess(self) -> Assessment:
+        """What is known of the current point, which gets a row."""
+        start = time.perf_counter()
+        point, found = self._optimiser.point, self._optimiser.assess()
+        self._assessed = found
+        if self._best is None or found.left < self._best[0]:
+            self._best = found.left, point.position
+        self._seen.append(self._last is None or self._last.seen)
+        self.history.append(self._row(point, found, found.curvature.epochs + point.epochs, time.perf_counter() - start))
+        return found
 
     def _row(self, point: Point, found: Assessment, epochs: float, seconds: float) -> HistoryRow:
         last = self._last
@@ -247,13 +260,20 @@ class _Information(_Loop):
 
     def state(self) -> dict[str, Any]:
         last = None if self._last is None else astuple(self._last)
-        own = {"steps": self._steps, "has_raised": self._has_raised, "seen": self._seen, "last": last}
+        own = {
+            "steps": self._steps,
+            "has_raised": self._has_raised,
+            "seen": self._seen,
+            "last": last,
+            "best": self._best,
+        }
         return {**own, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes what `state()` gave, after the parameters have been loaded."""
         self._steps, self._has_raised, self._seen = state["steps"], state["has_raised"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
+        self._best = state["best"]
         self._optimiser.load_state(state)
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
@@ -274,11 +294,10 @@ class _Information(_Loop):
         return irrelevant_inputs(self._optimiser.coordinates, self._assessed.curvature.matrix)
 
 
-def _ended(found: Assessment, limit: float, is_over: bool) -> FitStatus:
-    """The status of a fit with nothing left to gain that can be seen; `is_over`: nor that is told."""
+def _ended(found: Assessment, blur: float, limit: float) -> FitStatus:
+    """The status of a fit with nothing left to gain that can be seen, but for so many nats of noise."""
     if found.held.any():
         return FitStatus.BOUND
-    blur = found.noise if is_over else max(found.noise, found.left)
     return FitStatus.CONVERGED if blur <= limit else FitStatus.NOISE
 
 

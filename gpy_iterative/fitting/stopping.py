@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
 
-#: Nats: a hyperparameter is then within a third of its own standard error of the optimum. The noise of the probes may be as
-#: much for each of them.
+#: Nats: all hyperparameters are then within a third of their own standard errors of the optimum.
 LEFT = 0.05
-#: Steps without a visible gain after which what is left to gain should have halved.
-DROWNED = 2
+#: Nats of noise for each hyperparameter with which a fit counts as converged: .45 of its standard error.
+NOISE = 0.1
+#: Steps without a visible gain after which what is left to gain should have halved, and how near the end this counts.
+DROWNED, NEAR = 2, 5.0
 #: Steps without a gain of one standard error that end Adam, and the steps over which its value is smoothed.
 PATIENCE, SMOOTHED = 20, 10
 
@@ -43,17 +44,18 @@ def has_converged(left: float, noise: float) -> bool:
     return left < LEFT + noise
 
 
-def is_drowned(lefts: Sequence[float], seen: Sequence[bool]) -> bool:
+def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float) -> bool:
     """Whether what is left to gain has come down to the errors of the solves and of rounding, which no rule knows.
 
     Args:
         lefts: nats left to gain, by point.
         seen: whether the gain of the step to each point could be seen.
+        limit: nats of noise with which the fit counts as converged.
 
     True where steps whose gain nobody sees have not halved it.
     """
     is_blind = len(lefts) > DROWNED and not any(seen[-DROWNED:])
-    return is_blind and min(lefts[-DROWNED:]) > min(lefts[:-DROWNED]) / 2
+    return is_blind and NEAR * limit > min(lefts[-DROWNED:]) > min(lefts[:-DROWNED]) / 2
 
 
 def has_stalled(values: Sequence[float], steps_per_pass: int = 1) -> bool:
