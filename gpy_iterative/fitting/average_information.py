@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 RADIUS = 2.0
 #: Added to the diagonal of A for each datum: bounds the steps of coordinates that the data say nothing about.
 RIDGE = 1e-6
-#: Damping, relative to the diagonal of A: at the start, and the least after a step that was undone.
-FIRST_DAMPING, DAMPING = 0.1, 1e-3
+#: Damping, relative to the diagonal of A: at the start, and the least after a step that gained little or was undone.
+FIRST_DAMPING, POOR_DAMPING = 0.1, 1e-2
 #: A step is kept when it gains at least this part of what was predicted, and is a good one from this part on.
 LEAST_GAIN, GOOD_GAIN = 0.1, 0.5
 #: Where so many nats are left to gain, one sample of the gradient's noise is enough.
@@ -211,11 +211,12 @@ class AverageInformation:
                 gained, least, seen = _gain(point, found, reached, move, predicted)
                 logger.debug("trial %d: predicted %.4g, gained %.4g (%s)", trial, predicted, gained, seen)
                 if gained > least:
-                    self._damping *= 0.2 if gained > GOOD_GAIN * predicted else 2.0
+                    is_good = gained > GOOD_GAIN * predicted
+                    self._damping = self._damping / 5 if is_good else max(2 * self._damping, POOR_DAMPING)
                     self._point, self._assessment = reached, None
                     length = float((reached.position - point.position).abs().max())
                     return Step(length, predicted, gained, seen, trial, epochs, time.perf_counter() - start)
-            self._damping = max(10 * self._damping, DAMPING)
+            self._damping = max(10 * self._damping, POOR_DAMPING)
             undo()
         return None
 
@@ -261,7 +262,9 @@ class AverageInformation:
         prior = model(*model.train_inputs)
         evaluation = mll.evaluate(prior, model.train_targets, *likelihood_arguments(mll))
         total = evaluation.value.sum() * evaluation.num_data
-        error = torch.hypot(evaluation.estimate.value_sem.double().square().sum().sqrt().cpu(), rounding_error(evaluation))
+        error = torch.hypot(
+            evaluation.estimate.value_sem.double().square().sum().sqrt().cpu(), rounding_error(evaluation)
+        )
         gradient = coordinates.gradient(total, retain_graph=True)
         return Point(
             position=coordinates.read(),

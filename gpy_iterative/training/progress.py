@@ -15,12 +15,12 @@ class ProgressReport:
     """How far a long operation is.
 
     Attributes:
-        operation: "solve", "mode", "refinement", "variances", "pass" or "subsets".
+        operation: "solve", "mode", "refinement", "variances", "pass", "subsets" or "fit".
         done: how much of it is done, in units.
-        unit: "epochs" of a solve, "products" of a search for a mode, "points", "rows", "subsets".
+        unit: "epochs" of a solve, "products" of a search for a mode, "points", "rows", "subsets", "steps" of a fit.
         total: how much there is to do; None where it is unknown.
         figures: what can be said about it now: relative residuals of a solve, for each group of columns; the gradient at a
-            mode; the last fit's loss.
+            mode; the last fit's loss; value and what is left to gain of a fit.
     """
 
     operation: str

@@ -10,7 +10,7 @@ import torch
 
 import gpy_iterative as gpi
 from gpy_iterative.fitting import FitStatus
-from gpy_iterative.fitting.fit import _chosen
+from gpy_iterative.fitting.fit import _chosen, _Information
 from tests.exact.gaussian_models import CASES, Case, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_information, dense_optimum, dense_value, regression
 
@@ -151,6 +151,19 @@ def test_stagnated() -> None:
     result = quiet(mll)
     assert result.status is FitStatus.STAGNATED
     assert result.steps == 1
+
+
+def test_a_fit_that_blind_steps_do_not_help_ends_at_its_best_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    mll = regression(80)
+    loop = _Information(gpi.fitting.AverageInformation(mll), [], 10)
+    assert loop.advance() is None
+    best = [parameter.detach().clone() for parameter in mll.parameters()]
+    loop._best = (0.0, gpi.fitting.AverageInformation(mll).coordinates.read())
+    assert loop.advance() is None
+    monkeypatch.setattr("gpy_iterative.fitting.fit.is_drowned", lambda *told: True)
+    assert loop.advance() is FitStatus.NOISE
+    assert all(map(torch.allclose, mll.parameters(), best))
+    assert loop.history[-1].left_to_gain == pytest.approx(loop.history[1].left_to_gain)
 
 
 def test_ctrl_c_keeps_what_the_last_step_has_reached() -> None:

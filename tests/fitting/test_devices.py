@@ -1,0 +1,20 @@
+"""A fit on an accelerator makes the steps of the CPU."""
+
+import pytest
+import torch
+
+import gpy_iterative as gpi
+from tests.exact.test_devices import METHODS, regression
+
+
+def fitted(name: str, device: torch.device) -> list[float]:
+    likelihood, model, _, _ = regression(device)
+    mll = METHODS[name](likelihood, model)
+    result = gpi.fit(mll, progress=False, max_steps=2)
+    assert all(parameter.device.type == device.type for parameter in mll.parameters())
+    return [figure for row in result.history for figure in (row.value, row.left_to_gain or 0.0)]
+
+
+@pytest.mark.parametrize("name", ["exact", "hutchinson", "russian roulette"])
+def test_steps(name: str, device: torch.device) -> None:
+    assert fitted(name, device) == pytest.approx(fitted(name, torch.device("cpu")), rel=1e-4)
