@@ -52,8 +52,11 @@ def features(kernel: kernels.Kernel, x: torch.Tensor, count: int, seed: int = 0)
     return maker.features(terms, maker.draw(terms, torch.Generator().manual_seed(seed)))
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float64) for name in KERNELS]
+    + [(name, torch.float32) for name in ("matern-3/2", "linear", "product")],
+)
 def test_features_reproduce_the_kernel(name: str, dtype: torch.dtype) -> None:
     kernel, (x, _) = make(name, dtype), data(40, dtype=dtype)
     phi = features(kernel, x, 100_000)
