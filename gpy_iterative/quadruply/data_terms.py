@@ -16,9 +16,8 @@ from torch import Tensor
 
 from gpy_iterative.errors import ApproximationWarning, warn
 from gpy_iterative.quadruply.feature_weights import FeatureWeights
-from gpy_iterative.quadruply.known_latent import KnownValues
 from gpy_iterative.quadruply.model import BLOCK, QuadruplyStochasticGP
-from gpy_iterative.quadruply.samples import Head, Sample
+from gpy_iterative.quadruply.samples import Head, KnownValues, Sample
 from gpy_iterative.training.likelihood_forms import expected_log_prob
 
 #: 1 / (largest curvature of a logistic likelihood), used as the noise of likelihoods that have none.
@@ -83,57 +82,65 @@ class Call:
         return noise
 
 
-def gaussian_term(model: QuadruplyStochasticGP, rows: Rows, first: Sample, second: Sample) -> Tensor:
-    """Estimate of -2 E_q log p(y | f) from independent samples of groups: [], float64.
+def gaussian_term(
+    model: QuadruplyStochasticGP, rows: Rows, first: Sample, second: Sample, known: KnownValues | None = None
+) -> Tensor:
+    """-2 E_q log p(y | f) with an unbiased gradient: [], float64.
 
-    The square of a residual is estimated by the product of two, which are small: large sums do not have to cancel.
+    Without known values an estimate from independent samples of groups: the square of a residual is estimated by the
+    product of two, which are small, so that large sums do not have to cancel. With known values exact, but for a diagonal
+    of C that is not shared.
     """
-    head = Head.of(model, model.head_features(rows.x))
-    left = model.tail_features(rows.x, head.features, first.groups)
-    right = model.tail_features(rows.x, head.features, second.groups)
-    target = rows.residual - head.mean
-    square = (target - first.mean(left)) * (target - second.mean(right))
-    variance = ((head.root + first.root(left)) * (head.root + second.root(right))).sum(-1)
-    return _gaussian(model, rows, head, square + variance + _diagonal_variance(model, rows, head, first, left))
-
-
-def known_gaussian_term(model: QuadruplyStochasticGP, rows: Rows, known: KnownValues, sample: Sample) -> Tensor:
-    """-2 E_q log p(y | f) of rows whose latent function is known, with an unbiased gradient: [], float64.
-
-    The value depends on the sample only through a diagonal of C that is not shared.
-    """
-    variance = known.root.square().sum(-1) + _diagonal_variance(model, rows, known.head, sample, known.left)
-    return _gaussian(model, rows, known.head, (rows.residual - known.mean).square() + variance)
+    if known is None:
+        head = Head.of(model, model.head_features(rows.x))
+        left = model.tail_features(rows.x, head.features, first.groups)
+        right = model.tail_features(rows.x, head.features, second.groups)
+        target = rows.residual - head.mean
+        square = (target - first.mean(left)) * (target - second.mean(right))
+        variance = ((head.root + first.root(left)) * (head.root + second.root(right))).sum(-1)
+    else:
+        head, left = known.head, known.left
+        square, variance = (rows.residual - known.mean).square(), known.root.square().sum(-1)
+    square = square + variance + _diagonal_variance(model, rows, head, first, left)
+    noise = rows.noise.double()
+    model.weights.watch(head.features, square)
+    return rows.weight * (square.double() / noise + noise.log() + math.log(2 * math.pi)).sum()
 
 
 def site_bound(
-    likelihood: Likelihood, model: QuadruplyStochasticGP, rows: Rows, sample: Sample, **kwargs: Any
-) -> Tensor:
-    """Estimate of a lower bound of E_q log p(y | f) for a log-concave likelihood; exact for all groups: [], float64.
-
-    By Jensen's inequality, since the sampled latent mean is unbiased given the weights. The sample's part of the variance
-    is taken with whole rows of C; a shared diagonal is exact. (Theorem 3 of Evans and Nair 2018 has the variance in the
-    place of its square root, and is no bound.)
-    """
-    head = Head.of(model, model.head_features(rows.x))
-    features = model.tail_features(rows.x, head.features, sample.groups)
-    mean, root = head.mean + sample.mean(features), head.root + sample.root(features)
-    return _site(likelihood, model, rows, head, mean, root, sample, features, **kwargs)
-
-
-def known_site_term(
     likelihood: Likelihood,
     model: QuadruplyStochasticGP,
     rows: Rows,
-    known: KnownValues,
     sample: Sample,
+    known: KnownValues | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """E_q log p(y | f) of rows whose latent function is known, with an unbiased gradient: [], float64.
+    """A lower bound of E_q log p(y | f) for a log-concave likelihood, with an unbiased gradient: [], float64.
 
-    Exact for any likelihood where the diagonal of C is shared; else a lower bound, of a log-concave one.
+    An estimate without known values; exact for all groups, and for known values with a shared diagonal of C (then of any
+    likelihood). By Jensen's inequality, since the sampled latent mean is unbiased given the weights. The sample's part of
+    the variance is taken with whole rows of C; a shared diagonal is exact. (Theorem 3 of Evans and Nair 2018 has the
+    variance where its square root belongs, and is no bound.)
     """
-    return _site(likelihood, model, rows, known.head, known.mean, known.root, sample, known.left, **kwargs)
+    if known is None:
+        head = Head.of(model, model.head_features(rows.x))
+        features = model.tail_features(rows.x, head.features, sample.groups)
+        mean, root = head.mean + sample.mean(features), head.root + sample.root(features)
+    else:
+        head, features, mean, root = known.head, known.left, known.mean, known.root
+    # A sampled diagonal of C is weighted twice: by Jensen's inequality its variance is too large.
+    diagonal = _diagonal_variance(model, rows, head, sample, features, factor=sample.weight)
+    variance = root.square().sum(-1) + diagonal
+    deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+    mean = rows.prior_mean + mean
+
+    def fit(mean: Tensor, deviation: Tensor) -> Tensor:
+        latent = base_distributions.Normal(mean, deviation)
+        return rows.weight * expected_log_prob(likelihood, rows.target, latent, **kwargs).double().sum()
+
+    fixed = mean.detach(), deviation.detach()
+    model.weights.watch(head.features, variance, lambda change: fit(fixed[0] + change, fixed[1]))
+    return fit(mean, deviation)
 
 
 def control_term(known: KnownValues, first: Sample, second: Sample, residual: Tensor, noise: Tensor) -> Tensor:
@@ -162,40 +169,6 @@ def _diagonal_variance(
     if model.weights.shared_diagonal:
         return head.variance + model.weights.shared_variance * model.tail_prior_variance(rows.x, head.features)
     return head.variance + factor * sample.variance(features)
-
-
-def _gaussian(model: QuadruplyStochasticGP, rows: Rows, head: Head, square: Tensor) -> Tensor:
-    """-2 log p from expected squares [b], weighted and summed."""
-    noise = rows.noise.double()
-    model.weights.watch(head.features, square)
-    return rows.weight * (square.double() / noise + noise.log() + math.log(2 * math.pi)).sum()
-
-
-def _site(
-    likelihood: Likelihood,
-    model: QuadruplyStochasticGP,
-    rows: Rows,
-    head: Head,
-    mean: Tensor,
-    root: Tensor,
-    sample: Sample,
-    features: Tensor,
-    **kwargs: Any,
-) -> Tensor:
-    """E log p of latent values with this mean [b] and root [b, k] of the variance, weighted and summed."""
-    # A sampled diagonal of C is weighted twice: by Jensen's inequality its variance is too large.
-    diagonal = _diagonal_variance(model, rows, head, sample, features, factor=sample.weight)
-    variance = root.square().sum(-1) + diagonal
-    deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
-    mean = rows.prior_mean + mean
-
-    def fit(mean: Tensor, deviation: Tensor) -> Tensor:
-        latent = base_distributions.Normal(mean, deviation)
-        return rows.weight * expected_log_prob(likelihood, rows.target, latent, **kwargs).double().sum()
-
-    fixed = mean.detach(), deviation.detach()
-    model.weights.watch(head.features, variance, lambda change: fit(fixed[0] + change, fixed[1]))
-    return fit(mean, deviation)
 
 
 @torch.no_grad()

@@ -24,16 +24,14 @@ from gpy_iterative.quadruply.data_terms import (
     gaussian_term,
     initialization_undone,
     initialize_weights,
-    known_gaussian_term,
-    known_site_term,
     site_bound,
     warn_of_capacity,
 )
 from gpy_iterative.quadruply.deferred import DeferredPrediction
-from gpy_iterative.quadruply.known_latent import KnownValues, check_entries
+from gpy_iterative.quadruply.known_latent import check_entries
 from gpy_iterative.quadruply.known_points import KnownPoints
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
-from gpy_iterative.quadruply.samples import Sample, draw_set, twice_divergence
+from gpy_iterative.quadruply.samples import KnownValues, Sample, draw_set, twice_divergence
 from gpy_iterative.quadruply.sizes import FEATURE_SAMPLES, TrainingData, group_samples
 from gpy_iterative.training.likelihood_forms import check_support, is_log_concave
 from gpy_iterative.training.report import Report
@@ -198,7 +196,6 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
             value, run = self._estimate(call)
         if tracks:
             self._run = run.having(data=run.part("data") or self._data.marks(x)).drawn(call.generator)
-            weights.announce_step()
         self.report = self._report_of(value, run, x, time.perf_counter() - start)
         logger.info("%s: %s", type(self).__name__, self.report)
         return with_checked_gradient(value, self)
@@ -283,14 +280,9 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         self, rows: Rows, first: Sample, second: Sample, kwargs: Mapping[str, Any], known: KnownValues | None
     ) -> Tensor:
         """E_q log p(y | f), or an estimate or bound of it, [] float64."""
-        model, likelihood = self.model, self.likelihood
         if self.is_unbiased:
-            if known is None:
-                return gaussian_term(model, rows, first, second) / -2
-            return known_gaussian_term(model, rows, known, first) / -2
-        if known is None:
-            return site_bound(likelihood, model, rows, first, **kwargs)
-        return known_site_term(likelihood, model, rows, known, first, **kwargs)
+            return gaussian_term(self.model, rows, first, second, known) / -2
+        return site_bound(self.likelihood, self.model, rows, first, known, **kwargs)
 
     def _value(self, call: Call, data: Tensor, first: Sample, second: Sample) -> Tensor:
         """The bound over n, with priors and added loss terms, [] in the dtype of the data."""
