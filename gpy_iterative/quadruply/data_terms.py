@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import ApproximationWarning, warn
 from gpy_iterative.quadruply.feature_weights import FeatureWeights
-from gpy_iterative.quadruply.model import BLOCK, QuadruplyStochasticGP
+from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.samples import Head, KnownValues, Sample
 from gpy_iterative.training.likelihood_forms import expected_log_prob
 
@@ -182,7 +182,7 @@ def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) 
         total = num_data * model.tail_prior_variance(rows.x, head).mean() / noise
         weights.tail_log_diagonal.fill_(_log_deviation(total / weights.num_tail, None))
     elif not weights.shared_diagonal:
-        for groups in model.tail_blocks(BLOCK):
+        for groups in model.tail_blocks():
             gram = num_data * model.tail_features(rows.x, head, groups).square().mean(0) / noise
             index = model.basis.feature_index(groups)
             weights.tail_log_diagonal[index, 0] = _log_deviation(gram, model.tail_precision(groups))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpy_iterative.quadruply.model import BLOCK, QuadruplyStochasticGP
+from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.samples import Head, KnownValues, Sample
 from gpy_iterative.training.run import Part
 
@@ -145,11 +145,11 @@ def _weights(model: QuadruplyStochasticGP) -> Tensor:
 
 def _product(model: QuadruplyStochasticGP, x: Tensor, head: Tensor, weights: Tensor) -> Tensor:
     """Phi(x) times weights [m, 1 + k], from the groups that have a weight other than zero: [p, 1 + k], float64."""
-    basis, groups = model.basis, torch.arange(model.num_tail_groups, device=x.device)
     total = x.new_zeros(len(x), weights.shape[-1], dtype=torch.float64)
-    members = weights.any(-1)[basis.feature_index(groups)].view(basis.group_size, -1)
-    for block in groups[members.any(0)].split(max(1, BLOCK // basis.group_size)):
-        total += (model.tail_features(x, head, block) @ weights[basis.feature_index(block)]).double()
+    every = model.basis.feature_index(torch.arange(model.num_tail_groups, device=x.device))
+    used = weights.any(-1)[every].view(model.basis.group_size, -1).any(0)
+    for groups in model.tail_blocks(used):
+        total += (model.tail_features(x, head, groups) @ weights[model.basis.feature_index(groups)]).double()
     return total
 
 
