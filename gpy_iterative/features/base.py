@@ -1,8 +1,7 @@
 """The step that all mini-batch marginal log likelihoods share.
 
 `model(train_x)` gives a prior whose kernel is not evaluated yet; a batch of rows is drawn; features, noise and residuals
-are evaluated at these rows alone; a subclass turns them into an estimate of the log marginal likelihood and the next state
-of the weights. That state is kept when the whole step has succeeded.
+are evaluated at these rows alone; a subclass turns them into an estimate of the log marginal likelihood and the next run.
 """
 
 import logging
@@ -24,7 +23,7 @@ from gpy_iterative.changes import SeenData
 from gpy_iterative.checks import check_count, check_finite
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.exact.validation import check_fit, check_likelihood
-from gpy_iterative.features.validation import StandstillWatch, check_features, check_rows, checked_indices
+from gpy_iterative.features.validation import StandstillWatch, check_rows, checked_indices
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpacePrior, WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import (
@@ -50,7 +49,7 @@ BATCH_SIZE = 256
 
 @dataclass(frozen=True)
 class MinibatchReport(Report):
-    """One mini-batch step's figures; `print(mll.report)` shows them on one line, `print(mll.report.table())` as a table.
+    """One mini-batch step.
 
     Attributes:
         value: what `forward` returned, a scalar.
@@ -126,12 +125,8 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def _weights(self, run: Run) -> WeightDistribution:
         """The distribution of the weights that the run describes."""
 
-    def _is_settled(self, run: Run) -> bool:
-        """Whether nothing is left to do after the optimiser's last step."""
-        return True
-
     def _settle(self, problem: WeightSpaceProblem, run: Run) -> Run:
-        """The run after what is left to do after the optimiser's last step; without autograd."""
+        """The run after what the optimiser's last step has left to do; without autograd."""
         return run
 
     def forward(
@@ -255,13 +250,11 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         )
 
     def training_state(self) -> dict[str, Tensor]:
-        """State, generator, order of rows and the likelihood's arguments as a plain dict of tensors.
+        """The state of the run as a plain dict of tensors: weights, generator, order of rows, the likelihood's arguments.
 
         Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run bit for bit. Raises
         ValueError where an argument of the likelihood is no tensor, number or string.
         """
-        if not self._is_settled(self._run):
-            self._commit(self._begun(*self._train_problem()))
         self._run = self._present_run().mapped(torch.detach)
         return super().training_state()
 
@@ -304,7 +297,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         """The run before a step: settled, or started from all data where these are other data."""
         run, num_data = self._present_run(), problem.num_data
         if is_known and int(run.parts["counts"]["num_data"]) == num_data:
-            return run if self._is_settled(run) else self._settle(problem, run)
+            return self._settle(problem, run)
         check_inputs(self.model)
         check_finite("target", target)
         counts = {"steps": run.parts["counts"]["steps"], "num_data": torch.tensor(num_data)}
@@ -357,7 +350,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def _problem(
         self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any
     ) -> WeightSpaceProblem:
-        check_features(self.model)
         problem = WeightSpaceProblem(self.likelihood, function_dist, target, *params, **kwargs)
         problem.progress = self.progress
         if self.needs_features:
@@ -410,7 +402,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.no_grad()
     def _count_features(self) -> int:
         """m, from features of two rows. Raises ValueError where a kernel has no feature map."""
-        check_features(self.model)
         prior = WeightSpacePrior(prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()]))
         prior.check_kernels()
         return prior.features().basis.shape[-1]

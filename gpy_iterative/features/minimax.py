@@ -82,6 +82,12 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         weights = {"dual": torch.zeros_like(identity), "scale": one, "strength": one}  # B, units of A, mu
         self._run = self._run.having(weights=weights, ascent=DONE, other_rows=NO_ROWS)
 
+    def training_state(self) -> dict[str, Tensor]:
+        """As for all methods, after the projection and the ascent of the last step."""
+        if self._run.parts["ascent"]["is_due"]:
+            self._commit(self._begun(*self._train_problem()))
+        return super().training_state()
+
     def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
         precision, moment = exact_statistics(problem, centred=False)
         weights = WeightDistribution.from_precision(precision, moment)
@@ -110,10 +116,9 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         data = surrogate(batch, own["mean"], -coupling / scale, identity)
         return data + log_determinant + (coupling * auxiliary).sum(), run.having(ascent=DUE)
 
-    def _is_settled(self, run: Run) -> bool:
-        return not run.parts["ascent"]["is_due"]
-
     def _settle(self, problem: WeightSpaceProblem, run: Run) -> Run:
+        if not run.parts["ascent"]["is_due"]:
+            return run
         own, (dual, scale, _) = run.parts["parameters"], _constants(run)
         values, vectors = torch.linalg.eigh(_symmetric(own["auxiliary"]))
         auxiliary = (vectors * values.clamp(min=1 / scale)) @ vectors.mT

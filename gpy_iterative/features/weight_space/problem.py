@@ -13,8 +13,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
-from gpy_iterative.features.feature_maps import concatenated, feature_map, has_feature_map
-from gpy_iterative.features.finite_feature_kernel import WeightSpaceFeatures
+from gpy_iterative.features.kernels import WeightSpaceFeatures, concatenated, feature_map, has_feature_map
 from gpy_iterative.linear_operators.from_gpytorch import (
     check_kernel_dtype,
     check_noise,

@@ -10,13 +10,18 @@ which any uniform batch gives unbiased values and gradients.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpaceProblem
+
+#: Below this a moving average of batches would hardly follow the hyperparameters any more.
+SMALLEST_RATE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -130,3 +135,41 @@ def exact_log_marginal_likelihood(problem: WeightSpaceProblem) -> Tensor:
 
 def _solve(lower: Tensor, vector: Tensor) -> Tensor:
     return torch.cholesky_solve(vector.unsqueeze(-1), lower).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class TrackerRate:
+    """The step size of a moving average of batches: a number in (0, 1], a function of the step, or None.
+
+    None is initial / sqrt(1 + initial * step / 4), and no less than .001: constant at first, for about as long as the
+    average remembers, then falling as the optimiser's steps become smaller. The average of batch precisions is inverted,
+    and the inverse of an average over N = b (2 - rate) / rate data is too large by a factor of about 1 / (1 - m / N): with
+    initial = min(.05, .1 b / m) that is 1.05 and falling.
+
+    Raises ValueError for a number outside (0, 1], also of a function, when it is called.
+    """
+
+    given: float | Callable[[int], float] | None
+    initial: float
+
+    def __post_init__(self) -> None:
+        if not callable(self.given):
+            _check_rate(self.initial if self.given is None else self.given)
+
+    @classmethod
+    def of(cls, given: float | Callable[[int], float] | None, batch_size: int, num_features: int) -> "TrackerRate":
+        """For batches of b rows of m features."""
+        return cls(given, min(0.05, 0.1 * batch_size / num_features))
+
+    def __call__(self, step: int) -> float:
+        """The rate of a step, counted from 0."""
+        if self.given is None:
+            return max(self.initial / math.sqrt(1 + self.initial * step / 4), min(self.initial, SMALLEST_RATE))
+        rate = self.given(step) if callable(self.given) else self.given
+        _check_rate(rate)
+        return float(rate)
+
+
+def _check_rate(rate: float) -> None:
+    if not isinstance(rate, Real) or isinstance(rate, bool) or not 0 < rate <= 1:
+        raise ValueError(f"tracker_rate must lie in (0, 1], got {rate!r}.")
