@@ -8,7 +8,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from gpytorch.likelihoods import Likelihood
@@ -53,34 +52,20 @@ class FrequencyReport(Report):
 
 @dataclass(frozen=True)
 class FeatureSum:
-    """A weighted sum of log densities.
+    """A weighted sum of log densities."""
 
-    Attributes:
-        weights: of the densities of the first so many frequencies, by that number.
-        exact: weight of the exact density; 0 where it takes no part.
-        report: what was drawn.
-    """
-
-    weights: Mapping[int, float]
-    exact: float
+    weights: Mapping[int, float]  # of the density of the first so many frequencies, by that number
+    exact: float  # weight of the exact density; 0 where it takes no part
     report: FrequencyReport
 
 
 @dataclass(frozen=True)
 class FeatureEstimate:
-    """A weighted sum of log densities with its derivatives, and of the exact density where it takes part.
+    """A weighted sum of log densities with its derivatives, and of the exact density where it takes part."""
 
-    Attributes:
-        value: [*b].
-        features: Phi [*b, n, F], with the graph to the hyperparameters.
-        derivatives: of the sum without the exact density, by features, noise and residual.
-        exact: the exact density, and its weight.
-        stats, truncation, probe_jitter: as in DensityEstimate; there are no probes.
-    """
-
-    value: Tensor
-    features: Tensor
-    derivatives: tuple[Tensor, ...]
+    value: Tensor  # [*b]
+    features: Tensor  # Phi [*b, n, F], with the graph to the hyperparameters
+    derivatives: tuple[Tensor, ...]  # of the sum without the exact density, by features, noise and residual
     exact: DensityEstimate | None
     exact_weight: float
     stats: SolveStats
@@ -114,23 +99,9 @@ class FeatureEstimate:
 
 
 class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
-    """Base of the marginal log likelihoods of random features; see its two subclasses for the options."""
+    """Base of the two marginal log likelihoods of random features."""
 
-    def __init__(
-        self,
-        likelihood: Likelihood,
-        model: ExactGP,
-        *,
-        resample: bool,
-        solver: Solver | None,
-        products: KernelProducts | None,
-        generator: torch.Generator | int | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        options = {**options, "resample": resample}
-        super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
-        check_flag("resample", resample)
-        self.resample = resample
+    resample: bool
 
     def _has_separate_estimates(self, estimate: Estimate) -> bool:
         return self.resample  # value and gradient of kept frequencies are one smooth function
@@ -208,14 +179,8 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     `RussianRouletteMarginalLogLikelihood` has none and less variance.
 
     Args:
-        likelihood: a Gaussian likelihood with diagonal noise (fixed and heteroskedastic included).
-        model: a `gpytorch.models.ExactGP` whose kernel has a registered spectral density.
+        likelihood, model, resample, solver, products, generator: as in `SingleSampleRFFMarginalLogLikelihood`.
         num_frequencies: m, for each kernel of the prior's sum: 2 m features.
-        resample: False keeps the frequencies of the first step.
-        solver: of predictions, which are of the kernel itself; None is Cholesky up to 3,000 data, and beyond conjugate
-            gradients to 1e-4.
-        products: how kernel products are computed.
-        generator: a generator, or the seed of one. The global generator is never touched.
 
     A step costs n (2m)^2 + (2m)^3, or n^2 2m + n^3 where 2m >= n; memory some six times n 2m.
 
@@ -237,16 +202,10 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         generator: torch.Generator | int | None = None,
     ) -> None:
         check_count("num_frequencies", num_frequencies)
-        super().__init__(
-            likelihood,
-            model,
-            resample=resample,
-            solver=solver,
-            products=products,
-            generator=generator,
-            options={"num_frequencies": num_frequencies},
-        )
-        self.num_frequencies = num_frequencies
+        check_flag("resample", resample)
+        options = {"num_frequencies": num_frequencies, "resample": resample}
+        super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
+        self.num_frequencies, self.resample = num_frequencies, resample
 
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
         return self.num_frequencies, {}

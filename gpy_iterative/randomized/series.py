@@ -72,56 +72,67 @@ class TruncationReport(Report):
     decay_rate: Tensor
 
 
+@dataclass(frozen=True)
+class SeriesOptions:
+    """How series are drawn and cut; for each option see `RussianRouletteMarginalLogLikelihood`."""
+
+    truncation: Truncation | AutomaticTruncation
+    num_truncations: int
+    num_probes: int
+    shares_truncation: bool
+    preconditioner: PivotedCholesky | None
+    tolerance: float | None
+    resample: bool
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.truncation, AutomaticTruncation):
+            check_truncation(self.truncation)
+        elif not self.resample:
+            raise ValueError(
+                "resample=False freezes the draws, which AutomaticTruncation redistributes every step: give an "
+                "ExponentialTruncation instead."
+            )
+        check_instance("preconditioner", self.preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
+        if self.tolerance is not None:
+            check_fraction("tolerance", self.tolerance)
+        check_flag("resample", self.resample)
+
+    def probes(self) -> ProbeDistribution:
+        """Probes whose covariance is the preconditioner of the recurrence."""
+        if self.preconditioner is None:
+            return Rademacher(num_probes=self.num_probes)
+        # P in the probes and in the recurrence is one matrix; its diagonal is the noise.
+        return Preconditioned(
+            num_probes=self.num_probes,
+            rank=self.preconditioner.rank,
+            correct_diagonal=False,
+            recipe=self.preconditioner,
+        )
+
+
 class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
-    """Base of the marginal log likelihoods from truncated series; see its two subclasses for the options."""
+    """Base of the two marginal log likelihoods from truncated series."""
 
     def __init__(
         self,
         likelihood: Likelihood,
         model: ExactGP,
+        series: SeriesOptions,
         *,
-        truncation: Truncation | AutomaticTruncation,
-        num_truncations: int,
-        num_probes: int,
-        shares_truncation: bool,
-        preconditioner: PivotedCholesky | None,
-        tolerance: float | None,
-        resample: bool,
         solver: Solver | None,
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
     ) -> None:
-        if not isinstance(truncation, AutomaticTruncation):
-            check_truncation(truncation)
-        check_instance("preconditioner", preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
-        if tolerance is not None:
-            check_fraction("tolerance", tolerance)
-        if not resample and isinstance(truncation, AutomaticTruncation):
-            raise ValueError(
-                "resample=False freezes the draws, which AutomaticTruncation redistributes every step: give an "
-                "ExponentialTruncation instead."
-            )
-        probes: ProbeDistribution = Rademacher(num_probes=num_probes)
-        if preconditioner is not None:
-            # P in the probes and in the recurrence is one matrix; its diagonal is the noise.
-            probes = Preconditioned(
-                num_probes=num_probes, rank=preconditioner.rank, correct_diagonal=False, recipe=preconditioner
-            )
-        options = {"probes": probes, "truncation": truncation, "num_truncations": num_truncations}
-        options |= {"shares_truncation": shares_truncation, "resample": resample}
+        probes, names = series.probes(), ("truncation", "num_truncations", "shares_truncation", "resample")
+        options = {"probes": probes} | {name: getattr(series, name) for name in names}
         super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
-        self.probes = probes
-        self.truncation = truncation
-        self.num_truncations = num_truncations
-        self.shares_truncation = shares_truncation
-        check_flag("resample", resample)
-        self.tolerance, self.resample = tolerance, resample
+        self.series, self.probes = series, probes
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
         start, operator, residual = time.perf_counter(), system.operator, system.residual
         run = run.for_system(operator)
         truncation = within(self._current_truncation(run), operator.shape[-1], operator.dtype)
-        kept = None if self.resample else run.part("series")
+        kept = None if self.series.resample else run.part("series")
         if kept is None:
             generator = run.generator()
             kept = self._draw(operator, truncation, generator)
@@ -147,7 +158,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                 _estimate_of(series, residual[index], member, *stops, truncation, table[: series.iterations])
             )
             runs.append(series)
-        if isinstance(self.truncation, AutomaticTruncation):
+        if isinstance(self.series.truncation, AutomaticTruncation):
             run = run.having(decay={"energies": _pooled_energies(runs)})
         estimate = _stacked(members, batch)
         stats = dataclasses.replace(estimate.stats, seconds=time.perf_counter() - start)
@@ -155,17 +166,17 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
     def _current_truncation(self, run: Run) -> Truncation:
         """Of this step: chosen, where that is asked for, from what the last step showed."""
-        if not isinstance(self.truncation, AutomaticTruncation):
-            return self.truncation
+        if not isinstance(self.series.truncation, AutomaticTruncation):
+            return self.series.truncation
         seen = run.part("decay")
         if seen is None or not seen["energies"].any():  # a residual of zero shows no decay
-            return self.truncation.start
-        return self.truncation.choose(seen["energies"].cpu())
+            return self.series.truncation.start
+        return self.series.truncation.choose(seen["energies"].cpu())
 
     def _draw(self, operator: LinearOperator, truncation: Truncation, generator: torch.Generator) -> Draws:
         batch = operator.batch_shape
-        target_stops = draw_stops(truncation, (*batch, self.num_truncations), generator)
-        if self.shares_truncation:
+        target_stops = draw_stops(truncation, (*batch, self.series.num_truncations), generator)
+        if self.series.shares_truncation:
             probe_stops = target_stops[..., :1].expand(*batch, self.probes.num_probes).clone()
         else:
             probe_stops = draw_stops(truncation, (*batch, self.probes.num_probes), generator)
@@ -176,7 +187,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
         """ValueError for draws that were put into a training state in another number: one alone would be squared."""
         for name, stops, count in (
-            ("series.target_stops", target_stops, self.num_truncations),
+            ("series.target_stops", target_stops, self.series.num_truncations),
             ("series.probe_stops", probe_stops, self.probes.num_probes),
         ):
             if tuple(stops.shape) != (*batch, count):
@@ -202,7 +213,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             torch.cat([target_stops, probe_stops]),
             log_survival,
             preconditioner=probes.covariance,
-            tolerance=self.tolerance,
+            tolerance=self.series.tolerance,
         )
 
 
