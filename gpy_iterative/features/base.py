@@ -75,8 +75,8 @@ class MinibatchReport(Report):
 class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     """Base of the marginal log likelihoods that see a mini-batch a step.
 
-    The run's part "weights" has what a subclass knows about the weights, and its part "parameters" what an optimiser moves:
-    these are the module's own parameters. Both are float64, whatever the model's dtype, and no part of `state_dict()`.
+    The run has what a subclass knows about the weights in its part "weights", and the module's own parameters in its part
+    "parameters". Both are float64, whatever the model's dtype, and no part of `state_dict()`.
 
     Attributes:
         progress: True shows a bar for every pass over all data (`refresh`, `exact_value`, `gap`, `posterior`); a callable
@@ -163,7 +163,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         start = time.perf_counter()
         check_fit(self.model, function_dist, target)
         check_hyperparameters(self)
-        problem = self._problem(function_dist, target, *params, **kwargs)
+        problem = self._problem(function_dist, target, params, kwargs)
         inputs, num_data = self._train_inputs(), problem.num_data
         if num_data != inputs[0].shape[-2]:
             raise ValueError(
@@ -259,28 +259,19 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return super().training_state()
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Takes what `training_state()` gave.
-
-        Raises ValueError, which names what differs, and changes nothing, for anything else: another method or option, other
-        numbers of features or data.
-        """
+        """Takes what `training_state()` gave. Raises ValueError with the difference, and changes nothing, for others."""
         super().load_training_state(state)
         self._commit(self._run)
         self._seen = None
 
     def _checked_run(self, run: Run) -> Run:
-        now = self._present_run()
-        odd = _names(run) ^ _names(now)
+        here, there = _layout(self._present_run()), _layout(run)
+        odd = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if odd:
-            raise ValueError(f"This is no whole training state: {', '.join(sorted(odd))} is missing or unknown.")
-        for part in ("weights", "parameters"):
-            for name, tensor in now.parts[part].items():
-                found = run.parts[part][name]
-                if found.shape != tensor.shape or found.dtype != tensor.dtype:
-                    raise ValueError(
-                        f"The training state's {name} is {tuple(found.shape)}, {found.dtype}; here it is "
-                        f"{tuple(tensor.shape)}, {tensor.dtype}: it belongs to a kernel with other features."
-                    )
+            raise ValueError(
+                f"This is no training state of this method for as many features: {', '.join(sorted(odd))} is missing, "
+                "unknown or of another shape or dtype."
+            )
         return run
 
     def _description(self) -> StateDescription:
@@ -348,12 +339,9 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return torch.zeros(self.num_features, **options), torch.eye(self.num_features, **options)
 
     def _problem(
-        self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any
+        self, function_dist: MultivariateNormal, target: Tensor, params: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> WeightSpaceProblem:
-        problem = WeightSpaceProblem(self.likelihood, function_dist, target, *params, **kwargs)
-        problem.progress = self.progress
-        if self.needs_features:
-            problem.prior.check_kernels()
+        problem = WeightSpaceProblem(self.likelihood, function_dist, target, params, kwargs, progress=self.progress)
         modes = [module.training for module in self.model.modules()]
         if modes != self._checked_modes:
             check_rows(self.model, self._first_moments)
@@ -374,7 +362,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         check_fit(self.model, prior, self.model.train_targets)
         known, target = self._known_params(), self.model.train_targets
         params, kwargs = known.current(self.model), known.current_kwargs(self.model)
-        return self._problem(prior, target, *params, **kwargs), target
+        return self._problem(prior, target, params, kwargs), target
 
     def _known_params(self) -> LikelihoodParams:
         """The likelihood's arguments of the last call; the training inputs where there were none."""
@@ -403,7 +391,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def _count_features(self) -> int:
         """m, from features of two rows. Raises ValueError where a kernel has no feature map."""
         prior = WeightSpacePrior(prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()]))
-        prior.check_kernels()
         return prior.features().basis.shape[-1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureMarginalLogLikelihood":
@@ -440,5 +427,11 @@ def _counted(run: Run) -> Run:
     return run.having(counts={**counts, "steps": counts["steps"] + 1})
 
 
-def _names(run: Run) -> set[str]:
-    return {f"{part}.{name}" for part, tensors in run.parts.items() for name in tensors}
+def _layout(run: Run) -> dict[str, object]:
+    """Shape and dtype of weights and parameters; names only of what changes its shape in a run."""
+    fixed = ("weights", "parameters")
+    return {
+        f"{part}.{name}": (tensor.shape, tensor.dtype) if part in fixed else ()
+        for part, tensors in run.parts.items()
+        for name, tensor in tensors.items()
+    }

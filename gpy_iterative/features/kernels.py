@@ -145,19 +145,13 @@ def feature_map(kernel: Kernel) -> FeatureMap:
 
 @register_feature_map(kernels.LinearKernel)
 def _linear(kernel: kernels.LinearKernel) -> FeatureMap:
-    def features(x: Tensor) -> WeightSpaceFeatures:
-        variance = kernel.variance.squeeze(-2)
-        return WeightSpaceFeatures(x, variance.expand(*variance.shape[:-1], x.shape[-1]))
-
-    return features
+    variance = lambda: kernel.variance.squeeze(-2)
+    return lambda x: WeightSpaceFeatures(x, variance().expand(*variance().shape[:-1], x.shape[-1]))
 
 
 @register_feature_map(kernels.ConstantKernel)
 def _constant(kernel: kernels.ConstantKernel) -> FeatureMap:
-    def features(x: Tensor) -> WeightSpaceFeatures:
-        return WeightSpaceFeatures(x.new_ones(*x.shape[:-1], 1), kernel.constant)
-
-    return features
+    return lambda x: WeightSpaceFeatures(x.new_ones(*x.shape[:-1], 1), kernel.constant)
 
 
 @register_feature_map(kernels.RFFKernel)

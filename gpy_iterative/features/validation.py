@@ -71,23 +71,16 @@ def checked_indices(indices: Tensor, num_data: int) -> Tensor:
 
 
 class StandstillWatch:
-    """Warns where an optimiser moves the hyperparameters while a method's weights or batches stay where they are.
-
-    Args:
-        method: the name of what is trained.
-    """
+    """Warns where an optimiser moves the hyperparameters while a `method`'s weights or batches stay where they are."""
 
     def __init__(self, method: str) -> None:
         self._method, self._steps = method, 0
         self._own, self._hyperparameters = SeenVersions(), SeenVersions()
 
     def see(self, own: Sequence[Tensor], hyperparameters: Sequence[Tensor], trains: bool) -> None:
-        """Warns after ten calls between which hyperparameters alone have moved.
+        """Warns after ten calls between which the model's hyperparameters have moved, and the method's `own` have not.
 
-        Args:
-            own: parameters of the method itself.
-            hyperparameters: of the model.
-            trains: whether this call draws a batch of its own.
+        `trains` is whether this call draws a batch of its own.
         """
         weights = [parameter for parameter in own if parameter.requires_grad]
         stands = not trains or (bool(weights) and self._own.are(weights))

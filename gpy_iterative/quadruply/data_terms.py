@@ -95,13 +95,10 @@ def gaussian_term(
         head = Head.of(model, model.head_features(rows.x))
         left = model.tail_features(rows.x, head.features, first.groups)
         right = model.tail_features(rows.x, head.features, second.groups)
-        target = rows.residual - head.mean
-        square = (target - first.mean(left)) * (target - second.mean(right))
-        variance = ((head.root + first.root(left)) * (head.root + second.root(right))).sum(-1)
+        square = _product_of_residuals(rows.residual, head, (first, left), (second, right))
     else:
-        head, left = known.head, known.left
-        square, variance = (rows.residual - known.mean).square(), known.root.square().sum(-1)
-    square = square + variance + _diagonal_variance(model, rows, head, first, left)
+        head, left, square = known.head, known.left, _square_of_residuals(rows.residual, known)
+    square = square + _diagonal_variance(model, rows, head, first, left)
     noise = rows.noise.double()
     model.weights.watch(head.features, square)
     return rows.weight * (square.double() / noise + noise.log() + math.log(2 * math.pi)).sum()
@@ -149,17 +146,27 @@ def control_term(known: KnownValues, first: Sample, second: Sample, residual: Te
     sum_p [ (r - a)^2 - (r - v_i)(r - v_j) ] / noise with the known latent mean a and its estimates v_i, v_j: the residual
     form of equation 3 of Evans and Nair 2018, which has less variance near the optimum.
 
-    Args:
-        known: values at the support points.
-        first, second: the step's samples.
-        residual: targets minus prior mean at the points, [p], detached.
-        noise: variances at the points, [p], detached: their gradient would be biased by the factor (all) / |U|.
+    With targets minus prior mean, and variances, at the points [p], both detached: the gradient of the variances would be
+    biased by the factor (all) / |U|.
     """
-    head, target = known.head, residual - known.head.mean
-    estimate = (target - first.mean(known.left)) * (target - second.mean(known.right))
-    roots = (head.root + first.root(known.left)) * (head.root + second.root(known.right))
-    total = (residual - known.mean).square() - estimate + (known.root.square() - roots).sum(-1)
+    estimate = _product_of_residuals(residual, known.head, (first, known.left), (second, known.right))
+    total = _square_of_residuals(residual, known) - estimate
     return (total.double() / noise.double()).sum() / len(residual)
+
+
+def _square_of_residuals(residual: Tensor, known: KnownValues) -> Tensor:
+    """E (r - f)^2 without the diagonal columns of C, [b]."""
+    return (residual - known.mean).square() + known.root.square().sum(-1)
+
+
+def _product_of_residuals(
+    residual: Tensor, head: Head, first: tuple[Sample, Tensor], second: tuple[Sample, Tensor]
+) -> Tensor:
+    """Estimate of the same from two samples, each with its features: [b]."""
+    (i, left), (j, right) = first, second
+    target = residual - head.mean
+    roots = (head.root + i.root(left)) * (head.root + j.root(right))
+    return (target - i.mean(left)) * (target - j.mean(right)) + roots.sum(-1)
 
 
 def _diagonal_variance(

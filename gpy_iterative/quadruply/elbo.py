@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class QuadruplyStochasticReport(Report):
-    """One step on a sample of data and features; `print(mll.report)` shows it on one line.
+    """One step on a sample of data and features.
 
     Attributes:
         value: what `forward` returned, [].
@@ -102,7 +102,6 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
             the first data that are passed. None is 500 where it helps (Gaussian noise, sampled features), 0 is none.
         sparse_gradients: gradients of sampled rows hold only these, so that a step of Adagrad, SGD or SparseAdam costs
             O(samples); False for optimisers that need dense ones.
-        assume_log_concave: accept a likelihood that is not known to be log-concave.
         generator: of the samples; a generator or the seed of one.
 
     Attributes:
@@ -129,17 +128,16 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         num_steps_per_batch: int | None = None,
         num_control_points: int | None = None,
         sparse_gradients: bool = True,
-        assume_log_concave: bool = False,
         generator: torch.Generator | int | None = None,
     ) -> None:
         if not isinstance(model, QuadruplyStochasticGP):
             raise TypeError(f"QuadruplyStochasticELBO needs a QuadruplyStochasticGP, got {type(model).__name__}.")
         self.is_unbiased = isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood)
-        if not self.is_unbiased and not is_log_concave(likelihood) and not assume_log_concave:
+        if not self.is_unbiased and not is_log_concave(likelihood):
             raise UnsupportedLikelihoodError(
                 "QuadruplyStochasticELBO needs a GaussianLikelihood, a FixedNoiseGaussianLikelihood or a log-concave "
-                f"likelihood; {type(likelihood).__name__} is not known to be log-concave. If it is, pass "
-                "assume_log_concave=True; else use a variational model with gpytorch.mlls.VariationalELBO."
+                f"likelihood; {type(likelihood).__name__} is not known to be log-concave. If it is, "
+                "register it by register_curvature; else use a variational model with gpytorch.mlls.VariationalELBO."
             )
         if isinstance(likelihood, GaussianLikelihood) and likelihood.noise.numel() != 1:
             raise ValueError(

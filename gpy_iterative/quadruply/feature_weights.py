@@ -94,13 +94,7 @@ class FeatureWeights(_VariationalDistribution):
         return WeightRows(rows(self.tail_mean).squeeze(-1), columns, diagonal)
 
     def watch(self, features: Tensor, variance: Tensor, fit: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Adds the rows to `seen` in the backward pass, where an optimiser uses them.
-
-        Args:
-            features: of the head, [b, h].
-            variance: of the latent values, [b]; any tensor with its derivative.
-            fit: as in `SeenRows`.
-        """
+        """Adds rows to `seen` in the backward pass: features of the head [b, h], latent variance [b], `SeenRows.fit`."""
         if self.seen is None or not variance.requires_grad:
             return
         features = features.detach()

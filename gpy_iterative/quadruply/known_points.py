@@ -25,10 +25,7 @@ REFRESH_EVERY = 200
 
 
 class KnownPoints:
-    """The options of kept rows and control points; methods take a run and return the next one.
-
-    Raises ValueError for options outside their range, which are those of `QuadruplyStochasticELBO`.
-    """
+    """Kept rows and control points, with the options of `QuadruplyStochasticELBO`; takes runs and returns the next ones."""
 
     def __init__(
         self,

@@ -91,16 +91,11 @@ def conjugate_gradient_series(
         preconditioner: P.
         tolerance: relative residual norm at which a column has converged; None is 1e-10 in float64, 1e-6 in float32.
 
-    A column that converges keeps its reweighted sum: putting the solution itself in its place, which such a column knows,
-    would make the estimate depend on J in another way than the weights do, and bias it. A column leaves the block when it
-    has converged or reached its last J, and products become narrower.
+    A column that converges keeps its reweighted sum: the solution itself, which such a column knows, would bias the
+    estimate. A column leaves the block when it has converged or reached its last J, and products become narrower.
 
     Cost: max(stops) products with H, each with the columns that are still open, and P^-1. Memory: eight blocks [n, t] and
-    the sums; no basis is stored. Lengths, products and weights are float64.
-
-    Raises:
-        ValueError: a tolerance outside (0, 1).
-        NonFiniteError: a NaN or an infinity appeared.
+    the sums. Raises ValueError for a tolerance outside (0, 1), NonFiniteError where a NaN or an infinity appears.
     """
     start = time.perf_counter()
     size, num_columns = rhs.shape

@@ -120,12 +120,10 @@ def test_predictions_are_no_training_output() -> None:
 
 
 def test_likelihoods() -> None:
-    model, x, y = fourier_problem()
+    model, _, _ = fourier_problem()
     student = gpytorch.likelihoods.StudentTLikelihood().double()
     with pytest.raises(UnsupportedLikelihoodError, match="StudentTLikelihood is not known"):
         QuadruplyStochasticELBO(student, model)
-    taken = QuadruplyStochasticELBO(student, model, assume_log_concave=True, generator=0)
-    assert torch.isfinite(taken(model(x), y))
     with pytest.raises(UnsupportedLikelihoodError, match="Multitask"):
         QuadruplyStochasticELBO(gpytorch.likelihoods.MultitaskGaussianLikelihood(2), model)
     with pytest.raises(ValueError, match="batch of models"):

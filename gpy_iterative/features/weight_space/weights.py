@@ -26,17 +26,11 @@ SMALLEST_RATE = 1e-3
 
 @dataclass(frozen=True)
 class WeightDistribution:
-    """N(mean, root root^T).
+    """N(mean, root root^T)."""
 
-    Attributes:
-        mean: v, [m].
-        root: [m, m].
-        log_determinant: of the covariance, a scalar.
-    """
-
-    mean: Tensor
-    root: Tensor
-    log_determinant: Tensor
+    mean: Tensor  # v, [m]
+    root: Tensor  # [m, m]
+    log_determinant: Tensor  # of the covariance, a scalar
 
     @classmethod
     def from_precision(cls, precision: Tensor, moment: Tensor) -> "WeightDistribution":
@@ -67,13 +61,8 @@ def triangular_root(precision: Tensor) -> Tensor:
 def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """J without its terms -log|S| - m, estimated from a batch: all terms that depend on hyperparameters.
 
-    Args:
-        batch: rows with the graph to the hyperparameters.
-        mean: v, [m].
-        left: [m, k].
-        right: [m, k]: S = left right^T, which need not be positive definite here.
-
-    Cost b m k multiply-adds, twice that where right is another matrix.
+    S = left right^T for factors [m, k], and need not be positive definite here. Cost b m k multiply-adds, twice that where
+    right is another matrix.
     """
     projected = batch.basis @ left
     spread = (projected * (projected if right is left else batch.basis @ right)).sum(-1)
@@ -87,12 +76,8 @@ def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) ->
 def log_marginal_likelihood_gap(weights: WeightDistribution, precision: Tensor, moment: Tensor) -> Tensor:
     """J + 2 log p(y) + n log(2 pi) of any weights, at least 0, and 0 for their posterior.
 
-    Args:
-        weights: N(v, S).
-        precision: P of all data, [m, m].
-        moment: h of all data, [m].
-
-    tr(S P) - log|S P| - m + (v - P^-1 h)^T P (v - P^-1 h), each part from squares; cost m^3.
+    With P [m, m] and h [m] of all data: tr(S P) - log|S P| - m + (v - P^-1 h)^T P (v - P^-1 h), each part from squares;
+    cost m^3.
     """
     lower = triangular_root(precision)
     off = weights.mean - _solve(lower, moment)
