@@ -353,7 +353,7 @@ def test_training_ends_where_exact_gradients_end_and_truncated_training_does_not
         else:
             mll = TruncatedCG(case.likelihood, case.model, num_steps=6, preconditioner=None, generator=0)
         with gpytorch.settings.fast_computations(False, False, False):
-            adam(case, mll, 60, rate=0.1)
+            adam(case, mll, 40, rate=0.1)
         case.model.train()
         with torch.no_grad(), gpytorch.settings.fast_computations(False, False, False):
             exact_mll = gpytorch.mlls.ExactMarginalLogLikelihood(case.likelihood, case.model)
