@@ -26,24 +26,17 @@ from gpy_iterative.preconditioners.nystrom import Nystrom
 
 @dataclass(frozen=True)
 class _State:
-    """The points z and v of the acceleration with their residuals, and the weights.
+    """The points z and v of the acceleration with their residuals, [n, s] each, and the weights."""
 
-    Attributes:
-        ahead, ahead_residual: z, where a block is solved.
-        momentum, momentum_residual: v.
-        convexity: sets the weights; None once acceleration was given up.
-        curvature: the lowest of all blocks'.
-    """
-
-    ahead: Tensor
+    ahead: Tensor  # z, where a block is solved
     ahead_residual: Tensor
-    momentum: Tensor
+    momentum: Tensor  # v
     momentum_residual: Tensor
     way_back: WayBack
-    convexity: float | None
+    convexity: float | None  # sets the weights; None once acceleration was given up
     diverged: bool
     generator: torch.Generator
-    curvature: float = math.inf
+    curvature: float = math.inf  # the lowest of all blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +76,9 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         generator = torch.Generator().manual_seed(0) if inputs.generator is None else inputs.generator
-        return self._begin(iterate, self._convexity(operator), generator)
+        largest = min(self.block_size / operator.shape[-1], 1.0)
+        convexity = largest / 3 if self.convexity is None else min(self.convexity, largest)
+        return self._begin(iterate, convexity, generator)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
         return replace(self._begin(iterate, state.convexity, state.generator), curvature=state.curvature)
@@ -167,7 +162,3 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         state.way_back.take(iterate)
         begun = self._begin(iterate, None, state.generator)
         return replace(begun, diverged=state.convexity is None, curvature=state.curvature)
-
-    def _convexity(self, operator: LinearOperator) -> float:
-        largest = min(self.block_size / operator.shape[-1], 1.0)
-        return largest / 3 if self.convexity is None else min(self.convexity, largest)

@@ -32,25 +32,17 @@ MAX_FACTOR_BYTES = 2**29
 
 @dataclass(frozen=True)
 class _State:
-    """Block factors by their number, blocks already chosen, and the pace; then the fallback's own state.
+    """State of the projections; then that of the fallback, which is None before."""
 
-    `shortfall` is that at the last look, `steps` those since then, `curvature` the lowest of all blocks'.
-    """
-
-    size: int
     block_size: int
+    share: float  # epochs of a projection
     inputs: SolveInputs
-    shortfall: float
-    steps: int = 0
-    factors: dict[int, BlockFactor] = field(default_factory=dict)
-    chosen: tuple[int, ...] = ()
+    shortfall: float  # at the last look at the pace
+    steps: int = 0  # since then
+    factors: dict[int, BlockFactor] = field(default_factory=dict)  # by number of the block
+    chosen: tuple[int, ...] = ()  # the next blocks
     fallback: Any = None
-    curvature: float = math.inf
-
-    @property
-    def share(self) -> float:
-        """Epochs of a projection."""
-        return min(self.block_size / self.size, 1.0)
+    curvature: float = math.inf  # the lowest of all blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +87,7 @@ class AlternatingProjections(IterativeSolver[_State]):
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         block_size = self.block_size or (CPU_BLOCK if operator.device.type == "cpu" else ACCELERATOR_BLOCK)
-        return _State(operator.shape[-1], block_size, inputs, iterate.shortfall)
+        return _State(block_size, min(block_size / operator.shape[-1], 1.0), inputs, iterate.shortfall)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
         if self.fallback is not None and state.fallback is not None:
@@ -106,8 +98,12 @@ class AlternatingProjections(IterativeSolver[_State]):
         if self.fallback is not None and state.fallback is not None:
             return replace(state, fallback=self.fallback.step(operator, iterate, state.fallback))
         chosen, *later = state.chosen or _worst_blocks(iterate.residual, state.block_size)
-        block = slice(chosen * state.block_size, min((chosen + 1) * state.block_size, state.size))
-        factor = _factor(operator, chosen, block, state.factors)
+        block = slice(chosen * state.block_size, min((chosen + 1) * state.block_size, operator.shape[-1]))
+        factor, kept = state.factors.get(chosen), state.factors
+        if factor is None:
+            factor = block_cholesky(principal_block(operator, block))
+            if sum(other.lower.nbytes for other in kept.values()) + factor.lower.nbytes <= MAX_FACTOR_BYTES:
+                kept[chosen] = factor
         update = factor.solve(iterate.residual[block])
         iterate.value[block] += update
         iterate.residual -= columns_matmul(operator, block, update)
@@ -143,21 +139,8 @@ class AlternatingProjections(IterativeSolver[_State]):
         return min(state.curvature, self.fallback.curvature(state.fallback))
 
 
-def _factor(operator: LinearOperator, number: int, block: slice, factors: dict[int, BlockFactor]) -> BlockFactor:
-    """The factor of a block: the kept one, or a new one that is kept where there is room for it."""
-    if number in factors:
-        return factors[number]
-    factor = block_cholesky(principal_block(operator, block))
-    if sum(kept.lower.nbytes for kept in factors.values()) + factor.lower.nbytes <= MAX_FACTOR_BYTES:
-        factors[number] = factor
-    return factor
-
-
 def _worst_blocks(residual: Tensor, block_size: int) -> list[int]:
-    """The block with the largest sum of squares (a sum over columns must not let them cancel).
-
-    Where the host has to wait for the answer: the next few of them as well, of no more than half of all blocks.
-    """
+    """The block with the largest sum of squares; where the host waits for the answer, also the next few of them."""
     rows = residual.square().sum(-1)
     scores = pad(rows, (0, -len(rows) % block_size)).view(-1, block_size).sum(-1)
     count = min(reads_every(residual.device), max(len(scores) // 2, 1))

@@ -99,12 +99,7 @@ class Solver(ABC):
 
 @dataclass(frozen=True)
 class SolveInputs:
-    """Inputs of a solve that an iteration may use.
-
-    Attributes:
-        preconditioner: built for this operator.
-        generator: to draw from.
-    """
+    """Inputs of a solve that an iteration may use: a preconditioner of this operator, and a generator to draw from."""
 
     preconditioner: LowRankPlusDiagonal | None = None
     generator: torch.Generator | None = None
@@ -112,9 +107,8 @@ class SolveInputs:
 
 @dataclass
 class _Work:
-    """Iterations and epochs so far, and the budget of epochs."""
+    """Iterations and epochs so far."""
 
-    budget: float
     iterations: int = 0
     epochs: float = 0.0
 
@@ -178,7 +172,7 @@ class IterativeSolver(Solver, Generic[State]):
         return state
 
     def work_of_setup(self, state: State) -> float:
-        """Epochs that went into the state itself: reported apart from the iterations', as `overhead`."""
+        """Epochs that the state itself has taken, reported as `overhead`."""
         return 0.0
 
     def has_diverged(self, state: State) -> bool:
@@ -186,10 +180,7 @@ class IterativeSolver(Solver, Generic[State]):
         return False
 
     def curvature(self, state: State) -> float:
-        """An upper bound on the smallest eigenvalue of H, from the directions or blocks that the steps have met.
-
-        Infinite where they look at none.
-        """
+        """An upper bound on the smallest eigenvalue of H, from the steps' directions or blocks; infinite without any."""
         return math.inf
 
     # The loop
@@ -211,14 +202,12 @@ class IterativeSolver(Solver, Generic[State]):
         start = time.perf_counter()
         columns = Columns(system, stopping=self.stopping, recursive=self.recursive)
         preconditioner = None if system.preconditioner is None else system.preconditioner.to(columns.operator.dtype)
-        # A budget of whole steps is not missed by the rounding of their fractions of an epoch.
-        work = _Work(self.max_epochs * (1 + 1e-9))
-        state, status, shortfall = None, None, math.inf
+        work, state, status, shortfall = _Work(), None, None, math.inf
         for _ in range(columns.max_rounds):
             iterate = columns.begin()
-            if iterate is None or (self.recursive and columns.shortfall() > (1 - LEAST_PROGRESS) * shortfall):
+            before, shortfall = shortfall, columns.shortfall()
+            if iterate is None or (self.recursive and shortfall > (1 - LEAST_PROGRESS) * before):
                 break
-            shortfall = columns.shortfall()
             if state is None:
                 state = self.init(columns.operator, iterate, SolveInputs(preconditioner, system.generator))
             else:
@@ -237,7 +226,7 @@ class IterativeSolver(Solver, Generic[State]):
         seconds = time.perf_counter() - start
         stats = SolveStats(work.iterations, work.epochs, overhead, columns.group_norms(), seconds)
         logger.debug("%s: %s, %s", type(self).__name__, status.name.lower(), stats)
-        return Solution(*columns.unscaled(), status, stats)
+        return Solution(columns.value * columns.scale, columns.residual * columns.scale, status, stats)
 
     def _iterate(
         self,
@@ -251,7 +240,7 @@ class IterativeSolver(Solver, Generic[State]):
         operator, begun_at = columns.operator, columns.shortfall()
         while True:
             epochs = work.epochs + self.work_per_step(operator, state)
-            if epochs > work.budget:
+            if epochs > self.max_epochs * (1 + 1e-9):  # a sum of fractions rounds
                 return state, SolveStatus.BUDGET_EXHAUSTED
             state = self.step(operator, iterate, state)
             work.iterations, work.epochs = work.iterations + 1, epochs
@@ -261,11 +250,10 @@ class IterativeSolver(Solver, Generic[State]):
             if callback is not None:
                 callback(SolveProgress(work.iterations, work.epochs, columns.group_norms(running=True)))
             if remaining is not None:
-                iterate.keep(remaining)
                 if len(remaining) == 0:
                     return state, None
                 state = self.narrow(state, remaining)
-            if columns.has_lost_the_matrix(iterate, work.iterations, work.epochs):
+            if columns.is_refined and columns.has_lost_the_matrix(iterate, work.iterations, work.epochs):
                 return state, None
             state = self.after_step(operator, iterate, state)
             has_grown = iterate.shortfall > DIVERGENCE * begun_at
@@ -273,19 +261,8 @@ class IterativeSolver(Solver, Generic[State]):
                 return state, SolveStatus.DIVERGED
 
 
-# Negative curvature
-
-
 def is_negative(curvature: float, operator: LinearOperator, eps: float) -> bool:
-    """Whether a curvature v^T H v / v^T v is negative beyond the rounding of a product.
-
-    Args:
-        curvature: found in products with H, or in blocks on its diagonal.
-        operator: H [n, n].
-        eps: relative rounding error of its entries.
-
-    Evaluates H's diagonal, and only where the curvature is negative.
-    """
+    """Whether a curvature v^T H v / v^T v of H [n, n], whose entries have relative errors eps, is below its rounding."""
     if not curvature < 0:
         return False
     largest = float(operator.diagonal(dim1=-1, dim2=-2).abs().max())

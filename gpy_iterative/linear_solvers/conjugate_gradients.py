@@ -20,17 +20,11 @@ from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholes
 
 @dataclass(frozen=True)
 class ConjugateDirections:
-    """The recurrence before a step; the solver and the randomly truncated series share it.
+    """The recurrence before a step; the solver and the randomly truncated series share it."""
 
-    Attributes:
-        direction: d [n, s].
-        product: r^T P^-1 r [s].
-        preconditioner: P, or None for the identity.
-    """
-
-    direction: Tensor
-    product: Tensor
-    preconditioner: LowRankPlusDiagonal | None
+    direction: Tensor  # d [n, s]
+    product: Tensor  # r^T P^-1 r [s]
+    preconditioner: LowRankPlusDiagonal | None  # P; None is the identity
 
     @classmethod
     def begin(cls, residual: Tensor, preconditioner: LowRankPlusDiagonal | None) -> Self:
@@ -66,11 +60,9 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _State:
-    """The recurrence, the epochs that its preconditioner took to build, and the lowest curvature so far."""
-
     directions: ConjugateDirections
-    setup: float
-    curvature: Tensor
+    setup: float  # epochs of the preconditioner
+    curvature: Tensor  # the lowest so far
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,22 +35,16 @@ MAX_HALVINGS = 5
 
 @dataclass(frozen=True)
 class WayBack:
-    """Where a round of iterations began, and how far residuals may grow before it goes back there.
+    """Where a round of iterations began, and how far residuals may grow before it goes back there."""
 
-    Attributes:
-        value, residual: [n, s], copies.
-        limit: [s], residual norms.
-        steps: counted, since an accelerator is read every few of them only.
-    """
-
-    value: Tensor
-    residual: Tensor
-    limit: Tensor
-    steps: Iterator[int] = field(default_factory=itertools.count)
+    value: Tensor  # [n, s], a copy
+    residual: Tensor  # [n, s], a copy
+    limit: Tensor  # residual norms [s]
+    steps: Iterator[int] = field(default_factory=itertools.count)  # an accelerator is read every few of them only
 
     @classmethod
     def to(cls, iterate: Iterate) -> "WayBack":
-        """To where the iterate stands now."""
+        """The way back to this iterate."""
         limit = DIVERGENCE * torch.linalg.vector_norm(iterate.residual, dim=0)
         limit.clamp_min_(torch.finfo(limit.dtype).tiny)  # a column that is solved exactly does not grow
         return cls(iterate.value.clone(), iterate.residual.clone(), limit)
@@ -73,30 +67,19 @@ class WayBack:
 
 @dataclass(frozen=True)
 class Descent:
-    """The step size, and the way back to the start of the round when it is too large.
-
-    Attributes:
-        way_back: of this round.
-        learning_rate: of the next step.
-        generator: of the batches.
-        setup: epochs that the learning rates took to choose.
-        halvings: of the learning rate in this round.
-        curvature: the lowest along which a round grew.
-    """
+    """The step size, and the way back to the start of the round when it is too large."""
 
     way_back: WayBack
     learning_rate: float
     generator: torch.Generator
-    setup: float
-    halvings: int = 0
-    curvature: float = math.inf
+    setup: float  # epochs that the choice of learning rates took
+    halvings: int = 0  # of the learning rate in this round
+    curvature: float = math.inf  # the lowest along which a round grew
 
     def halved(self, operator: LinearOperator, iterate: Iterate) -> "Descent":
-        """With half the step size. Takes the iterate back to where the round began.
-
-        Residuals grow where the step was too large, or where no step size helps: a product tells which.
-        """
+        """With half the step size. Takes the iterate back to where the round began."""
         grown = iterate.value - self.way_back.value
+        # Residuals grow where the step was too large, or where no step size helps: a product tells which.
         curvature = float(lowest_curvature(grown, (grown * operator._matmul(grown)).sum(0)))
         self.way_back.take(iterate)
         return replace(
@@ -149,7 +132,7 @@ class StochasticDescent(IterativeSolver[State]):
 
     @abstractmethod
     def _largest_stable_product(self) -> float:
-        """Of the step size and a curvature, with this momentum and whole gradients."""
+        """The largest stable product of step size and curvature, with this momentum and whole gradients."""
 
     @abstractmethod
     def _at_rest(self, iterate: Iterate, descent: Descent, before: State | None) -> State:
@@ -160,7 +143,9 @@ class StochasticDescent(IterativeSolver[State]):
         rate, setup = self.learning_rate, 0
         if rate is None:
             largest, setup = largest_eigenvalue(operator, generator)
-            rate = 0.5 * self._stability_limit(operator, largest)
+            size, diagonal = operator.shape[-1], float(operator.diagonal(dim1=-1, dim2=-2).max())
+            for_rows = 2 * (1 - self.momentum) * min(self.batch_size, size) / diagonal
+            rate = 0.5 * min(self._largest_stable_product() * size / largest, for_rows)
         return self._at_rest(iterate, Descent(WayBack.to(iterate), rate, generator, setup), None)
 
     def restart(self, iterate: Iterate, state: State) -> State:
@@ -185,14 +170,6 @@ class StochasticDescent(IterativeSolver[State]):
         if growth <= 1 or (not math.isfinite(growth) and halvings == MAX_HALVINGS):
             return state
         return self._at_rest(iterate, state.descent.halved(operator, iterate), state)
-
-    def _stability_limit(self, operator: LinearOperator, largest: float) -> float:
-        size = operator.shape[-1]
-        diagonal = float(operator.diagonal(dim1=-1, dim2=-2).max())
-        return min(
-            self._largest_stable_product() * size / largest,
-            2 * (1 - self.momentum) * min(self.batch_size, size) / diagonal,
-        )
 
 
 def row_permutation(operator: LinearOperator, generator: torch.Generator) -> Tensor:
