@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.extensions import dense_rows
-from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, lowest_curvature
+from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.cholesky import block_cholesky
 from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.linear_solvers.stochastic_descent import WayBack, largest_eigenvalue, row_permutation
@@ -24,8 +24,8 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiag
 from gpy_iterative.preconditioners.nystrom import Nystrom
 
 
-@dataclass(frozen=True)
-class _State:
+@dataclass(frozen=True, kw_only=True)
+class _State(SolverState):
     """The points z and v of the acceleration with their residuals, [n, s] each, and the weights."""
 
     ahead: Tensor  # z, where a block is solved
@@ -34,9 +34,7 @@ class _State:
     momentum_residual: Tensor
     way_back: WayBack
     convexity: float | None  # sets the weights; None once acceleration was given up
-    diverged: bool
     generator: torch.Generator
-    curvature: float = math.inf  # the lowest of all blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +112,6 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
         return min(self.block_size / operator.shape[-1], 1.0)
 
-    def has_diverged(self, state: _State) -> bool:
-        return state.diverged
-
     def _accelerate(
         self, iterate: Iterate, state: _State, convexity: float, rows: Tensor, update: Tensor, product: Tensor
     ) -> None:
@@ -129,9 +124,6 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         state.momentum_residual.lerp_(state.ahead_residual, 1 - keep).sub_(product, alpha=stride)
         torch.lerp(iterate.value, state.momentum, share, out=state.ahead)
         torch.lerp(iterate.residual, state.momentum_residual, share, out=state.ahead_residual)
-
-    def curvature(self, state: _State) -> float:
-        return state.curvature
 
     def _solve_block(self, block: Tensor, residual: Tensor, generator: torch.Generator) -> tuple[Tensor, float]:
         """The block's inverse, or its approximation's, times the residual, and the curvature that was seen."""
@@ -153,7 +145,6 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
             momentum_residual=iterate.residual.clone(),
             way_back=WayBack.to(iterate),
             convexity=convexity,
-            diverged=False,
             generator=generator,
         )
 
@@ -161,4 +152,4 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         """Back to where the round began, without acceleration."""
         state.way_back.take(iterate)
         begun = self._begin(iterate, None, state.generator)
-        return replace(begun, diverged=state.convexity is None, curvature=state.curvature)
+        return replace(begun, has_diverged=state.convexity is None, curvature=state.curvature)

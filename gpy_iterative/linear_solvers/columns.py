@@ -69,13 +69,12 @@ class LinearSystem:
     guess_product: Tensor | None = None  # H times the guess
 
     def __post_init__(self) -> None:
-        operator, rhs = self.operator, self.rhs
-        if operator.shape[-1] != operator.shape[-2]:
-            raise ValueError(f"Only square systems can be solved, got an operator of shape {tuple(operator.shape)}.")
-        if rhs.shape[:-1] != operator.shape[:-1]:
+        operator, rhs, shape = self.operator, self.rhs, self.operator.shape
+        if shape[-1] != shape[-2]:
+            raise ValueError(f"Only square systems can be solved, got an operator of shape {tuple(shape)}.")
+        if rhs.shape[:-1] != shape[:-1]:
             raise ValueError(
-                f"The right-hand side has shape {tuple(rhs.shape)}, which does not fit the operator's "
-                f"{tuple(operator.shape)}."
+                f"The right-hand side has shape {tuple(rhs.shape)}, which does not fit the operator's {tuple(shape)}."
             )
         if (rhs.dtype, rhs.device) != (operator.dtype, operator.device):
             raise ValueError(

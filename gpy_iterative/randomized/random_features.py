@@ -66,41 +66,19 @@ class FeatureSum:
     report: FrequencyReport
 
 
-@dataclass(frozen=True)
-class FeatureEstimate:
-    """A weighted sum of log densities with its derivatives, and of the exact density where it takes part.
+@dataclass(frozen=True, kw_only=True)
+class FeatureEstimate(Estimate):
+    """A weighted sum of log densities with its derivatives, and of the exact density where it takes part."""
 
-    Attributes:
-        value: [*b].
-        features: Phi [*b, n, F], with the graph to the hyperparameters.
-        derivatives: of the sum without the exact density, by features, noise and residual.
-        exact: the exact density, and its weight.
-        stats, truncation, probe_jitter: as in DensityEstimate; there are no probes.
-    """
-
-    value: Tensor
-    features: Tensor
-    derivatives: tuple[Tensor, ...]
+    features: Tensor  # Phi [*b, n, F], with the graph to the hyperparameters
+    derivatives: tuple[Tensor, ...]  # of the sum without the exact density, by features, noise and residual
     exact: DensityEstimate | None
     exact_weight: float
-    stats: SolveStats
-    truncation: FrequencyReport
-    probe_jitter: None = None
 
     def __post_init__(self) -> None:
-        check_estimated("value", self.value)
+        super().__post_init__()
         for derivative in self.derivatives:
             check_estimated("derivative", derivative)
-
-    @property
-    def status(self) -> SolveStatus:
-        """Dense factors always converge; what is random is told in `truncation`."""
-        return SolveStatus.CONVERGED
-
-    @property
-    def value_sem(self) -> Tensor:
-        """NaN: one draw does not tell its own error."""
-        return torch.full_like(self.value, math.nan)
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         """The value [*b], connected with the parameters behind features, noise and residual."""
@@ -131,9 +109,8 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
         check_flag("resample", resample)
         self.resample = resample
-
-    def _has_separate_estimates(self, estimate: Estimate) -> bool:
-        return self.resample  # value and gradient of kept frequencies are one smooth function
+        if not resample:  # value and gradient of kept frequencies are one smooth function
+            self._line_search = None
 
     @abstractmethod
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
@@ -190,6 +167,8 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             value = value + total.exact * exact.value.double()
         estimate = FeatureEstimate(
             value=value.to(residual),
+            value_sem=torch.full_like(value, math.nan, dtype=residual.dtype),  # one draw does not tell its own error
+            status=SolveStatus.CONVERGED,  # dense factors always do; what is random is told in `truncation`
             features=matrix,
             derivatives=tuple(derivative.to(residual) for derivative in derivatives),
             exact=exact,
