@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from gpy_iterative.linear_solvers.columns import LinearSystem
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus
 
 #: Multiples of the largest diagonal entry that are added to the diagonal, tried in turn.
-JITTERS = (0.0, 1e-8, 1e-6, 1e-4)
+JITTERS = (1e-8, 1e-6, 1e-4)
 
 
 @dataclass(frozen=True)
@@ -94,20 +95,26 @@ class Cholesky(Solver):
         return Solution(value, residual, status, SolveStats(0, 0.0, 1.0, norms, time.perf_counter() - start))
 
 
-def jittered_cholesky(matrix: Tensor, name: str) -> tuple[Tensor, float]:
-    """The lower factor of a symmetric float64 matrix [*b, n, n], and its jitter; raises as `Cholesky.factorize`."""
+def jittered_cholesky(matrix: Tensor, name: str, jitters: Sequence[float] = JITTERS) -> tuple[Tensor, float]:
+    """The lower factors of symmetric float64 matrices [*b, n, n], each with the jitter that it needs, and the largest one.
+
+    Raises as `Cholesky.factorize`.
+    """
     _check_finite(matrix, name)
-    for jitter in JITTERS:
-        trial = matrix
-        if jitter:
-            trial = matrix.clone()
-            diagonal = trial.diagonal(dim1=-2, dim2=-1)
-            diagonal.add_(jitter * diagonal.amax(-1, keepdim=True))
-        factor, info = torch.linalg.cholesky_ex(trial)
+    scale = matrix.diagonal(dim1=-2, dim2=-1).abs().amax(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    added, largest = torch.zeros_like(scale), 0.0
+    for jitter in jitters:
         if not info.any():
-            return factor, jitter
+            break
+        largest, added = jitter, torch.where(info > 0, jitter * scale, added)
+        trial = matrix.clone()
+        trial.diagonal(dim1=-2, dim2=-1).add_(added.unsqueeze(-1))
+        factor, info = torch.linalg.cholesky_ex(trial)
+    if not info.any():
+        return factor, largest
     raise NotPositiveDefiniteError(
-        f"{name} is not positive definite even with a jitter of {JITTERS[-1]:g} of its diagonal. Keep the noise away from "
+        f"{name} is not positive definite even with a jitter of {jitters[-1]:g} of its diagonal. Keep the noise away from "
         "zero (a noise constraint), use float64, or check the kernel."
     )
 
@@ -149,7 +156,7 @@ def block_cholesky(block: Tensor) -> BlockFactor:
     matrix = block.double()
     _check_finite(matrix, f"A block of {len(block)} rows")
     smallest = float(torch.linalg.eigvalsh(matrix)[0])
-    jitter = max(-2 * smallest, JITTERS[1] * float(matrix.diagonal().amax()))
+    jitter = max(-2 * smallest, JITTERS[0] * float(matrix.diagonal().amax()))
     identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     return BlockFactor(torch.linalg.cholesky(matrix + jitter * identity), smallest)
 

@@ -80,14 +80,6 @@ _WITHOUT = (
 )
 
 
-def check_tensors(state: Mapping[str, Any]) -> None:
-    """Raises ValueError where an entry is no tensor."""
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            kind = type(value).__name__
-            raise ValueError(f"This is no training state: its entry {name!r} is a {kind} and no tensor. {TAKE_IT}")
-
-
 def _read(state: Mapping[str, Any]) -> dict[str, Any]:
     if _NAME not in state:
         if "generator" in state:

@@ -29,10 +29,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_solvers.cholesky import CholeskyFactor
+from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, jittered_cholesky
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 
 #: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
@@ -323,23 +322,9 @@ def _least_variance(prior_variance: Tensor) -> Tensor:
     return torch.finfo(prior_variance.dtype).eps * prior_variance.detach()
 
 
-def jittered_factor(blocks: Tensor) -> Tensor:
-    """Cholesky factors of covariances between data, [*, k, k], with as much jitter as they need; or NonFiniteError.
+def jittered_factor(covariances: Tensor) -> Tensor:
+    """Cholesky factors of covariances between data, [*, k, k], each with as much jitter as it needs.
 
     Jitter changes the weights a little, and the variance by the square of that (the module's first formula).
     """
-    scale = blocks.diagonal(dim1=-2, dim2=-1).abs().amax(-1).clamp_min(torch.finfo(blocks.dtype).tiny)
-    added = torch.zeros_like(scale)
-    lower, info = torch.linalg.cholesky_ex(blocks)
-    for jitter in JITTERS:
-        if not info.any():
-            return lower
-        # Each block by itself: a variance must not depend on the other test points.
-        added = torch.where(info > 0, jitter * scale, added)
-        lower, info = torch.linalg.cholesky_ex(blocks + torch.diag_embed(added.unsqueeze(-1).expand(blocks.shape[:-1])))
-    if not info.any():
-        return lower
-    raise NonFiniteError(
-        "The covariance between neighbouring data has no Cholesky factor: kernel values are not finite, or far from those "
-        "of a positive definite kernel. Check data and hyperparameters for extreme values."
-    )
+    return jittered_cholesky(covariances, "The covariance between neighbouring data", JITTERS)[0]
