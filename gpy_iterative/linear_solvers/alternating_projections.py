@@ -82,7 +82,7 @@ class AlternatingProjections(IterativeSolver[_State]):
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         block_size = self.block_size or (CPU_BLOCK if operator.device.type == "cpu" else ACCELERATOR_BLOCK)
-        share = min(block_size / operator.shape[-1], 1.0)
+        share = min(block_size / len(iterate.residual), 1.0)
         # The set-up is the blocks on the diagonal, as if all of them had been visited.
         return _State(block_size=block_size, share=share, shortfall=iterate.shortfall, setup=share)
 

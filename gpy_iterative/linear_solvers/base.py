@@ -203,7 +203,7 @@ class IterativeSolver(Solver, Generic[State]):
     @divided()
     def _solve_columns(self, system: LinearSystem) -> Solution:
         """Rounds of iterations, until the true residuals are within the tolerance or no round helps any more."""
-        if system.operator.batch_shape:
+        if system.rhs.dim() > 2:
             solutions = [self._solve_columns(member) for member in system.members()]
             return Solution(
                 torch.stack([solution.value for solution in solutions]).reshape(system.rhs.shape),

@@ -117,9 +117,10 @@ def linear_system(
     residual = flat_targets(prior, target) - prior.loc
     if observed is not None:
         residual = residual[..., observed]
-    batch = torch.broadcast_shapes(operator.batch_shape, residual.shape[:-1])
-    is_shared = shares_matrix and batch[len(batch) - len(operator.batch_shape) :] == operator.batch_shape
-    if batch != operator.batch_shape and not is_shared:
+    own = operator.batch_shape
+    batch = torch.broadcast_shapes(own, residual.shape[:-1])
+    is_shared = shares_matrix and batch[len(batch) - len(own) :] == own
+    if batch != own and not is_shared:
         operator = operator.expand(*batch, *operator.matrix_shape)
     return TrainingSystem(prior, operator, residual.expand(*batch, residual.shape[-1]), observed)
 

@@ -167,7 +167,7 @@ def stochastic_logdet(
 
     Cost: one product with s columns an iteration.
     """
-    size = operator.shape[-1]
+    size = probes.shape[-2]
     most = min(max(max_iterations, LEAST_PRODUCTS), size)
     lanczos = _Lanczos(operator, probes, preconditioner, first_product)
     while True:
