@@ -90,7 +90,7 @@ class LikelihoodParams:
             params._forms, params._params, params._kwargs = (found[name] for name in ("_forms", "_params", "_kwargs"))
         except UNREADABLE as error:
             raise ValueError(
-                "The training state's arguments of the likelihood cannot be read: take it from training_state()."
+                "The training state's arguments of the likelihood cannot be read. Take it from training_state()."
             ) from error
         return params
 
