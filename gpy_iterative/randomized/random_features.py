@@ -59,33 +59,19 @@ class FeatureSum:
     report: FrequencyReport
 
 
-@dataclass(frozen=True)
-class FeatureEstimate:
+@dataclass(frozen=True, kw_only=True)
+class FeatureEstimate(Estimate):
     """A weighted sum of log densities with its derivatives, and of the exact density where it takes part."""
 
-    value: Tensor  # [*b]
     features: Tensor  # Phi [*b, n, F], with the graph to the hyperparameters
     derivatives: tuple[Tensor, ...]  # of the sum without the exact density, by features, noise and residual
     exact: DensityEstimate | None
     exact_weight: float
-    stats: SolveStats
-    truncation: FrequencyReport
-    probe_jitter: None = None
 
     def __post_init__(self) -> None:
-        check_estimated("value", self.value)
+        super().__post_init__()
         for derivative in self.derivatives:
             check_estimated("derivative", derivative)
-
-    @property
-    def status(self) -> SolveStatus:
-        """Dense factors always converge; what is random is told in `truncation`."""
-        return SolveStatus.CONVERGED
-
-    @property
-    def value_sem(self) -> Tensor:
-        """NaN: one draw does not tell its own error."""
-        return torch.full_like(self.value, math.nan)
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         """The value [*b], connected with the parameters behind features, noise and residual."""
@@ -170,8 +156,9 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
     resample: bool
 
-    def _has_separate_estimates(self, estimate: Estimate) -> bool:
-        return self.resample  # value and gradient of kept frequencies are one smooth function
+    def _warn_once(self, estimate: Estimate) -> None:
+        if self.resample:  # value and gradient of kept frequencies are one smooth function
+            super()._warn_once(estimate)
 
     @abstractmethod
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
@@ -228,6 +215,8 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             value = value + total.exact * exact.value.double()
         estimate = FeatureEstimate(
             value=value.to(residual),
+            value_sem=torch.full_like(value, math.nan, dtype=residual.dtype),  # one draw does not tell its own error
+            status=SolveStatus.CONVERGED,  # dense factors always do; what is random is told in `truncation`
             features=matrix,
             derivatives=tuple(derivative.to(residual) for derivative in derivatives),
             exact=exact,

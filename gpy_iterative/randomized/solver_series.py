@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_fraction
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_solvers.columns import check_system
+from gpy_iterative.linear_solvers.columns import LinearSystem
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateDirections
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveStats, SolveStatus
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, PreconditionerRecipe
@@ -216,7 +216,7 @@ def russian_roulette_solve(
     groups = (ColumnGroup("targets", block.shape[-1], 0.0),)
     if operator.batch_shape:
         raise ValueError(f"A series is run for one system at a time, got a batch {tuple(operator.batch_shape)}.")
-    check_system(operator, block, groups)
+    LinearSystem(operator, block, groups)  # checks that they fit
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     overhead = 1.0
     if isinstance(preconditioner, PreconditionerRecipe):
