@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.exact.probes import Probes, random_signs
-from gpy_iterative.laplace.likelihoods.pointwise import CurvatureKind, PointwiseLikelihood
+from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem, dense_factor
 from gpy_iterative.linear_operators.latent import LatentPrior
@@ -53,7 +53,6 @@ class EvidenceEstimate:
         image: K u [n C].
         covariance: Sigma's blocks [n, C, C], exact or estimated.
         solution: the mode.
-        kind: of the curvature.
         status: of the mode, or of the worst solve.
         probe_epochs: products with all probes, and with the adjoint, that the gradient took.
     """
@@ -66,7 +65,6 @@ class EvidenceEstimate:
     image: Tensor
     covariance: Tensor
     solution: LaplaceSolution
-    kind: CurvatureKind
     status: SolveStatus
     probe_epochs: float = 0.0
 
@@ -102,14 +100,14 @@ class EvidenceEstimate:
 
     def _likelihood_terms(self, likelihood: PointwiseLikelihood) -> Tensor:
         f = self.solution.latent
-        moved = (self.image.view_as(f) * likelihood.differentiable_gradient(f)).sum()
-        return likelihood.log_prob(f).sum() + moved + likelihood.weighted_curvature(f, self.covariance, self.kind)
+        point = f.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(likelihood.log_prob(point).sum(), point, create_graph=True)
+        moved = (self.image.view_as(f) * gradient).sum()
+        return likelihood.log_prob(f).sum() + moved + likelihood.weighted_curvature(f, self.covariance)
 
 
 @torch.no_grad()
-def exact_evidence(
-    prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution, kind: CurvatureKind
-) -> EvidenceEstimate:
+def exact_evidence(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> EvidenceEstimate:
     """L and its gradient from dense matrices and the mode of `LaplaceCholesky`, without randomness.
 
     Cost: O((n C)^3) time, a few (n C)^2 numbers.
@@ -121,8 +119,8 @@ def exact_evidence(
     latents, v = prior.num_latents, solution.value.flatten()
     known = image_of_root.view(-1, latents, image_of_root.shape[-1])
     covariance = diagonal_blocks(kernel, latents) - known @ known.mT
-    source = _adjoint_source(likelihood, solution.latent, covariance, kind)
-    if likelihood.has_true_curvature(kind):
+    source = _adjoint_source(likelihood, solution.latent, covariance)
+    if likelihood.is_log_concave:
         adjoint = source - precision @ (kernel @ source)
     else:
         hessian = _true_hessian(likelihood, solution.latent)
@@ -139,7 +137,6 @@ def exact_evidence(
         image=kernel @ adjoint,
         covariance=covariance,
         solution=solution,
-        kind=kind,
         status=solution.status,
     )
 
@@ -149,7 +146,6 @@ def stochastic_evidence(
     prior: LatentPrior,
     likelihood: PointwiseLikelihood,
     solution: LaplaceSolution,
-    kind: CurvatureKind,
     *,
     num_probes: int,
     tolerance: float,
@@ -168,8 +164,8 @@ def stochastic_evidence(
     left, right = curvature.root(unknown), curvature.root(probes.dual.double())
 
     blocks = _covariance_blocks(prior, solution, left, right)
-    source = _adjoint_source(likelihood, solution.latent, blocks, kind)
-    if likelihood.has_true_curvature(kind):
+    source = _adjoint_source(likelihood, solution.latent, blocks)
+    if likelihood.is_log_concave:
         adjoint, epochs, status = _adjoint(prior, system, source, tolerance)
     else:
         hessian = _true_hessian(likelihood, solution.latent)
@@ -187,7 +183,6 @@ def stochastic_evidence(
         image=prior.matmul(adjoint.unsqueeze(-1)).squeeze(-1),
         covariance=blocks,
         solution=solution,
-        kind=kind,
         status=max(solution.status, solved.status, status, key=list(SolveStatus).index),
         probe_epochs=solved.stats.epochs + 2 + epochs,
     )
@@ -215,11 +210,11 @@ def _covariance_blocks(prior: LatentPrior, solution: LaplaceSolution, left: Tens
     return prior.point_blocks().double() - known @ known.mT - (estimate + estimate.mT) / 2
 
 
-def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance: Tensor, kind: CurvatureKind) -> Tensor:
+def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance: Tensor) -> Tensor:
     """S = d/df (-1/2 sum <Sigma_n, W_n(f_n)>) [n C] for fixed blocks Sigma [n, C, C]."""
     with torch.inference_mode(False), torch.enable_grad():
         point = latent.detach().clone().requires_grad_()
-        total = likelihood.weighted_curvature(point, covariance, kind)
+        total = likelihood.weighted_curvature(point, covariance)
         if not total.requires_grad:  # a constant curvature
             return torch.zeros_like(latent).flatten()
         (source,) = torch.autograd.grad(total, point, materialize_grads=True)

@@ -238,9 +238,9 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         if self.objective == "elbo":
             return (exact_bound if is_exact else subspace_bound)(prior, likelihood, solution)
         if is_exact:
-            return exact_evidence(prior, likelihood, solution, solver.curvature)
+            return exact_evidence(prior, likelihood, solution)
         options = {"num_probes": self.num_probes, "tolerance": self.tolerance, "generator": generator}
-        return stochastic_evidence(prior, likelihood, solution, solver.curvature, **options)
+        return stochastic_evidence(prior, likelihood, solution, **options)
 
     def _warn_once(
         self,

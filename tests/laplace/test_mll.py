@@ -28,18 +28,17 @@ LAYOUTS = [(name, "own") for name in LIKELIHOODS] + [
 ]
 
 
-def naive_evidence(problem: Case, kind: str = "auto") -> Tensor:
+def naive_evidence(problem: Case) -> Tensor:
     """L at the mode of plain damped Newton steps on dense matrices; the reference of everything here."""
     prior, likelihood = problem.prior(), problem.pointwise()
     kernel, mean = prior.operator.to_dense(), prior.mean
-    floor = NO_FLOOR
     f, v = mean.clone(), torch.zeros_like(mean).flatten()
 
     def psi(f: Tensor, v: Tensor) -> float:
         return likelihood.total(f) - 0.5 * float(v @ (f - mean).flatten())
 
     def weights(f: Tensor) -> Tensor:
-        return torch.block_diag(*likelihood.curvature(f, kind, floor).blocks())
+        return torch.block_diag(*likelihood.curvature(f, NO_FLOOR).blocks())
 
     for _ in range(200):
         w, g = weights(f), likelihood.gradient(f).flatten()
@@ -179,7 +178,7 @@ def importance_sampled_evidence(problem: Case, draws: int = 40_000) -> tuple[flo
     kernel, mean = prior.operator.to_dense(), prior.mean
     kernel = kernel + 1e-8 * torch.eye(len(kernel))
     f = LaplaceCholesky().solve(prior, likelihood).latent
-    w = likelihood.curvature(f, "auto", NO_FLOOR).blocks().flatten()
+    w = likelihood.curvature(f, NO_FLOOR).blocks().flatten()
     covariance = torch.linalg.inv(torch.linalg.inv(kernel) + torch.diag(w))
     proposal = torch.distributions.MultivariateNormal(f.flatten(), covariance)
     target = torch.distributions.MultivariateNormal(mean.flatten(), kernel)

@@ -95,6 +95,8 @@ class LaplaceNewton(LaplaceSolver):
     max_rank: int = 300
     num_covariance_actions: int = 0
 
+    _tolerances: ClassVar[tuple[float, float]] = (1e-5, 1e-3)
+    _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]] = (COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32)
     _budget: ClassVar[str] = "max_outer or max_inner"
     _room: ClassVar[str] = "raise its max_rank, "
 
@@ -115,12 +117,6 @@ class LaplaceNewton(LaplaceSolver):
     def _step_solver(self, problem: Problem) -> StepSolver:
         return _SubspaceSteps(problem, self)
 
-    def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:
-        return COVARIANCE_FLOOR if dtype == torch.float64 else COVARIANCE_FLOOR_FLOAT32
-
-    def _default_tolerance(self, dtype: torch.dtype) -> float:
-        return 1e-5 if dtype == torch.float64 else 1e-3
-
 
 def default_laplace_solver(size: int) -> LaplaceSolver:
     """Dense factors up to 2,000 latent values, computation-aware Newton steps beyond."""
@@ -137,8 +133,10 @@ class _SubspaceSteps(StepSolver):
         self.basis = ActionBasis(problem.prior.size, capacity, problem.mean)
         self._factor: LatentFactor | None = None
         self._preconditioner: NewtonPreconditioner | None = None
+        if problem.initial_solution is not None:
+            self._begin_with(problem.initial_solution)
 
-    def recall(self, solution: LaplaceSolution) -> None:
+    def _begin_with(self, solution: LaplaceSolution) -> None:
         actions = solution.actions
         rounding = (actions.mT @ actions).fill_diagonal_(0).abs().amax() if actions.numel() else 0.0
         if rounding > LARGEST_OVERLAP:
