@@ -13,7 +13,6 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
 from gpy_iterative.laplace.newton.base import Problem
 from gpy_iterative.laplace.newton.basis import ActionBasis, GalerkinSystem
-from gpy_iterative.laplace.newton.newton import ActionState, Policy
 from gpy_iterative.likelihoods import LogitBernoulliLikelihood, PointwiseLikelihood, PoissonLogLikelihood
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.latent import LatentPrior
@@ -32,28 +31,6 @@ def poisson_problem(
     )
     prior = LatentPrior(operator, torch.zeros(len(x), 1, dtype=x.dtype))
     return prior, PointwiseLikelihood(PoissonLogLikelihood(), y, 1)
-
-
-def residuals(state: ActionState) -> Tensor:
-    """The published policy: conjugate gradients on K + W^+."""
-    return state.residual
-
-
-def unit_vectors() -> Policy:
-    """The value that is least known, as a partial Cholesky factor takes it; none twice."""
-    used: set[int] = set()
-
-    def policy(state: ActionState) -> Tensor:
-        variance = state.variance().flatten().clone()
-        if len(used) == len(variance):
-            used.clear()
-        variance[list(used)] = -torch.inf
-        used.add(int(variance.argmax()))
-        action = torch.zeros_like(variance)
-        action[int(variance.argmax())] = 1
-        return action.view_as(state.residual)
-
-    return policy
 
 
 def dense_inverse(problem: Case, solution: LaplaceSolution) -> tuple[Tensor, Tensor]:
@@ -161,8 +138,7 @@ def test_weighted_residuals_are_conjugate_gradients_on_the_whitened_system() -> 
     assert solution.status is SolveStatus.BUDGET_EXHAUSTED
 
 
-@pytest.mark.parametrize("literal", [False, True])
-def test_residuals_are_conjugate_gradients(literal: bool) -> None:
+def test_published_residuals_are_conjugate_gradients() -> None:
     problem = case("poisson-log", n=25)
     kernel, w, rhs = newton_system(problem)
     matrix = kernel + torch.diag(1 / w)
@@ -173,46 +149,9 @@ def test_residuals_are_conjugate_gradients(literal: bool) -> None:
         length = (r @ r) / (d @ image)
         x, following = x + length * d, r - length * image
         d, r = following + (following @ following) / (r @ r) * d, following
-    if literal:
-        solution = LiteralNewton(max_outer=1, max_inner=6).solve(problem.prior(), problem.pointwise())
-        v, products = solution.value.flatten(), solution.num_kernel_products
-    else:
-        v, products = undamped(problem, LaplaceNewton(max_inner=6, forcing=1e-12, policy=residuals))
-    torch.testing.assert_close(v, x, rtol=1e-7, atol=1e-8)
-    assert products == (13 if literal else 6)
-
-
-def test_unit_vectors_are_a_subset_of_the_data() -> None:
-    problem = case("poisson-log", n=25)
-    kernel, w, rhs = newton_system(problem)
-    v, _ = undamped(problem, LaplaceNewton(max_inner=6, forcing=1e-12, policy=unit_vectors()))
-    subset = v.nonzero().flatten()
-    assert len(subset) == 6
-    matrix = (kernel + torch.diag(1 / w))[subset][:, subset]
-    torch.testing.assert_close(v[subset], torch.linalg.solve(matrix, rhs[subset]))
-
-
-def test_policies_of_the_users_own() -> None:
-    problem = case("softmax", n=12)
-    prior, likelihood = problem.prior(), problem.pointwise()
-    blocks = LaplaceNewton(
-        policy=lambda state: torch.stack([state.gradient, state.weighted_residual], dim=-1), tolerance=1e-8
-    ).solve(prior, likelihood)
-    torch.testing.assert_close(blocks.latent, LaplaceCholesky().solve(prior, likelihood).latent, rtol=1e-6, atol=1e-6)
-    assert blocks.num_kernel_products < blocks.actions.shape[-1]  # two actions a product
-    with pytest.raises(ValueError, match=r"actions \(12, 3\)"):
-        LaplaceNewton(policy=lambda state: torch.ones(3)).solve(prior, likelihood)
-
-
-@pytest.mark.parametrize("policy", ["weighted residuals", "residuals", "unit vectors"])
-@pytest.mark.parametrize("name", ["logit", "softmax"])
-def test_all_policies_reach_the_mode(policy: str, name: str) -> None:
-    problem = case(name, n=15)
-    prior, likelihood = problem.prior(), problem.pointwise()
-    exact = LaplaceCholesky().solve(prior, likelihood)
-    policies = {"weighted residuals": None, "residuals": residuals, "unit vectors": unit_vectors()}
-    found = LaplaceNewton(policy=policies[policy], tolerance=1e-8, max_outer=200).solve(prior, likelihood)
-    torch.testing.assert_close(found.latent, exact.latent, rtol=1e-6, atol=1e-6)
+    solution = LiteralNewton(max_outer=1, max_inner=6).solve(problem.prior(), problem.pointwise())
+    torch.testing.assert_close(solution.value.flatten(), x, rtol=1e-7, atol=1e-8)
+    assert solution.num_kernel_products == 13
 
 
 def test_recycled_subspaces_are_solved_already() -> None:
@@ -435,7 +374,6 @@ def test_published_algorithms_converge_where_they_do() -> None:
         ({"tolerance": 0.0}, "tolerance"),
         ({"tolerance": 1.5}, "tolerance"),
         ({"forcing": 1.0}, "forcing"),
-        ({"policy": "cg"}, "policy"),
         ({"num_covariance_actions": -1}, "num_covariance_actions"),
     ],
 )
