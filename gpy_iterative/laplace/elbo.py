@@ -34,6 +34,7 @@ from gpy_iterative.laplace.evidence import diagonal_blocks
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.newton.base import LaplaceSolution
+from gpy_iterative.laplace.newton.basis import inverse_root
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.linear_solvers.solution import SolveStatus
@@ -53,11 +54,8 @@ ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
 class BoundProblem:
     """The bound as a function of q.
 
-    Attributes:
-        mean: m [n, C].
-        features: Psi [n C, r].
-        rest: the prior's blocks [n, C, C] less those of Psi Psi^T.
-        scale: the prior's variances, [n].
+    `mean` is m [n, C], `features` Psi [n C, r], `rest` the prior's blocks [n, C, C] less those of Psi Psi^T, `scale` the
+    prior's variances [n].
     """
 
     likelihood: PointwiseLikelihood
@@ -106,7 +104,7 @@ class BoundProblem:
 
 
 class NaturalStep(NamedTuple):
-    """A natural step: from b [r] by Q^-1 times the residual Psi^T E[g] - b, from the sites to the wanted ones, E[W]."""
+    """A step from b [r] by Q^-1 times the residual Psi^T E[g] - b, and from the sites to the wanted ones, E[W]."""
 
     coefficients: Tensor
     residual: Tensor
@@ -116,15 +114,10 @@ class NaturalStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Gaussian:
-    """q, and the bound there.
+    """q: b [r], sites [n, C, C] with Q = I + Psi^T sites Psi, Q and its Cholesky factor [r, r]; and what follows.
 
-    Attributes:
-        coefficients: b [r].
-        sites: [n, C, C], with Q = I + Psi^T sites Psi.
-        precision, factor: Q and its Cholesky factor, [r, r].
-        means, blocks: of the latent values of each point, mu [n, C] and V [n, C, C].
-        gradient, curvature: E[g] [n, C] and E[W] [n, C, C].
-        bound, rounding: the bound, and its rounding error.
+    That are means [n, C] and covariance blocks [n, C, C] of the points' latent values, E[g] [n, C], E[W] [n, C, C], the
+    bound and its rounding error.
     """
 
     coefficients: Tensor
@@ -162,12 +155,7 @@ def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
     Cost: no kernel product, O(n C r^2) a step; a derivative pass with r columns.
     """
     actions, images = solution.actions, solution.images
-    gram = actions.mT @ images
-    values, vectors = torch.linalg.eigh((gram + gram.mT) / 2)
-    # Directions that K maps to rounding: the prior knows nothing of them either.
-    noise = 10 * len(values) * torch.finfo(prior.operator.dtype).eps
-    kept = values > noise * values.amax() if len(values) else values > 0
-    whitening = vectors[:, kept] / values[kept].sqrt()
+    whitening = inverse_root(actions.mT @ images, torch.finfo(prior.operator.dtype).eps)
     features = images @ whitening
     blocks = prior.point_blocks().detach().double()
     known = features.view(*prior.mean.shape, features.shape[-1])
@@ -254,10 +242,8 @@ def _lengths(steps: Sequence[NaturalStep], q: Gaussian) -> Tensor:
 def _mixed(
     problem: BoundProblem, current: Gaussian, steps: Sequence[NaturalStep], lengths: Tensor
 ) -> tuple[Gaussian, float] | None:
-    """The Gaussian after the mixture of steps that nearly cancel, and the promised rise; None where it does not rise.
-
-    Anderson's acceleration (Walker and Ni 2011): whole steps overshoot by much of their own length under a wide prior.
-    """
+    """The Gaussian after the mixture of steps that nearly cancel, and the promised rise; None where it does not rise."""
+    # Anderson's acceleration (Walker and Ni 2011): whole steps overshoot by much of their own length under a wide prior.
     if len(steps) == 1:
         return None
     changes = lengths[:, :-1] - lengths[:, -1:]
@@ -299,10 +285,7 @@ def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> t
 def _expectation(
     likelihood: PointwiseLikelihood, means: Tensor, blocks: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum_n E log p(y_n | f_n) [] for f_n ~ N(mu_n, V_n), and its exact derivatives E[g] [n, C] and E[W] [n, C, C].
-
-    One node after the other: memory O(n C^2).
-    """
+    """Sum_n E log p(y_n | f_n) [] for f_n ~ N(mu_n, V_n), and its exact derivatives E[g] [n, C] and E[W] [n, C, C]."""
     with torch.enable_grad():
         covariance = blocks.detach().clone().requires_grad_()
         roots = _roots(covariance, scale)

@@ -134,12 +134,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Iterate:
-    """One point of Newton's iteration.
-
-    Attributes:
-        f, v, gradient: [n C], with f = m + K v and the gradient of log p(y | f).
-        log_joint: psi.
-    """
+    """One point of Newton's iteration: f = m + K v, v and the gradient of log p(y | f), [n C] each, and psi."""
 
     f: Tensor
     v: Tensor
@@ -158,14 +153,11 @@ class Iterate:
 
 
 class StepSolver(ABC):
-    """Solves the Newton systems of one mode, and keeps what they have in common.
+    """Solves the Newton systems of one mode, and keeps what they have in common."""
 
-    Attributes:
-        num_products: kernel products so far; one with several actions counts once.
-        overhead: passes over the kernel matrix that set the solver up.
-    """
-
+    #: Kernel products so far; one with several actions counts once.
     num_products: int = 0
+    #: Passes over the kernel matrix that set the solver up.
     overhead: float = 0.0
 
     @abstractmethod
@@ -328,11 +320,9 @@ class LaplaceSolver(ABC):
         return problem.evaluated(f, v) if math.isfinite(joint) and joint > cold.log_joint else cold
 
     def _damped(self, problem: Problem, iterate: Iterate, dv: Tensor, df: Tensor) -> Iterate | None:
-        """The iterate after the longest step that raises psi enough; None where none does.
-
-        Where the rounding of psi hides the difference, its slope at the step's end decides (Hager and Zhang 2005, the
-        approximate Wolfe condition): a step with a curvature that is not the Hessian may overshoot, again and again.
-        """
+        """The iterate after the longest step that raises psi enough; None where none does."""
+        # Where rounding hides whether psi rises, its slope at the step's end decides (Hager and Zhang 2005, approximate
+        # Wolfe condition): a step whose curvature is not the Hessian may overshoot, again and again.
         slope = float(iterate.error @ df)
         length, magnitude = 1.0, abs(iterate.log_joint)
         told = 10 * TOLD * EPS * magnitude
