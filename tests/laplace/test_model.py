@@ -44,7 +44,7 @@ def dense_posterior(problem: Case, x: Tensor) -> tuple[Tensor, Tensor]:
     joint, mean = latent.operator.to_dense().detach(), latent.mean.detach().flatten()
     size = len(problem.x) * problem.model.latents
     solution = LaplaceCholesky().solve(problem.prior(), problem.pointwise())
-    w = torch.block_diag(*problem.pointwise().curvature(solution.latent, "auto", NO_FLOOR).blocks())
+    w = torch.block_diag(*problem.pointwise().curvature(solution.latent, NO_FLOOR).blocks())
     cross, kernel = joint[size:, :size], joint[:size, :size]
     precision = torch.linalg.solve(torch.eye(size, dtype=w.dtype) + w @ kernel, w)
     return mean[size:] + cross @ solution.value.flatten(), joint[size:, size:] - cross @ precision @ cross.mT
