@@ -233,7 +233,6 @@ def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place
         x2=None if x2 is None else (x2 - centre) / lengthscale,
         alpha=alpha,
         function=function,
-        scales_only=not x1.requires_grad and (x2 is None or not x2.requires_grad),
         **place.options(),
     )
 

@@ -6,7 +6,6 @@ differentiated by itself; the user's kernel is never changed, not even when its 
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import Tiles, blocks
-from gpy_iterative.worker_threads import run
 
 #: Points of a block of which only the diagonal is wanted; entries that are evaluated for one wanted entry, at the most.
 DIAGONAL_BLOCK = 256
@@ -283,10 +281,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
                 self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_columns[j], weights.tile(i, j))
             return found
 
-        gradients, *others = run([partial(share, part) for part in tiles.shares(tiles.visits())])
-        for other in others:
-            for gradient, part in zip(gradients, other, strict=True):
-                gradient += part
+        gradients = tiles.sums(share)
         tiles.complete(
             [gradient for gradient, is_wanted in zip(gradients, wanted, strict=True) if is_wanted], weights.tensors
         )

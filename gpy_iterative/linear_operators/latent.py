@@ -10,13 +10,13 @@ from linear_operator.operators import BlockInterleavedLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.extensions import ExtendedLinearOperator, Rows, rows_matmul
+from gpy_iterative.linear_operators.extensions import Rows, rows_matmul
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, masked_covariance
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 
-class RepeatedKernelLinearOperator(ExtendedLinearOperator):
+class RepeatedKernelLinearOperator(LinearOperator):
     """The covariance of `repeats` independent functions with the same kernel, their values at a point side by side.
 
     Args:

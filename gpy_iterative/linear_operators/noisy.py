@@ -7,7 +7,6 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.extensions import (
-    ExtendedLinearOperator,
     Rows,
     columns_matmul,
     dense_rows,
@@ -17,7 +16,7 @@ from gpy_iterative.linear_operators.extensions import (
 )
 
 
-class NoisyLinearOperator(ExtendedLinearOperator):
+class NoisyLinearOperator(LinearOperator):
     """A kernel matrix plus one observation noise variance per datum.
 
     Args:
