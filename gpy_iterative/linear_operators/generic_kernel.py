@@ -12,9 +12,8 @@ import torch
 from gpytorch.kernels import GridInterpolationKernel, Kernel
 from linear_operator import LinearOperator
 from torch import Tensor
-from torch.func import functional_call
 
-from gpy_iterative.linear_operators.kernel_functions import kernel_functions
+from gpy_iterative.linear_operators.kernel_functions import KernelFunction
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
@@ -125,8 +124,11 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         self._tensors, self._leaves = tensors, leaves
         dtypes = (tensor.dtype for tensor in (x1, *self.parameters) if tensor.is_floating_point())
         self._dtype = next(dtypes, kernel.dtype) if dtype is None else dtype
-        self._converted_buffers = {} if dtype is None else _floating_buffers(kernel, dtype)
-        self._functions = kernel_functions(own_buffers=dtype is not None)
+        buffers = () if dtype is None else kernel.named_buffers()
+        self._buffers = {name: buffer.to(dtype) for name, buffer in buffers if buffer.is_floating_point()}
+        self._function = KernelFunction(kernel, own_buffers=dtype is not None)
+        self.symmetric, self.columns = x2 is None, x1 if x2 is None else x2
+        self._outputs = kernel.num_outputs_per_input(x1, self.columns)
 
     @classmethod
     def of_kernel(
@@ -181,16 +183,6 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self._dtype
 
     @property
-    def symmetric(self) -> bool:
-        """Whether rows and columns are the same points."""
-        return self.x2 is None
-
-    @property
-    def columns(self) -> Tensor:
-        """The inputs of the columns."""
-        return self.x1 if self.x2 is None else self.x2
-
-    @property
     def tile_scale(self) -> Tensor:
         """1: a kernel's tiles carry its outputscale."""
         return self.x1.new_ones((), dtype=self.dtype)
@@ -199,7 +191,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         """The dense k(x1, x2) [*b, n, m], differentiable in inputs and parameters."""
         parameters = self.parameters if parameters is None else parameters
         # What a kernel makes of float32 inputs may be float64, by tensors of its own.
-        values = functional_call(self._functions.of(self.kernel), self._named(parameters), (x1, x2)).to(self.dtype)
+        values = self._function(self._named(parameters), x1, x2).to(self.dtype)
         return self._of_members(values.expand(*self._whole_batch(), *values.shape[-2:]), values.shape[-2:])
 
     def _whole_batch(self) -> torch.Size:
@@ -212,8 +204,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return values
 
     def _named(self, parameters: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        named = {f"kernel.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
-        return named | self._converted_buffers
+        return dict(zip(self.names, parameters, strict=True)) | self._buffers
 
     def low_precision_copy(self) -> LinearOperator:
         """The same matrix in float32. Its kernel is tried on one pair of inputs."""
@@ -230,14 +221,11 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             ) from error
         return copy
 
-    def _outputs(self) -> int:
-        return self.kernel.num_outputs_per_input(self.x1, self.columns)
-
     def _make_tiles(self) -> Tiles:
-        return KernelTiles(self, self._outputs())
+        return KernelTiles(self, self._outputs)
 
     def _size(self) -> torch.Size:
-        outputs, columns = self._outputs(), self.columns
+        outputs, columns = self._outputs, self.columns
         batch = self._of_members(self.x1.new_empty(()).expand(self._whole_batch()), torch.Size()).shape
         return torch.Size((*batch, self.x1.shape[-2] * outputs, columns.shape[-2] * outputs))
 
@@ -327,8 +315,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return torch.cat([self._diagonal_at(x) for x in parts], dim=-1)
 
     def _diagonal_at(self, x: Tensor) -> Tensor:
-        function, size = self._functions.of(self.kernel), x.shape[-2] * self._outputs()
-        diagonal = functional_call(function, self._named(self.parameters), (x, x), {"diag": True}).to(self.dtype)
+        size = x.shape[-2] * self._outputs
+        diagonal = self._function(self._named(self.parameters), x, x, diag=True).to(self.dtype)
         whole = torch.Size((*self._whole_batch(), size))
         if diagonal.shape != whole:
             if diagonal.shape[-2:] == (size, size):  # a kernel that overlooks `diag`
@@ -337,7 +325,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self._of_members(diagonal, whole[-1:])
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        outputs = self._outputs()
+        outputs = self._outputs
         if not all(isinstance(index, slice) and index == slice(None) for index in batch_indices):
             picked = self._rebuild(self.x1, self.x2, (*self.members, batch_indices))
             return picked._getitem(row_index, col_index, *[slice(None)] * len(picked.batch_shape))
@@ -354,7 +342,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     def _entries(self, rows: Tensor, columns: Tensor, *batch: Tensor) -> Tensor:
         """Single entries [p], from the block of all their points; in halves where it has far more entries than they are."""
-        outputs = self._outputs()
+        outputs = self._outputs
         row_points, i = (rows // outputs).unique(return_inverse=True)
         column_points, j = (columns // outputs).unique(return_inverse=True)
         if len(row_points) * len(column_points) > DIAGONAL_BLOCK * max(len(rows), DIAGONAL_BLOCK):
@@ -389,10 +377,6 @@ def _leaves(tensor: Tensor) -> list[Tensor]:
             leaves.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
         nodes += [following for following, _ in node.next_functions]
     return leaves
-
-
-def _floating_buffers(kernel: Kernel, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {f"kernel.{name}": buffer.to(dtype) for name, buffer in kernel.named_buffers() if buffer.is_floating_point()}
 
 
 def _input_index(index: Any, outputs: int, size: int) -> Any:

@@ -117,14 +117,8 @@ class RadialFunction(ABC):
         raise ValueError(f"The {self.name} function has no alpha.")
 
 
-def _positive(dtype: torch.dtype) -> float:
-    """A positive number whose root is no more than rounding beside 1."""
-    limits = torch.finfo(dtype)
-    return min(limits.tiny, limits.eps**2)
-
-
 def _safe_sqrt(u: Tensor) -> Tensor:
-    return u.clamp_min(_positive(u.dtype)).sqrt()
+    return u.clamp_min(torch.finfo(u.dtype).tiny).sqrt()
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ class _Matern(RadialFunction):
     largest = FARTHEST**2
 
     def clamp_(self, u: Tensor) -> Tensor:
-        return u.clamp_(_positive(u.dtype), self.largest)
+        return u.clamp_(torch.finfo(u.dtype).tiny, self.largest)
 
 
 @dataclass(frozen=True)
@@ -184,7 +178,7 @@ class _Matern12(_Matern):
         return _exponents_(u, scratch).exp2_()
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-        noise = u <= max(self.noise * torch.finfo(u.dtype).eps, _positive(u.dtype))
+        noise = u <= max(self.noise * torch.finfo(u.dtype).eps, torch.finfo(u.dtype).tiny)
         self.value_(u, scratch, alpha)
         return u, scratch.mul_(u).masked_fill_(noise, 0.0)
 

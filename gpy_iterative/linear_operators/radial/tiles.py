@@ -104,7 +104,7 @@ class RadialTiles(Tiles):
     def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
         """The tile (i, j) of f, and that of df/dq over its factor; see `tile`."""
         if self._keeps_derivatives:
-            value, derivative = self.cache.get((i, j)), self.cache.derivatives.get((i, j))
+            value, derivative = self.cache.tiles.get((i, j)), self.cache.derivatives.tiles.get((i, j))
             if value is not None and derivative is not None:
                 return value, derivative
         shape = self.tile_shape(i, j)

@@ -121,7 +121,7 @@ class Tiles(ABC):
 
         Called only where the cache serves `owner`.
         """
-        kept = self.cache.get((i, j))
+        kept = self.cache.tiles.get((i, j))
         if kept is None and self._budget > 0:
             evaluate = partial(self.evaluate_to_keep, i, j)
             kept = self.cache.evaluate((i, j), self.tile_shape(i, j), self._like, self._budget, evaluate)
