@@ -128,6 +128,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         self._buffers = {name: buffer.to(dtype) for name, buffer in buffers if buffer.is_floating_point()}
         self._function = KernelFunction(kernel, own_buffers=dtype is not None)
         self.symmetric, self.columns = x2 is None, x1 if x2 is None else x2
+        self.tile_scale = x1.new_ones((), dtype=self._dtype)  # a kernel's tiles carry its outputscale
         self._outputs = kernel.num_outputs_per_input(x1, self.columns)
 
     @classmethod
@@ -181,11 +182,6 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def dtype(self) -> torch.dtype | None:
         """Of the matrix: the inputs' own, or the parameters' where inputs are integers (categories)."""
         return self._dtype
-
-    @property
-    def tile_scale(self) -> Tensor:
-        """1: a kernel's tiles carry its outputscale."""
-        return self.x1.new_ones((), dtype=self.dtype)
 
     def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
         """The dense k(x1, x2) [*b, n, m], differentiable in inputs and parameters."""
@@ -269,11 +265,11 @@ class GenericKernelLinearOperator(TiledLinearOperator):
                 self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_columns[j], weights.tile(i, j))
             return found
 
-        gradients = tiles.sums(share)
-        tiles.complete(
-            [gradient for gradient, is_wanted in zip(gradients, wanted, strict=True) if is_wanted], weights.tensors
-        )
-        return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True))
+        gradients = [
+            gradient if is_wanted else None for gradient, is_wanted in zip(tiles.sums(share), wanted, strict=True)
+        ]
+        tiles.complete([gradient for gradient in gradients if gradient is not None], weights.tensors)
+        return tuple(gradients)
 
     def _add_derivative(
         self, gradients: list[Tensor], wanted: list[bool], rows: slice, columns: slice, weights: Tensor
@@ -285,23 +281,17 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             same = self.symmetric and rows == columns
             x2 = x1 if same else self.columns.detach()[..., columns, :].requires_grad_(inputs_wanted)
             parameters = tuple(p.detach().requires_grad_(p.requires_grad) for p in self.parameters)
+            targets = [(gradients[0][..., rows, :], x1), *zip(gradients[1:], parameters + self._leaves, strict=False)]
+            if not same:
+                targets.append(((gradients[0] if self.symmetric else gradients[-1])[..., columns, :], x2))
+            targets = [(gradient, leaf) for gradient, leaf in targets if leaf.requires_grad]
             block = self.evaluate(x1, x2, parameters)
-            leaves = [t for t in ((x1,) if same else (x1, x2)) + parameters + self._leaves if t.requires_grad]
             if not block.requires_grad:
                 return
             # All tiles go through the graph that a leaf may have before the kernel.
-            found = torch.autograd.grad(
-                (block * weights).sum(), leaves, allow_unused=True, retain_graph=bool(self._leaves)
-            )
-        derivative = dict(zip(map(id, leaves), found, strict=True))
-        targets: list[tuple[Tensor, Tensor]] = [(gradients[0][..., rows, :], x1)]
-        if not same:
-            other = gradients[0] if self.symmetric else gradients[-1]
-            targets.append((other[..., columns, :], x2))
-        others = parameters + self._leaves
-        targets += zip(gradients[1 : 1 + len(others)], others, strict=True)
-        for gradient, leaf in targets:
-            part = derivative.get(id(leaf))
+            leaves, is_kept = [leaf for _, leaf in targets], bool(self._leaves)
+            found = torch.autograd.grad((block * weights).sum(), leaves, allow_unused=True, retain_graph=is_kept)
+        for (gradient, _), part in zip(targets, found, strict=True):
             if part is not None:
                 gradient += part
 

@@ -27,10 +27,11 @@ class NoisyLinearOperator(LinearOperator):
     def __init__(self, kernel: LinearOperator, noise: Tensor) -> None:
         super().__init__(kernel, noise)
         self.kernel, self.noise = kernel, noise
+        batch = torch.broadcast_shapes(kernel.batch_shape, noise.shape[:-1])
+        self._shape = torch.Size((*batch, *kernel.matrix_shape))
 
     def _size(self) -> torch.Size:
-        batch = torch.broadcast_shapes(self.kernel.batch_shape, self.noise.shape[:-1])
-        return torch.Size((*batch, *self.kernel.matrix_shape))
+        return self._shape
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         noise = self.noise if rhs.dim() == 1 else self.noise.unsqueeze(-1)

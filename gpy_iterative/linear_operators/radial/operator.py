@@ -56,11 +56,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         super().__init__(x1, outputscale, **tensors, **options)
         self.x1, self.outputscale, self.x2, self.alpha = x1, outputscale, x2, alpha
         self.function, self.products, self.cache, self.symmetric = function, products, cache, x2 is None
-
-    @property
-    def tile_scale(self) -> Tensor:
-        """The outputscale: tiles know nothing of it."""
-        return self.outputscale.detach().unsqueeze(-1).unsqueeze(-1)
+        self.tile_scale = outputscale.detach().unsqueeze(-1).unsqueeze(-1)  # tiles know nothing of it
 
     def _make_tiles(self) -> RadialTiles:
         engine = RadialKeOps if self.products.backend == "keops" else RadialTiles

@@ -75,10 +75,10 @@ class RadialTiles(Tiles):
         u = self._squared_distances(self.rows[i], self.columns[j], out, scratch)
         if self._is_fused:
             return fused_value_(self.function, u, self.alpha)
-        return self.function.value_(self.function.clamp_(u), scratch, self.alpha)
+        return self.function.value_(u, scratch, self.alpha)
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        u = self.function.clamp_(self._squared_distances(rows, columns))
+        u = self._squared_distances(rows, columns)
         return self.function.value_(u, torch.empty_like(u), self.alpha)
 
     def _squared_distances(
@@ -114,7 +114,7 @@ class RadialTiles(Tiles):
         u = self._squared_distances(self.rows[i], self.columns[j], value, derivative)
         if self._is_fused:
             return fused_value_and_derivative_(self.function, u, derivative, self.alpha)
-        return self.function.value_and_derivative_(self.function.clamp_(u), derivative, self.alpha)
+        return self.function.value_and_derivative_(u, derivative, self.alpha)
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> "RadialDerivative":
         """The derivative for W = weights, in one pass.
@@ -140,9 +140,9 @@ class RadialTiles(Tiles):
                 if value:
                     sum_of_values += torch.linalg.vecdot(values.flatten(-2), tile_weights.flatten(-2))
                 tile_weights.mul_(derivatives)
-                of_rows, of_columns = rows.block(i), columns.block(j)
-                of_rows += x2.block(j) @ tile_weights.mT
-                of_columns += x1.block(i) @ tile_weights
+                of_rows, of_columns = rows.blocks[i], columns.blocks[j]
+                of_rows += x2.blocks[j] @ tile_weights.mT
+                of_columns += x1.blocks[i] @ tile_weights
                 for coordinate in apart:
                     terms = tile_weights * self.distances.difference(coordinate, self.rows[i], self.columns[j])
                     of_rows[..., coordinate, :] -= terms.sum(-1, dtype=torch.float64)
@@ -157,7 +157,7 @@ class RadialTiles(Tiles):
     def _alpha_derivative(self, i: int, j: int) -> Tensor:
         shape = self.tile_shape(i, j)
         u = self._squared_distances(self.rows[i], self.columns[j], self.scratch(shape, 0), self.scratch(shape, 1))
-        return self.function.alpha_derivative(self.function.clamp_(u), self.alpha)
+        return self.function.alpha_derivative(u, self.alpha)
 
     def _with_ones(self, x: Tensor, batch: torch.Size) -> RowBlocks:
         """Inputs and ones [*b, n, d + 1]; coordinates that are taken apart are zero."""

@@ -56,7 +56,7 @@ class BilinearWeights(TileWeights):
         self._columns = RowBlocks.of(right, tiles.shape[-1], tiles.length)
 
     def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
-        product = torch.matmul(self._rows.block(i).mT, self._columns.block(j), out=out)
+        product = torch.matmul(self._rows.blocks[i].mT, self._columns.blocks[j], out=out)
         return product.mul_(0.5) if self._is_symmetric and i == j else product
 
 
@@ -79,15 +79,21 @@ class MatrixWeights(TileWeights):
 class TiledLinearOperator(LinearOperator):
     """A linear operator whose products are made of tiles, times a scale.
 
-    Subclasses make the tiles (`_make_tiles`), say by what to multiply them (`tile_scale`), differentiate a weighted sum
-    of them (`_tile_derivatives`), and give the plain autograd product that every derivative is defined by
-    (`_differentiable_matmul`).
+    Subclasses make the tiles (`_make_tiles`), differentiate a weighted sum of them (`_tile_derivatives`), and give the
+    plain autograd product that every derivative is defined by (`_differentiable_matmul`).
+
+    Attributes:
+        symmetric: whether rows and columns are the same points.
+        tile_scale: [*b, 1, 1] or [], by which every tile has to be multiplied.
+        products: how products are computed.
+        cache: where tiles are kept.
 
     Several threads may multiply by one operator at the same time. Operators that share a cache but not their tensors wait
     for each other: the cache keeps tiles of one matrix at a time.
     """
 
     symmetric: bool
+    tile_scale: Tensor
     products: KernelProducts
     cache: TileCache
 
@@ -99,11 +105,6 @@ class TiledLinearOperator(LinearOperator):
 
     def _tile_derivatives(self, weights: TileWeights) -> tuple[Tensor | None, ...]:
         """The derivatives of the sum of all entries, weighted, with respect to `representation()`."""
-        raise NotImplementedError
-
-    @property
-    def tile_scale(self) -> Tensor:
-        """[*b, 1, 1] or []: what every tile has to be multiplied by."""
         raise NotImplementedError
 
     def tiles(self) -> Tiles:

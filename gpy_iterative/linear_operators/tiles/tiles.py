@@ -55,9 +55,11 @@ class RowBlocks:
     def __init__(self, data: Tensor, size: int, first: int = 0) -> None:
         self.data, self.numbers = data, range(first, first + data.shape[-3])
         self.num_rows = min(size - first * data.shape[-1], data.shape[-3] * data.shape[-1])
-        self._blocks = list(data.unbind(-3))
-        if self._blocks:
-            self._blocks[-1] = self._blocks[-1][..., : self.num_rows - (len(self._blocks) - 1) * data.shape[-1]]
+        #: The block at the rows of each tile, [*b, s, rows]: a view.
+        self.blocks = dict(zip(self.numbers, data.unbind(-3), strict=True))
+        if self.blocks:
+            last = self.numbers[-1]
+            self.blocks[last] = self.blocks[last][..., : size - last * data.shape[-1]]
 
     @classmethod
     def of(cls, vectors: Tensor, size: int, length: int, start: int = 0) -> "RowBlocks":
@@ -67,10 +69,6 @@ class RowBlocks:
         after = count * length - before - vectors.shape[-2]
         padded = torch.nn.functional.pad(vectors, (0, 0, before, after)).unflatten(-2, (count, length))
         return cls(padded.mT.clone(memory_format=torch.contiguous_format), size, first)
-
-    def block(self, number: int) -> Tensor:
-        """The block at the rows of a tile, [*b, s, rows]: a view."""
-        return self._blocks[number - self.numbers.start]
 
     def vectors(self) -> Tensor:
         """[*b, rows of the tiles, s]."""
@@ -175,13 +173,13 @@ class Tiles(ABC):
         add = torch.Tensor.addmm_ if not batch else lambda out, left, right: out.add_(left @ right)
         for i, j in visits:
             tile = self.tile(i, j)
-            if i in rows and j in given.numbers:
+            if i in result.blocks and j in given.blocks:
                 if is_few:
-                    result.block(i).add_((tile @ given.block(j).mT).mT)
+                    result.blocks[i].add_((tile @ given.blocks[j].mT).mT)
                 else:
-                    add(result.block(i), given.block(j), tile.mT)
-            if self.symmetric and i != j and j in rows and i in given.numbers:
-                add(result.block(j), given.block(i), tile)
+                    add(result.blocks[i], given.blocks[j], tile.mT)
+            if self.symmetric and i != j and j in result.blocks and i in given.blocks:
+                add(result.blocks[j], given.blocks[i], tile)
         return result
 
     def sums(self, share: Callable[[Sequence[tuple[int, int]]], list[Tensor]]) -> list[Tensor]:
