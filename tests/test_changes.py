@@ -18,6 +18,17 @@ def test_versions_tell_views_apart() -> None:
     assert not seen.are([view])
 
 
+def test_views_may_count_as_the_same() -> None:
+    tensor = torch.zeros(4, 2)
+    seen = SeenVersions.of([tensor[:3]], views=True)
+    assert seen.are([tensor[:3]])
+    assert not seen.are([tensor[1:]])
+    assert not seen.are([tensor.clone()[:3]])
+    assert not seen.are([])
+    tensor[3] = 1.0
+    assert not seen.are([tensor[:3]])
+
+
 def test_versions_see_nothing_of_data_and_values_do() -> None:
     tensor = torch.zeros(3)
     versions, values = SeenVersions.of([tensor]), SeenValues.of([tensor])

@@ -60,7 +60,7 @@ class TrainingData:
             check_finite("x", x)
             check_finite("target", target)
             check_target(target)
-            self._checked = SeenVersions.of((x, target))
+            self._checked = SeenVersions.of((x, target), views=True)
         if self.num_data is not None:
             if size > self.num_data:
                 raise ValueError(f"num_data is {self.num_data}, but {size} rows were passed.")
