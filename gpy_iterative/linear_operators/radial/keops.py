@@ -63,7 +63,7 @@ class RadialKeOps(RadialTiles):
         else:
             dx2 = factor * derivative_sum(self.function, x2, x1, self.alpha, right, left)[..., :dimension]
         dalpha = sums[..., 1] if sums.shape[-1] > 1 else torch.zeros_like(sums[..., 0])
-        return RadialDerivative(factor * rows[..., :dimension], dx2, sums[..., 0], dalpha)
+        return RadialDerivative(factor * rows[..., :dimension], sums[..., 0], dalpha, dx2)
 
     def _scaled_inputs(self) -> tuple[Tensor, Tensor]:
         """Inputs into which the radial function's constant is folded."""

@@ -149,10 +149,11 @@ class RadialTiles(Tiles):
                     of_columns[..., coordinate, :] += terms.sum(-2, dtype=torch.float64)
             return [rows.data, sum_of_values, sum_of_alpha, *([] if self.symmetric else [columns.data])]
 
-        rows, *rest = self.sums(share)
-        sums = [self._of_inputs(rows, x1), *rest[:2], *(self._of_inputs(columns, x2) for columns in rest[2:])]
-        self.complete(sums, weights.tensors)
-        return RadialDerivative(sums[0], sums[3] if len(sums) > 3 else None, sums[1], sums[2])
+        rows, sum_of_values, sum_of_alpha, *columns = self.sums(share)
+        of_columns = [self._of_inputs(part, x2) for part in columns]
+        found = [self._of_inputs(rows, x1), sum_of_values, sum_of_alpha, *of_columns]
+        self.complete(found, weights.tensors)
+        return RadialDerivative(*found)
 
     def _alpha_derivative(self, i: int, j: int) -> Tensor:
         shape = self.tile_shape(i, j)
@@ -161,8 +162,9 @@ class RadialTiles(Tiles):
 
     def _with_ones(self, x: Tensor, batch: torch.Size) -> RowBlocks:
         """Inputs and ones [*b, n, d + 1]; coordinates that are taken apart are zero."""
-        together = x.index_fill(-1, torch.tensor(self.distances.apart, dtype=torch.long, device=x.device), 0)
-        vectors = torch.cat([together, x.new_ones(*x.shape[:-1], 1)], dim=-1)
+        vectors = torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1)
+        for coordinate in self.distances.apart:
+            vectors[..., coordinate] = 0
         return RowBlocks.of(vectors.expand(*batch, *vectors.shape[-2:]), x.shape[-2], self.length)
 
     def _of_inputs(self, sums: Tensor, inputs: RowBlocks) -> Tensor:
@@ -178,12 +180,12 @@ class RadialDerivative:
 
     Attributes:
         x1: with respect to x1, [*b, n, d]; of a symmetric matrix through its rows and its columns.
-        x2: with respect to x2, [*b, m, d]; None for a symmetric matrix.
         value: the sum itself, [*b] in float64.
         alpha: with respect to alpha, [*b] in float64.
+        x2: with respect to x2, [*b, m, d]; None for a symmetric matrix.
     """
 
     x1: Tensor
-    x2: Tensor | None
     value: Tensor
     alpha: Tensor
+    x2: Tensor | None = None
