@@ -72,6 +72,7 @@ class RepeatedKernelLinearOperator(LinearOperator):
         return torch.kron(kernel, torch.eye(self.repeats, dtype=kernel.dtype, device=kernel.device))
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        """operator[rows, :] @ rhs."""
         index = torch.arange(self.shape[-2], device=rhs.device)[rows]
         points, position = (index // self.repeats).unique(return_inverse=True)
         found = rows_matmul(self.kernel, points, self._side_by_side(rhs))

@@ -170,24 +170,29 @@ class TiledLinearOperator(LinearOperator):
 
     @torch.no_grad()
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
+        """The derivatives of `(weights * operator).sum()`."""
         return self._tile_derivatives(MatrixWeights(weights, self.batch_shape, self.tiles()))
 
     # Operations of `extensions.py`
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        """operator[rows, :] @ rhs."""
         _check_rows(rhs, self.shape[-1])
         if isinstance(rows, slice):
             return self.tiles().product(rows, slice(None), rhs).mul_(self.tile_scale)
         return self.tiles().picked_product(rows, rhs).mul_(self.tile_scale)
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        """operator[:, columns] @ rhs."""
         _check_rows(rhs, len(range(*columns.indices(self.shape[-1]))))
         return self.tiles().product(slice(None), columns, rhs).mul_(self.tile_scale)
 
     def principal_block(self, block: slice) -> Tensor:
+        """operator[block, block]."""
         return self.tiles().principal_block(block).mul_(self.tile_scale)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
+        """operator[..., rows, :]."""
         return self.tiles().dense_rows(rows) * self.tile_scale  # not in place: several scales may share the tiles
 
 
