@@ -6,7 +6,7 @@ from gpytorch import kernels
 
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
-from gpy_iterative.spectral import RandomFourierFeatures, has_random_features
+from gpy_iterative.spectral import RandomFourierFeatures
 from gpy_iterative.spectral import features as spectral_features
 from tests.exact.gaussian_models import data
 
@@ -226,7 +226,6 @@ class _OwnDistance(kernels.RBFKernel):
 )
 def test_kernels_without_a_density(kernel: kernels.Kernel) -> None:
     x, _ = data(10)
-    assert not has_random_features(kernel)
     with pytest.raises(SpectralDensityMissingError, match=r"register_spectral_density[\s\S]*Hutchinson"):
         RandomFourierFeatures(10).draw(kernel_terms(kernel.double()(x)), torch.Generator())
 
