@@ -38,9 +38,8 @@ def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
     if isinstance(operator, ConstantMulLinearOperator):
         return operator._constant * rows_matmul(operator.base_linear_op, rows, rhs)
     if isinstance(operator, KroneckerProductLinearOperator):
-        return operator._matmul(rhs)[
-            rows
-        ]  # sliced, it would be interpolated: the same product, and sparse matrices on top
+        # Its slices would be interpolated: the same product, and sparse matrices on top.
+        return operator._matmul(rhs)[rows]
     if isinstance(operator, BlockInterleavedLinearOperator):
         base = operator.base_linear_op
         members, index = base.shape[-3], torch.arange(operator.shape[-2], device=rhs.device)[rows]
