@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
-from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR, CurvatureFloor
+from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
 from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolution, LaplaceSolver, Problem, StepSolver
 from gpy_iterative.linear_solvers.solution import SolveProgress, SolveStats, SolveStatus
 
@@ -24,7 +24,7 @@ RESIDUAL_TOLERANCE = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class LiteralNewton(LaplaceSolver):
-    """Algorithm 1. `tolerance` is its delta, the relative change of f - m; `line_search` is not used.
+    """Algorithm 1. `tolerance` is its delta, the relative change of f - m.
 
     Args:
         max_inner: j_max, actions of a Newton step at the most.
@@ -41,12 +41,6 @@ class LiteralNewton(LaplaceSolver):
 
     def _step_solver(self, problem: Problem) -> StepSolver:
         raise NotImplementedError
-
-    def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:
-        return NO_FLOOR
-
-    def _default_tolerance(self, dtype: torch.dtype) -> float:
-        return 1e-2
 
 
 @dataclass
@@ -67,7 +61,7 @@ def literal_solve(problem: Problem, options: LiteralNewton) -> LaplaceSolution:
     buffers = _Buffers(*(mean.new_empty(size, 0) for _ in range(3)))
     outer = 0
     while outer < options.max_outer:
-        curvature = problem.likelihood.curvature(problem.by_point(iterate.f), options.curvature, NO_FLOOR)
+        curvature = problem.likelihood.curvature(problem.by_point(iterate.f), NO_FLOOR)
         rhs = iterate.f + _noise(curvature, iterate.gradient) - mean  # (2)
         if not torch.isfinite(rhs).all():
             raise NonFiniteError("The pseudo-targets of the undamped Newton step are not finite.")
@@ -85,7 +79,7 @@ def literal_solve(problem: Problem, options: LiteralNewton) -> LaplaceSolution:
             status = SolveStatus.CONVERGED
             break
     # The covariance is that of the last step: the paper does not factor anew at the mode.
-    curvature = problem.likelihood.curvature(problem.by_point(iterate.f), options.curvature, NO_FLOOR)
+    curvature = problem.likelihood.curvature(problem.by_point(iterate.f), NO_FLOOR)
     return _solution(problem, iterate, status, outer, products, curvature, buffers, start)
 
 

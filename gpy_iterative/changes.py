@@ -13,35 +13,31 @@ import torch
 from torch import Tensor
 
 
-def version(tensor: Tensor) -> object:
-    """A value that differs after every write to the tensor. Inference tensors count no writes: theirs always differs."""
-    return object() if tensor.is_inference() else tensor._version
-
-
 @dataclass(frozen=True)
 class SeenVersions:
     """Tensors recognised by identity and version. Keeps none of them alive.
 
     Attributes:
-        entries: a reference, the version, and the layout in the base where views are compared, of each tensor.
+        references: to the tensors.
+        states: their versions, and their layouts in the base where views are compared.
         views: whether another view of the same entries of the same tensor counts as the tensor.
     """
 
-    entries: tuple[tuple[weakref.ref[Tensor], object, object], ...] = ()
+    references: tuple[weakref.ref[Tensor], ...] = ()
+    states: tuple[object, ...] = ()
     views: bool = False
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], *, views: bool = False) -> "SeenVersions":
         """These tensors, as they are now."""
-        return cls(tuple((weakref.ref(_kept(t, views)), version(t), _layout(t, views)) for t in tensors), views)
+        seen = [_as_seen(tensor, views) for tensor in tensors]
+        return cls(tuple(weakref.ref(tensor) for tensor, _ in seen), tuple(state for _, state in seen), views)
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the same tensors, and nothing has been written to them since."""
-        return len(tensors) == len(self.entries) and all(
-            reference() is _kept(tensor, self.views)
-            and known == version(tensor)
-            and layout == _layout(tensor, self.views)
-            for (reference, known, layout), tensor in zip(self.entries, tensors, strict=True)
+        seen = [_as_seen(tensor, self.views) for tensor in tensors]
+        return self.states == tuple(state for _, state in seen) and all(
+            reference() is tensor for reference, (tensor, _) in zip(self.references, seen, strict=True)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,13 +100,13 @@ def same_tensor(left: Tensor, right: Tensor) -> bool:
     return left.is_floating_point() and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
-def _kept(tensor: Tensor, views: bool) -> Tensor:
-    """The tensor that is recognised: of a view, the tensor behind it where views are compared."""
-    return tensor._base if views and tensor._base is not None else tensor
-
-
-def _layout(tensor: Tensor, views: bool) -> object:
-    return (tensor.shape, tensor.stride(), tensor.storage_offset()) if views else None
+def _as_seen(tensor: Tensor, views: bool) -> tuple[Tensor, object]:
+    """The tensor that is recognised (the one behind a view where views are compared), and its state."""
+    version = object() if tensor.is_inference() else tensor._version  # inference tensors count no writes
+    if not views:
+        return tensor, version
+    layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return tensor if tensor._base is None else tensor._base, (version, layout)
 
 
 def _counting_writes(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Options and data are checked where they are given, so that a slip is told there and not hours into a run."""
+"""Checks of options and data, made where these are given, before any work."""
 
 import math
 from numbers import Integral
@@ -17,22 +17,19 @@ def check_count(name: str, value: Any, *, least: int = 1) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raises ValueError unless the value is True or False: a share or a word would count as True."""
+    """Raises ValueError unless the value is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}.")
 
 
 def check_instance(name: str, value: Any, kind: type, example: str) -> None:
-    """Raises TypeError unless the value is None or of a kind: an object, not its name and not its class."""
+    """Raises TypeError unless the value is None or an instance of a class, such as the example."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} must be None or a {kind.__name__} such as {example}, got {value!r}.")
 
 
 def checked_seed(value: Any, rule: str = "seed must be a whole number") -> int:
-    """The seed as an int; any whole number that torch takes is one.
-
-    Raises TypeError, which begins with the rule, for anything else, and ValueError for a number of more than 64 bits.
-    """
+    """The seed as an int. Raises TypeError, which begins with the rule, for no whole number, ValueError beyond 64 bits."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{rule}, got {value!r}.")
     if not -(2**63) <= value < 2**64:
@@ -53,6 +50,15 @@ def check_finite(name: str, tensor: Tensor) -> None:
     if not finite.all():
         index = tuple((~finite).nonzero()[0].tolist())
         raise ValueError(f"{name} must be finite, but {name}{list(index)} is {tensor[index].item()}.")
+
+
+def check_same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raises ValueError where the dtypes or the devices of two tensors differ."""
+    if (tensor.dtype, tensor.device) != (other.dtype, other.device):
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype} on {tensor.device}, {other_name} dtype {other.dtype} on {other.device}. Give "
+            "both the same dtype and device."
+        )
 
 
 def check_positive(name: str, value: float) -> None:

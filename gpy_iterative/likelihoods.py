@@ -2,7 +2,7 @@
 
 from gpy_iterative.laplace.likelihoods.bernoulli import LogitBernoulliLikelihood
 from gpy_iterative.laplace.likelihoods.curvature import BlockCurvature, Curvature, DiagonalCurvature, SoftmaxCurvature
-from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, CurvatureKind, PointwiseLikelihood
+from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.poisson import PoissonLogLikelihood
 from gpy_iterative.laplace.likelihoods.smoothed import SmoothedLikelihood
 from gpy_iterative.training.likelihood_forms import expected_log_prob, is_log_concave, register_curvature
@@ -11,7 +11,6 @@ __all__ = [
     "BlockCurvature",
     "Curvature",
     "CurvatureFloor",
-    "CurvatureKind",
     "DiagonalCurvature",
     "LogitBernoulliLikelihood",
     "PointwiseLikelihood",

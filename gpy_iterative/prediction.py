@@ -7,7 +7,7 @@ from gpy_iterative.exact.prediction.training_solves import VarianceError
 from gpy_iterative.features.weight_space.posterior import WeightSpacePaths, WeightSpacePosterior
 from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths
 from gpy_iterative.laplace.prediction.posterior import LaplacePosterior, VarianceSplit
-from gpy_iterative.training.posterior import Posterior, SolveReport
+from gpy_iterative.training.report import Posterior, SolveReport
 
 __all__ = [
     "LaplacePosterior",

@@ -5,7 +5,7 @@ from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
 from gpy_iterative.laplace.newton.newton import LaplaceNewton
 from gpy_iterative.linear_solvers.accelerated_sketch_and_project import AcceleratedSketchAndProject
 from gpy_iterative.linear_solvers.alternating_projections import AlternatingProjections
-from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, Solver
+from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, Solver, SolverState
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
@@ -45,6 +45,7 @@ __all__ = [
     "SolveStats",
     "SolveStatus",
     "Solver",
+    "SolverState",
     "StochasticDualDescent",
     "StochasticGradientDescent",
     "conjugate_gradient_series",

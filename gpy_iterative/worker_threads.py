@@ -11,7 +11,7 @@ The number of threads is torch's own setting, `torch.set_num_threads`.
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -41,11 +41,9 @@ class _Pool:
         # The number that new threads of the process start with is the one that was set last, by whichever thread. A
         # thread of its own sets it to what it was whenever another thread has changed its own number.
         self._keeper = ThreadPoolExecutor(1, "gpy_iterative-setting")
-        self._workers = ThreadPoolExecutor(max(os.cpu_count() or 1, 2), "gpy_iterative-worker", self._begin)
+        begin = lambda: self.set_own_number(1)
+        self.workers = ThreadPoolExecutor(max(os.cpu_count() or 1, 2), "gpy_iterative-worker", begin)
         self._lock = threading.Lock()
-
-    def _begin(self) -> None:
-        self.set_own_number(1)
 
     def set_own_number(self, number: int) -> int:
         """Sets how many threads torch's operations take in the calling thread only; returns what it was."""
@@ -54,9 +52,6 @@ class _Pool:
             torch.set_num_threads(number)
             self._keeper.submit(torch.set_num_threads, before).result()
         return before
-
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        return self._workers.submit(work)
 
 
 _setting = _Setting()
@@ -155,7 +150,7 @@ def run(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
         return [task() for task in tasks]
     with divided():
         work = _Work(tasks)
-        workers = [_pool.submit(work.take) for _ in range(number - 1)]
+        workers = [_pool.workers.submit(work.take) for _ in range(number - 1)]
         try:
             work.take()
         except BaseException as error:  # an interrupt from the keyboard, between two tasks

@@ -123,8 +123,3 @@ def test_a_jitter_is_advised_float64_where_there_is_less() -> None:
         warned_cholesky(singular, "X", torch.float32)
     with pytest.warns(NumericalWarning, match=r"factor x. To avoid it keep the noise"):
         warned_cholesky(singular, "X", torch.float64)
-
-
-def test_flags_are_true_or_false() -> None:
-    with pytest.raises(ValueError, match="line_search must be True or False"):
-        LaplaceNewton(line_search="x")  # pyright: ignore[reportArgumentType]

@@ -22,23 +22,19 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.checks import check_instance
-from gpy_iterative.errors import ConvergenceWarning, VarianceWarning, warn
+from gpy_iterative.errors import VarianceWarning, warn
 from gpy_iterative.exact.estimates import (
     DensityEstimate,
     Estimate,
     WarmStart,
-    advice,
     check_warm_start,
-    estimated_logdet,
     exact_estimate,
-    first_products,
     initial_guess,
-    report_of,
     stochastic_estimate,
     updated,
 )
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior
-from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, RandomFeatures, probe_jitter
+from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, RandomFeatures
 from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_data, check_likelihood
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
@@ -46,7 +42,8 @@ from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
-from gpy_iterative.linear_solvers.solution import SolveStatus
+from gpy_iterative.linear_solvers.logdet.lanczos import BracketPositions
+from gpy_iterative.linear_solvers.solution import SolveStatus, warn_of
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
@@ -158,7 +155,18 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         result = self._add_other_terms(result, params).div_(num_data)
         likelihood_params = LikelihoodParams(params, self.model, kwargs) if params or kwargs else None
         self._warn_once(estimate)
-        self.report = report_of(estimate, result, num_data, time.perf_counter() - start)
+        self.report = MarginalLogLikelihoodReport(
+            status=estimate.status,
+            iterations=estimate.stats.iterations,
+            epochs=estimate.stats.epochs,
+            residual_targets=estimate.stats.residual_norms["targets"],
+            residual_probes=estimate.stats.residual_norms.get("probes"),
+            value=result.detach().clone(),
+            value_sem=estimate.value_sem / num_data,
+            seconds=time.perf_counter() - start,
+            truncation=estimate.truncation,
+            probe_jitter=estimate.probe_jitter,
+        )
         logger.info("%s: %s", type(self).__name__, self.report)
         self._run, self._params = run, likelihood_params  # only now: a step that fails changes nothing
         return Evaluation(with_checked_gradient(result, self), system, estimate, num_data)
@@ -215,19 +223,15 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
     def _warn_once(self, estimate: Estimate) -> None:
         is_solved = estimate.status in (SolveStatus.CONVERGED, SolveStatus.TRUNCATED)
-        if isinstance(estimate, DensityEstimate) and not is_solved and estimate.status not in self._warned_of:
-            warn(advice(estimate), ConvergenceWarning)
+        if not is_solved and estimate.status not in self._warned_of:
+            warn_of("The linear solve", estimate.status, estimate.stats, estimate.value.dtype)
             self._warned_of.add(estimate.status)
 
     def _watch_line_search(self, estimate: Estimate) -> None:
-        watch = self._line_search
-        if watch is not None and self._has_separate_estimates(estimate) and watch.sees_search(self.model):
+        has_separate_gradient = bool((estimate.value_sem != 0).any())
+        if self._line_search is not None and has_separate_gradient and self._line_search.sees_search(self.model):
             warn(ADVICE, VarianceWarning)
             self._line_search = None
-
-    def _has_separate_estimates(self, estimate: Estimate) -> bool:
-        """Whether value and gradient are separate estimates."""
-        return bool((estimate.value_sem != 0).any())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GaussianMarginalLogLikelihood":
         super()._apply(fn, recurse)
@@ -285,13 +289,6 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     def _prediction_solver(self) -> Solver | None:
         return self.solver
 
-    def _probe_tolerance(self, solver: Solver) -> float:
-        """The relative residual to which probes are solved when `solver.probe_tolerance` is None."""
-        # The solver's error of the probes is a bias of the gradient: below the probes' noise of 1 / sqrt(num_probes).
-        if self.probes.residual_of_one is None:
-            return solver.tolerance
-        return max(solver.tolerance, min(0.05, self.probes.residual_of_one / math.sqrt(self.probes.num_probes)))
-
     def _prior_samples(self) -> tuple[RandomFeatures, Draws, Tensor] | None:
         draws, solutions = self._run.part("probes"), self._run.part("warm_start")
         if not isinstance(self.probes, RandomFeatures) or draws is None or solutions is None:
@@ -310,32 +307,31 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         draws = parts.get("probes") if self._warm_start else None
         draws = self.probes.draw(operator, terms, generator) if draws is None else dict(draws)
         probes = self.probes.probes(operator, terms, draws)
-        with divided():
+        probe_tolerance, residual_of_one = solver.probe_tolerance or solver.tolerance, self.probes.residual_of_one
+        if solver.probe_tolerance is None and residual_of_one is not None:
+            # The solver's error of the probes is a bias of the gradient: below the probes' noise of 1 / sqrt(num_probes).
+            probe_tolerance = max(probe_tolerance, min(0.05, residual_of_one / math.sqrt(self.probes.num_probes)))
+        learned = parts.get("quadrature")
+        with divided(), reporting_solve(self.progress) as callback:
             logdet_draws = parts.get("logdet")
             if logdet_draws is None:
                 logdet_draws = self.logdet_probes.draw(operator, None, generator)
-            logdet_probes = self.logdet_probes.probes(operator, None, dict(logdet_draws), others=probes)
-            guess = initial_guess(self._warm_start, parts.get("warm_start"))
-            guess_product, dual_product = first_products(operator, guess, logdet_probes)
-            log_determinant = estimated_logdet(operator, logdet_probes, dual_product, solver, parts.get("quadrature"))
-            with reporting_solve(self.progress) as callback:
-                estimate, solutions = stochastic_estimate(
-                    operator,
-                    residual,
-                    probes,
-                    log_determinant,
-                    solver,
-                    tolerances=(solver.tolerance, solver.probe_tolerance or self._probe_tolerance(solver)),
-                    initial_guess=guess,
-                    guess_product=guess_product,
-                    generator=generator,
-                    callback=callback,
-                    probe_jitter=probe_jitter(probes, logdet_probes),
-                )
+            estimate, solutions, positions = stochastic_estimate(
+                operator,
+                residual,
+                probes,
+                self.logdet_probes.probes(operator, None, dict(logdet_draws), others=probes),
+                solver,
+                tolerances=(solver.tolerance, probe_tolerance),
+                initial_guess=initial_guess(self._warm_start, parts.get("warm_start")),
+                positions=None if learned is None else BracketPositions(**learned),
+                generator=generator,
+                callback=callback,
+            )
         run = run.drawn(generator).having(
             probes=draws,
             logdet=logdet_draws,
-            quadrature=dict(vars(log_determinant.positions)),
+            quadrature=dict(vars(positions)),
             warm_start=updated(self._warm_start, parts.get("warm_start"), solutions),
         )
         return estimate, run

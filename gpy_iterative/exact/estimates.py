@@ -6,26 +6,26 @@ A warm start begins the solve at the last solution, or at the extrapolation 2 V_
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.exact.probes import Probes
+from gpy_iterative.exact.probes import Probes, probe_jitter
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.logdet.lanczos import (
     MAX_LOGDET_PRODUCTS,
     BracketPositions,
-    LogDeterminant,
     stochastic_logdet,
 )
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, SolveStats, SolveStatus
-from gpy_iterative.training.report import MarginalLogLikelihoodReport, Report
+from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Part
 from gpy_iterative.training.surrogate import surrogate
 
@@ -54,90 +54,36 @@ def updated(mode: WarmStart, part: Part | None, solutions: Tensor) -> Part:
     return {"latest": solutions}
 
 
-class Estimate(Protocol):
-    """A log density with its gradient and the figures of its report."""
+@dataclass(frozen=True, kw_only=True)
+class Estimate(ABC):
+    """A log density with its gradient and the figures of its report. Raises NonFiniteError where it is not finite."""
 
-    @property
-    def value_sem(self) -> Tensor:
-        """The value's standard error, [*b], not divided by n."""
-        ...
-
-    @property
-    def status(self) -> SolveStatus:
-        """How the solve ended."""
-        ...
-
-    @property
-    def stats(self) -> SolveStats:
-        """Cost and residuals of the solve."""
-        ...
-
-    @property
-    def truncation(self) -> Report | None:
-        """The draws of a method that truncates at random."""
-        ...
-
-    @property
-    def probe_jitter(self) -> float | None:
-        """The jitter of the probes' covariance; None where there is none."""
-        ...
-
-    def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
-        """The value [*b], connected with the parameters behind H and the residual."""
-        ...
-
-
-@dataclass(frozen=True)
-class DensityEstimate:
-    """log N(residual; 0, H), whose derivative is `sum_k left_k^T dH right_k` (see `gpy_iterative.training.surrogate`).
-
-    Attributes:
-        value: [*b], not divided by n.
-        value_sem: [*b], its standard error.
-        weights: a = H^-1 residual, [*b, n].
-        left, right: [*b, n, k]; the exact estimate has the weights of all entries of dH, [*b, n, n], and None.
-        status, stats: of the solve.
-        truncation: the draws of a randomly truncated series.
-        probe_jitter: the jitter of the probes' covariance; None where there is none.
-
-    Raises:
-        NonFiniteError: value or weights are not finite.
-    """
-
-    value: Tensor
-    value_sem: Tensor
-    weights: Tensor
-    left: Tensor
-    right: Tensor | None
+    value: Tensor  # [*b], not divided by n
+    value_sem: Tensor  # [*b], its standard error
     status: SolveStatus
     stats: SolveStats
-    truncation: Report | None = None
-    probe_jitter: float | None = None
-
-    def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
-        """The value [*b], connected with the parameters behind H and the residual."""
-        return surrogate(operator, self.value, self.left, self.right, self.weights, residual)
+    truncation: Report | None = None  # the draws of a method that truncates at random
+    probe_jitter: float | None = None  # of the probes' covariance
 
     def __post_init__(self) -> None:
         check_estimated("value", self.value)
+
+    @abstractmethod
+    def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
+        """The value [*b], connected with the parameters behind H and the residual."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensityEstimate(Estimate):
+    """log N(residual; 0, H), whose derivative is `sum_k left_k^T dH right_k` (see `gpy_iterative.training.surrogate`)."""
+
+    weights: Tensor  # a = H^-1 residual, [*b, n]
+    left: Tensor  # [*b, n, k]; of the exact estimate the weights of all entries of dH, [*b, n, n]
+    right: Tensor | None  # [*b, n, k], or None
+
+    def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         check_estimated("solve for y - mean", self.weights)
-
-
-def report_of(estimate: Estimate, value: Tensor, num_data: int, seconds: float) -> MarginalLogLikelihoodReport:
-    """The report of a step that returned this value."""
-    norms = estimate.stats.residual_norms
-    return MarginalLogLikelihoodReport(
-        status=estimate.status,
-        iterations=estimate.stats.iterations,
-        epochs=estimate.stats.epochs,
-        residual_targets=norms["targets"],
-        residual_probes=norms.get("probes"),
-        value=value.detach().clone(),
-        value_sem=estimate.value_sem / num_data,
-        seconds=seconds,
-        truncation=estimate.truncation,
-        probe_jitter=estimate.probe_jitter,
-    )
+        return surrogate(operator, self.value, self.left, self.right, self.weights, residual)
 
 
 def check_estimated(name: str, tensor: Tensor) -> None:
@@ -175,65 +121,50 @@ def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky)
     )
 
 
-def first_products(
-    operator: LinearOperator, guess: Tensor | None, probes: Probes
-) -> tuple[Tensor | None, Tensor | None]:
-    """H times the guess and H times the probes' duals in one product, which reads the tiles once; None without a guess."""
-    if guess is None:
-        return None, None
-    duals = probes.covariance.solve(probes.vectors)
-    guess_product, dual_product = operator._matmul(torch.cat([guess, duals], dim=-1)).tensor_split(
-        [guess.shape[-1]], dim=-1
-    )
-    return guess_product, dual_product
-
-
-def estimated_logdet(
-    operator: LinearOperator, probes: Probes, dual_product: Tensor | None, solver: Solver, learned: Part | None
-) -> LogDeterminant:
-    """Log det H within the solver's budget: the value must not cost more passes over the matrix than the gradient may."""
-    budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
-    return stochastic_logdet(
-        operator,
-        probes.vectors,
-        preconditioner=probes.covariance,
-        max_iterations=min(MAX_LOGDET_PRODUCTS, int(budget)),
-        positions=None if learned is None else BracketPositions(**learned),
-        first_product=dual_product,
-    )
-
-
 def stochastic_estimate(
     operator: LinearOperator,
     residual: Tensor,
     probes: Probes,
-    log_determinant: LogDeterminant,
+    logdet_probes: Probes,
     solver: Solver,
     *,
     tolerances: tuple[float, float],
     initial_guess: Tensor | None,
-    guess_product: Tensor | None,
+    positions: BracketPositions | None,
     generator: torch.Generator,
     callback: Callable[[SolveProgress], None] | None,
-    probe_jitter: float | None,
-) -> tuple[DensityEstimate, Tensor]:
-    """Value and gradient from one block solve, and its solutions [*b, n, 1 + s].
+) -> tuple[DensityEstimate, Tensor, BracketPositions]:
+    """Value and gradient from one block solve; its solutions [*b, n, 1 + s], and the next step's positions.
 
     Args:
         operator: H [*b, n, n].
         residual: y - mean [*b, n].
         probes: xi and S^-1 xi [*b, n, s], see `gpy_iterative.exact.probes`.
-        log_determinant: an estimate of log det H.
+        logdet_probes: those of the log-determinant's quadrature.
         solver: an iterative solver.
         tolerances: relative residuals for the target and for the probes.
         initial_guess: [*b, n, 1 + s] or None.
-        guess_product: H times it, or None where it is not known.
+        positions: of the last step's quadrature.
         generator: for solvers that draw.
         callback: gets the solve's progress.
-        probe_jitter: see `DensityEstimate`.
 
     The quadratic term is `a^T (r + (r - H a))`: its error is of second order in the solver's.
     """
+    guess_product = dual_product = None
+    if initial_guess is not None:  # H times the guess and the first product of the quadrature read the tiles once
+        columns = torch.cat([initial_guess, logdet_probes.covariance.solve(logdet_probes.vectors)], dim=-1)
+        split = [initial_guess.shape[-1]]
+        guess_product, dual_product = operator._matmul(columns).tensor_split(split, dim=-1)
+    # The value must not cost more passes over the matrix than the gradient may.
+    budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
+    log_determinant = stochastic_logdet(
+        operator,
+        logdet_probes.vectors,
+        preconditioner=logdet_probes.covariance,
+        max_iterations=min(MAX_LOGDET_PRODUCTS, int(budget)),
+        positions=positions,
+        first_product=dual_product,
+    )
     num_probes = probes.vectors.shape[-1]
     groups = (ColumnGroup("targets", 1, tolerances[0]), ColumnGroup("probes", num_probes, tolerances[1]))
     rhs = torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1)
@@ -248,28 +179,16 @@ def stochastic_estimate(
     )
     weights, solved = solution.value[..., 0], solution.value[..., 1:]
     quadratic = (weights * (residual + solution.residual[..., 0])).sum(-1)
-    num_data = residual.shape[-1]
-    value = -0.5 * (quadratic + log_determinant.mean + num_data * math.log(2 * math.pi))
     coefficients = rhs.new_full((1 + num_probes,), -0.5 / num_probes)
     coefficients[0] = 0.5
-    right = torch.cat([weights.unsqueeze(-1), solved if probes.dual is None else probes.dual], dim=-1)
     estimate = DensityEstimate(
-        value=value,
+        value=-0.5 * (quadratic + log_determinant.mean + residual.shape[-1] * math.log(2 * math.pi)),
         value_sem=0.5 * log_determinant.sem,
         weights=weights,
         left=coefficients * solution.value,
-        right=right,
+        right=torch.cat([weights.unsqueeze(-1), solved if probes.dual is None else probes.dual], dim=-1),
         status=SolveStatus.INDEFINITE if log_determinant.is_indefinite else solution.status,
         stats=solution.stats,
-        probe_jitter=probe_jitter,
+        probe_jitter=probe_jitter(probes, logdet_probes),
     )
-    return estimate, solution.value
-
-
-def advice(estimate: DensityEstimate) -> str:
-    """The warning about a solve that has not converged."""
-    norms = ", ".join(f"{name} {norm:.2g}" for name, norm in estimate.stats.residual_norms.items())
-    return (
-        f"The linear solve ended with status {estimate.status.name.lower()} after {estimate.stats.epochs:.1f} epochs "
-        f"(relative residuals: {norms}). {estimate.status.advice_for(estimate.weights.dtype)}"
-    )
+    return estimate, solution.value, log_determinant.positions

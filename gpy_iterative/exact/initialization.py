@@ -74,36 +74,29 @@ def initialize_from_subsets(
         >>> likelihood.noise.item() < 0.7  # it began at 0.69
         True
     """
-    for name, value in (
-        ("subset_size", subset_size),
-        ("num_subsets", num_subsets),
-        ("optimizer_steps", optimizer_steps),
-    ):
-        check_count(name, value)
+    check_count("subset_size", subset_size)
+    check_count("num_subsets", num_subsets)
+    check_count("optimizer_steps", optimizer_steps)
     check_positive("learning_rate", learning_rate)
     check_progress(progress)
     columns = _standardised_columns(model)
     generator = make_generator(0 if generator is None else generator)
-    start = _values(model, likelihood)
-    totals = {name: torch.zeros_like(value) for name, value in start.items()}
-    counts = {name: torch.zeros_like(value) for name, value in start.items()}
+    fits = []
     with reporting(progress, "subsets", "subsets", num_subsets) as tell:
         for done in range(num_subsets):
             rows = _neighbourhood(columns, min(subset_size, columns.shape[0]), generator)
-            fitted, moved, loss = _fit(model, likelihood, rows, params, mll_class, optimizer_steps, learning_rate)
-            for name in start:
-                totals[name] += torch.where(moved[name], fitted[name], torch.zeros_like(fitted[name]))
-                counts[name] += moved[name]
+            fitted, loss = _fit(model, likelihood, rows, params, mll_class, optimizer_steps, learning_rate)
+            fits.append(fitted)
             logger.info("subset %d of %d, %d data: loss %.4g", done + 1, num_subsets, len(rows), loss)
             tell(done + 1, {"loss": loss})
-    average = {
-        name: torch.where(counts[name] > 0, totals[name] / counts[name].clamp_min(1), start[name]) for name in start
-    }
     with torch.no_grad():
         for name, parameter, constraint in _parameters(model, likelihood):
-            raw = average[name] if constraint is None else constraint.inverse_transform(average[name])
+            average = torch.stack([fitted[name] for fitted in fits]).nanmean(0)
+            is_fitted = ~average.isnan()
+            average = torch.where(is_fitted, average, _transformed(parameter, constraint))
+            raw = average if constraint is None else constraint.inverse_transform(average)
             # An untouched entry keeps its bits.
-            parameter.data.copy_(torch.where(counts[name] > 0, raw, parameter))
+            parameter.data.copy_(torch.where(is_fitted, raw, parameter))
     model.prediction_strategy = None
 
 
@@ -136,8 +129,8 @@ def _fit(
     mll_class: Callable[[Likelihood, ExactGP], MarginalLogLikelihood],
     steps: int,
     learning_rate: float,
-) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-    """Values of a copy after its fit to some rows, which of them have moved, and the last loss."""
+) -> tuple[dict[str, Tensor], float]:
+    """Values of a copy after its fit to some rows, NaN where they have not moved, and the last loss."""
     # Together, so that a likelihood shared by both stays shared.
     model, likelihood = copy.deepcopy((model, likelihood))
     model.train()
@@ -153,18 +146,17 @@ def _fit(
         loss = -mll(model(*model.train_inputs), model.train_targets, *params).sum()
         loss.backward()
         optimizer.step()
-    values = _values(model, likelihood)
-    for name, value in values.items():
+    values = {}
+    for name, parameter, constraint in _parameters(model, likelihood):
+        value = _transformed(parameter, constraint)
         if not torch.isfinite(value).all():
             raise NonFiniteError(
                 f"The fit to a subset ended with {name} = {value.tolist()}. A smaller learning_rate, or a constraint "
                 "on the parameter, keeps it in its domain. The model has not been changed."
             )
-    moved = {
-        name: (parameter.detach() - before[name]).abs() > UNMOVED * learning_rate
-        for name, parameter, _ in _parameters(model, likelihood)
-    }
-    return values, moved, loss.item()
+        has_moved = (parameter.detach() - before[name]).abs() > UNMOVED * learning_rate
+        values[name] = torch.where(has_moved, value, torch.nan)
+    return values, loss.item()
 
 
 def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:
@@ -191,9 +183,6 @@ def _parameters(
                 yield f"{owner}.{name}", parameter, constraint
 
 
-def _values(model: ExactGP, likelihood: Likelihood) -> dict[str, Tensor]:
-    """Parameters as the user sees them."""
-    return {
-        name: (parameter if constraint is None else constraint.transform(parameter)).detach().clone()
-        for name, parameter, constraint in _parameters(model, likelihood)
-    }
+def _transformed(parameter: Tensor, constraint: torch.nn.Module | None) -> Tensor:
+    """The parameter as the user sees it."""
+    return (parameter if constraint is None else constraint.transform(parameter)).detach().clone()

@@ -13,6 +13,7 @@ the probes are a smooth function of them.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Self
 
 import torch
@@ -141,7 +142,7 @@ class Preconditioned(ProbeDistribution):
 
     @divided()
     def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
-        factor = self._recipe().build(operator, correct_diagonal=self.correct_diagonal, generator=generator)
+        factor = self._factor_recipe.build(operator, correct_diagonal=self.correct_diagonal, generator=generator)
         return {
             "pivots": factor.pivots,
             "factor_base": random_signs(operator, factor.rank, self.num_probes, generator),
@@ -154,7 +155,7 @@ class Preconditioned(ProbeDistribution):
     ) -> Probes:
         """See `ProbeDistribution.probes`; `others`, of the same operator, may share their factor."""
         known = others.covariance if others is not None else None
-        factor = self._recipe().build(
+        factor = self._factor_recipe.build(
             operator,
             pivots=draws["pivots"],
             correct_diagonal=self.correct_diagonal,
@@ -162,7 +163,8 @@ class Preconditioned(ProbeDistribution):
         )
         return Probes.of(factor, draws["factor_base"], draws["diagonal_base"])
 
-    def _recipe(self) -> PivotedCholesky:
+    @cached_property
+    def _factor_recipe(self) -> PivotedCholesky:
         return PivotedCholesky(rank=self.rank) if self.recipe is None else self.recipe
 
 

@@ -7,7 +7,7 @@ from gpytorch.likelihoods import _GaussianLikelihoodBase
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from gpy_iterative.checks import check_finite
+from gpy_iterative.checks import check_finite, check_same_kind
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.linear_operators.from_gpytorch import observed_data
@@ -29,21 +29,6 @@ def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.n
         raise TypeError(f"{mll} needs a gpytorch.models.ExactGP, got {type(model).__name__}.")
 
 
-def check_prior(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
-    """Raises RuntimeError for the posterior at the training data, which `model(train_x)` is in evaluation mode."""
-    is_ours = isinstance(function_dist.lazy_covariance_matrix, PosteriorCovarianceLinearOperator)
-    if model.training and not is_ours:
-        return
-    if model.train_targets is None or not torch.equal(target, model.train_targets):
-        return
-    # GPyTorch's own has no mark; a prior, of `model.forward` or under `settings.prior_mode`, has the prior's mean.
-    if is_ours or not torch.equal(function_dist.mean, prior_at(model, list(model.train_inputs)).mean):
-        raise RuntimeError(
-            "This is the model's posterior at its training data, not its prior: the model is in evaluation mode, into "
-            "which mll.posterior() puts it. Call model.train() and likelihood.train() before the next training step."
-        )
-
-
 def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
     """Raises ValueError where shapes, dtypes or devices of prior and targets do not fit; reads no data."""
     if not isinstance(function_dist, MultivariateNormal):
@@ -53,7 +38,19 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
         )
     if not isinstance(target, torch.Tensor):
         raise ValueError(f"The targets must be a tensor [*b, n], got {type(target).__name__}.")
-    check_prior(model, function_dist, target)
+    # In evaluation mode `model(train_x)` is the posterior at the training data.
+    is_ours = isinstance(function_dist.lazy_covariance_matrix, PosteriorCovarianceLinearOperator)
+    if is_ours or not model.training:
+        known = model.train_targets
+        is_at_training_data = known is not None and torch.equal(target, known)
+        # GPyTorch's own has no mark; a prior, of `model.forward` or under `settings.prior_mode`, has the prior's mean.
+        if is_at_training_data and (
+            is_ours or not torch.equal(function_dist.mean, prior_at(model, list(model.train_inputs)).mean)
+        ):
+            raise RuntimeError(
+                "This is the model's posterior at its training data, not its prior: the model is in evaluation mode, into "
+                "which mll.posterior() puts it. Call model.train() and likelihood.train() before the next training step."
+            )
     event_shape, mean = function_dist.event_shape, function_dist.mean
     if target.shape[-len(event_shape) :] != event_shape:
         raise ValueError(
@@ -67,10 +64,7 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
             raise ValueError(
                 f"The target's shape {tuple(target.shape)} does not fit the model's output {tuple(mean.shape)}."
             ) from error
-    for what in ("dtype", "device"):
-        ours, theirs = getattr(mean, what), getattr(target, what)
-        if ours != theirs:
-            raise ValueError(f"The model's output has {what} {ours}, the target {theirs}.")
+    check_same_kind("The model's output", mean, "the target", target)
 
 
 def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
@@ -121,23 +115,21 @@ class LineSearchWatch:
     """
 
     def __init__(self) -> None:
-        self._point: Tensor | None = None
-        self._step: Tensor | None = None
+        self._points: list[Tensor] = []  # the last three
         self._sightings = 0
 
     @torch.no_grad()
     def sees_search(self, model: ExactGP) -> bool:
-        """Whether the steps up to now, the one to the model's present hyperparameters included, are those of a search."""
+        """Whether the steps up to the present hyperparameters are those of a search."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not parameters:
             return False
         point = torch.cat([parameter.reshape(-1).double() for parameter in parameters])
-        before, self._point = self._point, point
-        step = None if before is None or before.shape != point.shape else point - before.to(point.device)
-        last, self._step = self._step, step
-        if step is not None and last is not None and step.shape == last.shape:
-            last = last.to(step.device)
-            has_lines = int(((step != 0) | (last != 0)).sum()) > 1  # one hyperparameter has one line only
-            gap = (step / step.norm() + last / last.norm()).norm()  # NaN, and no answer, where nothing has moved
+        known = [before.to(point.device) for before in self._points[-2:] if before.shape == point.shape]
+        self._points = [*known, point]
+        if len(self._points) == 3:
+            first, second = self._points[1] - self._points[0], self._points[2] - self._points[1]
+            has_lines = int(((first != 0) | (second != 0)).sum()) > 1  # one hyperparameter has one line only
+            gap = (first / first.norm() + second / second.norm()).norm()  # NaN, and no answer, where nothing has moved
             self._sightings += has_lines and bool(gap < ANGLE * torch.finfo(parameters[0].dtype).eps ** 0.5)
         return self._sightings >= SIGHTINGS

@@ -1,8 +1,7 @@
 """The step that all mini-batch marginal log likelihoods share.
 
 `model(train_x)` gives a prior whose kernel is not evaluated yet; a batch of rows is drawn; features, noise and residuals
-are evaluated at these rows alone; a subclass turns them into an estimate of the log marginal likelihood and the next state
-of the weights. That state is kept when the whole step has succeeded.
+are evaluated at these rows alone; a subclass turns them into an estimate of the log marginal likelihood and the next run.
 """
 
 import logging
@@ -24,7 +23,7 @@ from gpy_iterative.changes import SeenData
 from gpy_iterative.checks import check_count, check_finite
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.exact.validation import check_fit, check_likelihood
-from gpy_iterative.features.validation import StandstillWatch, check_features, check_rows, checked_indices
+from gpy_iterative.features.validation import StandstillWatch, check_rows, checked_indices
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpacePrior, WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import (
@@ -50,7 +49,7 @@ BATCH_SIZE = 256
 
 @dataclass(frozen=True)
 class MinibatchReport(Report):
-    """One mini-batch step's figures; `print(mll.report)` shows them on one line, `print(mll.report.table())` as a table.
+    """One mini-batch step.
 
     Attributes:
         value: what `forward` returned, a scalar.
@@ -76,8 +75,8 @@ class MinibatchReport(Report):
 class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     """Base of the marginal log likelihoods that see a mini-batch a step.
 
-    The run's part "weights" has what a subclass knows about the weights, and its part "parameters" what an optimiser moves:
-    these are the module's own parameters. Both are float64, whatever the model's dtype, and no part of `state_dict()`.
+    The run has what a subclass knows about the weights in its part "weights", and the module's own parameters in its part
+    "parameters". Both are float64, whatever the model's dtype, and no part of `state_dict()`.
 
     Attributes:
         progress: True shows a bar for every pass over all data (`refresh`, `exact_value`, `gap`, `posterior`); a callable
@@ -126,12 +125,8 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def _weights(self, run: Run) -> WeightDistribution:
         """The distribution of the weights that the run describes."""
 
-    def _is_settled(self, run: Run) -> bool:
-        """Whether nothing is left to do after the optimiser's last step."""
-        return True
-
     def _settle(self, problem: WeightSpaceProblem, run: Run) -> Run:
-        """The run after what is left to do after the optimiser's last step; without autograd."""
+        """The run after what the optimiser's last step has left to do; without autograd."""
         return run
 
     def forward(
@@ -168,7 +163,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         start = time.perf_counter()
         check_fit(self.model, function_dist, target)
         check_hyperparameters(self)
-        problem = self._problem(function_dist, target, *params, **kwargs)
+        problem = self._problem(function_dist, target, params, kwargs)
         inputs, num_data = self._train_inputs(), problem.num_data
         if num_data != inputs[0].shape[-2]:
             raise ValueError(
@@ -255,39 +250,28 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         )
 
     def training_state(self) -> dict[str, Tensor]:
-        """State, generator, order of rows and the likelihood's arguments as a plain dict of tensors.
+        """The state of the run as a plain dict of tensors: weights, generator, order of rows, the likelihood's arguments.
 
         Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run bit for bit. Raises
         ValueError where an argument of the likelihood is no tensor, number or string.
         """
-        if not self._is_settled(self._run):
-            self._commit(self._begun(*self._train_problem()))
         self._run = self._present_run().mapped(torch.detach)
         return super().training_state()
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Takes what `training_state()` gave.
-
-        Raises ValueError, which names what differs, and changes nothing, for anything else: another method or option, other
-        numbers of features or data.
-        """
+        """Takes what `training_state()` gave. Raises ValueError with the difference, and changes nothing, for others."""
         super().load_training_state(state)
         self._commit(self._run)
         self._seen = None
 
     def _checked_run(self, run: Run) -> Run:
-        now = self._present_run()
-        odd = _names(run) ^ _names(now)
+        here, there = _layout(self._present_run()), _layout(run)
+        odd = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if odd:
-            raise ValueError(f"This is no whole training state: {', '.join(sorted(odd))} is missing or unknown.")
-        for part in ("weights", "parameters"):
-            for name, tensor in now.parts[part].items():
-                found = run.parts[part][name]
-                if found.shape != tensor.shape or found.dtype != tensor.dtype:
-                    raise ValueError(
-                        f"The training state's {name} is {tuple(found.shape)}, {found.dtype}; here it is "
-                        f"{tuple(tensor.shape)}, {tensor.dtype}: it belongs to a kernel with other features."
-                    )
+            raise ValueError(
+                f"This is no training state of this method for as many features: {', '.join(sorted(odd))} is missing, "
+                "unknown or of another shape or dtype."
+            )
         return run
 
     def _description(self) -> StateDescription:
@@ -304,7 +288,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         """The run before a step: settled, or started from all data where these are other data."""
         run, num_data = self._present_run(), problem.num_data
         if is_known and int(run.parts["counts"]["num_data"]) == num_data:
-            return run if self._is_settled(run) else self._settle(problem, run)
+            return self._settle(problem, run)
         check_inputs(self.model)
         check_finite("target", target)
         counts = {"steps": run.parts["counts"]["steps"], "num_data": torch.tensor(num_data)}
@@ -355,13 +339,9 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return torch.zeros(self.num_features, **options), torch.eye(self.num_features, **options)
 
     def _problem(
-        self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any
+        self, function_dist: MultivariateNormal, target: Tensor, params: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> WeightSpaceProblem:
-        check_features(self.model)
-        problem = WeightSpaceProblem(self.likelihood, function_dist, target, *params, **kwargs)
-        problem.progress = self.progress
-        if self.needs_features:
-            problem.prior.check_kernels()
+        problem = WeightSpaceProblem(self.likelihood, function_dist, target, params, kwargs, progress=self.progress)
         modes = [module.training for module in self.model.modules()]
         if modes != self._checked_modes:
             check_rows(self.model, self._first_moments)
@@ -382,7 +362,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         check_fit(self.model, prior, self.model.train_targets)
         known, target = self._known_params(), self.model.train_targets
         params, kwargs = known.current(self.model), known.current_kwargs(self.model)
-        return self._problem(prior, target, *params, **kwargs), target
+        return self._problem(prior, target, params, kwargs), target
 
     def _known_params(self) -> LikelihoodParams:
         """The likelihood's arguments of the last call; the training inputs where there were none."""
@@ -410,9 +390,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.no_grad()
     def _count_features(self) -> int:
         """m, from features of two rows. Raises ValueError where a kernel has no feature map."""
-        check_features(self.model)
         prior = WeightSpacePrior(prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()]))
-        prior.check_kernels()
         return prior.features().basis.shape[-1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureMarginalLogLikelihood":
@@ -449,5 +427,11 @@ def _counted(run: Run) -> Run:
     return run.having(counts={**counts, "steps": counts["steps"] + 1})
 
 
-def _names(run: Run) -> set[str]:
-    return {f"{part}.{name}" for part, tensors in run.parts.items() for name in tensors}
+def _layout(run: Run) -> dict[str, object]:
+    """Shape and dtype of weights and parameters; names only of what changes its shape in a run."""
+    fixed = ("weights", "parameters")
+    return {
+        f"{part}.{name}": (tensor.shape, tensor.dtype) if part in fixed else ()
+        for part, tensors in run.parts.items()
+        for name, tensor in tensors.items()
+    }

@@ -12,8 +12,13 @@ from torch import Tensor
 
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood, num_steps
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
-from gpy_iterative.features.weight_space.tracker_rate import TrackerRate
-from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, surrogate, triangular_root
+from gpy_iterative.features.weight_space.weights import (
+    TrackerRate,
+    WeightDistribution,
+    exact_statistics,
+    surrogate,
+    triangular_root,
+)
 from gpy_iterative.training.run import Run
 
 
@@ -26,14 +31,11 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     covariance with plain gradient steps for the mean; the value is no bound.
 
     Args:
-        likelihood: Gaussian, with independent noise.
-        model: a `gpytorch.models.ExactGP` with one output, whose kernels have finite feature maps.
-        batch_size: rows a step; None is 256, or all data where there are fewer.
+        likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.
         tracker_rate: b_t in (0, 1], or a function of the step's number (from 0); None is min(.05, .1 b / m), falling
             with the square root of the steps to .001. The paper's experiments have .9, whose gradients are far from
             unbiased unless b is many times m: the inverse of an average over N = b (2 - b_t) / b_t rows is too large by
             1 / (1 - m / N).
-        generator: a generator, or the seed of one.
 
     Differs from the paper: the tracker starts with the exact P and not with a multiple of the identity; sums over a batch
     are weighted with n / b; P is divided by the noise, which makes heteroskedastic noise possible and is the same where

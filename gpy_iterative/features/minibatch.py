@@ -23,10 +23,7 @@ class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     is a strong method all the same: its weights are the best for every batch, and never lag behind the network.
 
     Args:
-        likelihood: Gaussian, with independent noise.
-        model: a `gpytorch.models.ExactGP` with one output.
-        batch_size: rows a step; None is 256, or all data where there are fewer.
-        generator: a generator, or the seed of one.
+        likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.
 
     A step costs b^3 + b^2 m (any other kernel: b^2 kernel values).
     """

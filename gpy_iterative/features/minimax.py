@@ -3,8 +3,9 @@
 Shoham and Avron, "Unbiased Stochastic Optimization for Gaussian Processes on Finite Dimensional RKHS", sections 3 and 4.1.
 """
 
+import math
 from numbers import Real
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from gpytorch.likelihoods import Likelihood
@@ -22,6 +23,8 @@ from gpy_iterative.training.run import Run
 DUE, DONE = {"is_due": torch.tensor(True)}, {"is_due": torch.tensor(False)}
 #: "auto" is this many times the smallest strength at which the saddle point is exact.
 MARGIN = 1.2
+#: Length of the ascent in B along (A - P) / |A|.
+DUAL_STEP = 0.5
 
 
 class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
@@ -34,13 +37,9 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     independent batch, are made at the start of the next call.
 
     Args:
-        likelihood: Gaussian, with independent noise.
-        model: a `gpytorch.models.ExactGP` with one output, whose kernels have finite feature maps.
-        batch_size: rows a step; None is 256, or all data where there are fewer.
+        likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.
         mu: strength of the penalty. "auto" is 1.2 |P| |P^-1| at every refresh: above |P| |P^-1|, which is at least m, the
             saddle point is the exact likelihood; below, A = P is not even a local minimum. The paper has 1.
-        dual_step: length of the ascent in B along (A - P) / |A|.
-        generator: a generator, or the seed of one.
 
     Slow where mu has to be large. `VariationalFeatureMarginalLogLikelihood` solves the same problem without it. Two batches
     a step, and an eigendecomposition of m x m.
@@ -59,28 +58,31 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         *,
         batch_size: int | None = None,
         mu: float | Literal["auto"] = "auto",
-        dual_step: float = 0.5,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        if mu != "auto" and not _is_positive(mu):
+        is_number = isinstance(mu, Real) and not isinstance(mu, bool)
+        if mu != "auto" and not (is_number and 0 < mu < math.inf):
             raise ValueError(f"mu must be positive and finite, or 'auto', got {mu!r}.")
-        if not _is_positive(dual_step):
-            raise ValueError(f"dual_step must be positive and finite, got {dual_step!r}.")
-        options = {"mu": mu, "dual_step": dual_step}
-        super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options=options)
+        super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options={"mu": mu})
         if mu != "auto" and mu < self.num_features:
             warn(
                 f"With mu = {mu} below the number of features, {self.num_features}, the optimum is not that of the "
                 "marginal likelihood: take mu='auto', or VariationalFeatureMarginalLogLikelihood.",
                 BiasWarning,
             )
-        self.mu, self.dual_step = mu, dual_step
+        self.mu = mu
         zeros, identity = self._blank_state()
         self.mean = torch.nn.Parameter(zeros)
         self.auxiliary = torch.nn.Parameter(identity)  # A over `scale`
         one = torch.ones_like(zeros[0])
         weights = {"dual": torch.zeros_like(identity), "scale": one, "strength": one}  # B, units of A, mu
         self._run = self._run.having(weights=weights, ascent=DONE, other_rows=NO_ROWS)
+
+    def training_state(self) -> dict[str, Tensor]:
+        """As for all methods, after the projection and the ascent of the last step."""
+        if self._run.parts["ascent"]["is_due"]:
+            self._commit(self._begun(*self._train_problem()))
+        return super().training_state()
 
     def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
         precision, moment = exact_statistics(problem, centred=False)
@@ -110,25 +112,20 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         data = surrogate(batch, own["mean"], -coupling / scale, identity)
         return data + log_determinant + (coupling * auxiliary).sum(), run.having(ascent=DUE)
 
-    def _is_settled(self, run: Run) -> bool:
-        return not run.parts["ascent"]["is_due"]
-
     def _settle(self, problem: WeightSpaceProblem, run: Run) -> Run:
+        if not run.parts["ascent"]["is_due"]:
+            return run
         own, (dual, scale, _) = run.parts["parameters"], _constants(run)
         values, vectors = torch.linalg.eigh(_symmetric(own["auxiliary"]))
         auxiliary = (vectors * values.clamp(min=1 / scale)) @ vectors.mT
         rows, run = next_rows(run, "other_rows", problem.num_data, self._current_batch_size())
         off = auxiliary - self._batch(problem, rows.to(auxiliary.device)).precision() / scale
-        dual = _in_ball(dual + self.dual_step * off / auxiliary.norm())
+        dual = _in_ball(dual + DUAL_STEP * off / auxiliary.norm())
         return run.having(
             weights={**run.parts["weights"], "dual": dual},
             parameters={**own, "auxiliary": auxiliary},
             ascent=DONE,
         )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _constants(run: Run) -> tuple[Tensor, Tensor, Tensor]:

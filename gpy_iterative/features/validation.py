@@ -1,6 +1,7 @@
 """Checks of models, batches and optimisers for mini-batch training."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import gpytorch
 import torch
@@ -17,23 +18,6 @@ FEW_ROWS, MANY_ROWS = 2, 16
 SAME_ROWS = 0.01
 #: Steps after which an optimiser that does not move the weights is noticed.
 STEPS_ALONE = 10
-
-
-def check_features(model: gpytorch.models.ExactGP) -> None:
-    """Raises ValueError where a layer is known to give a row other features beside other rows, or by chance."""
-    for name, module in model.named_modules():
-        is_dropout = isinstance(module, _DropoutNd) and module.p > 0
-        if isinstance(module, _BatchNorm) and module.running_mean is None:
-            state, remedy = "with track_running_stats=False", "Take LayerNorm."
-        elif module.training and (is_dropout or isinstance(module, _BatchNorm | torch.nn.RReLU)):
-            state = "in training mode"
-            remedy = f"Call model.get_submodule({name!r}).eval() after every model.train(), or take LayerNorm."
-        else:
-            continue
-        raise ValueError(
-            f"The layer {name}, a {type(module).__name__} {state}, gives a row other features in another batch, "
-            f"which a marginal likelihood does not allow. {remedy}"
-        )
 
 
 @torch.inference_mode(False)
@@ -56,16 +40,21 @@ def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Te
                 for buffer, values in before:  # running statistics, vectors of a power iteration
                     if not torch.equal(buffer, values):
                         buffer.copy_(values)
-    (mean, covariance), *others = found
-    size = len(mean)
-    for other_mean, other_covariance in others:
-        for ours, theirs in ((mean, other_mean[:size]), (covariance, other_covariance[:size, :size])):
+    for few, many in pairwise(found):
+        size = len(few[0])
+        for ours, theirs in zip(few, (many[0][:size], many[1][:size, :size]), strict=True):
             if (ours - theirs).abs().max() > SAME_ROWS * ours.abs().max():
                 raise ValueError(
                     f"The model gives the first {size} data another mean or covariance beside other rows, or when they are "
                     "evaluated again: a layer depends on the batch, or on chance, which no marginal likelihood allows. "
-                    "Put such layers into evaluation mode after every model.train(), or take LayerNorm."
+                    f"Put such layers into evaluation mode after every model.train(), or take LayerNorm.{_suspects(model)}"
                 )
+
+
+def _suspects(model: gpytorch.models.ExactGP) -> str:
+    kinds = (_BatchNorm, _DropoutNd, torch.nn.RReLU)
+    found = [f"{name} ({type(layer).__name__})" for name, layer in model.named_modules() if isinstance(layer, kinds)]
+    return f" Layers of that kind: {', '.join(found)}." if found else ""
 
 
 def checked_indices(indices: Tensor, num_data: int) -> Tensor:
@@ -82,23 +71,16 @@ def checked_indices(indices: Tensor, num_data: int) -> Tensor:
 
 
 class StandstillWatch:
-    """Warns where an optimiser moves the hyperparameters while a method's weights or batches stay where they are.
-
-    Args:
-        method: the name of what is trained.
-    """
+    """Warns where an optimiser moves the hyperparameters while a `method`'s weights or batches stay where they are."""
 
     def __init__(self, method: str) -> None:
         self._method, self._steps = method, 0
         self._own, self._hyperparameters = SeenVersions(), SeenVersions()
 
     def see(self, own: Sequence[Tensor], hyperparameters: Sequence[Tensor], trains: bool) -> None:
-        """Warns after ten calls between which hyperparameters alone have moved.
+        """Warns after ten calls between which the model's hyperparameters have moved, and the method's `own` have not.
 
-        Args:
-            own: parameters of the method itself.
-            hyperparameters: of the model.
-            trains: whether this call draws a batch of its own.
+        `trains` is whether this call draws a batch of its own.
         """
         weights = [parameter for parameter in own if parameter.requires_grad]
         stands = not trains or (bool(weights) and self._own.are(weights))

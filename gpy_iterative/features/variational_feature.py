@@ -16,8 +16,13 @@ from torch import Tensor
 from gpy_iterative.checks import check_flag
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood, num_steps
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpaceProblem
-from gpy_iterative.features.weight_space.tracker_rate import TrackerRate
-from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, surrogate, triangular_root
+from gpy_iterative.features.weight_space.weights import (
+    TrackerRate,
+    WeightDistribution,
+    exact_statistics,
+    surrogate,
+    triangular_root,
+)
 from gpy_iterative.training.run import Run
 
 

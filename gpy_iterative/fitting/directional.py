@@ -23,6 +23,8 @@ from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOpe
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 
+#: Inputs that move by a scale of their coordinates do so up to this part of the largest move.
+ROUNDING = 1e-4
 #: How the tensors of an operator move with one coordinate; None for those that do not.
 Tangent = Sequence[Tensor | None]
 
@@ -126,18 +128,26 @@ class _Radial(DirectionalProduct):
         return self.operator.alpha_product(self.vector)
 
     @cached_property
-    def _squares(self) -> Tensor:
-        return self.operator.x1.detach().double().square().sum(-2).clamp_min(torch.finfo(torch.float64).tiny)
+    def _differences(self) -> "_Differences":
+        return _Differences(self.operator, self.vector)
 
     def _along(self, tangent: Tangent) -> Tensor | None:
         x1, outputscale, alpha = (*tangent, None)[:3]
-        total = None
-        if x1 is not None:  # the inputs move by a rate for each coordinate: x1 = x / lengthscale
-            rates = (x1.double() * self.operator.x1.detach()).sum(-2) / self._squares
-            total = (self._scales * rates.unsqueeze(-2).to(self._scales)).sum(-1)
+        rates = None if x1 is None else self._rates(x1)
+        if x1 is not None and rates is None:
+            return self._differences.along(tangent)
+        total = None if rates is None else (self._scales * rates.unsqueeze(-2)).sum(-1)
         if outputscale is not None:
             total = _sum(total, outputscale.unsqueeze(-1) * self._per_outputscale)
         return total if alpha is None else _sum(total, alpha * self._alpha)
+
+    def _rates(self, moved: Tensor) -> Tensor | None:
+        """Rates [*b, d] of inputs that move as x1 = x / lengthscale does; None where they move otherwise."""
+        x1 = self.operator.x1.detach()
+        squares = x1.double().square().sum(-2).clamp_min(torch.finfo(torch.float64).tiny)
+        rates = ((moved.double() * x1).sum(-2) / squares).to(x1)
+        is_scale = (moved - x1 * rates.unsqueeze(-2)).abs().max() <= ROUNDING * moved.abs().max()
+        return rates if is_scale else None
 
 
 class _Differences(DirectionalProduct):
@@ -169,7 +179,8 @@ def directional_product(operator: LinearOperator, vector: Tensor) -> Directional
         return _Sum(operator, vector)
     if isinstance(operator, ConstantMulLinearOperator):
         return _Multiple(operator, vector)
-    if isinstance(operator, RadialKernelLinearOperator) and operator.has_scale_products:
+    is_tiled = isinstance(operator, RadialKernelLinearOperator) and operator.products.backend != "keops"
+    if is_tiled and operator.symmetric:
         return _Radial(operator, vector)
     if isinstance(operator, GenericKernelLinearOperator) and operator._kwargs["leaves"]:
         raise NotImplementedError(

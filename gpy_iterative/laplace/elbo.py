@@ -29,14 +29,15 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.laplace.estimate import ObjectiveEstimate
 from gpy_iterative.laplace.evidence import diagonal_blocks
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.newton.base import LaplaceSolution
+from gpy_iterative.laplace.newton.basis import inverse_root
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.linear_solvers.solution import SolveStatus
-from gpy_iterative.training.surrogate import surrogate
 
 #: Added to C x C covariance blocks before they are factored, relative to the prior's.
 JITTER = 1e-6
@@ -53,11 +54,8 @@ ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
 class BoundProblem:
     """The bound as a function of q.
 
-    Attributes:
-        mean: m [n, C].
-        features: Psi [n C, r].
-        rest: the prior's blocks [n, C, C] less those of Psi Psi^T.
-        scale: the prior's variances, [n].
+    `mean` is m [n, C], `features` Psi [n C, r], `rest` the prior's blocks [n, C, C] less those of Psi Psi^T, `scale` the
+    prior's variances [n].
     """
 
     likelihood: PointwiseLikelihood
@@ -106,7 +104,7 @@ class BoundProblem:
 
 
 class NaturalStep(NamedTuple):
-    """A natural step: from b [r] by Q^-1 times the residual Psi^T E[g] - b, from the sites to the wanted ones, E[W]."""
+    """A step from b [r] by Q^-1 times the residual Psi^T E[g] - b, and from the sites to the wanted ones, E[W]."""
 
     coefficients: Tensor
     residual: Tensor
@@ -116,15 +114,10 @@ class NaturalStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Gaussian:
-    """q, and the bound there.
+    """q: b [r], sites [n, C, C] with Q = I + Psi^T sites Psi, Q and its Cholesky factor [r, r]; and what follows.
 
-    Attributes:
-        coefficients: b [r].
-        sites: [n, C, C], with Q = I + Psi^T sites Psi.
-        precision, factor: Q and its Cholesky factor, [r, r].
-        means, blocks: of the latent values of each point, mu [n, C] and V [n, C, C].
-        gradient, curvature: E[g] [n, C] and E[W] [n, C, C].
-        bound, rounding: the bound, and its rounding error.
+    That are means [n, C] and covariance blocks [n, C, C] of the points' latent values, E[g] [n, C], E[W] [n, C, C], the
+    bound and its rounding error.
     """
 
     coefficients: Tensor
@@ -139,70 +132,8 @@ class Gaussian:
     rounding: float
 
 
-@dataclass(frozen=True)
-class BoundEstimate:
-    """The bound and the factors of its gradient; float64.
-
-    Attributes:
-        posterior: q.
-        scale: the prior's variances, [n].
-        status: of the maximisation, which starts at the mode.
-        left, right: [n C, k], with dB/dK = left right^T but for the blocks on the diagonal; right None: left is dB/dK.
-        diagonal: the further derivative with respect to these blocks, [n, C, C]; None for zero.
-        probe_epochs: zero; there are no probes.
-    """
-
-    posterior: Gaussian
-    scale: Tensor
-    status: SolveStatus
-    left: Tensor
-    right: Tensor | None = None
-    diagonal: Tensor | None = None
-    probe_epochs: float = 0.0
-
-    @property
-    def value(self) -> Tensor:
-        """The bound [], not divided by n."""
-        return self.scale.new_tensor(self.posterior.bound)
-
-    @property
-    def value_sem(self) -> Tensor:
-        """Zero: there are no probes."""
-        return torch.zeros_like(self.value)
-
-    def advice(self, dtype: torch.dtype) -> str:
-        """What to do where the maximisation did not converge."""
-        return (
-            f"The search for the largest lower bound ended with status {self.status.name.lower()}: value and gradient are "
-            "those of a smaller one. Bound the outputscale."
-        )
-
-    def with_gradient(self, prior: LatentPrior, likelihood: PointwiseLikelihood) -> Tensor:
-        """The bound [] in the prior's dtype, connected with the parameters behind K, m and the likelihood."""
-        dtype = prior.operator.dtype
-        value = surrogate(
-            prior.operator,
-            self.value.to(dtype),
-            self.left.to(dtype),
-            None if self.right is None else self.right.to(dtype),
-            self.posterior.gradient.flatten().to(dtype),
-            -prior.mean.flatten(),
-        )
-        if not torch.is_grad_enabled():
-            return value
-        if self.diagonal is not None:
-            variances = (self.diagonal * prior.point_blocks().double()).sum()
-            value = value + (variances - variances.detach()).to(dtype)
-        if likelihood.has_parameters:
-            roots, total = _roots(self.posterior.blocks, self.scale), torch.zeros_like(self.value)
-            for node, weight in _nodes(self.posterior.means):
-                total = total + weight * likelihood.log_prob(self.posterior.means + roots @ node).sum()
-            value = value + (total - total.detach()).to(dtype)
-        return value
-
-
 @torch.no_grad()
-def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> BoundEstimate:
+def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
     """The bound over all Gaussians, from dense matrices: O((n C)^3) a step, a few (n C)^2 numbers."""
     kernel = prior.operator.to_dense().detach().double()
     features, _ = jittered_cholesky(kernel, "The kernel matrix")
@@ -214,22 +145,17 @@ def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: L
     roots = (posterior.curvature @ problem.by_point(roots)).flatten(0, 1)
     gradient = posterior.gradient.flatten()
     left = torch.outer(gradient, gradient) + roots @ roots.mT - torch.block_diag(*posterior.curvature)
-    return BoundEstimate(posterior, problem.scale, status, left / 2)
+    return _estimate(problem, posterior, status, left / 2, None)
 
 
 @torch.no_grad()
-def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> BoundEstimate:
+def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
     """The bound over Gaussians in the span of the mode solver's actions, and its gradient for these actions.
 
     Cost: no kernel product, O(n C r^2) a step; a derivative pass with r columns.
     """
     actions, images = solution.actions, solution.images
-    gram = actions.mT @ images
-    values, vectors = torch.linalg.eigh((gram + gram.mT) / 2)
-    # Directions that K maps to rounding: the prior knows nothing of them either.
-    noise = 10 * len(values) * torch.finfo(prior.operator.dtype).eps
-    kept = values > noise * values.amax() if len(values) else values > 0
-    whitening = vectors[:, kept] / values[kept].sqrt()
+    whitening = inverse_root(actions.mT @ images, torch.finfo(prior.operator.dtype).eps)
     features = images @ whitening
     blocks = prior.point_blocks().detach().double()
     known = features.view(*prior.mean.shape, features.shape[-1])
@@ -248,7 +174,38 @@ def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
     inner = torch.outer(b, b) + precision - 2 * identity + covariance
     right = right - actions @ (whitening @ inner) / 2
     right = right @ whitening.mT
-    return BoundEstimate(posterior, problem.scale, status, actions, right, -posterior.curvature / 2)
+    return _estimate(problem, posterior, status, actions, right, -posterior.curvature / 2)
+
+
+def _estimate(
+    problem: BoundProblem,
+    posterior: Gaussian,
+    status: SolveStatus,
+    left: Tensor,
+    right: Tensor | None,
+    diagonal: Tensor | None = None,
+) -> ObjectiveEstimate:
+    def expected_log_prob() -> Tensor:
+        roots, total = _roots(posterior.blocks, problem.scale), torch.zeros_like(problem.scale[0])
+        for node, weight in _nodes(posterior.means):
+            total = total + weight * problem.likelihood.log_prob(posterior.means + roots @ node).sum()
+        return total
+
+    value = problem.scale.new_tensor(posterior.bound)
+    return ObjectiveEstimate(
+        value=value,
+        value_sem=torch.zeros_like(value),
+        left=left,
+        right=right,
+        mean_weights=posterior.gradient.flatten(),
+        likelihood_terms=expected_log_prob,
+        status=status,
+        advice=(
+            f"The search for the largest lower bound ended with status {status.name.lower()}: value and gradient are those "
+            "of a smaller one. Bound the outputscale."
+        ),
+        diagonal=diagonal,
+    )
 
 
 def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussian, SolveStatus]:
@@ -285,10 +242,8 @@ def _lengths(steps: Sequence[NaturalStep], q: Gaussian) -> Tensor:
 def _mixed(
     problem: BoundProblem, current: Gaussian, steps: Sequence[NaturalStep], lengths: Tensor
 ) -> tuple[Gaussian, float] | None:
-    """The Gaussian after the mixture of steps that nearly cancel, and the promised rise; None where it does not rise.
-
-    Anderson's acceleration (Walker and Ni 2011): whole steps overshoot by much of their own length under a wide prior.
-    """
+    """The Gaussian after the mixture of steps that nearly cancel, and the promised rise; None where it does not rise."""
+    # Anderson's acceleration (Walker and Ni 2011): whole steps overshoot by much of their own length under a wide prior.
     if len(steps) == 1:
         return None
     changes = lengths[:, :-1] - lengths[:, -1:]
@@ -330,10 +285,7 @@ def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> t
 def _expectation(
     likelihood: PointwiseLikelihood, means: Tensor, blocks: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum_n E log p(y_n | f_n) [] for f_n ~ N(mu_n, V_n), and its exact derivatives E[g] [n, C] and E[W] [n, C, C].
-
-    One node after the other: memory O(n C^2).
-    """
+    """Sum_n E log p(y_n | f_n) [] for f_n ~ N(mu_n, V_n), and its exact derivatives E[g] [n, C] and E[W] [n, C, C]."""
     with torch.enable_grad():
         covariance = blocks.detach().clone().requires_grad_()
         roots = _roots(covariance, scale)

@@ -21,20 +21,20 @@ K P K = K Q Q^T K + E[(K R (H^-1 - G) xi) (K R S^-1 xi)^T]. S is the preconditio
 by the actions.
 """
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gpy_iterative.errors import NonFiniteError, float64_first
+from gpy_iterative.errors import float64_first
 from gpy_iterative.exact.probes import Probes, random_signs
-from gpy_iterative.laplace.likelihoods.pointwise import CurvatureKind, PointwiseLikelihood
+from gpy_iterative.laplace.estimate import ObjectiveEstimate
+from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem, dense_factor
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.logdet.lanczos import stochastic_logdet
 from gpy_iterative.linear_solvers.solution import SolveStatus
-from gpy_iterative.training.surrogate import surrogate
 
 #: Probes of the log-determinant's quadrature, which serves the value alone.
 NUM_LOGDET_PROBES = 4
@@ -42,87 +42,16 @@ NUM_LOGDET_PROBES = 4
 MAX_ADJOINT_PRODUCTS = 500
 
 
-@dataclass(frozen=True)
-class EvidenceEstimate:
-    """L and the factors of its gradient; float64.
-
-    Attributes:
-        value, value_sem: L and its standard error, scalars, not divided by n.
-        left, right: [n C, k], with dL/dK = left right^T; right None: left is dL/dK itself, [n C, n C].
-        adjoint: u [n C].
-        image: K u [n C].
-        covariance: Sigma's blocks [n, C, C], exact or estimated.
-        solution: the mode.
-        kind: of the curvature.
-        status: of the mode, or of the worst solve.
-        probe_epochs: products with all probes, and with the adjoint, that the gradient took.
-    """
-
-    value: Tensor
-    value_sem: Tensor
-    left: Tensor
-    right: Tensor | None
-    adjoint: Tensor
-    image: Tensor
-    covariance: Tensor
-    solution: LaplaceSolution
-    kind: CurvatureKind
-    status: SolveStatus
-    probe_epochs: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, tensor in (("value", self.value), ("adjoint", self.adjoint)):
-            if not torch.isfinite(tensor).all():
-                raise NonFiniteError(
-                    f"The Laplace evidence's {name} is not finite: bound the hyperparameters, or use float64."
-                )
-
-    def with_gradient(self, prior: LatentPrior, likelihood: PointwiseLikelihood) -> Tensor:
-        """L [] in the prior's dtype, connected with the parameters behind K, m and the likelihood."""
-        dtype = prior.operator.dtype
-        value = surrogate(
-            prior.operator,
-            self.value.to(dtype),
-            self.left.to(dtype),
-            None if self.right is None else self.right.to(dtype),
-            (self.solution.value.flatten() + self.adjoint).to(dtype),
-            -prior.mean.flatten(),
-        )
-        if likelihood.has_parameters and torch.is_grad_enabled():
-            own = self._likelihood_terms(likelihood)
-            value = value + (own - own.detach()).to(dtype)
-        return value
-
-    def advice(self, dtype: torch.dtype) -> str:
-        """What to do where the mode was found and a solve for the gradient did not converge."""
-        return (
-            f"A solve for the gradient ended with status {self.status.name.lower()}: {float64_first(dtype)}loosen the "
-            "tolerance of LaplaceMarginalLogLikelihood, or keep outputscale and likelihood parameters in bounds."
-        )
-
-    def _likelihood_terms(self, likelihood: PointwiseLikelihood) -> Tensor:
-        f = self.solution.latent
-        moved = (self.image.view_as(f) * likelihood.differentiable_gradient(f)).sum()
-        return likelihood.log_prob(f).sum() + moved + likelihood.weighted_curvature(f, self.covariance, self.kind)
-
-
 @torch.no_grad()
-def exact_evidence(
-    prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution, kind: CurvatureKind
-) -> EvidenceEstimate:
-    """L and its gradient from dense matrices and the mode of `LaplaceCholesky`, without randomness.
-
-    Cost: O((n C)^3) time, a few (n C)^2 numbers.
-    """
-    kernel = prior.operator.to_dense().detach().double()
-    root, image_of_root = solution.root, solution.image_of_root
-    precision = root @ root.mT
+def exact_evidence(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
+    """L and its gradient from dense matrices and the mode of `LaplaceCholesky`: O((n C)^3), without randomness."""
+    kernel, latents, v = prior.operator.to_dense().detach().double(), prior.num_latents, solution.value.flatten()
+    precision = solution.root @ solution.root.mT
     logdet = 2 * dense_factor(kernel, solution.curvature, prior.operator.dtype).diagonal().log().sum()
-    latents, v = prior.num_latents, solution.value.flatten()
-    known = image_of_root.view(-1, latents, image_of_root.shape[-1])
+    known = solution.image_of_root.view(-1, latents, solution.root.shape[-1])
     covariance = diagonal_blocks(kernel, latents) - known @ known.mT
-    source = _adjoint_source(likelihood, solution.latent, covariance, kind)
-    if likelihood.has_true_curvature(kind):
+    source = _adjoint_source(likelihood, solution.latent, covariance)
+    if likelihood.is_log_concave:
         adjoint = source - precision @ (kernel @ source)
     else:
         hessian = _true_hessian(likelihood, solution.latent)
@@ -130,17 +59,15 @@ def exact_evidence(
         weighted.diagonal().add_(1)
         adjoint = torch.linalg.solve(weighted, source)
     mixed = torch.outer(adjoint, v)
-    return EvidenceEstimate(
+    return ObjectiveEstimate(
         value=solution.log_joint - logdet / 2,
         value_sem=torch.zeros_like(logdet),
         left=(torch.outer(v, v) + mixed + mixed.mT - precision) / 2,
         right=None,
-        adjoint=adjoint,
-        image=kernel @ adjoint,
-        covariance=covariance,
-        solution=solution,
-        kind=kind,
+        mean_weights=v + adjoint,
+        likelihood_terms=partial(_likelihood_terms, likelihood, solution.latent, kernel @ adjoint, covariance),
         status=solution.status,
+        advice="",
     )
 
 
@@ -149,12 +76,11 @@ def stochastic_evidence(
     prior: LatentPrior,
     likelihood: PointwiseLikelihood,
     solution: LaplaceSolution,
-    kind: CurvatureKind,
     *,
     num_probes: int,
     tolerance: float,
     generator: torch.Generator,
-) -> EvidenceEstimate:
+) -> ObjectiveEstimate:
     """L and an estimate of its gradient, unbiased but for the solves' tolerance.
 
     Cost beyond the mode: a block solve with one column a probe, two products with as many, a solve with one column.
@@ -167,30 +93,41 @@ def stochastic_evidence(
     unknown = solved.value.double() - known @ (known.mT @ probes.vectors.double())
     left, right = curvature.root(unknown), curvature.root(probes.dual.double())
 
-    blocks = _covariance_blocks(prior, solution, left, right)
-    source = _adjoint_source(likelihood, solution.latent, blocks, kind)
-    if likelihood.has_true_curvature(kind):
-        adjoint, epochs, status = _adjoint(prior, system, source, tolerance)
+    covariance = _covariance_blocks(prior, solution, left, right)
+    source = _adjoint_source(likelihood, solution.latent, covariance)
+    if likelihood.is_log_concave:
+        adjoint, epochs, adjoint_status = _adjoint(prior, system, source, tolerance)
     else:
         hessian = _true_hessian(likelihood, solution.latent)
-        adjoint, epochs, status = _indefinite_adjoint(prior, hessian, source, tolerance)
+        adjoint, epochs, adjoint_status = _indefinite_adjoint(prior, hessian, source, tolerance)
+    image = prior.matmul(adjoint.unsqueeze(-1))
     v = solution.value.flatten()
     logdet = stochastic_logdet(
         system.operator, _probes(system, NUM_LOGDET_PROBES, generator).vectors, system.preconditioner
     )
-    return EvidenceEstimate(
+    status = max(solution.status, solved.status, adjoint_status, key=list(SolveStatus).index)
+    return ObjectiveEstimate(
         value=solution.log_joint - logdet.mean.double() / 2,
         value_sem=logdet.sem.double() / 2,
         left=torch.cat([(v / 2 + adjoint).unsqueeze(-1), left / (-2 * num_probes), root / -2], dim=-1),
         right=torch.cat([v.unsqueeze(-1), right, root], dim=-1),
-        adjoint=adjoint,
-        image=prior.matmul(adjoint.unsqueeze(-1)).squeeze(-1),
-        covariance=blocks,
-        solution=solution,
-        kind=kind,
-        status=max(solution.status, solved.status, status, key=list(SolveStatus).index),
+        mean_weights=v + adjoint,
+        likelihood_terms=partial(_likelihood_terms, likelihood, solution.latent, image, covariance),
+        status=status,
+        advice=(
+            f"A solve for the gradient ended with status {status.name.lower()}: {float64_first(prior.operator.dtype)}"
+            "loosen the tolerance of LaplaceMarginalLogLikelihood, or keep outputscale and likelihood parameters in bounds."
+        ),
         probe_epochs=solved.stats.epochs + 2 + epochs,
     )
+
+
+def _likelihood_terms(likelihood: PointwiseLikelihood, f: Tensor, image: Tensor, covariance: Tensor) -> Tensor:
+    """Log p(y | f) + (K u)^T g(f) - 1/2 sum <Sigma_n, W_n(f_n)> for fixed f, K u and Sigma."""
+    point = f.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(likelihood.log_prob(point).sum(), point, create_graph=True)
+    moved = (image.view_as(f) * gradient).sum()
+    return likelihood.log_prob(f).sum() + moved + likelihood.weighted_curvature(f, covariance)
 
 
 def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
@@ -215,11 +152,11 @@ def _covariance_blocks(prior: LatentPrior, solution: LaplaceSolution, left: Tens
     return prior.point_blocks().double() - known @ known.mT - (estimate + estimate.mT) / 2
 
 
-def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance: Tensor, kind: CurvatureKind) -> Tensor:
+def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance: Tensor) -> Tensor:
     """S = d/df (-1/2 sum <Sigma_n, W_n(f_n)>) [n C] for fixed blocks Sigma [n, C, C]."""
     with torch.inference_mode(False), torch.enable_grad():
         point = latent.detach().clone().requires_grad_()
-        total = likelihood.weighted_curvature(point, covariance, kind)
+        total = likelihood.weighted_curvature(point, covariance)
         if not total.requires_grad:  # a constant curvature
             return torch.zeros_like(latent).flatten()
         (source,) = torch.autograd.grad(total, point, materialize_grads=True)
@@ -246,16 +183,10 @@ def _adjoint(
 def _indefinite_adjoint(
     prior: LatentPrior, hessian: Tensor, source: Tensor, tolerance: float
 ) -> tuple[Tensor, float, SolveStatus]:
-    """U = (I + W K)^-1 s for a W [n, C, C] that need not be definite: conjugate gradients on K^-1 + W.
-
-    Preconditioned with K, in the unknown x = K u: one product an iteration, and no inverse of K. K^-1 + W is positive
-    definite at a strict mode, whatever the signs of W.
-    """
+    """As `_adjoint` for an indefinite W [n, C, C]: conjugate gradients on K^-1 + W, preconditioned with K."""
+    # K^-1 + W is positive definite at a strict mode, whatever the signs of W; with x = K u no inverse of K is needed.
     if not source.any():
         return source, 0.0, SolveStatus.CONVERGED
-
-    def weighted(x: Tensor) -> Tensor:
-        return (hessian @ x.view(*hessian.shape[:2], 1)).flatten()
 
     def product(x: Tensor) -> Tensor:
         return prior.matmul(x.unsqueeze(-1)).squeeze(-1)
@@ -267,7 +198,7 @@ def _indefinite_adjoint(
     square = residual @ image
     threshold = tolerance * square.clamp_min(0).sqrt()
     for iteration in range(1, MAX_ADJOINT_PRODUCTS):
-        applied = direction + weighted(direction_image)
+        applied = direction + (hessian @ direction_image.view(*hessian.shape[:2], 1)).flatten()
         slope = direction_image @ applied
         if not slope > 0:
             return u, iteration, SolveStatus.DIVERGED

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_fraction, check_instance
 from gpy_iterative.errors import ConvergenceWarning, warn
-from gpy_iterative.laplace.elbo import BoundEstimate, exact_bound, subspace_bound
-from gpy_iterative.laplace.evidence import EvidenceEstimate, exact_evidence, stochastic_evidence
+from gpy_iterative.laplace.elbo import exact_bound, subspace_bound
+from gpy_iterative.laplace.estimate import ObjectiveEstimate
+from gpy_iterative.laplace.evidence import exact_evidence, stochastic_evidence
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood, check_laplace_likelihood
 from gpy_iterative.laplace.model import IterativeLaplaceGP
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
@@ -233,27 +234,27 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         solution: LaplaceSolution,
         solver: LaplaceSolver,
         generator: torch.Generator,
-    ) -> EvidenceEstimate | BoundEstimate:
+    ) -> ObjectiveEstimate:
         is_exact = isinstance(solver, LaplaceCholesky)
         if self.objective == "elbo":
             return (exact_bound if is_exact else subspace_bound)(prior, likelihood, solution)
         if is_exact:
-            return exact_evidence(prior, likelihood, solution, solver.curvature)
+            return exact_evidence(prior, likelihood, solution)
         options = {"num_probes": self.num_probes, "tolerance": self.tolerance, "generator": generator}
-        return stochastic_evidence(prior, likelihood, solution, solver.curvature, **options)
+        return stochastic_evidence(prior, likelihood, solution, **options)
 
     def _warn_once(
         self,
         solution: LaplaceSolution,
-        estimate: EvidenceEstimate | BoundEstimate,
+        estimate: ObjectiveEstimate,
         solver: LaplaceSolver,
         dtype: torch.dtype,
     ) -> None:
         status = estimate.status
         if status is SolveStatus.CONVERGED or status in self._warned_of:
             return
-        has_mode = solution.converged or isinstance(estimate, BoundEstimate)
-        warn(estimate.advice(dtype) if has_mode else solver.advice(solution, dtype), ConvergenceWarning)
+        has_mode = solution.converged or self.objective == "elbo"
+        warn(estimate.advice if has_mode else solver.advice(solution, dtype), ConvergenceWarning)
         self._warned_of.add(status)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LaplaceMarginalLogLikelihood":

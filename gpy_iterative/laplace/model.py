@@ -134,8 +134,8 @@ class IterativeLaplaceGP(GP):
 
     def keep_params(self, params: LikelihoodParams | None) -> None:
         """Takes arguments of the likelihood for predictions; every call of a marginal log likelihood does this."""
-        is_same = params is self.likelihood_params or (params is not None and params.equals(self.likelihood_params))
-        if not is_same:
+        is_same = params is not None and params.equals(self.likelihood_params)
+        if params is not self.likelihood_params and not is_same:
             self.likelihood_params, self._posterior = params, None
 
     def __call__(self, *inputs: Tensor, **kwargs: Any) -> MultivariateNormal:
@@ -147,7 +147,9 @@ class IterativeLaplaceGP(GP):
         if gpytorch.settings.debug.on() and not (len(given) == len(known) and all(map(torch.equal, known, given))):
             raise RuntimeError("You must train on the training inputs!")
         prior = super().__call__(*given, **kwargs)
-        self._check_prior(prior)
+        if not isinstance(prior, MultivariateNormal):
+            raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
+        self._check_latents(latents_of(prior))
         return prior
 
     def posterior(
@@ -285,11 +287,6 @@ class IterativeLaplaceGP(GP):
 
     def _generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed + 2)
-
-    def _check_prior(self, prior: Any) -> None:
-        if not isinstance(prior, MultivariateNormal):
-            raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
-        self._check_latents(latents_of(prior))
 
     def _check_latents(self, found: int) -> None:
         if self.num_latents is not None and found != self.num_latents:

@@ -44,16 +44,10 @@ class LaplaceReport(Report):
 
 @dataclass(frozen=True)
 class ModeReport(Report):
-    """The search for a posterior's mode, with its refinements.
+    """The search for a posterior's mode, with its refinements: figures of all solves together.
 
-    Attributes:
-        status: of the mode, or of the last refinement.
-        iterations: Newton steps in all.
-        epochs: kernel products in all.
-        num_refinements: refinements towards the variational approximation.
-        stationarity: the log joint density's gradient over the likelihood's, at the end.
-        rank: actions that were kept.
-        seconds: wall-clock time of all solves.
+    `status`, `stationarity` (the log joint density's gradient over the likelihood's) and `rank` (actions that were kept)
+    are of the last refinement; `iterations` are Newton steps, `epochs` kernel products.
     """
 
     status: SolveStatus

@@ -1,10 +1,11 @@
 """Operations on operators beyond those of `LinearOperator`, which solvers, preconditioners and gradients call.
 
 Products with some rows or columns, dense parts, the derivative of a weighted sum of all entries, and copies in float32.
-Operators of this package implement them as an `ExtendedLinearOperator`. `extended` wraps any other operator: sums,
-multiples and a few structures pass the call on to their parts, and all others are sliced.
+An operator that has a method of the operation's name, as this package's have, computes it itself. Sums, multiples and a few
+structures pass the call on to their parts; all others are sliced or rebuilt.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,134 +22,6 @@ Rows = slice | Tensor
 Derivatives = tuple[Tensor | None, ...]
 
 
-class Extension:
-    """The operations, by slicing or rebuilding `operator`; see the functions of the same names for arguments."""
-
-    @property
-    def operator(self) -> LinearOperator:
-        """The operator whose parts these are."""
-        raise NotImplementedError
-
-    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        """operator[rows, :] @ rhs."""
-        return self.operator[rows, :] @ rhs
-
-    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
-        """operator[:, columns] @ rhs."""
-        return self.operator[:, columns] @ rhs
-
-    def principal_block(self, block: slice) -> Tensor:
-        """operator[block, block]."""
-        return to_dense(self.operator[block, block]).clone()
-
-    def dense_rows(self, rows: Tensor) -> Tensor:
-        """operator[..., rows, :]."""
-        return to_dense(self.operator[..., rows, :])
-
-    def matrix_derivative(self, weights: Tensor) -> Derivatives:
-        """The derivatives of `(weights * operator).sum()`."""
-        identity = torch.eye(self.operator.shape[-1], dtype=weights.dtype, device=weights.device)
-        return self.operator._bilinear_derivative(weights, identity.expand(*weights.shape[:-2], *identity.shape))
-
-    @property
-    def has_low_precision(self) -> bool:
-        """Whether a kernel in the operator has `precision="float32"`."""
-        parts = (*self.operator._args, *self.operator._kwargs.values())
-        return any(extended(part).has_low_precision for part in parts if isinstance(part, LinearOperator))
-
-    def low_precision_copy(self) -> LinearOperator:
-        """A copy in float32, without gradient."""
-        options = {name: _in_float32(part) for name, part in self.operator._kwargs.items()}
-        return type(self.operator)(*map(_in_float32, self.operator._args), **options)
-
-    def native_precision(self) -> LinearOperator:
-        """The same operator, whose kernels have `precision="native"`."""
-        options = {name: _native(part) for name, part in self.operator._kwargs.items()}
-        return type(self.operator)(*map(_native, self.operator._args), **options)
-
-
-class ExtendedLinearOperator(Extension, LinearOperator):
-    """A linear operator with its own implementations of some of the operations."""
-
-    @property
-    def operator(self) -> LinearOperator:
-        return self
-
-
-class _Sliced(Extension):
-    """The extension of another package's operator."""
-
-    def __init__(self, operator: LinearOperator) -> None:
-        self._operator = operator
-
-    @property
-    def operator(self) -> Any:
-        return self._operator
-
-
-class _Sum(_Sliced):
-    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        return sum(rows_matmul(term, rows, rhs) for term in self.operator.linear_ops)
-
-    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
-        return sum(columns_matmul(term, columns, rhs) for term in self.operator.linear_ops)
-
-    def principal_block(self, block: slice) -> Tensor:
-        return sum(principal_block(term, block) for term in self.operator.linear_ops)
-
-    def matrix_derivative(self, weights: Tensor) -> Derivatives:
-        return tuple(part for term in self.operator.linear_ops for part in matrix_derivative(term, weights))
-
-
-class _Multiple(_Sliced):
-    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        return self.operator._constant * rows_matmul(self.operator.base_linear_op, rows, rhs)
-
-    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
-        return self.operator._constant * columns_matmul(self.operator.base_linear_op, columns, rhs)
-
-    def principal_block(self, block: slice) -> Tensor:
-        return self.operator._constant * principal_block(self.operator.base_linear_op, block)
-
-    def matrix_derivative(self, weights: Tensor) -> Derivatives:
-        constant, base = self.operator._constant, self.operator.base_linear_op
-        derivatives = matrix_derivative(base, weights * constant.unsqueeze(-1).unsqueeze(-1))
-        if not constant.requires_grad:
-            return (*derivatives, None)
-        return (*derivatives, (weights * base.to_dense()).sum((-2, -1)).sum_to_size(constant.shape))
-
-
-class _Kronecker(_Sliced):
-    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        # Sliced, it would be interpolated: the same product, and sparse matrices on top.
-        return self.operator._matmul(rhs)[rows]
-
-
-class _Interleaved(_Sliced):
-    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        base = self.operator.base_linear_op
-        members, index = base.shape[-3], torch.arange(self.operator.shape[-2], device=rhs.device)[rows]
-        points, position = (index // members).unique(return_inverse=True)
-        parts = rhs.view(-1, members, rhs.shape[-1]).unbind(1)
-        found = torch.stack([rows_matmul(base[member], points, part) for member, part in enumerate(parts)], dim=1)
-        return found[position, index % members]
-
-
-_WRAPPERS: tuple[tuple[type[LinearOperator], type[_Sliced]], ...] = (
-    (SumLinearOperator, _Sum),
-    (ConstantMulLinearOperator, _Multiple),
-    (KroneckerProductLinearOperator, _Kronecker),
-    (BlockInterleavedLinearOperator, _Interleaved),
-)
-
-
-def extended(operator: LinearOperator) -> Extension:
-    """The operator itself where it is one of this package's, and its wrapper where it is not."""
-    if isinstance(operator, Extension):
-        return operator
-    return next((wrapper(operator) for kind, wrapper in _WRAPPERS if isinstance(operator, kind)), _Sliced(operator))
-
-
 # Parts of unbatched operators, without autograd
 
 
@@ -158,7 +31,23 @@ def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
     Raises:
         ValueError: rhs has another number of rows.
     """
-    return extended(operator).rows_matmul(rows, rhs)
+    if hasattr(operator, "rows_matmul"):
+        return operator.rows_matmul(rows, rhs)
+    if isinstance(operator, SumLinearOperator):
+        return sum(rows_matmul(term, rows, rhs) for term in operator.linear_ops)
+    if isinstance(operator, ConstantMulLinearOperator):
+        return operator._constant * rows_matmul(operator.base_linear_op, rows, rhs)
+    if isinstance(operator, KroneckerProductLinearOperator):
+        # Its slices would be interpolated: the same product, and sparse matrices on top.
+        return operator._matmul(rhs)[rows]
+    if isinstance(operator, BlockInterleavedLinearOperator):
+        base = operator.base_linear_op
+        members, index = base.shape[-3], torch.arange(operator.shape[-2], device=rhs.device)[rows]
+        points, position = (index // members).unique(return_inverse=True)
+        parts = rhs.view(-1, members, rhs.shape[-1]).unbind(1)
+        found = torch.stack([rows_matmul(base[member], points, part) for member, part in enumerate(parts)], dim=1)
+        return found[position, index % members]
+    return operator[rows, :] @ rhs
 
 
 def columns_matmul(operator: LinearOperator, columns: slice, rhs: Tensor) -> Tensor:
@@ -167,17 +56,29 @@ def columns_matmul(operator: LinearOperator, columns: slice, rhs: Tensor) -> Ten
     Raises:
         ValueError: rhs has another number of rows.
     """
-    return extended(operator).columns_matmul(columns, rhs)
+    if hasattr(operator, "columns_matmul"):
+        return operator.columns_matmul(columns, rhs)
+    if isinstance(operator, SumLinearOperator):
+        return sum(columns_matmul(term, columns, rhs) for term in operator.linear_ops)
+    if isinstance(operator, ConstantMulLinearOperator):
+        return operator._constant * columns_matmul(operator.base_linear_op, columns, rhs)
+    return operator[:, columns] @ rhs
 
 
 def principal_block(operator: LinearOperator, block: slice) -> Tensor:
     """operator[block, block] as a dense tensor that the caller may overwrite."""
-    return extended(operator).principal_block(block)
+    if hasattr(operator, "principal_block"):
+        return operator.principal_block(block)
+    if isinstance(operator, SumLinearOperator):
+        return sum(principal_block(term, block) for term in operator.linear_ops)
+    if isinstance(operator, ConstantMulLinearOperator):
+        return operator._constant * principal_block(operator.base_linear_op, block)
+    return to_dense(operator[block, block]).clone()
 
 
 def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
     """operator[..., rows, :] as a dense [*b, len(rows), n]: a pivoted Cholesky factor is made of them."""
-    return extended(operator).dense_rows(rows)
+    return operator.dense_rows(rows) if hasattr(operator, "dense_rows") else to_dense(operator[..., rows, :])
 
 
 def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
@@ -193,7 +94,21 @@ def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
         One tensor, or None, for each of the representation. Cost: one evaluation of a kernel matrix; n^2 m multiply-adds
         for operators that only know bilinear derivatives.
     """
-    return extended(operator).matrix_derivative(weights)
+    if hasattr(operator, "matrix_derivative"):
+        return operator.matrix_derivative(weights)
+    if isinstance(operator, SumLinearOperator):
+        return tuple(part for term in operator.linear_ops for part in matrix_derivative(term, weights))
+    if isinstance(operator, ConstantMulLinearOperator):
+        constant, base = operator._constant, operator.base_linear_op
+        derivatives = matrix_derivative(base, weights * constant.unsqueeze(-1).unsqueeze(-1))
+        if not constant.requires_grad:
+            return (*derivatives, None)
+        return (*derivatives, (weights * base.to_dense()).sum((-2, -1)).sum_to_size(constant.shape))
+    identity = torch.eye(operator.shape[-1], dtype=weights.dtype, device=weights.device)
+    return operator._bilinear_derivative(weights, identity.expand(*weights.shape[:-2], *identity.shape))
+
+
+# Precision
 
 
 def low_precision_copy(operator: LinearOperator) -> LinearOperator | None:
@@ -205,23 +120,38 @@ def low_precision_copy(operator: LinearOperator) -> LinearOperator | None:
     Raises:
         ValueError: a kernel's dtype or own code does not allow float32.
     """
-    extension = extended(operator)
-    return extension.low_precision_copy() if extension.has_low_precision else None
+    return _in_float32(operator) if _has_low_precision(operator) else None
 
 
 def native_precision(operator: LinearOperator) -> LinearOperator:
     """The same operator with `precision="native"`: it shares tensors, gradients and kept tiles. Nothing is evaluated."""
-    extension = extended(operator)
-    return extension.native_precision() if extension.has_low_precision else operator
+    return _native(operator) if _has_low_precision(operator) else operator
+
+
+def _has_low_precision(operator: LinearOperator) -> bool:
+    if hasattr(operator, "has_low_precision"):
+        return operator.has_low_precision
+    parts = (*operator._args, *operator._kwargs.values())
+    return any(_has_low_precision(part) for part in parts if isinstance(part, LinearOperator))
 
 
 def _in_float32(part: Any) -> Any:
+    if hasattr(part, "low_precision_copy"):
+        return part.low_precision_copy()
     if isinstance(part, LinearOperator):
-        return extended(part).low_precision_copy()
+        return rebuilt(part, _in_float32)
     if isinstance(part, torch.dtype):  # an argument of operators without tensors
         return torch.float32 if part.is_floating_point else part
     return part.detach().float() if torch.is_tensor(part) and part.is_floating_point() else part
 
 
 def _native(part: Any) -> Any:
-    return extended(part).native_precision() if isinstance(part, LinearOperator) else part
+    if hasattr(part, "native_precision"):
+        return part.native_precision()
+    return rebuilt(part, _native) if isinstance(part, LinearOperator) else part
+
+
+def rebuilt(operator: LinearOperator, convert: Callable[[Any], Any], **changes: Any) -> LinearOperator:
+    """An operator of the same kind, all of whose arguments are converted, and some replaced."""
+    options = {name: convert(part) for name, part in operator._kwargs.items()}
+    return type(operator)(*map(convert, operator._args), **options | changes)

@@ -30,9 +30,9 @@ from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOpe
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS, evaluated
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF
+from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUADRATIC, RBF, RadialFunction
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
-from gpy_iterative.linear_operators.tiles.cache import TileCaches
+from gpy_iterative.linear_operators.tiles.cache import TileCache, TileCaches
 
 #: Kernels whose own operator is cheap to evaluate and has a fast product.
 _STRUCTURED = (
@@ -79,14 +79,19 @@ class _Place:
         """The place of a part."""
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of the operator here."""
-        return {"products": self.products, "cache": self.caches.take(self.path)}
+    def take(self) -> TileCache:
+        """The cache of the operator here."""
+        return self.caches.take(self.path)
 
 
 def _read(covariance: LinearOperator | Tensor, place: _Place) -> LinearOperator:
     if isinstance(covariance, LazyEvaluatedKernelTensor):
-        return _of_lazy_kernel(covariance, place)
+        kernel, x1, x2 = covariance.kernel, covariance.x1, covariance.x2
+        check_kernel_dtype(kernel, x1)
+        same, by_dimension = are_same_inputs(x1, x2), covariance.last_dim_is_batch
+        if by_dimension or covariance.params:
+            return evaluated(kernel, x1, x2, diag=False, last_dim_is_batch=by_dimension, **covariance.params)
+        return _of_kernel(kernel, x1, None if same else x2, place)
     if isinstance(covariance, AddedDiagLinearOperator):
         return NoisyLinearOperator(_read(covariance._linear_op, place), added_diagonal(covariance))
     if isinstance(covariance, SumLinearOperator):
@@ -108,16 +113,6 @@ def _is_lazy(covariance: LinearOperator) -> bool:
     return isinstance(covariance, LazyEvaluatedKernelTensor) or any(
         _is_lazy(part) for part in parts if isinstance(part, LinearOperator)
     )
-
-
-def _of_lazy_kernel(lazy: LazyEvaluatedKernelTensor, place: _Place) -> LinearOperator:
-    x1, x2 = lazy.x1, lazy.x2
-    kernel = lazy.kernel
-    check_kernel_dtype(kernel, x1)
-    same = are_same_inputs(x1, x2)
-    if lazy.last_dim_is_batch or lazy.params:
-        return evaluated(kernel, x1, x2, diag=False, last_dim_is_batch=lazy.last_dim_is_batch, **lazy.params)
-    return _of_kernel(kernel, x1, None if same else x2, place)
 
 
 def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
@@ -156,8 +151,17 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
         return _times(_of_kernel(kernel.base_kernel, x1, x2, place.at("base_kernel")), kernel.outputscale)
     if type(kernel) is kernels.AdditiveKernel:
         return _sum([_of_part(part, x1, x2, place.at(f"kernels.{i}")) for i, part in enumerate(kernel.kernels)])
-    if _is_radial(kernel):
-        return _radial(kernel, x1, x2, place)
+    function = _radial_function(kernel)
+    if function is not None:
+        x1, x2 = (x if x is None or x.is_floating_point() else x.to(kernel.dtype) for x in (x1, x2))
+        # Distances do not depend on the centre; without it float32 loses their digits far from the origin. That of the
+        # columns: the same data meet new points rounded as they met one another, where inputs span thousands of
+        # lengthscales.
+        centre = (x1 if x2 is None else x2).detach().mean(dim=-2, keepdim=True)
+        x1, x2 = (None if x is None else (x - centre) / kernel.lengthscale for x in (x1, x2))
+        alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
+        options = {"function": function, "products": place.products, "cache": place.take()}
+        return RadialKernelLinearOperator(x1, x1.new_ones(()), x2=x2, alpha=alpha, **options)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # It calls its data kernel's forward, past the data kernel's active dims; so do predictions with model(x).
         data = _of_kernel(kernel.data_covar_module, x1, x2, place.at("data_covar_module"))
@@ -169,7 +173,7 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
         _check_within_grid(kernel, x1 if x2 is None else torch.cat([x1.flatten(0, -2), x2.flatten(0, -2)]))
     if isinstance(kernel, _STRUCTURED):
         return evaluated(kernel, x1, x1 if x2 is None else x2)
-    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, **place.options())
+    return GenericKernelLinearOperator.of_kernel(kernel, x1, x2, products=place.products, cache=place.take())
 
 
 def _of_part(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
@@ -207,35 +211,19 @@ def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> boo
     return all(getattr(type(kernel), name) is getattr(base, name) for name in names) and "forward" not in vars(kernel)
 
 
-def _is_radial(kernel: kernels.Kernel) -> bool:
-    """Whether the radial operator computes what the kernel does."""
-    for base in (kernels.RBFKernel, kernels.MaternKernel, kernels.RQKernel):
-        if isinstance(kernel, base):
-            return computes_the_same(kernel, base)
-    # GPyTorch's KeOps kernels compute the same functions of the same lengthscales.
-    return type(kernel) in (kernels.keops.RBFKernel, kernels.keops.MaternKernel)
-
-
-def _radial(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
-    x1, x2 = (x if x is None or x.is_floating_point() else x.to(kernel.dtype) for x in (x1, x2))
-    function, alpha = RBF, None
+def _radial_function(kernel: kernels.Kernel) -> RadialFunction | None:
+    """The function by which the radial operator computes what the kernel does; None where there is none."""
     if isinstance(kernel, (kernels.MaternKernel, kernels.keops.MaternKernel)):
-        function = MATERN[kernel.nu]
+        base, function = kernels.MaternKernel, MATERN[kernel.nu]
+    elif isinstance(kernel, (kernels.RBFKernel, kernels.keops.RBFKernel)):
+        base, function = kernels.RBFKernel, RBF
     elif isinstance(kernel, kernels.RQKernel):
-        function, alpha = RATIONAL_QUADRATIC, kernel.alpha
-    lengthscale = kernel.lengthscale
-    # Distances do not depend on the centre; without it float32 loses their digits far from the origin. That of the columns:
-    # the same data meet new points rounded as they met one another, where inputs span thousands of lengthscales.
-    centre = (x1 if x2 is None else x2).detach().mean(dim=-2, keepdim=True)
-    return RadialKernelLinearOperator(
-        (x1 - centre) / lengthscale,
-        x1.new_ones(()),
-        x2=None if x2 is None else (x2 - centre) / lengthscale,
-        alpha=alpha,
-        function=function,
-        scales_only=not x1.requires_grad and (x2 is None or not x2.requires_grad),
-        **place.options(),
-    )
+        base, function = kernels.RQKernel, RATIONAL_QUADRATIC
+    else:
+        return None
+    # GPyTorch's KeOps kernels compute the same functions of the same lengthscales.
+    is_keops = type(kernel) in (kernels.keops.RBFKernel, kernels.keops.MaternKernel)
+    return function if is_keops or computes_the_same(kernel, base) else None
 
 
 def _sum(operators: list[LinearOperator]) -> LinearOperator:

@@ -6,22 +6,19 @@ differentiated by itself; the user's kernel is never changed, not even when its 
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from gpytorch.kernels import GridInterpolationKernel, Kernel
 from linear_operator import LinearOperator
 from torch import Tensor
-from torch.func import functional_call
 
-from gpy_iterative.linear_operators.kernel_functions import kernel_functions
+from gpy_iterative.linear_operators.kernel_functions import KernelFunction
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import Tiles, blocks
-from gpy_iterative.worker_threads import run
 
 #: Points of a block of which only the diagonal is wanted; entries that are evaluated for one wanted entry, at the most.
 DIAGONAL_BLOCK = 256
@@ -127,8 +124,12 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         self._tensors, self._leaves = tensors, leaves
         dtypes = (tensor.dtype for tensor in (x1, *self.parameters) if tensor.is_floating_point())
         self._dtype = next(dtypes, kernel.dtype) if dtype is None else dtype
-        self._converted_buffers = {} if dtype is None else _floating_buffers(kernel, dtype)
-        self._functions = kernel_functions(own_buffers=dtype is not None)
+        buffers = () if dtype is None else kernel.named_buffers()
+        self._buffers = {name: buffer.to(dtype) for name, buffer in buffers if buffer.is_floating_point()}
+        self._function = KernelFunction(kernel, own_buffers=dtype is not None)
+        self.symmetric, self.columns = x2 is None, x1 if x2 is None else x2
+        self.tile_scale = x1.new_ones((), dtype=self._dtype)  # a kernel's tiles carry its outputscale
+        self._outputs = kernel.num_outputs_per_input(x1, self.columns)
 
     @classmethod
     def of_kernel(
@@ -182,26 +183,11 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         """Of the matrix: the inputs' own, or the parameters' where inputs are integers (categories)."""
         return self._dtype
 
-    @property
-    def symmetric(self) -> bool:
-        """Whether rows and columns are the same points."""
-        return self.x2 is None
-
-    @property
-    def columns(self) -> Tensor:
-        """The inputs of the columns."""
-        return self.x1 if self.x2 is None else self.x2
-
-    @property
-    def tile_scale(self) -> Tensor:
-        """1: a kernel's tiles carry its outputscale."""
-        return self.x1.new_ones((), dtype=self.dtype)
-
     def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
         """The dense k(x1, x2) [*b, n, m], differentiable in inputs and parameters."""
         parameters = self.parameters if parameters is None else parameters
         # What a kernel makes of float32 inputs may be float64, by tensors of its own.
-        values = functional_call(self._functions.of(self.kernel), self._named(parameters), (x1, x2)).to(self.dtype)
+        values = self._function(self._named(parameters), x1, x2).to(self.dtype)
         return self._of_members(values.expand(*self._whole_batch(), *values.shape[-2:]), values.shape[-2:])
 
     def _whole_batch(self) -> torch.Size:
@@ -214,8 +200,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return values
 
     def _named(self, parameters: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        named = {f"kernel.{name}": tensor for name, tensor in zip(self.names, parameters, strict=True)}
-        return named | self._converted_buffers
+        return dict(zip(self.names, parameters, strict=True)) | self._buffers
 
     def low_precision_copy(self) -> LinearOperator:
         """The same matrix in float32. Its kernel is tried on one pair of inputs."""
@@ -232,14 +217,11 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             ) from error
         return copy
 
-    def _outputs(self) -> int:
-        return self.kernel.num_outputs_per_input(self.x1, self.columns)
-
     def _make_tiles(self) -> Tiles:
-        return KernelTiles(self, self._outputs())
+        return KernelTiles(self, self._outputs)
 
     def _size(self) -> torch.Size:
-        outputs, columns = self._outputs(), self.columns
+        outputs, columns = self._outputs, self.columns
         batch = self._of_members(self.x1.new_empty(()).expand(self._whole_batch()), torch.Size()).shape
         return torch.Size((*batch, self.x1.shape[-2] * outputs, columns.shape[-2] * outputs))
 
@@ -283,14 +265,11 @@ class GenericKernelLinearOperator(TiledLinearOperator):
                 self._add_derivative(found, wanted, tiles.input_rows[i], tiles.input_columns[j], weights.tile(i, j))
             return found
 
-        gradients, *others = run([partial(share, part) for part in tiles.shares(tiles.visits())])
-        for other in others:
-            for gradient, part in zip(gradients, other, strict=True):
-                gradient += part
-        tiles.complete(
-            [gradient for gradient, is_wanted in zip(gradients, wanted, strict=True) if is_wanted], weights.tensors
-        )
-        return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(gradients, wanted, strict=True))
+        gradients = [
+            gradient if is_wanted else None for gradient, is_wanted in zip(tiles.sums(share), wanted, strict=True)
+        ]
+        tiles.complete([gradient for gradient in gradients if gradient is not None], weights.tensors)
+        return tuple(gradients)
 
     def _add_derivative(
         self, gradients: list[Tensor], wanted: list[bool], rows: slice, columns: slice, weights: Tensor
@@ -302,23 +281,17 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             same = self.symmetric and rows == columns
             x2 = x1 if same else self.columns.detach()[..., columns, :].requires_grad_(inputs_wanted)
             parameters = tuple(p.detach().requires_grad_(p.requires_grad) for p in self.parameters)
+            targets = [(gradients[0][..., rows, :], x1), *zip(gradients[1:], parameters + self._leaves, strict=False)]
+            if not same:
+                targets.append(((gradients[0] if self.symmetric else gradients[-1])[..., columns, :], x2))
+            targets = [(gradient, leaf) for gradient, leaf in targets if leaf.requires_grad]
             block = self.evaluate(x1, x2, parameters)
-            leaves = [t for t in ((x1,) if same else (x1, x2)) + parameters + self._leaves if t.requires_grad]
             if not block.requires_grad:
                 return
             # All tiles go through the graph that a leaf may have before the kernel.
-            found = torch.autograd.grad(
-                (block * weights).sum(), leaves, allow_unused=True, retain_graph=bool(self._leaves)
-            )
-        derivative = dict(zip(map(id, leaves), found, strict=True))
-        targets: list[tuple[Tensor, Tensor]] = [(gradients[0][..., rows, :], x1)]
-        if not same:
-            other = gradients[0] if self.symmetric else gradients[-1]
-            targets.append((other[..., columns, :], x2))
-        others = parameters + self._leaves
-        targets += zip(gradients[1 : 1 + len(others)], others, strict=True)
-        for gradient, leaf in targets:
-            part = derivative.get(id(leaf))
+            leaves, is_kept = [leaf for _, leaf in targets], bool(self._leaves)
+            found = torch.autograd.grad((block * weights).sum(), leaves, allow_unused=True, retain_graph=is_kept)
+        for (gradient, _), part in zip(targets, found, strict=True):
             if part is not None:
                 gradient += part
 
@@ -332,8 +305,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return torch.cat([self._diagonal_at(x) for x in parts], dim=-1)
 
     def _diagonal_at(self, x: Tensor) -> Tensor:
-        function, size = self._functions.of(self.kernel), x.shape[-2] * self._outputs()
-        diagonal = functional_call(function, self._named(self.parameters), (x, x), {"diag": True}).to(self.dtype)
+        size = x.shape[-2] * self._outputs
+        diagonal = self._function(self._named(self.parameters), x, x, diag=True).to(self.dtype)
         whole = torch.Size((*self._whole_batch(), size))
         if diagonal.shape != whole:
             if diagonal.shape[-2:] == (size, size):  # a kernel that overlooks `diag`
@@ -342,7 +315,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self._of_members(diagonal, whole[-1:])
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        outputs = self._outputs()
+        outputs = self._outputs
         if not all(isinstance(index, slice) and index == slice(None) for index in batch_indices):
             picked = self._rebuild(self.x1, self.x2, (*self.members, batch_indices))
             return picked._getitem(row_index, col_index, *[slice(None)] * len(picked.batch_shape))
@@ -359,7 +332,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     def _entries(self, rows: Tensor, columns: Tensor, *batch: Tensor) -> Tensor:
         """Single entries [p], from the block of all their points; in halves where it has far more entries than they are."""
-        outputs = self._outputs()
+        outputs = self._outputs
         row_points, i = (rows // outputs).unique(return_inverse=True)
         column_points, j = (columns // outputs).unique(return_inverse=True)
         if len(row_points) * len(column_points) > DIAGONAL_BLOCK * max(len(rows), DIAGONAL_BLOCK):
@@ -394,10 +367,6 @@ def _leaves(tensor: Tensor) -> list[Tensor]:
             leaves.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
         nodes += [following for following, _ in node.next_functions]
     return leaves
-
-
-def _floating_buffers(kernel: Kernel, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {f"kernel.{name}": buffer.to(dtype) for name, buffer in kernel.named_buffers() if buffer.is_floating_point()}
 
 
 def _input_index(index: Any, outputs: int, size: int) -> Any:

@@ -8,7 +8,7 @@ shares all tensors with them, and which evaluates at once.
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from gpytorch.kernels.keops.keops_kernel import KeOpsKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import LinearOperator, to_dense, to_linear_operator
 from torch import Tensor
+from torch.func import functional_call
 
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances, needs_differences
@@ -113,64 +114,43 @@ def _settings(are_changed: bool) -> Iterator[None]:
         yield
 
 
-class KernelFunction(torch.nn.Module):
-    """Holds the kernel under a name, and calls its `forward` on inputs whose active dims are already selected."""
+class _Forward(torch.nn.Module):
+    """Calls a kernel's `forward` on inputs whose active dims are already selected."""
 
-    def __init__(self, kernel: Kernel, own: tuple[str, ...], first_call: "_FirstCall") -> None:
+    def __init__(self, kernel: Kernel) -> None:
         super().__init__()
-        self._first_call = first_call
-        self.kernel = eager_copy(kernel, own)
-        self._changes_settings = _changes_settings(kernel)
+        self.kernel = kernel
 
-    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False) -> Tensor:
-        with _settings(self._changes_settings):
-            if self._first_call.is_done:
-                return self._evaluated(x1, x2, diag)
-            with self._first_call.lock:
-                values = self._evaluated(x1, x2, diag)
-                self._first_call.is_done = True
-            return values
-
-    def _evaluated(self, x1: Tensor, x2: Tensor, diag: bool) -> Tensor:
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool) -> Tensor:
         # gpytorch.Module.__call__, not the kernel's own: active dims are selected once, by the caller.
         return to_dense(gpytorch.Module.__call__(self.kernel, x1, x2, diag=diag))
 
 
-class _FirstCall:
-    """Others wait for it: what a kernel draws when it is first called, one thread draws for all."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.is_done = False
-
-
-class KernelFunctions(threading.local):
-    """One kernel's functions, by thread.
+class KernelFunction:
+    """A kernel as a function of its tensors, with a copy of its modules for each thread.
 
     Args:
-        own_buffers: whether they are called with other buffers than the kernel's, and not only with other parameters.
-        first_call: the same for all threads.
+        kernel: the kernel.
+        own_buffers: whether it is called with other buffers than the kernel's, and not only with other parameters.
     """
 
-    def __init__(self, own_buffers: bool, first_call: _FirstCall) -> None:
-        self._own_buffers, self._first_call = own_buffers, first_call
-        self._function: KernelFunction | None = None
+    def __init__(self, kernel: Kernel, own_buffers: bool) -> None:
+        self._kernel, self._own_buffers = kernel, own_buffers
+        self._copies = threading.local()
+        self._changes_settings = _changes_settings(kernel)
+        # Other threads wait for the first call: what a kernel draws then, one thread draws for all.
+        self._first_call, self._was_called = threading.RLock(), False
 
-    def of(self, kernel: Kernel) -> KernelFunction:
-        """The calling thread's."""
-        if self._function is None:
+    def __call__(self, tensors: dict[str, Tensor], x1: Tensor, x2: Tensor, *, diag: bool = False) -> Tensor:
+        """The dense k(x1, x2), or its diagonal, for parameters and buffers by their names."""
+        if not hasattr(self._copies, "module"):
             own = ("_parameters", "_buffers") if self._own_buffers else ("_parameters",)
-            self._function = KernelFunction(kernel, own, self._first_call)
-        return self._function
+            self._copies.module = _Forward(eager_copy(self._kernel, own))
+        named = {f"kernel.{name}": tensor for name, tensor in tensors.items()}
+        with _settings(self._changes_settings), nullcontext() if self._was_called else self._first_call:
+            values = functional_call(self._copies.module, named, (x1, x2, diag))
+            self._was_called = True
+        return values
 
-    # Copies and pickles of an operator make theirs anew.
-    def __deepcopy__(self, memo: dict[int, Any]) -> "KernelFunctions":
-        return kernel_functions(own_buffers=self._own_buffers)
-
-    def __reduce__(self) -> tuple[Any, tuple[bool]]:
-        return kernel_functions, (self._own_buffers,)
-
-
-def kernel_functions(own_buffers: bool) -> KernelFunctions:
-    """Those of an operator; see `KernelFunctions`."""
-    return KernelFunctions(own_buffers, _FirstCall())
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KernelFunction, (self._kernel, self._own_buffers)  # copies and pickles copy the modules themselves

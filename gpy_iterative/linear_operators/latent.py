@@ -10,13 +10,13 @@ from linear_operator.operators import BlockInterleavedLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.extensions import ExtendedLinearOperator, Rows, rows_matmul
+from gpy_iterative.linear_operators.extensions import Rows, rows_matmul
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, masked_covariance
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 
-class RepeatedKernelLinearOperator(ExtendedLinearOperator):
+class RepeatedKernelLinearOperator(LinearOperator):
     """The covariance of `repeats` independent functions with the same kernel, their values at a point side by side.
 
     Args:
@@ -72,6 +72,7 @@ class RepeatedKernelLinearOperator(ExtendedLinearOperator):
         return torch.kron(kernel, torch.eye(self.repeats, dtype=kernel.dtype, device=kernel.device))
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        """operator[rows, :] @ rhs."""
         index = torch.arange(self.shape[-2], device=rhs.device)[rows]
         points, position = (index // self.repeats).unique(return_inverse=True)
         found = rows_matmul(self.kernel, points, self._side_by_side(rhs))
@@ -165,13 +166,13 @@ def latent_prior(
     """
     latents = num_latents(function_dist)
     mean, covariance = function_dist.mean, function_dist.lazy_covariance_matrix
-    if isinstance(function_dist, MultitaskMultivariateNormal):
-        rows = None if observed is None else observed.repeat_interleave(latents)
-        operator = to_linear_operator(kernel_operator(_kept(covariance, rows), products, caches))
-        return LatentPrior(operator, mean if observed is None else mean[observed])
-    operator = to_linear_operator(kernel_operator(_kept(covariance, observed), products, caches))
+    is_multitask = isinstance(function_dist, MultitaskMultivariateNormal)
     if observed is not None:
-        mean = mean[..., observed]
+        covariance = masked_covariance(covariance, observed.repeat_interleave(latents) if is_multitask else observed)
+        mean = mean[observed] if is_multitask else mean[..., observed]
+    operator = to_linear_operator(kernel_operator(covariance, products, caches))
+    if is_multitask:
+        return LatentPrior(operator, mean)
     if mean.dim() == 1 and not operator.batch_shape:
         return LatentPrior(operator, mean.unsqueeze(-1))
     mean = mean.expand(latents, mean.shape[-1]).mT
@@ -212,7 +213,3 @@ def num_latents(function_dist: MultivariateNormal) -> int:
             f"batch shape {tuple(function_dist.batch_shape)}. Use one model for each problem."
         )
     return latents
-
-
-def _kept(covariance: LinearOperator | Tensor, rows: Tensor | None) -> LinearOperator | Tensor:
-    return covariance if rows is None else masked_covariance(covariance, rows)

@@ -7,7 +7,6 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators.extensions import (
-    ExtendedLinearOperator,
     Rows,
     columns_matmul,
     dense_rows,
@@ -17,7 +16,7 @@ from gpy_iterative.linear_operators.extensions import (
 )
 
 
-class NoisyLinearOperator(ExtendedLinearOperator):
+class NoisyLinearOperator(LinearOperator):
     """A kernel matrix plus one observation noise variance per datum.
 
     Args:
@@ -28,10 +27,11 @@ class NoisyLinearOperator(ExtendedLinearOperator):
     def __init__(self, kernel: LinearOperator, noise: Tensor) -> None:
         super().__init__(kernel, noise)
         self.kernel, self.noise = kernel, noise
+        batch = torch.broadcast_shapes(kernel.batch_shape, noise.shape[:-1])
+        self._shape = torch.Size((*batch, *kernel.matrix_shape))
 
     def _size(self) -> torch.Size:
-        batch = torch.broadcast_shapes(self.kernel.batch_shape, self.noise.shape[:-1])
-        return torch.Size((*batch, *self.kernel.matrix_shape))
+        return self._shape
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         noise = self.noise if rhs.dim() == 1 else self.noise.unsqueeze(-1)
@@ -85,19 +85,23 @@ class NoisyLinearOperator(ExtendedLinearOperator):
         return self.kernel.to_dense() + torch.diag_embed(self.noise)
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        """operator[rows, :] @ rhs."""
         return rows_matmul(self.kernel, rows, rhs) + self.noise[rows].unsqueeze(-1) * rhs[rows]
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        """operator[:, columns] @ rhs."""
         result = columns_matmul(self.kernel, columns, rhs)
         result[columns] += self.noise[columns].unsqueeze(-1) * rhs
         return result
 
     def principal_block(self, block: slice) -> Tensor:
+        """operator[block, block]."""
         result = principal_block(self.kernel, block)
         result.diagonal().add_(self.noise[block])
         return result
 
     def dense_rows(self, rows: Tensor) -> Tensor:
+        """operator[..., rows, :]."""
         kernel, batch = dense_rows(self.kernel, rows), self.batch_shape
         # Several noises may share a kernel matrix, which is then copied for each.
         result = kernel if kernel.shape[:-2] == batch else kernel.expand(*batch, *kernel.shape[-2:]).clone()
@@ -105,6 +109,7 @@ class NoisyLinearOperator(ExtendedLinearOperator):
         return result.scatter_add_(-1, index.unsqueeze(-1), noise.unsqueeze(-1).to(result.dtype))
 
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
+        """The derivatives of `(weights * operator).sum()`."""
         kernel = matrix_derivative(self.kernel, weights)
         if not self.noise.requires_grad:
             return (*kernel, None)

@@ -1,12 +1,12 @@
 """The sum of kernels that a prior covariance is, for those who need them one by one: random features, feature maps."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from gpytorch import kernels
 from gpytorch.lazy import LazyEvaluatedKernelTensor
-from linear_operator import LinearOperator, to_linear_operator
+from linear_operator import LinearOperator
 from linear_operator.operators import AddedDiagLinearOperator, ConstantMulLinearOperator, SumLinearOperator
 from torch import Tensor
 
@@ -36,41 +36,35 @@ class PriorParts:
     Attributes:
         terms: kernels that nobody has evaluated yet.
         diagonal: [*b, n], jitter that the model's `forward` added; None for none.
-        others: matrices that the model built.
+        others: matrices that the model built, without their constants.
     """
 
     terms: list[KernelTerm]
     diagonal: Tensor | None
-    others: list[LinearOperator]
+    others: list[LinearOperator | Tensor]
 
 
 def prior_parts(covariance: LinearOperator | Tensor) -> PriorParts:
     """Takes sums, constants and added diagonals apart; evaluates nothing."""
-    if isinstance(covariance, LazyEvaluatedKernelTensor):
-        return PriorParts([KernelTerm(covariance.kernel, covariance.x1)], None, [])
-    if isinstance(covariance, AddedDiagLinearOperator):
-        inner = prior_parts(covariance._linear_op)
-        jitter = added_diagonal(covariance)
-        return replace(inner, diagonal=jitter if inner.diagonal is None else inner.diagonal + jitter)
-    if isinstance(covariance, SumLinearOperator):
-        parts = [prior_parts(part) for part in covariance.linear_ops]
-        diagonals = [part.diagonal for part in parts if part.diagonal is not None]
-        return PriorParts(
-            [term for part in parts for term in part.terms],
-            reduce(torch.add, diagonals) if diagonals else None,
-            [other for part in parts for other in part.others],
-        )
-    if isinstance(covariance, ConstantMulLinearOperator):
-        constant, inner = covariance._constant, prior_parts(covariance.base_linear_op)
-        return PriorParts(
-            [
-                KernelTerm(term.kernel, term.inputs, constant if term.scale is None else constant * term.scale)
-                for term in inner.terms
-            ],
-            None if inner.diagonal is None else inner.diagonal * constant.unsqueeze(-1),
-            [other * constant for other in inner.others],
-        )
-    return PriorParts([], None, [to_linear_operator(covariance)])
+    terms, diagonals, others = [], [], []
+
+    def take_apart(part: LinearOperator | Tensor, scale: Tensor | None) -> None:
+        if isinstance(part, LazyEvaluatedKernelTensor):
+            terms.append(KernelTerm(part.kernel, part.x1, scale))
+        elif isinstance(part, AddedDiagLinearOperator):
+            take_apart(part._linear_op, scale)
+            jitter = added_diagonal(part)
+            diagonals.append(jitter if scale is None else jitter * scale.unsqueeze(-1))
+        elif isinstance(part, SumLinearOperator):
+            for summand in part.linear_ops:
+                take_apart(summand, scale)
+        elif isinstance(part, ConstantMulLinearOperator):
+            take_apart(part.base_linear_op, part._constant if scale is None else scale * part._constant)
+        else:
+            others.append(part)
+
+    take_apart(covariance, None)
+    return PriorParts(terms, reduce(torch.add, diagonals) if diagonals else None, others)
 
 
 def kernel_terms(covariance: LinearOperator | Tensor, observed: Tensor | None = None) -> list[KernelTerm]:

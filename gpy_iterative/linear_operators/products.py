@@ -9,8 +9,12 @@ import torch
 import torch.distributed as dist
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators.radial.keops import require_pykeops
 from gpy_iterative.linear_operators.tiles.ranks import Ranks, check_group
+
+try:
+    import pykeops
+except ImportError:
+    pykeops = None
 
 Backend = Literal["auto", "tiles", "keops"]
 Precision = Literal["native", "float32"]
@@ -26,6 +30,15 @@ CUDA_TILES = (4096, 2048, 1024)
 CUDA_TILE_SHARE = 32
 #: Numbers of the largest dtype in the working memory of one row and column of a tile: two tiles, twice.
 _SCRATCH_BYTES = 4 * 8
+
+
+def require_pykeops() -> None:
+    """Raises ImportError where pykeops is not installed."""
+    if pykeops is None:
+        raise ImportError(
+            "KernelProducts(backend='keops') needs pykeops, which is not installed: pip install 'gpy_iterative[keops]', "
+            "or leave backend='auto'."
+        )
 
 
 @dataclass(frozen=True)

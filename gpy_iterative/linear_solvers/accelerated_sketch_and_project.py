@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.extensions import dense_rows
-from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, lowest_curvature
+from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.cholesky import block_cholesky
 from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.linear_solvers.stochastic_descent import WayBack, largest_eigenvalue, row_permutation
@@ -24,26 +24,17 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiag
 from gpy_iterative.preconditioners.nystrom import Nystrom
 
 
-@dataclass(frozen=True)
-class _State:
-    """The points z and v of the acceleration with their residuals, and the weights.
+@dataclass(frozen=True, kw_only=True)
+class _State(SolverState):
+    """The points z and v of the acceleration with their residuals, [n, s] each, and the weights."""
 
-    Attributes:
-        ahead, ahead_residual: z, where a block is solved.
-        momentum, momentum_residual: v.
-        convexity: sets the weights; None once acceleration was given up.
-        curvature: the lowest of all blocks'.
-    """
-
-    ahead: Tensor
+    ahead: Tensor  # z, where a block is solved
     ahead_residual: Tensor
-    momentum: Tensor
+    momentum: Tensor  # v
     momentum_residual: Tensor
     way_back: WayBack
-    convexity: float | None
-    diverged: bool
+    convexity: float | None  # sets the weights; None once acceleration was given up
     generator: torch.Generator
-    curvature: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +74,9 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         generator = torch.Generator().manual_seed(0) if inputs.generator is None else inputs.generator
-        return self._begin(iterate, self._convexity(operator), generator)
+        largest = min(self.block_size / operator.shape[-1], 1.0)
+        convexity = largest / 3 if self.convexity is None else min(self.convexity, largest)
+        return self._begin(iterate, convexity, generator)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
         return replace(self._begin(iterate, state.convexity, state.generator), curvature=state.curvature)
@@ -119,9 +112,6 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
         return min(self.block_size / operator.shape[-1], 1.0)
 
-    def has_diverged(self, state: _State) -> bool:
-        return state.diverged
-
     def _accelerate(
         self, iterate: Iterate, state: _State, convexity: float, rows: Tensor, update: Tensor, product: Tensor
     ) -> None:
@@ -134,9 +124,6 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         state.momentum_residual.lerp_(state.ahead_residual, 1 - keep).sub_(product, alpha=stride)
         torch.lerp(iterate.value, state.momentum, share, out=state.ahead)
         torch.lerp(iterate.residual, state.momentum_residual, share, out=state.ahead_residual)
-
-    def curvature(self, state: _State) -> float:
-        return state.curvature
 
     def _solve_block(self, block: Tensor, residual: Tensor, generator: torch.Generator) -> tuple[Tensor, float]:
         """The block's inverse, or its approximation's, times the residual, and the curvature that was seen."""
@@ -158,7 +145,6 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
             momentum_residual=iterate.residual.clone(),
             way_back=WayBack.to(iterate),
             convexity=convexity,
-            diverged=False,
             generator=generator,
         )
 
@@ -166,8 +152,4 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         """Back to where the round began, without acceleration."""
         state.way_back.take(iterate)
         begun = self._begin(iterate, None, state.generator)
-        return replace(begun, diverged=state.convexity is None, curvature=state.curvature)
-
-    def _convexity(self, operator: LinearOperator) -> float:
-        largest = min(self.block_size / operator.shape[-1], 1.0)
-        return largest / 3 if self.convexity is None else min(self.convexity, largest)
+        return replace(begun, has_diverged=state.convexity is None, curvature=state.curvature)

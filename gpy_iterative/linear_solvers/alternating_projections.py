@@ -5,8 +5,8 @@ scored by the squares of their residuals.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from linear_operator import LinearOperator
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count, check_instance
 from gpy_iterative.linear_operators.extensions import columns_matmul, principal_block
-from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs
+from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState
 from gpy_iterative.linear_solvers.cholesky import BlockFactor, block_cholesky
 from gpy_iterative.linear_solvers.columns import Iterate, reads_every
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
@@ -30,27 +30,14 @@ PATIENCE = 3.0
 MAX_FACTOR_BYTES = 2**29
 
 
-@dataclass(frozen=True)
-class _State:
-    """Block factors by their number, blocks already chosen, and the pace; then the fallback's own state.
-
-    `shortfall` is that at the last look, `steps` those since then, `curvature` the lowest of all blocks'.
-    """
-
-    size: int
+@dataclass(frozen=True, kw_only=True)
+class _State(SolverState):
     block_size: int
-    inputs: SolveInputs
-    shortfall: float
-    steps: int = 0
-    factors: dict[int, BlockFactor] = field(default_factory=dict)
-    chosen: tuple[int, ...] = ()
-    fallback: Any = None
-    curvature: float = math.inf
-
-    @property
-    def share(self) -> float:
-        """Epochs of a projection."""
-        return min(self.block_size / self.size, 1.0)
+    share: float  # epochs of a projection
+    shortfall: float  # at the last look at the pace
+    steps: int = 0  # since then
+    factors: dict[int, BlockFactor] = field(default_factory=dict)  # by number of the block
+    chosen: Sequence[int] = ()  # the next blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,70 +82,44 @@ class AlternatingProjections(IterativeSolver[_State]):
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         block_size = self.block_size or (CPU_BLOCK if operator.device.type == "cpu" else ACCELERATOR_BLOCK)
-        return _State(operator.shape[-1], block_size, inputs, iterate.shortfall)
+        share = min(block_size / len(iterate.residual), 1.0)
+        # The set-up is the blocks on the diagonal, as if all of them had been visited.
+        return _State(block_size=block_size, share=share, shortfall=iterate.shortfall, setup=share)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
-        if self.fallback is not None and state.fallback is not None:
-            return replace(state, fallback=self.fallback.restart(iterate, state.fallback))
         return replace(state, shortfall=iterate.shortfall, steps=0, chosen=())
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
-        if self.fallback is not None and state.fallback is not None:
-            return replace(state, fallback=self.fallback.step(operator, iterate, state.fallback))
-        chosen, *later = state.chosen or _worst_blocks(iterate.residual, state.block_size)
-        block = slice(chosen * state.block_size, min((chosen + 1) * state.block_size, state.size))
-        factor = _factor(operator, chosen, block, state.factors)
+        size, chosen = len(iterate.residual), state.chosen
+        if not chosen:  # the blocks with the largest sums of squares; a sum over columns must not let them cancel
+            rows = pad(iterate.residual.square().sum(-1), (0, -size % state.block_size))
+            scores = rows.view(-1, state.block_size).sum(-1)
+            # Where the host waits for the answer it takes the next few as well, of no more than half of all blocks.
+            count = min(reads_every(rows.device), max(len(scores) // 2, 1))
+            chosen = [int(scores.argmax())] if count == 1 else scores.topk(count).indices.tolist()
+        number, *later = chosen
+        block = slice(number * state.block_size, min((number + 1) * state.block_size, size))
+        factor, kept = state.factors.get(number), state.factors
+        if factor is None:
+            factor = block_cholesky(principal_block(operator, block))
+            if sum(other.lower.nbytes for other in kept.values()) + factor.lower.nbytes <= MAX_FACTOR_BYTES:
+                kept[number] = factor
         update = factor.solve(iterate.residual[block])
         iterate.value[block] += update
         iterate.residual -= columns_matmul(operator, block, update)
         curvature = min(state.curvature, factor.curvature)
-        return replace(state, steps=state.steps + 1, chosen=tuple(later), curvature=curvature)
+        return replace(state, steps=state.steps + 1, chosen=later, curvature=curvature)
 
-    def after_step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
+    def after_step(self, iterate: Iterate, state: _State) -> tuple[_State, ConjugateGradients | None]:
         epochs = state.steps * state.share
-        if self.fallback is None or state.fallback is not None or epochs < EPOCHS_PER_LOOK:
-            return state
+        if epochs < EPOCHS_PER_LOOK:
+            return state, None
         gained, remaining = math.log(state.shortfall / iterate.shortfall), math.log(iterate.shortfall)
-        if remaining * epochs > PATIENCE * gained:
-            return replace(state, fallback=self.fallback.init(operator, iterate, state.inputs), factors={})
-        return replace(state, shortfall=iterate.shortfall, steps=0)
+        is_slow = remaining * epochs > PATIENCE * gained
+        return replace(state, shortfall=iterate.shortfall, steps=0), self.fallback if is_slow else None
 
     def narrow(self, state: _State, columns: Tensor) -> _State:
-        if self.fallback is not None and state.fallback is not None:
-            return replace(state, fallback=self.fallback.narrow(state.fallback, columns))
         return state
 
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
-        return state.share if state.fallback is None else 1.0
-
-    def work_of_setup(self, state: _State) -> float:
-        # The blocks on the diagonal, as if all of them had been visited.
-        if self.fallback is None or state.fallback is None:
-            return state.share
-        return state.share + self.fallback.work_of_setup(state.fallback)
-
-    def curvature(self, state: _State) -> float:
-        if self.fallback is None or state.fallback is None:
-            return state.curvature
-        return min(state.curvature, self.fallback.curvature(state.fallback))
-
-
-def _factor(operator: LinearOperator, number: int, block: slice, factors: dict[int, BlockFactor]) -> BlockFactor:
-    """The factor of a block: the kept one, or a new one that is kept where there is room for it."""
-    if number in factors:
-        return factors[number]
-    factor = block_cholesky(principal_block(operator, block))
-    if sum(kept.lower.nbytes for kept in factors.values()) + factor.lower.nbytes <= MAX_FACTOR_BYTES:
-        factors[number] = factor
-    return factor
-
-
-def _worst_blocks(residual: Tensor, block_size: int) -> list[int]:
-    """The block with the largest sum of squares (a sum over columns must not let them cancel).
-
-    Where the host has to wait for the answer: the next few of them as well, of no more than half of all blocks.
-    """
-    rows = residual.square().sum(-1)
-    scores = pad(rows, (0, -len(rows) % block_size)).view(-1, block_size).sum(-1)
-    count = min(reads_every(residual.device), max(len(scores) // 2, 1))
-    return [int(scores.argmax())] if count == 1 else scores.topk(count).indices.tolist()
+        return state.share

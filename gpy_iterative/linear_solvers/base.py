@@ -1,7 +1,8 @@
 """The solvers' interface, and the one loop of the iterative ones.
 
-A solver says how an iteration starts (`init`, `restart`), what one step does (`step`) and what it costs
-(`work_per_step`). Budget, rounds and batches are here; tolerances, residuals and precision are in `columns`.
+A solver says how an iteration starts (`init`, `restart`), what one step does (`step`), what it costs (`work_per_step`)
+and whether another solver should go on (`after_step`). Budget, rounds and batches are here; tolerances, residuals and
+precision are in `columns`.
 """
 
 import logging
@@ -10,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from linear_operator import LinearOperator
@@ -22,7 +23,6 @@ from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolvePr
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.worker_threads import divided
 
-State = TypeVar("State")
 logger = logging.getLogger(__name__)
 
 #: A round makes progress when it lowers the worst column by at least this part.
@@ -99,24 +99,45 @@ class Solver(ABC):
 
 @dataclass(frozen=True)
 class SolveInputs:
-    """Inputs of a solve that an iteration may use.
-
-    Attributes:
-        preconditioner: built for this operator.
-        generator: to draw from.
-    """
+    """Inputs of a solve that an iteration may use: a preconditioner of this operator, and a generator to draw from."""
 
     preconditioner: LowRankPlusDiagonal | None = None
     generator: torch.Generator | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class SolverState:
+    """State of an iteration besides its iterate; solvers add theirs.
+
+    Attributes:
+        setup: epochs that went into the state, reported as `overhead`.
+        curvature: an upper bound on the smallest eigenvalue of H, from the steps' directions or blocks.
+        has_diverged: whether no step can help any more.
+    """
+
+    setup: float = 0.0
+    curvature: float | Tensor = math.inf
+    has_diverged: bool = False
+
+
+State = TypeVar("State", bound=SolverState)
+
+
 @dataclass
 class _Work:
-    """Iterations and epochs so far, and the budget of epochs."""
+    """The solver at work with its state, and iterations and epochs so far."""
 
-    budget: float
+    solver: "IterativeSolver[Any]"
+    state: Any = None
     iterations: int = 0
     epochs: float = 0.0
+    setup: float = 0.0  # epochs, of solvers that have handed over
+    curvature: float = math.inf  # that these have met
+
+    def is_indefinite(self, columns: Columns) -> bool:
+        """Whether negative curvature was met."""
+        lowest = self.curvature if self.state is None else min(self.curvature, float(self.state.curvature))
+        return is_negative(lowest, columns.operator, columns.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,87 +194,68 @@ class IterativeSolver(Solver, Generic[State]):
     def work_per_step(self, operator: LinearOperator, state: State) -> float:
         """Epochs of the next step."""
 
-    def after_step(self, operator: LinearOperator, iterate: Iterate, state: State) -> State:
-        """Called when a step was observed and its finished columns have left, for solvers that watch their pace."""
-        return state
-
-    def work_of_setup(self, state: State) -> float:
-        """Epochs that went into the state itself: reported apart from the iterations', as `overhead`."""
-        return 0.0
-
-    def has_diverged(self, state: State) -> bool:
-        """Whether no step can help any more."""
-        return False
-
-    def curvature(self, state: State) -> float:
-        """An upper bound on the smallest eigenvalue of H, from the directions or blocks that the steps have met.
-
-        Infinite where they look at none.
-        """
-        return math.inf
+    def after_step(self, iterate: Iterate, state: State) -> tuple[State, "IterativeSolver[Any] | None"]:
+        """The state after an observed step, and another solver that goes on with the open columns, if one should."""
+        return state, None
 
     # The loop
 
     @divided()
     def _solve_columns(self, system: LinearSystem) -> Solution:
-        if not system.operator.batch_shape:
-            return self._solve_one(system)
-        solutions = [self._solve_one(member) for member in system.members()]
-        return Solution(
-            torch.stack([solution.value for solution in solutions]).reshape(system.rhs.shape),
-            torch.stack([solution.residual for solution in solutions]).reshape(system.rhs.shape),
-            max((solution.status for solution in solutions), key=list(SolveStatus).index),
-            SolveStats.of_batch([solution.stats for solution in solutions]),
-        )
-
-    def _solve_one(self, system: LinearSystem) -> Solution:
         """Rounds of iterations, until the true residuals are within the tolerance or no round helps any more."""
+        if system.rhs.dim() > 2:
+            solutions = [self._solve_columns(member) for member in system.members()]
+            return Solution(
+                torch.stack([solution.value for solution in solutions]).reshape(system.rhs.shape),
+                torch.stack([solution.residual for solution in solutions]).reshape(system.rhs.shape),
+                max((solution.status for solution in solutions), key=list(SolveStatus).index),
+                SolveStats.of_batch([solution.stats for solution in solutions]),
+            )
         start = time.perf_counter()
         columns = Columns(system, stopping=self.stopping, recursive=self.recursive)
         preconditioner = None if system.preconditioner is None else system.preconditioner.to(columns.operator.dtype)
-        # A budget of whole steps is not missed by the rounding of their fractions of an epoch.
-        work = _Work(self.max_epochs * (1 + 1e-9))
-        state, status, shortfall = None, None, math.inf
+        inputs = SolveInputs(preconditioner, system.generator)
+        work, status, shortfall = _Work(self), None, math.inf
         for _ in range(columns.max_rounds):
             iterate = columns.begin()
-            if iterate is None or (self.recursive and columns.shortfall() > (1 - LEAST_PROGRESS) * shortfall):
+            before, shortfall = shortfall, columns.shortfall()
+            if iterate is None or (self.recursive and shortfall > (1 - LEAST_PROGRESS) * before):
                 break
-            shortfall = columns.shortfall()
-            if state is None:
-                state = self.init(columns.operator, iterate, SolveInputs(preconditioner, system.generator))
+            if work.state is None:
+                work.state = self.init(columns.operator, iterate, inputs)
             else:
-                state = self.restart(iterate, state)
-            state, status = self._iterate(columns, iterate, state, work, system.callback)
+                work.state = work.solver.restart(iterate, work.state)
+            status = self._iterate(columns, iterate, work, inputs, system.callback)
             columns.end(iterate, work.iterations)
             if status is not None:
                 break
-        if state is not None and is_negative(self.curvature(state), columns.operator, columns.eps):
+        if work.is_indefinite(columns):
             status = SolveStatus.INDEFINITE
         elif columns.shortfall() <= 1:
             status = SolveStatus.CONVERGED
         elif status is None:
             status = SolveStatus.STAGNATED
-        overhead = columns.overhead + (0.0 if state is None else self.work_of_setup(state))
+        overhead = columns.overhead + work.setup + (0.0 if work.state is None else work.state.setup)
         seconds = time.perf_counter() - start
         stats = SolveStats(work.iterations, work.epochs, overhead, columns.group_norms(), seconds)
         logger.debug("%s: %s, %s", type(self).__name__, status.name.lower(), stats)
-        return Solution(*columns.unscaled(), status, stats)
+        return Solution(columns.value * columns.scale, columns.residual * columns.scale, status, stats)
 
     def _iterate(
         self,
         columns: Columns,
         iterate: Iterate,
-        state: State,
         work: _Work,
+        inputs: SolveInputs,
         callback: Callable[[SolveProgress], None] | None,
-    ) -> tuple[State, SolveStatus | None]:
+    ) -> SolveStatus | None:
         """One round: steps until no column is left. The status says why no other round can help; None: one may."""
         operator, begun_at = columns.operator, columns.shortfall()
         while True:
-            epochs = work.epochs + self.work_per_step(operator, state)
-            if epochs > work.budget:
-                return state, SolveStatus.BUDGET_EXHAUSTED
-            state = self.step(operator, iterate, state)
+            epochs = work.epochs + work.solver.work_per_step(operator, work.state)
+            if epochs > self.max_epochs * (1 + 1e-9):  # a sum of fractions rounds
+                return SolveStatus.BUDGET_EXHAUSTED
+            work.state = work.solver.step(operator, iterate, work.state)
             work.iterations, work.epochs = work.iterations + 1, epochs
             if work.iterations % columns.reads_every:
                 continue
@@ -261,31 +263,23 @@ class IterativeSolver(Solver, Generic[State]):
             if callback is not None:
                 callback(SolveProgress(work.iterations, work.epochs, columns.group_norms(running=True)))
             if remaining is not None:
-                iterate.keep(remaining)
                 if len(remaining) == 0:
-                    return state, None
-                state = self.narrow(state, remaining)
-            if columns.has_lost_the_matrix(iterate, work.iterations, work.epochs):
-                return state, None
-            state = self.after_step(operator, iterate, state)
+                    return None
+                work.state = work.solver.narrow(work.state, remaining)
+            if columns.is_refined and columns.has_lost_the_matrix(iterate, work.iterations, work.epochs):
+                return None
+            work.state, successor = work.solver.after_step(iterate, work.state)
             has_grown = iterate.shortfall > DIVERGENCE * begun_at
-            if self.has_diverged(state) or (has_grown and is_negative(self.curvature(state), operator, columns.eps)):
-                return state, SolveStatus.DIVERGED
-
-
-# Negative curvature
+            if work.state.has_diverged or (has_grown and work.is_indefinite(columns)):
+                return SolveStatus.DIVERGED
+            if successor is not None:
+                work.setup += work.state.setup
+                work.curvature = min(work.curvature, float(work.state.curvature))
+                work.solver, work.state = successor, successor.init(operator, iterate, inputs)
 
 
 def is_negative(curvature: float, operator: LinearOperator, eps: float) -> bool:
-    """Whether a curvature v^T H v / v^T v is negative beyond the rounding of a product.
-
-    Args:
-        curvature: found in products with H, or in blocks on its diagonal.
-        operator: H [n, n].
-        eps: relative rounding error of its entries.
-
-    Evaluates H's diagonal, and only where the curvature is negative.
-    """
+    """Whether a curvature v^T H v / v^T v of H [n, n], whose entries have relative errors eps, is below its rounding."""
     if not curvature < 0:
         return False
     largest = float(operator.diagonal(dim1=-1, dim2=-2).abs().max())

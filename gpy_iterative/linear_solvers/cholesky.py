@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,20 +17,15 @@ from gpy_iterative.linear_solvers.columns import LinearSystem
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus
 
 #: Multiples of the largest diagonal entry that are added to the diagonal, tried in turn.
-JITTERS = (0.0, 1e-8, 1e-6, 1e-4)
+JITTERS = (1e-8, 1e-6, 1e-4)
 
 
 @dataclass(frozen=True)
 class CholeskyFactor:
-    """H = L L^T in float64, whatever the operator's dtype.
+    """H = L L^T in float64, whatever the operator's dtype."""
 
-    Attributes:
-        lower: L [*b, n, n].
-        dtype: of the answers.
-    """
-
-    lower: Tensor
-    dtype: torch.dtype
+    lower: Tensor  # L [*b, n, n]
+    dtype: torch.dtype  # of the answers
 
     def solve(self, rhs: Tensor) -> Tensor:
         """H^-1 rhs for [*b, n, s]."""
@@ -50,13 +46,7 @@ class CholeskyFactor:
         return torch.cholesky_inverse(self.lower.to(self.dtype))
 
     def extended(self, rows: Tensor) -> "CholeskyFactor | None":
-        """The factor of H with m more rows and columns, for n^2 m multiply-adds instead of n^3 / 6.
-
-        Args:
-            rows: the new rows of the larger matrix, [*b, m, n + m]; b may have more dimensions than L.
-
-        None where rounding leaves the new part without a factor: the larger matrix then has to be factored with jitter.
-        """
+        """The factor of H with new rows [*b, m, n + m], for n^2 m multiply-adds; None where it needs a jitter."""
         batch, size = rows.shape[:-2], self.lower.shape[-1]
         lower = self.lower.expand(*batch, size, size)
         cross, block = rows.double().split([size, rows.shape[-2]], dim=-1)
@@ -97,52 +87,40 @@ class Cholesky(Solver):
         if not torch.isfinite(norms).all():
             raise NonFiniteError("The right-hand side, or its solution, is not finite: check the data.")
         relative = norms / torch.linalg.vector_norm(system.rhs, dim=-2).clamp_min(torch.finfo(value.dtype).tiny)
-        parts = relative.split([group.size for group in system.groups], dim=-1)
-        stats = SolveStats(
-            iterations=0,
-            epochs=0.0,
-            overhead=1.0,
-            residual_norms={
-                group.name: float(part.amax()) if group.size else 0.0
-                for group, part in zip(system.groups, parts, strict=True)
-            },
-            seconds=time.perf_counter() - start,
-        )
-        is_within = all(
-            stats.residual_norms[group.name] <= (group.tolerance or self.tolerance) for group in system.groups
-        )
-        return Solution(value, residual, SolveStatus.CONVERGED if is_within else SolveStatus.STAGNATED, stats)
+        groups = system.groups
+        parts = relative.split([group.size for group in groups], dim=-1)
+        norms = {g.name: float(part.amax()) if g.size else 0.0 for g, part in zip(groups, parts, strict=True)}
+        is_within = all(norms[group.name] <= (group.tolerance or self.tolerance) for group in groups)
+        status = SolveStatus.CONVERGED if is_within else SolveStatus.STAGNATED
+        return Solution(value, residual, status, SolveStats(0, 0.0, 1.0, norms, time.perf_counter() - start))
 
 
-def jittered_cholesky(matrix: Tensor, name: str) -> tuple[Tensor, float]:
-    """The lower factor of a float64 matrix [*b, n, n], which stays as it is, and the jitter that it took.
+def jittered_cholesky(matrix: Tensor, name: str, jitters: Sequence[float] = JITTERS) -> tuple[Tensor, float]:
+    """The lower factors of symmetric float64 matrices [*b, n, n], each with the jitter that it needs, and the largest one.
 
-    Args:
-        matrix: symmetric.
-        name: of the matrix, for errors.
-
-    Raises:
-        NonFiniteError: an entry is not finite.
-        NotPositiveDefiniteError: no factor even with the largest jitter.
+    Raises as `Cholesky.factorize`.
     """
     _check_finite(matrix, name)
-    for jitter in JITTERS:
-        trial = matrix
-        if jitter:
-            trial = matrix.clone()
-            diagonal = trial.diagonal(dim1=-2, dim2=-1)
-            diagonal.add_(jitter * diagonal.amax(-1, keepdim=True))
-        factor, info = torch.linalg.cholesky_ex(trial)
+    scale = matrix.diagonal(dim1=-2, dim2=-1).abs().amax(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    added, largest = torch.zeros_like(scale), 0.0
+    for jitter in jitters:
         if not info.any():
-            return factor, jitter
+            break
+        largest, added = jitter, torch.where(info > 0, jitter * scale, added)
+        trial = matrix.clone()
+        trial.diagonal(dim1=-2, dim2=-1).add_(added.unsqueeze(-1))
+        factor, info = torch.linalg.cholesky_ex(trial)
+    if not info.any():
+        return factor, largest
     raise NotPositiveDefiniteError(
-        f"{name} is not positive definite even with a jitter of {JITTERS[-1]:g} of its diagonal. Keep the noise away from "
+        f"{name} is not positive definite even with a jitter of {jitters[-1]:g} of its diagonal. Keep the noise away from "
         "zero (a noise constraint), use float64, or check the kernel."
     )
 
 
 def warned_cholesky(matrix: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """`jittered_cholesky` of a matrix whose entries were computed in a dtype, which says so where it took a jitter."""
+    """As `jittered_cholesky`, of entries that were computed in a dtype; a jitter warns."""
     factor, jitter = jittered_cholesky(matrix, name)
     if jitter:
         warn(
@@ -155,15 +133,10 @@ def warned_cholesky(matrix: Tensor, name: str, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockFactor:
-    """The Cholesky factor of a block of the system [m, m], for projections and preconditioners.
+    """The Cholesky factor of a block of the system, for projections and preconditioners."""
 
-    Attributes:
-        lower: in the precision, and with as much jitter, as it needs.
-        curvature: the block's smallest eigenvalue where it has no factor; else infinite.
-    """
-
-    lower: Tensor
-    curvature: float = math.inf
+    lower: Tensor  # [m, m], with the precision and jitter that it needs
+    curvature: float = math.inf  # the block's smallest eigenvalue where it has no factor
 
     def solve(self, rhs: Tensor) -> Tensor:
         """The block's inverse times rhs [m, s], in the dtype of rhs."""
@@ -183,7 +156,7 @@ def block_cholesky(block: Tensor) -> BlockFactor:
     matrix = block.double()
     _check_finite(matrix, f"A block of {len(block)} rows")
     smallest = float(torch.linalg.eigvalsh(matrix)[0])
-    jitter = max(-2 * smallest, JITTERS[1] * float(matrix.diagonal().amax()))
+    jitter = max(-2 * smallest, JITTERS[0] * float(matrix.diagonal().amax()))
     identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     return BlockFactor(torch.linalg.cholesky(matrix + jitter * identity), smallest)
 

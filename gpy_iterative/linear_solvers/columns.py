@@ -56,30 +56,32 @@ def reads_every(device: torch.device) -> int:
 class LinearSystem:
     """H V = B for a block of columns, with the other arguments of `Solver.solve`.
 
-    Attributes:
-        operator: H [*b, n, n].
-        rhs: B [*b, n, s].
-        groups: of all s columns.
-        preconditioner, generator, callback: as in `Solver.solve`.
-        initial_guess: [*b, n, s] or None.
-        guess_product: H times the guess, or None where it is not known.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+    Raises ValueError for shapes, dtypes or devices that do not fit.
     """
 
-    operator: LinearOperator
-    rhs: Tensor
-    groups: Sequence[ColumnGroup]
+    operator: LinearOperator  # H [*b, n, n]
+    rhs: Tensor  # B [*b, n, s]
+    groups: Sequence[ColumnGroup]  # of all s columns
     preconditioner: LowRankPlusDiagonal | None = None
-    initial_guess: Tensor | None = None
+    initial_guess: Tensor | None = None  # [*b, n, s]
     generator: torch.Generator | None = None
     callback: Callable[[SolveProgress], None] | None = None
-    guess_product: Tensor | None = None
+    guess_product: Tensor | None = None  # H times the guess
 
     def __post_init__(self) -> None:
-        check_system(self.operator, self.rhs, self.groups)
-        rhs = self.rhs
+        operator, rhs, shape = self.operator, self.rhs, self.operator.shape
+        if shape[-1] != shape[-2]:
+            raise ValueError(f"Only square systems can be solved, got an operator of shape {tuple(shape)}.")
+        if rhs.shape[:-1] != shape[:-1]:
+            raise ValueError(
+                f"The right-hand side has shape {tuple(rhs.shape)}, which does not fit the operator's {tuple(shape)}."
+            )
+        if (rhs.dtype, rhs.device) != (operator.dtype, operator.device):
+            raise ValueError(
+                f"The right-hand side is {rhs.dtype} on {rhs.device}, the operator {operator.dtype} on {operator.device}."
+            )
+        if sum(group.size for group in self.groups) != rhs.shape[-1]:
+            raise ValueError(f"The groups' sizes do not add up to {rhs.shape[-1]} columns: {self.groups}.")
         for name in ("initial_guess", "guess_product"):
             given = getattr(self, name)
             if given is not None and (given.shape, given.dtype) != (rhs.shape, rhs.dtype):
@@ -102,28 +104,12 @@ class LinearSystem:
             )
 
 
-def check_system(operator: LinearOperator, rhs: Tensor, groups: Sequence[ColumnGroup]) -> None:
-    """ValueError unless B [*b, n, s] and its groups fit H [*b, n, n]."""
-    if operator.shape[-1] != operator.shape[-2]:
-        raise ValueError(f"Only square systems can be solved, got an operator of shape {tuple(operator.shape)}.")
-    if rhs.shape[:-1] != operator.shape[:-1]:
-        raise ValueError(
-            f"The right-hand side has shape {tuple(rhs.shape)}, which does not fit the operator's {tuple(operator.shape)}."
-        )
-    if (rhs.dtype, rhs.device) != (operator.dtype, operator.device):
-        raise ValueError(
-            f"The right-hand side is {rhs.dtype} on {rhs.device}, the operator {operator.dtype} on {operator.device}."
-        )
-    if sum(group.size for group in groups) != rhs.shape[-1]:
-        raise ValueError(f"The groups' sizes do not add up to {rhs.shape[-1]} columns: {groups}.")
-
-
 @dataclass
 class Iterate:
-    """Where an iteration stands: solutions, residuals and right-hand sides of the open columns, [n, s].
+    """Current solutions, residuals and right-hand sides of the open columns, [n, s].
 
-    Value and residual belong to the iteration, which may overwrite them; the right-hand sides are read only. The
-    shortfall, as last observed, is the largest residual over its tolerance; the iteration is over when it is 1.
+    The iteration may overwrite value and residual. The shortfall, as last observed, is the largest residual over its
+    tolerance; the iteration is over when it is 1.
     """
 
     value: Tensor
@@ -131,70 +117,54 @@ class Iterate:
     rhs: Tensor
     shortfall: float = math.inf
 
-    def keep(self, columns: Tensor) -> None:
-        """Narrows the block to some of its columns."""
-        self.value, self.residual, self.rhs = (tensor[:, columns] for tensor in (self.value, self.residual, self.rhs))
-
 
 class Columns:
-    """All columns of one solve, scaled to right-hand sides of norm one.
+    """All columns of one solve of a system without batch, scaled to right-hand sides of norm one.
 
-    Args:
-        system: without batch dimensions.
-        stopping: see `IterativeSolver`.
-        recursive: the iteration's residual is `rhs - H value` up to rounding; else it is an estimate, and no iterate
-            counts before its true residual is known.
+    `recursive` and `stopping` are those of `IterativeSolver`: where the iteration's residual is an estimate, no iterate
+    counts before its true residual is known. `operator` is what iterations use: H, or its low-precision copy, with
+    relative rounding error `eps`. `value`, `residual` and `norms` are the best iterates so far, their residuals and
+    relative norms (on the host). `overhead` counts the passes over the matrix that are spent here.
 
-    Attributes:
-        operator: of the iterations: H, or its low-precision copy.
-        eps: relative rounding error of its entries.
-        max_rounds: rounds at the most.
-        reads_every: iterations from one observation to the next.
-        value, residual, norms: the best iterate so far, its residual and relative norms (on the host).
-        overhead: passes over the matrix that were spent here.
-
-    Raises:
-        NonFiniteError: a right-hand side, its norm or the guess is not finite.
+    Raises NonFiniteError where a right-hand side, its norm or the guess is not finite.
     """
 
     def __init__(self, system: LinearSystem, *, stopping: Literal["columns", "mean"], recursive: bool) -> None:
         self._matrix, rhs, self._groups = system.operator, system.rhs, system.groups
         self._stopping, self._recursive = stopping, recursive
         copy = low_precision_copy(system.operator)
-        self._is_refined = copy is not None
+        self.is_refined = copy is not None
         self.operator = system.operator if copy is None else copy
         self.eps = torch.finfo(rhs.dtype if copy is None else self.operator.dtype).eps
-        self.max_rounds = MAX_REFINEMENTS if self._is_refined else MAX_ROUNDS
+        self.max_rounds = MAX_REFINEMENTS if self.is_refined else MAX_ROUNDS
         self.reads_every = reads_every(rhs.device)
         self.overhead = self._watched_at = 0.0
         self._sizes = [group.size for group in self._groups]
         tolerances = [group.tolerance for group in self._groups for _ in range(group.size)]
         self._tolerances = torch.tensor(tolerances, dtype=torch.float64).clamp_min(torch.finfo(torch.float64).tiny)
         # Refinement leaves room for the copy's error.
-        self._aims = self._tolerances * (LOWER_AIM if self._is_refined else 1.0)
+        self._aims = self._tolerances * (LOWER_AIM if self.is_refined else 1.0)
         self._open = self._round = every = torch.arange(rhs.shape[-1])
+        self._watched = torch.linspace(0, len(rhs) - 1, min(VERIFIED_ROWS, len(rhs)), device=rhs.device).long()
 
         self._norms_of(rhs, every, iteration=0)  # a norm that overflows would scale its column to zero
         norms = torch.linalg.vector_norm(rhs, dim=-2, dtype=torch.float64).to(rhs.dtype)  # tiny squares are no zeros
         # A zero column has the solution zero; its scale only has to be harmless.
-        self._scale = torch.where(norms > 0, norms, 1.0)
-        self._rhs = rhs / self._scale
+        self.scale = torch.where(norms > 0, norms, 1.0)
+        self._rhs = rhs / self.scale
         self.value, self.residual = self._start(system.initial_guess, system.guess_product)
         self.norms = self._norms_of(self.residual, every, iteration=0)
 
     def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
         """Value and residual of the guess, each column scaled to be nearest to the solution in the norm of H.
 
-        A guess so scaled is never farther away than zero. A column whose residual is nevertheless larger than that of zero
-        starts at zero: a warm start is never reported worse than a cold one.
+        A column whose residual is larger than that of zero starts at zero: a warm start is never worse than a cold one.
         """
         if guess is None:
             return torch.zeros_like(self._rhs), self._rhs.clone()
         self.overhead += 1  # whoever made the product
-        guess, product = (
-            guess / self._scale,
-            (self._matrix._matmul(guess) if product is None else product) / self._scale,
-        )
+        product = (self._matrix._matmul(guess) if product is None else product) / self.scale
+        guess = guess / self.scale
         energy = (guess * product).sum(-2)
         factor = (guess * self._rhs).sum(-2) / torch.where(energy > 0, energy, torch.ones_like(energy))
         norms = torch.linalg.vector_norm(self._rhs - product * factor, dim=-2)
@@ -203,14 +173,11 @@ class Columns:
         return guess * factor, self._rhs - product * factor
 
     def shortfall(self) -> float:
-        """How far the best iterates are from the tolerance: the largest norm over its tolerance; 1 or less is done."""
+        """The largest norm of the best iterates over its tolerance; 1 or less is done."""
         return float(self._shortfalls(self.norms, self._tolerances).max()) if len(self.norms) else 0.0
 
     def _shortfalls(self, norms: Tensor, tolerances: Tensor) -> Tensor:
-        """Each column's norm over its tolerance; under stopping="mean" the largest ratio of a group's means, for all.
-
-        A column is open while this is above 1.
-        """
+        """Each column's norm over its tolerance; under stopping="mean" the largest ratio of a group's means, for all."""
         if self._stopping == "columns":
             return norms / tolerances
         pairs = zip(norms.split(self._sizes), tolerances.split(self._sizes), strict=True)
@@ -220,10 +187,7 @@ class Columns:
     # A round of iterations: begin, observe after each, end
 
     def begin(self) -> Iterate | None:
-        """The block of all columns that are not done; None when there is none.
-
-        It begins at the best iterates; of a low-precision copy at corrections that are zero.
-        """
+        """The block of all columns that are not done, at their best iterates, or at zero corrections; None without any."""
         self._open = self._round = (self._shortfalls(self.norms, self._tolerances) > 1).nonzero().squeeze(-1)
         if not len(self._open):
             return None
@@ -231,7 +195,7 @@ class Columns:
         value, residual, rhs = (tensor[:, columns] for tensor in (self.value, self.residual, self._rhs))
         aims = self._aims
         self._kept, self._kept_norms = self.value, self.norms
-        if self._is_refined:
+        if self.is_refined:
             residual = residual.to(self.operator.dtype)
             value, rhs = torch.zeros_like(residual), residual.clone()
             # Far enough to be worth a true residual, and hardly ever so far that the copy's error has taken over.
@@ -246,7 +210,7 @@ class Columns:
         return Iterate(value, residual, rhs, float(self._shortfalls(self._running, self._round_aims).max()))
 
     def observe(self, iterate: Iterate, iteration: int) -> Tensor | None:
-        """Reads the norms after an iteration: the columns of the block that go on, or None when all do."""
+        """Reads the norms after an iteration. Columns that are done leave the block; those that stay, None for all."""
         norms = self._running[self._open] = self._norms_of(iterate.residual, self._open, iteration)
         shortfalls = self._shortfalls(self._running, self._round_aims)
         iterate.shortfall, leaving = float(shortfalls.max()), shortfalls[self._open] <= 1
@@ -255,14 +219,28 @@ class Columns:
             return None
         staying = (~leaving).nonzero().squeeze(-1)
         self._open = self._open[staying]
-        return staying.to(self._rhs.device)
+        staying = staying.to(self._rhs.device)
+        iterate.value, iterate.residual = iterate.value[:, staying], iterate.residual[:, staying]
+        iterate.rhs = iterate.rhs[:, staying]
+        return staying
 
     def has_lost_the_matrix(self, iterate: Iterate, iteration: int, epochs: float) -> bool:
-        """Whether a low-precision copy's residuals say nothing about the system any more: the round has to end."""
-        if not self._is_refined:
+        """Whether a low-precision copy's residuals no longer describe the system, so that the round has to end.
+
+        Either they have grown, or they are nearer to zero than to the true ones, which are looked at now and then.
+        `epochs` is the work of all iterations so far.
+        """
+        if (self._running > DIVERGENCE * self.norms)[self._round].any():
+            return True
+        cost = len(self._watched) / len(self._rhs)
+        is_time = iteration % WATCHED_EVERY == 0 and epochs - self._watched_at >= WATCHED_EVERY * cost
+        if not (self._recursive and is_time):
             return False
-        grown = (self._running > DIVERGENCE * self.norms)[self._round].any()
-        return bool(grown) or (self._recursive and self._is_watched(iteration, epochs) and self._has_drifted(iterate))
+        self._watched_at = epochs
+        columns = self._open.to(self._rhs.device)
+        residual = iterate.residual[self._watched]
+        drift = self._true_rows(columns, self.value[:, columns] + iterate.value) - residual
+        return bool(torch.linalg.matrix_norm(drift) > torch.linalg.matrix_norm(residual))
 
     def end(self, iterate: Iterate, iteration: int) -> None:
         """Closes the round with true residuals. Columns that turn out to miss their tolerance will aim lower."""
@@ -294,7 +272,7 @@ class Columns:
         """Takes those of the kept iterates, or corrections, whose true residuals are smaller than the best ones'."""
         columns = self._round.to(self._rhs.device)
         value = self._kept[:, columns].to(self.value.dtype)
-        if self._is_refined:
+        if self.is_refined:
             value = self.value[:, columns] + value
         residual = self._rhs[:, columns] - self._matrix._matmul(value)
         self.overhead += 1
@@ -305,15 +283,12 @@ class Columns:
         _copy_columns(self.value, target, value, index)
         _copy_columns(self.residual, target, residual, index)
 
-    # Running residuals against true ones
-
     def _verify(self, iteration: int) -> None:
         """Compares the round's residuals with true ones on some rows, and replaces them where they have drifted."""
-        columns, size = self._round.to(self._rhs.device), self._rhs.shape[0]
+        columns, size = self._round.to(self._rhs.device), len(self._rhs)
         value = self.value[:, columns]
         if size > VERIFIED_ROWS:
-            rows = self._watched_rows()
-            drift = self._true_rows(rows, columns, value) - self.residual[rows][:, columns]
+            drift = self._true_rows(columns, value) - self.residual[self._watched][:, columns]
             drift = torch.linalg.vector_norm(drift, dim=0).double().cpu()
             if (drift * math.sqrt(size / VERIFIED_ROWS) <= ALLOWED_DRIFT * self._tolerances[self._round]).all():
                 return
@@ -322,41 +297,29 @@ class Columns:
         self.norms[self._round] = self._norms_of(residual, self._round, iteration)
         self.residual[:, columns] = residual
 
-    def _is_watched(self, iteration: int, epochs: float) -> bool:
-        """Whether it is time for another comparison; `epochs` is the work of all iterations so far."""
-        cost = len(self._watched_rows()) / self._rhs.shape[0]
-        if iteration % WATCHED_EVERY or epochs - self._watched_at < WATCHED_EVERY * cost:
-            return False
-        self._watched_at = epochs
-        return True
-
-    def _has_drifted(self, iterate: Iterate) -> bool:
-        """Whether the copy's residuals, of all columns together, are nearer to zero than to the true ones."""
-        columns, rows = self._open.to(self._rhs.device), self._watched_rows()
-        value = self.value[:, columns] + iterate.value
-        drift = self._true_rows(rows, columns, value) - iterate.residual[rows]
-        return bool(torch.linalg.matrix_norm(drift) > torch.linalg.matrix_norm(iterate.residual[rows]))
-
-    def _watched_rows(self) -> Tensor:
-        size = self._rhs.shape[0]
-        return torch.linspace(0, size - 1, min(VERIFIED_ROWS, size), device=self._rhs.device).long()
-
-    def _true_rows(self, rows: Tensor, columns: Tensor, value: Tensor) -> Tensor:
-        """Those rows of the true residuals of some columns, whose values are given."""
-        self.overhead += len(rows) / self._rhs.shape[0]
-        return self._rhs[rows][:, columns] - rows_matmul(self._matrix, rows, value)
-
-    # Norms and results
+    def _true_rows(self, columns: Tensor, value: Tensor) -> Tensor:
+        """The watched rows of the true residuals of some columns, whose values are given."""
+        self.overhead += len(self._watched) / len(self._rhs)
+        return self._rhs[self._watched][:, columns] - rows_matmul(self._matrix, self._watched, value)
 
     def _norms_of(self, residual: Tensor, columns: Tensor, iteration: int) -> Tensor:
         norms = torch.linalg.vector_norm(residual, dim=-2).double().cpu()
-        if not torch.isfinite(norms).all():
-            first = int((~torch.isfinite(norms)).nonzero()[0])
-            raise NonFiniteError(
-                f"The residual of column {int(columns[first])} of a linear solve is {norms[first].item()} after "
-                f"{iteration} iterations. {_advice(is_refined=self._is_refined and iteration > 0)}"
+        if torch.isfinite(norms).all():
+            return norms
+        advice = (
+            "Check the data and hyperparameters for extreme values; a noise constraint and float64 keep the arithmetic "
+            "within range."
+        )
+        if self.is_refined and iteration > 0:
+            advice = (
+                "The iterations computed with precision='float32', and the kernel's values may be beyond its range: leave "
+                "KernelProducts(precision='native')."
             )
-        return norms
+        first = int((~torch.isfinite(norms)).nonzero()[0])
+        raise NonFiniteError(
+            f"The residual of column {int(columns[first])} of a linear solve is {norms[first].item()} after "
+            f"{iteration} iterations. {advice}"
+        )
 
     def group_norms(self, *, running: bool = False) -> dict[str, float]:
         """One relative norm a group, of the best iterates or of the running ones."""
@@ -364,25 +327,9 @@ class Columns:
         parts = (self._running if running else self.norms).split(self._sizes)
         return {g.name: float(reduce(part)) if g.size else 0.0 for g, part in zip(self._groups, parts, strict=True)}
 
-    def unscaled(self) -> tuple[Tensor, Tensor]:
-        """Value and residual of the best iterates, in the scale of the right-hand sides."""
-        return self.value * self._scale, self.residual * self._scale
-
 
 def _copy_columns(target: Tensor, place: Tensor, source: Tensor, columns: Tensor) -> None:
     if len(place) == target.shape[-1] == source.shape[-1]:  # all of them: a plain copy takes a tenth of the time
         target.copy_(source)
     else:
         target[:, place.to(target.device)] = source[:, columns.to(source.device)]
-
-
-def _advice(*, is_refined: bool) -> str:
-    if not is_refined:
-        return (
-            "Check the data and hyperparameters for extreme values; a noise constraint and float64 keep the arithmetic "
-            "within range."
-        )
-    return (
-        "The iterations computed with precision='float32', and the kernel's values may be beyond its range: leave "
-        "KernelProducts(precision='native')."
-    )

@@ -12,7 +12,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_instance
-from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, lowest_curvature
+from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.columns import Iterate
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, PreconditionerRecipe
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
@@ -20,17 +20,11 @@ from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholes
 
 @dataclass(frozen=True)
 class ConjugateDirections:
-    """The recurrence before a step; the solver and the randomly truncated series share it.
+    """The recurrence before a step; the solver and the randomly truncated series share it."""
 
-    Attributes:
-        direction: d [n, s].
-        product: r^T P^-1 r [s].
-        preconditioner: P, or None for the identity.
-    """
-
-    direction: Tensor
-    product: Tensor
-    preconditioner: LowRankPlusDiagonal | None
+    direction: Tensor  # d [n, s]
+    product: Tensor  # r^T P^-1 r [s]
+    preconditioner: LowRankPlusDiagonal | None  # P; None is the identity
 
     @classmethod
     def begin(cls, residual: Tensor, preconditioner: LowRankPlusDiagonal | None) -> Self:
@@ -64,13 +58,9 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(is_zero, torch.zeros_like(numerator), numerator / denominator.masked_fill(is_zero, 1))
 
 
-@dataclass(frozen=True)
-class _State:
-    """The recurrence, the epochs that its preconditioner took to build, and the lowest curvature so far."""
-
+@dataclass(frozen=True, kw_only=True)
+class _State(SolverState):
     directions: ConjugateDirections
-    setup: float
-    curvature: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +95,8 @@ class ConjugateGradients(IterativeSolver[_State]):
             preconditioner = self.preconditioner.build(operator, generator=inputs.generator)
             setup = preconditioner.build_epochs
         curvature = torch.full_like(iterate.residual[0, 0], torch.inf)
-        return _State(ConjugateDirections.begin(iterate.residual, preconditioner), setup, curvature)
+        directions = ConjugateDirections.begin(iterate.residual, preconditioner)
+        return _State(directions=directions, setup=setup, curvature=curvature)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
         return replace(state, directions=ConjugateDirections.begin(iterate.residual, state.directions.preconditioner))
@@ -114,7 +105,7 @@ class ConjugateGradients(IterativeSolver[_State]):
         direction = state.directions.direction
         following, length, energy = state.directions.advance(operator, iterate.residual)
         iterate.value.addcmul_(direction, length)
-        curvature = torch.minimum(state.curvature, lowest_curvature(direction, energy))
+        curvature = torch.minimum(torch.as_tensor(state.curvature), lowest_curvature(direction, energy))
         return replace(state, directions=following, curvature=curvature)
 
     def narrow(self, state: _State, columns: Tensor) -> _State:
@@ -122,9 +113,3 @@ class ConjugateGradients(IterativeSolver[_State]):
 
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
         return 1.0
-
-    def work_of_setup(self, state: _State) -> float:
-        return state.setup
-
-    def curvature(self, state: _State) -> float:
-        return float(state.curvature)

@@ -7,6 +7,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from gpy_iterative.errors import ConvergenceWarning, warn
+
 
 class SolveStatus(Enum):
     """How a solve ended; `.advice` says what to do about it."""
@@ -121,3 +123,13 @@ class Solution:
     residual: Tensor
     status: SolveStatus
     stats: SolveStats
+
+
+def warn_of(what: str, status: SolveStatus, stats: SolveStats, dtype: torch.dtype) -> None:
+    """A ConvergenceWarning about a solve that has not converged, with its residuals and advice."""
+    norms = ", ".join(f"{name} {norm:.2g}" for name, norm in stats.residual_norms.items())
+    warn(
+        f"{what} ended with status {status.name.lower()} after {stats.epochs:.1f} epochs (relative residuals: {norms}). "
+        f"{status.advice_for(dtype)}",
+        ConvergenceWarning,
+    )

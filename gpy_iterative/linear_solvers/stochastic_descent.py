@@ -14,7 +14,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from linear_operator import LinearOperator
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_positive
 from gpy_iterative.linear_operators.extensions import dense_rows, rows_matmul
-from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, lowest_curvature
+from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.columns import Iterate, reads_every
 
 #: The largest eigenvalue is known well enough when a power iteration raises it by less than this part.
@@ -35,22 +35,16 @@ MAX_HALVINGS = 5
 
 @dataclass(frozen=True)
 class WayBack:
-    """Where a round of iterations began, and how far residuals may grow before it goes back there.
+    """Where a round of iterations began, and how far residuals may grow before it goes back there."""
 
-    Attributes:
-        value, residual: [n, s], copies.
-        limit: [s], residual norms.
-        steps: counted, since an accelerator is read every few of them only.
-    """
-
-    value: Tensor
-    residual: Tensor
-    limit: Tensor
-    steps: Iterator[int] = field(default_factory=itertools.count)
+    value: Tensor  # [n, s], a copy
+    residual: Tensor  # [n, s], a copy
+    limit: Tensor  # residual norms [s]
+    steps: Iterator[int] = field(default_factory=itertools.count)  # an accelerator is read every few of them only
 
     @classmethod
     def to(cls, iterate: Iterate) -> "WayBack":
-        """To where the iterate stands now."""
+        """The way back to this iterate."""
         limit = DIVERGENCE * torch.linalg.vector_norm(iterate.residual, dim=0)
         limit.clamp_min_(torch.finfo(limit.dtype).tiny)  # a column that is solved exactly does not grow
         return cls(iterate.value.clone(), iterate.residual.clone(), limit)
@@ -71,53 +65,14 @@ class WayBack:
         return WayBack(self.value[:, columns], self.residual[:, columns], self.limit[columns], self.steps)
 
 
-@dataclass(frozen=True)
-class Descent:
-    """The step size, and the way back to the start of the round when it is too large.
-
-    Attributes:
-        way_back: of this round.
-        learning_rate: of the next step.
-        generator: of the batches.
-        setup: epochs that the learning rates took to choose.
-        halvings: of the learning rate in this round.
-        curvature: the lowest along which a round grew.
-    """
+@dataclass(frozen=True, kw_only=True)
+class DescentState(SolverState):
+    """The step size of a descent, and the way back to the start of the round when it is too large; solvers add theirs."""
 
     way_back: WayBack
     learning_rate: float
     generator: torch.Generator
-    setup: float
-    halvings: int = 0
-    curvature: float = math.inf
-
-    def halved(self, operator: LinearOperator, iterate: Iterate) -> "Descent":
-        """With half the step size. Takes the iterate back to where the round began.
-
-        Residuals grow where the step was too large, or where no step size helps: a product tells which.
-        """
-        grown = iterate.value - self.way_back.value
-        curvature = float(lowest_curvature(grown, (grown * operator._matmul(grown)).sum(0)))
-        self.way_back.take(iterate)
-        return replace(
-            self,
-            way_back=WayBack.to(iterate),
-            learning_rate=self.learning_rate / 2,
-            halvings=self.halvings + 1,
-            setup=self.setup + 1,
-            curvature=min(self.curvature, curvature),
-        )
-
-    def narrow(self, columns: Tensor) -> "Descent":
-        """For some of the columns."""
-        return replace(self, way_back=self.way_back.narrow(columns))
-
-
-@dataclass(frozen=True)
-class DescentState:
-    """State of a descent; both solvers add theirs."""
-
-    descent: Descent
+    halvings: int = 0  # of the learning rate in this round
 
 
 State = TypeVar("State", bound=DescentState)
@@ -135,6 +90,8 @@ class StochasticDescent(IterativeSolver[State]):
     Further options are those of `IterativeSolver`.
     """
 
+    state_class: ClassVar[Any]
+
     batch_size: int = 500
     momentum: float = 0.9
     learning_rate: float | None = None
@@ -149,49 +106,52 @@ class StochasticDescent(IterativeSolver[State]):
 
     @abstractmethod
     def _largest_stable_product(self) -> float:
-        """Of the step size and a curvature, with this momentum and whole gradients."""
+        """The largest stable product of step size and curvature, with this momentum and whole gradients."""
 
     @abstractmethod
-    def _at_rest(self, iterate: Iterate, descent: Descent, before: State | None) -> State:
-        """The state of a round that begins at the iterate without velocity."""
+    def _at_rest(self, iterate: Iterate) -> dict[str, Tensor]:
+        """The moving parts of the state, `state_class.moving`, at the iterate and without velocity."""
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> State:
         generator = torch.Generator().manual_seed(0) if inputs.generator is None else inputs.generator
         rate, setup = self.learning_rate, 0
         if rate is None:
             largest, setup = largest_eigenvalue(operator, generator)
-            rate = 0.5 * self._stability_limit(operator, largest)
-        return self._at_rest(iterate, Descent(WayBack.to(iterate), rate, generator, setup), None)
+            size, diagonal = operator.shape[-1], float(operator.diagonal(dim1=-1, dim2=-2).max())
+            for_rows = 2 * (1 - self.momentum) * min(self.batch_size, size) / diagonal
+            rate = 0.5 * min(self._largest_stable_product() * size / largest, for_rows)
+        common = {"way_back": WayBack.to(iterate), "learning_rate": rate, "generator": generator, "setup": setup}
+        return self.state_class(**common, **self._at_rest(iterate))
 
     def restart(self, iterate: Iterate, state: State) -> State:
-        return self._at_rest(iterate, replace(state.descent, way_back=WayBack.to(iterate), halvings=0), state)
+        return replace(state, way_back=WayBack.to(iterate), halvings=0, **self._at_rest(iterate))
+
+    def narrow(self, state: State, columns: Tensor) -> State:
+        moving = {name: getattr(state, name)[:, columns] for name in self.state_class.moving}
+        return replace(state, way_back=state.way_back.narrow(columns), **moving)
 
     def work_per_step(self, operator: LinearOperator, state: State) -> float:
         return min(self.batch_size / operator.shape[-1], 1.0)
 
-    def work_of_setup(self, state: State) -> float:
-        return state.descent.setup
-
-    def has_diverged(self, state: State) -> bool:
-        return state.descent.halvings > MAX_HALVINGS
-
-    def curvature(self, state: State) -> float:
-        return state.descent.curvature
-
     def _within_bounds(self, operator: LinearOperator, iterate: Iterate, state: State, residual: Tensor) -> State:
         """The state after a step: back where the round began, with half the step size, where residuals [n, s] grew."""
-        growth, halvings = state.descent.way_back.growth(residual), state.descent.halvings
+        growth = state.way_back.growth(residual)
         # The loop reports a residual that no step size keeps finite.
-        if growth <= 1 or (not math.isfinite(growth) and halvings == MAX_HALVINGS):
+        if growth <= 1 or (not math.isfinite(growth) and state.halvings == MAX_HALVINGS):
             return state
-        return self._at_rest(iterate, state.descent.halved(operator, iterate), state)
-
-    def _stability_limit(self, operator: LinearOperator, largest: float) -> float:
-        size = operator.shape[-1]
-        diagonal = float(operator.diagonal(dim1=-1, dim2=-2).max())
-        return min(
-            self._largest_stable_product() * size / largest,
-            2 * (1 - self.momentum) * min(self.batch_size, size) / diagonal,
+        grown = iterate.value - state.way_back.value
+        # Residuals grow where the step was too large, or where no step size helps: a product tells which.
+        curvature = float(lowest_curvature(grown, (grown * operator._matmul(grown)).sum(0)))
+        state.way_back.take(iterate)
+        return replace(
+            state,
+            way_back=WayBack.to(iterate),
+            learning_rate=state.learning_rate / 2,
+            halvings=state.halvings + 1,
+            has_diverged=state.halvings == MAX_HALVINGS,
+            setup=state.setup + 1,
+            curvature=min(state.curvature, curvature),
+            **self._at_rest(iterate),
         )
 
 
@@ -214,13 +174,13 @@ def largest_eigenvalue(operator: LinearOperator, generator: torch.Generator) -> 
     return largest, MAX_POWER_ITERATIONS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _GradientState(DescentState):
-    """The heavy ball's momentum, and how far the permutation of the rows has been used."""
+    moving: ClassVar[tuple[str, ...]] = ("momentum",)
 
-    momentum: Tensor
-    order: Tensor
-    position: int
+    momentum: Tensor  # of the heavy ball, [n, s]
+    order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # of the rows
+    position: int = 0  # in this order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,41 +200,36 @@ class StochasticGradientDescent(StochasticDescent[_GradientState]):
     """
 
     recursive: ClassVar[bool] = False
+    state_class: ClassVar[type] = _GradientState
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _GradientState) -> _GradientState:
         # A last batch of few rows would go as far along them as a whole one along all of its.
         if state.position + min(self.batch_size, operator.shape[-1]) > len(state.order):
-            state = replace(state, order=row_permutation(operator, state.descent.generator), position=0)
+            state = replace(state, order=row_permutation(operator, state.generator), position=0)
         rows = state.order[state.position : state.position + self.batch_size]
         gradient = rows_matmul(operator, rows, iterate.value) - iterate.rhs[rows]
         state.momentum.mul_(self.momentum)
-        state.momentum[rows] -= (state.descent.learning_rate / len(rows)) * gradient
+        state.momentum[rows] -= (state.learning_rate / len(rows)) * gradient
         iterate.value += state.momentum
         iterate.residual[rows] = -gradient
         state = replace(state, position=state.position + self.batch_size)
         return self._within_bounds(operator, iterate, state, iterate.residual)
 
-    def narrow(self, state: _GradientState, columns: Tensor) -> _GradientState:
-        return replace(state, descent=state.descent.narrow(columns), momentum=state.momentum[:, columns])
-
-    def _at_rest(self, iterate: Iterate, descent: Descent, before: _GradientState | None) -> _GradientState:
-        momentum = torch.zeros_like(iterate.value)
-        if before is not None:
-            return replace(before, descent=descent, momentum=momentum)
-        return _GradientState(descent, momentum, order=torch.empty(0, dtype=torch.long), position=0)
+    def _at_rest(self, iterate: Iterate) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(iterate.value)}
 
     def _largest_stable_product(self) -> float:
         return 2 * (1 + self.momentum)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _DualState(DescentState):
-    """Position and velocity with their products with H, of which the position's is subtracted from the right-hand side."""
+    moving: ClassVar[tuple[str, ...]] = ("position", "residual", "velocity", "velocity_product")
 
-    position: Tensor
-    residual: Tensor
+    position: Tensor  # [n, s]
+    residual: Tensor  # B - H position
     velocity: Tensor
-    velocity_product: Tensor
+    velocity_product: Tensor  # H velocity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +253,8 @@ class StochasticDualDescent(StochasticDescent[_DualState]):
     coordinates are drawn from seed 0.
     """
 
+    state_class: ClassVar[type] = _DualState
+
     averaging: float = 0.1
 
     def __post_init__(self) -> None:
@@ -306,9 +263,9 @@ class StochasticDualDescent(StochasticDescent[_DualState]):
             raise ValueError(f"averaging must lie in (0, 1], got {self.averaging}.")
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _DualState) -> _DualState:
-        rows = row_permutation(operator, state.descent.generator)[: self.batch_size]
+        rows = row_permutation(operator, state.generator)[: self.batch_size]
         ahead = state.residual[rows] - self.momentum * state.velocity_product[rows]
-        change = (state.descent.learning_rate / len(rows)) * ahead
+        change = (state.learning_rate / len(rows)) * ahead
         state.velocity.mul_(self.momentum)
         state.velocity[rows] += change
         state.velocity_product.mul_(self.momentum).addmm_(dense_rows(operator, rows).mT, change)
@@ -318,18 +275,9 @@ class StochasticDualDescent(StochasticDescent[_DualState]):
         iterate.residual.lerp_(state.residual, self.averaging)
         return self._within_bounds(operator, iterate, state, state.residual)
 
-    def narrow(self, state: _DualState, columns: Tensor) -> _DualState:
-        return _DualState(
-            state.descent.narrow(columns),
-            state.position[:, columns],
-            state.residual[:, columns],
-            state.velocity[:, columns],
-            state.velocity_product[:, columns],
-        )
-
-    def _at_rest(self, iterate: Iterate, descent: Descent, before: _DualState | None) -> _DualState:
-        zeros = torch.zeros_like(iterate.value)
-        return _DualState(descent, iterate.value.clone(), iterate.residual.clone(), zeros, zeros.clone())
+    def _at_rest(self, iterate: Iterate) -> dict[str, Tensor]:
+        at_start = {"position": iterate.value.clone(), "residual": iterate.residual.clone()}
+        return at_start | {name: torch.zeros_like(iterate.value) for name in ("velocity", "velocity_product")}
 
     def _largest_stable_product(self) -> float:
         return (2 + 2 * self.momentum) / (1 + 2 * self.momentum)

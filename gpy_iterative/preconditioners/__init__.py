@@ -9,7 +9,7 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import (
     NystromFactor,
     PreconditionerRecipe,
 )
-from gpy_iterative.preconditioners.nystrom import Nystrom, RandomizedNystromFactor
+from gpy_iterative.preconditioners.nystrom import Nystrom
 from gpy_iterative.preconditioners.pivoted_cholesky import (
     PivotedCholesky,
     PivotedCholeskyFactor,
@@ -23,6 +23,5 @@ __all__ = [
     "PivotedCholesky",
     "PivotedCholeskyFactor",
     "PreconditionerRecipe",
-    "RandomizedNystromFactor",
     "RandomlyPivotedCholesky",
 ]

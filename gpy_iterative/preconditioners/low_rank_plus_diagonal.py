@@ -2,7 +2,6 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Self
 
 import torch
@@ -29,6 +28,7 @@ class LowRankPlusDiagonal:
     Args:
         factor: L [*b, n, k].
         diagonal: d [*b, n], positive.
+        build_epochs: passes over the matrix that the factor took to build; None is k of its n rows.
 
     Raises:
         NonFiniteError: an entry is not finite, or the diagonal not positive.
@@ -38,8 +38,9 @@ class LowRankPlusDiagonal:
     matrix, which is factored in float64 in any case; a solve with s columns 2 n k s in the factor's own dtype.
     """
 
-    def __init__(self, factor: Tensor, diagonal: Tensor) -> None:
+    def __init__(self, factor: Tensor, diagonal: Tensor, build_epochs: float | None = None) -> None:
         self.factor, self.diagonal = factor, diagonal
+        self.build_epochs = factor.shape[-1] / factor.shape[-2] if build_epochs is None else build_epochs
         self._cholesky, info = torch.linalg.cholesky_ex(_inner_matrix(factor, diagonal))
         if info.any():  # I + W^T W is positive definite whenever it is finite
             raise NonFiniteError(
@@ -52,16 +53,12 @@ class LowRankPlusDiagonal:
         """k, the number of columns of L."""
         return self.factor.shape[-1]
 
-    @property
-    def build_epochs(self) -> float:
-        """Passes over the matrix that the factor took to build: k of its n rows."""
-        return self.rank / self.factor.shape[-2]
-
     def __getitem__(self, index: int | tuple[int, ...]) -> Self:
         """One member of a batch; nothing is computed again."""
         member = copy.copy(self)
-        for name, tensor in vars(self).items():
-            setattr(member, name, tensor[index])
+        for name, value in vars(self).items():
+            if torch.is_tensor(value):
+                setattr(member, name, value[index])
         return member
 
     def to(self, dtype: torch.dtype) -> Self:
@@ -121,24 +118,19 @@ def _inner_matrix(factor: Tensor, diagonal: Tensor) -> Tensor:
     """I + W^T W [*b, k, k] in float64, of which only the lower triangle counts."""
     rank, dtype = factor.shape[-1], factor.dtype
     inner = factor.new_zeros(*factor.shape[:-2], rank, rank, dtype=torch.float64)
-    squares = sum((rows.square().sum(-2) for rows in _weighted_rows(factor, diagonal)), factor.new_zeros(()))
+    roots = diagonal.sqrt().unsqueeze(-1)
+    parts = list(zip(factor.split(CHUNK, dim=-2), roots.split(CHUNK, dim=-2), strict=True))
+    squares = sum(((rows / root).square().sum(-2) for rows, root in parts), factor.new_zeros(()))
     # The rounding of an entry is random, eps sqrt(g_ii g_jj): its matrix has a norm of about eps sqrt(k) mean(g_ii).
     if torch.finfo(dtype).eps * torch.linalg.vector_norm(squares, dim=-1).amax() > ROUNDING:
         dtype = torch.float64
-    for rows in _weighted_rows(factor, diagonal):
-        rows = rows.to(dtype)
+    for rows, root in parts:
+        rows = (rows / root).to(dtype)
         for start in range(0, rank, COLUMNS):
             columns = slice(start, start + COLUMNS)
             inner[..., start:, columns] += rows[..., start:].mT @ rows[..., columns]
     inner.diagonal(dim1=-2, dim2=-1).add_(1)
     return inner
-
-
-def _weighted_rows(factor: Tensor, diagonal: Tensor) -> Iterator[Tensor]:
-    """W in blocks of rows."""
-    roots = diagonal.sqrt().unsqueeze(-1).split(CHUNK, dim=-2)
-    for rows, root in zip(factor.split(CHUNK, dim=-2), roots, strict=True):
-        yield rows / root
 
 
 class PreconditionerRecipe(ABC):

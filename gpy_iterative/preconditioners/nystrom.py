@@ -15,19 +15,6 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor, 
 from gpy_iterative.preconditioners.pivoted_cholesky import factor_on
 
 
-class RandomizedNystromFactor(NystromFactor):
-    """L L^T + diag(d), built on the test matrix [*b, n, k]."""
-
-    def __init__(self, factor: Tensor, diagonal: Tensor, test_matrix: Tensor) -> None:
-        super().__init__(factor, diagonal)
-        self.test_matrix = test_matrix
-
-    @property
-    def build_epochs(self) -> float:
-        """One product with all columns of the test matrix."""
-        return 1.0
-
-
 @dataclass(frozen=True)
 class Nystrom(PreconditionerRecipe):
     """Recipe for K C (C^T K C)^-1 C^T K plus the noise, for a random subspace C of dimension `rank`.
@@ -48,21 +35,13 @@ class Nystrom(PreconditionerRecipe):
         check_count("rank", self.rank)
 
     @torch.no_grad()
-    def build(
-        self,
-        operator: LinearOperator,
-        test_matrix: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> RandomizedNystromFactor:
+    def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> NystromFactor:
         """The factor of a system H [*b, n, n].
 
         Args:
             operator: K plus noise, whose K is approximated and whose noise is the diagonal; of any other positive
                 definite operator, the operator itself is approximated and the mean of the rest of its diagonal is
                 the diagonal.
-            test_matrix: C [*b, n, k] from an earlier factor. While it stays, the factor is a smooth function of the
-                hyperparameters.
             generator: for the subspace; None is seed 0.
 
         Cost: one product of the kernel matrix with k columns (an epoch), and 3 n k^2 multiply-adds.
@@ -71,8 +50,10 @@ class Nystrom(PreconditionerRecipe):
             NonFiniteError: an entry of the factor is not finite.
         """
         kernel, diagonal, noise = kernel_and_noise(operator)
-        if test_matrix is None:
-            test_matrix = self._draw(operator, generator)
+        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        shape = (*diagonal.shape, min(self.rank, diagonal.shape[-1]))
+        drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=operator.dtype)
+        test_matrix = cast(Tensor, torch.linalg.qr(drawn.to(operator.device)).Q)  # a basis of a random subspace
         product = kernel._matmul(test_matrix).detach()
         block = test_matrix.mT.double() @ product.double()
         block = (block + block.mT) / 2
@@ -83,15 +64,6 @@ class Nystrom(PreconditionerRecipe):
         ]
         factor = torch.stack(factors).reshape(*batch, size, rank)
         least = torch.finfo(diagonal.dtype).eps * diagonal.mean(-1, keepdim=True)
-        if noise is not None:
-            return RandomizedNystromFactor(factor, noise.maximum(least), test_matrix)
-        rest = (diagonal - factor.square().sum(-1)).clamp_min(0).mean(-1, keepdim=True)
-        return RandomizedNystromFactor(factor, rest.maximum(least).expand(diagonal.shape), test_matrix)
-
-    def _draw(self, operator: LinearOperator, generator: torch.Generator | None) -> Tensor:
-        """An orthonormal basis of a random subspace [*b, n, k]."""
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
-        size = operator.shape[-1]
-        shape = (*operator.batch_shape, size, min(self.rank, size))
-        drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=operator.dtype)
-        return cast(Tensor, torch.linalg.qr(drawn.to(operator.device)).Q)
+        if noise is None:
+            noise = (diagonal - factor.square().sum(-1)).clamp_min(0).mean(-1, keepdim=True).expand(diagonal.shape)
+        return NystromFactor(factor, noise.maximum(least), build_epochs=1.0)

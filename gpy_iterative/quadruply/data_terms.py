@@ -16,9 +16,8 @@ from torch import Tensor
 
 from gpy_iterative.errors import ApproximationWarning, warn
 from gpy_iterative.quadruply.feature_weights import FeatureWeights
-from gpy_iterative.quadruply.known_latent import KnownValues
-from gpy_iterative.quadruply.model import BLOCK, QuadruplyStochasticGP
-from gpy_iterative.quadruply.samples import Head, Sample
+from gpy_iterative.quadruply.model import QuadruplyStochasticGP
+from gpy_iterative.quadruply.samples import Head, KnownValues, Sample
 from gpy_iterative.training.likelihood_forms import expected_log_prob
 
 #: 1 / (largest curvature of a logistic likelihood), used as the noise of likelihoods that have none.
@@ -83,106 +82,49 @@ class Call:
         return noise
 
 
-def gaussian_term(model: QuadruplyStochasticGP, rows: Rows, first: Sample, second: Sample) -> Tensor:
-    """Estimate of -2 E_q log p(y | f) from independent samples of groups: [], float64.
-
-    The square of a residual is estimated by the product of two, which are small: large sums do not have to cancel.
-    """
-    head = Head.of(model, model.head_features(rows.x))
-    left = model.tail_features(rows.x, head.features, first.groups)
-    right = model.tail_features(rows.x, head.features, second.groups)
-    target = rows.residual - head.mean
-    square = (target - first.mean(left)) * (target - second.mean(right))
-    variance = ((head.root + first.root(left)) * (head.root + second.root(right))).sum(-1)
-    return _gaussian(model, rows, head, square + variance + _diagonal_variance(model, rows, head, first, left))
-
-
-def known_gaussian_term(model: QuadruplyStochasticGP, rows: Rows, known: KnownValues, sample: Sample) -> Tensor:
-    """-2 E_q log p(y | f) of rows whose latent function is known, with an unbiased gradient: [], float64.
-
-    The value depends on the sample only through a diagonal of C that is not shared.
-    """
-    variance = known.root.square().sum(-1) + _diagonal_variance(model, rows, known.head, sample, known.left)
-    return _gaussian(model, rows, known.head, (rows.residual - known.mean).square() + variance)
-
-
-def site_bound(
-    likelihood: Likelihood, model: QuadruplyStochasticGP, rows: Rows, sample: Sample, **kwargs: Any
+def gaussian_term(
+    model: QuadruplyStochasticGP, rows: Rows, first: Sample, second: Sample, known: KnownValues | None = None
 ) -> Tensor:
-    """Estimate of a lower bound of E_q log p(y | f) for a log-concave likelihood; exact for all groups: [], float64.
+    """-2 E_q log p(y | f) with an unbiased gradient: [], float64.
 
-    By Jensen's inequality, since the sampled latent mean is unbiased given the weights. The sample's part of the variance
-    is taken with whole rows of C; a shared diagonal is exact. (Theorem 3 of Evans and Nair 2018 has the variance in the
-    place of its square root, and is no bound.)
+    Without known values an estimate from independent samples of groups: the square of a residual is estimated by the
+    product of two, which are small, so that large sums do not have to cancel. With known values exact, but for a diagonal
+    of C that is not shared.
     """
-    head = Head.of(model, model.head_features(rows.x))
-    features = model.tail_features(rows.x, head.features, sample.groups)
-    mean, root = head.mean + sample.mean(features), head.root + sample.root(features)
-    return _site(likelihood, model, rows, head, mean, root, sample, features, **kwargs)
-
-
-def known_site_term(
-    likelihood: Likelihood,
-    model: QuadruplyStochasticGP,
-    rows: Rows,
-    known: KnownValues,
-    sample: Sample,
-    **kwargs: Any,
-) -> Tensor:
-    """E_q log p(y | f) of rows whose latent function is known, with an unbiased gradient: [], float64.
-
-    Exact for any likelihood where the diagonal of C is shared; else a lower bound, of a log-concave one.
-    """
-    return _site(likelihood, model, rows, known.head, known.mean, known.root, sample, known.left, **kwargs)
-
-
-def control_term(known: KnownValues, first: Sample, second: Sample, residual: Tensor, noise: Tensor) -> Tensor:
-    """Control variate for `gaussian_term`, over the number of points p: expectation zero in value and gradient, [].
-
-    sum_p [ (r - a)^2 - (r - v_i)(r - v_j) ] / noise with the known latent mean a and its estimates v_i, v_j: the residual
-    form of equation 3 of Evans and Nair 2018, which has less variance near the optimum.
-
-    Args:
-        known: values at the support points.
-        first, second: the step's samples.
-        residual: targets minus prior mean at the points, [p], detached.
-        noise: variances at the points, [p], detached: their gradient would be biased by the factor (all) / |U|.
-    """
-    head, target = known.head, residual - known.head.mean
-    estimate = (target - first.mean(known.left)) * (target - second.mean(known.right))
-    roots = (head.root + first.root(known.left)) * (head.root + second.root(known.right))
-    total = (residual - known.mean).square() - estimate + (known.root.square() - roots).sum(-1)
-    return (total.double() / noise.double()).sum() / len(residual)
-
-
-def _diagonal_variance(
-    model: QuadruplyStochasticGP, rows: Rows, head: Head, sample: Sample, features: Tensor, factor: float = 1.0
-) -> Tensor:
-    """The latent variance from the diagonal columns of C, [b]: exact, or `factor` times an estimate from the sample."""
-    if model.weights.shared_diagonal:
-        return head.variance + model.weights.shared_variance * model.tail_prior_variance(rows.x, head.features)
-    return head.variance + factor * sample.variance(features)
-
-
-def _gaussian(model: QuadruplyStochasticGP, rows: Rows, head: Head, square: Tensor) -> Tensor:
-    """-2 log p from expected squares [b], weighted and summed."""
+    if known is None:
+        head = Head.of(model, model.head_features(rows.x))
+        left = model.tail_features(rows.x, head.features, first.groups)
+        right = model.tail_features(rows.x, head.features, second.groups)
+        square = _product_of_residuals(rows.residual, head, (first, left), (second, right))
+    else:
+        head, left, square = known.head, known.left, _square_of_residuals(rows.residual, known)
+    square = square + _diagonal_variance(model, rows, head, first, left)
     noise = rows.noise.double()
     model.weights.watch(head.features, square)
     return rows.weight * (square.double() / noise + noise.log() + math.log(2 * math.pi)).sum()
 
 
-def _site(
+def site_bound(
     likelihood: Likelihood,
     model: QuadruplyStochasticGP,
     rows: Rows,
-    head: Head,
-    mean: Tensor,
-    root: Tensor,
     sample: Sample,
-    features: Tensor,
+    known: KnownValues | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """E log p of latent values with this mean [b] and root [b, k] of the variance, weighted and summed."""
+    """A lower bound of E_q log p(y | f) for a log-concave likelihood, with an unbiased gradient: [], float64.
+
+    An estimate without known values; exact for all groups, and for known values with a shared diagonal of C (then of any
+    likelihood). By Jensen's inequality, since the sampled latent mean is unbiased given the weights. The sample's part of
+    the variance is taken with whole rows of C; a shared diagonal is exact. (Theorem 3 of Evans and Nair 2018 has the
+    variance where its square root belongs, and is no bound.)
+    """
+    if known is None:
+        head = Head.of(model, model.head_features(rows.x))
+        features = model.tail_features(rows.x, head.features, sample.groups)
+        mean, root = head.mean + sample.mean(features), head.root + sample.root(features)
+    else:
+        head, features, mean, root = known.head, known.left, known.mean, known.root
     # A sampled diagonal of C is weighted twice: by Jensen's inequality its variance is too large.
     diagonal = _diagonal_variance(model, rows, head, sample, features, factor=sample.weight)
     variance = root.square().sum(-1) + diagonal
@@ -198,6 +140,44 @@ def _site(
     return fit(mean, deviation)
 
 
+def control_term(known: KnownValues, first: Sample, second: Sample, residual: Tensor, noise: Tensor) -> Tensor:
+    """Control variate for `gaussian_term`, over the number of points p: expectation zero in value and gradient, [].
+
+    sum_p [ (r - a)^2 - (r - v_i)(r - v_j) ] / noise with the known latent mean a and its estimates v_i, v_j: the residual
+    form of equation 3 of Evans and Nair 2018, which has less variance near the optimum.
+
+    With targets minus prior mean, and variances, at the points [p], both detached: the gradient of the variances would be
+    biased by the factor (all) / |U|.
+    """
+    estimate = _product_of_residuals(residual, known.head, (first, known.left), (second, known.right))
+    total = _square_of_residuals(residual, known) - estimate
+    return (total.double() / noise.double()).sum() / len(residual)
+
+
+def _square_of_residuals(residual: Tensor, known: KnownValues) -> Tensor:
+    """E (r - f)^2 without the diagonal columns of C, [b]."""
+    return (residual - known.mean).square() + known.root.square().sum(-1)
+
+
+def _product_of_residuals(
+    residual: Tensor, head: Head, first: tuple[Sample, Tensor], second: tuple[Sample, Tensor]
+) -> Tensor:
+    """Estimate of the same from two samples, each with its features: [b]."""
+    (i, left), (j, right) = first, second
+    target = residual - head.mean
+    roots = (head.root + i.root(left)) * (head.root + j.root(right))
+    return (target - i.mean(left)) * (target - j.mean(right)) + roots.sum(-1)
+
+
+def _diagonal_variance(
+    model: QuadruplyStochasticGP, rows: Rows, head: Head, sample: Sample, features: Tensor, factor: float = 1.0
+) -> Tensor:
+    """The latent variance from the diagonal columns of C, [b]: exact, or `factor` times an estimate from the sample."""
+    if model.weights.shared_diagonal:
+        return head.variance + model.weights.shared_variance * model.tail_prior_variance(rows.x, head.features)
+    return head.variance + factor * sample.variance(features)
+
+
 @torch.no_grad()
 def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) -> None:
     """c_r^2 = 1 / (s_r + phi_r^T phi_r / noise) (proposition 1), once a model; O(b m) without a shared diagonal."""
@@ -209,7 +189,7 @@ def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) 
         total = num_data * model.tail_prior_variance(rows.x, head).mean() / noise
         weights.tail_log_diagonal.fill_(_log_deviation(total / weights.num_tail, None))
     elif not weights.shared_diagonal:
-        for groups in model.tail_blocks(BLOCK):
+        for groups in model.tail_blocks():
             gram = num_data * model.tail_features(rows.x, head, groups).square().mean(0) / noise
             index = model.basis.feature_index(groups)
             weights.tail_log_diagonal[index, 0] = _log_deviation(gram, model.tail_precision(groups))

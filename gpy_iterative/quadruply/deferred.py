@@ -57,23 +57,12 @@ class DeferredPrediction(MultivariateNormal):
 class WeightSpaceCovarianceLinearOperator(LinearOperator):
     """phi(x) C C^T phi(x)^T [t, t], whose diagonal is known and whose other entries are computed on request.
 
-    `root` [t, k] is the part of the dense columns of C, `diagonal` [t] has the variances from the other columns, `extra`
-    [t] variances that are independent between points.
+    `root` [t, k] is the part of the dense columns of C, `diagonal` [t] has the variances from the other columns.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        root: Tensor,
-        diagonal: Tensor,
-        extra: Tensor,
-        *,
-        model: "QuadruplyStochasticGP",
-        block_size: int,
-    ) -> None:
-        super().__init__(x, root, diagonal, extra, model=model, block_size=block_size)
-        self.x, self.root, self.diagonal_part, self.extra = x, root, diagonal, extra
-        self.model, self.block_size = model, block_size
+    def __init__(self, x: Tensor, root: Tensor, diagonal: Tensor, *, model: "QuadruplyStochasticGP") -> None:
+        super().__init__(x, root, diagonal, model=model)
+        self.x, self.root, self.diagonal_part, self.model = x, root, diagonal, model
 
     def _size(self) -> torch.Size:
         return torch.Size((self.x.shape[0], self.x.shape[0]))
@@ -82,7 +71,7 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
         return self
 
     def _diagonal(self) -> Tensor:
-        return self.root.square().sum(-1) + self.diagonal_part + self.extra
+        return self.root.square().sum(-1) + self.diagonal_part
 
     def to_dense(self) -> Tensor:
         """The matrix [t, t], which is kept.
@@ -94,13 +83,13 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
         if kept is not None:
             return kept
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.x.requires_grad):
-            others = self.model.diagonal_part(self.x, self.block_size)
+            others = self.model.diagonal_part(self.x)
             if not torch.allclose(others.diagonal(), self.diagonal_part, rtol=MOVED, atol=self._tolerance()):
                 raise RuntimeError(
                     "The model's weights or hyperparameters have moved since this prediction: predict again, or read the "
                     "covariance before the next step."
                 )
-            dense = self.root @ self.root.mT + others + torch.diag(self.extra)
+            dense = self.root @ self.root.mT + others
         if not dense.requires_grad:
             self.__dict__["_dense"] = dense
         return dense
@@ -118,8 +107,8 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         if isinstance(row_index, slice) and row_index == col_index and not batch_indices:
-            parts = (self.x, self.root, self.diagonal_part, self.extra)
-            return type(self)(*(part[row_index] for part in parts), model=self.model, block_size=self.block_size)
+            parts = (self.x, self.root, self.diagonal_part)
+            return type(self)(*(part[row_index] for part in parts), model=self.model)
         return to_linear_operator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:

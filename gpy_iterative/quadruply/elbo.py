@@ -24,17 +24,15 @@ from gpy_iterative.quadruply.data_terms import (
     gaussian_term,
     initialization_undone,
     initialize_weights,
-    known_gaussian_term,
-    known_site_term,
     site_bound,
     warn_of_capacity,
 )
 from gpy_iterative.quadruply.deferred import DeferredPrediction
-from gpy_iterative.quadruply.known_latent import KnownValues, check_entries
+from gpy_iterative.quadruply.known_latent import check_entries
 from gpy_iterative.quadruply.known_points import KnownPoints
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.optimizers import QuadruplyStochasticOptimizer
-from gpy_iterative.quadruply.samples import Sample, draw_set, twice_divergence
+from gpy_iterative.quadruply.samples import KnownValues, Sample, draw_set, twice_divergence
 from gpy_iterative.quadruply.sizes import FEATURE_SAMPLES, TrainingData, group_samples
 from gpy_iterative.training.likelihood_forms import check_support, is_log_concave
 from gpy_iterative.training.report import Report
@@ -47,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class QuadruplyStochasticReport(Report):
-    """One step on a sample of data and features; `print(mll.report)` shows it on one line.
+    """One step on a sample of data and features.
 
     Attributes:
         value: what `forward` returned, [].
@@ -105,7 +103,6 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
             the first data that are passed. None is 500 where it helps (Gaussian noise, sampled features), 0 is none.
         sparse_gradients: gradients of sampled rows hold only these, so that a step of Adagrad, SGD or SparseAdam costs
             O(samples); False for optimisers that need dense ones.
-        assume_log_concave: accept a likelihood that is not known to be log-concave.
         generator: of the samples; a generator or the seed of one.
 
     Attributes:
@@ -132,17 +129,16 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         num_steps_per_batch: int | None = None,
         num_control_points: int | None = None,
         sparse_gradients: bool = True,
-        assume_log_concave: bool = False,
         generator: torch.Generator | int | None = None,
     ) -> None:
         if not isinstance(model, QuadruplyStochasticGP):
             raise TypeError(f"QuadruplyStochasticELBO needs a QuadruplyStochasticGP, got {type(model).__name__}.")
         self.is_unbiased = isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood)
-        if not self.is_unbiased and not is_log_concave(likelihood) and not assume_log_concave:
+        if not self.is_unbiased and not is_log_concave(likelihood):
             raise UnsupportedLikelihoodError(
                 "QuadruplyStochasticELBO needs a GaussianLikelihood, a FixedNoiseGaussianLikelihood or a log-concave "
-                f"likelihood; {type(likelihood).__name__} is not known to be log-concave. If it is, pass "
-                "assume_log_concave=True; else use a variational model with gpytorch.mlls.VariationalELBO."
+                f"likelihood; {type(likelihood).__name__} is not known to be log-concave. If it is, "
+                "register it by register_curvature; else use a variational model with gpytorch.mlls.VariationalELBO."
             )
         if isinstance(likelihood, GaussianLikelihood) and likelihood.noise.numel() != 1:
             raise ValueError(
@@ -204,7 +200,6 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
             value, run = self._estimate(call)
         if tracks:
             self._run = run.having(data=run.part("data") or self._data.marks(x)).drawn(call.generator)
-            weights.announce_step()
         self.report = self._report_of(value, run, x, time.perf_counter() - start)
         logger.info("%s: %s", type(self).__name__, self.report)
         return with_checked_gradient(value, self)
@@ -289,14 +284,9 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         self, rows: Rows, first: Sample, second: Sample, kwargs: Mapping[str, Any], known: KnownValues | None
     ) -> Tensor:
         """E_q log p(y | f), or an estimate or bound of it, [] float64."""
-        model, likelihood = self.model, self.likelihood
         if self.is_unbiased:
-            if known is None:
-                return gaussian_term(model, rows, first, second) / -2
-            return known_gaussian_term(model, rows, known, first) / -2
-        if known is None:
-            return site_bound(likelihood, model, rows, first, **kwargs)
-        return known_site_term(likelihood, model, rows, known, first, **kwargs)
+            return gaussian_term(self.model, rows, first, second, known) / -2
+        return site_bound(self.likelihood, self.model, rows, first, known, **kwargs)
 
     def _value(self, call: Call, data: Tensor, first: Sample, second: Sample) -> Tensor:
         """The bound over n, with priors and added loss terms, [] in the dtype of the data."""

@@ -5,7 +5,7 @@ which every step moves, and of the tail, of which a step moves a few rows, are a
 that the cost of a step does not grow with its size.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,6 @@ class FeatureWeights(_VariationalDistribution):
     Attributes:
         initialized: whether the diagonal of C has been set from data (0 or 1, part of the state_dict).
         seen: rows whose gradient is in `.grad`; None where no optimiser uses them.
-        revision: number of evaluations with a gradient, of any objective, and of loaded states.
     """
 
     def __init__(
@@ -75,9 +74,7 @@ class FeatureWeights(_VariationalDistribution):
         super().__init__(num_head + num_tail)
         zeros = lambda *shape: Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
         self.num_head, self.num_tail, self.num_dense_columns = num_head, num_tail, num_dense_columns
-        self.revision = 0
         self.seen: list[SeenRows] | None = None
-        self._writes_before_step: int | None = None
         self.shared_diagonal = shared_diagonal
         self.register_parameter("head_mean", zeros(num_head))
         self.register_parameter("head_columns", zeros(num_head, num_dense_columns))
@@ -97,34 +94,13 @@ class FeatureWeights(_VariationalDistribution):
         return WeightRows(rows(self.tail_mean).squeeze(-1), columns, diagonal)
 
     def watch(self, features: Tensor, variance: Tensor, fit: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Adds the rows to `seen` in the backward pass, where an optimiser uses them.
-
-        Args:
-            features: of the head, [b, h].
-            variance: of the latent values, [b]; any tensor with its derivative.
-            fit: as in `SeenRows`.
-        """
+        """Adds rows to `seen` in the backward pass: features of the head [b, h], latent variance [b], `SeenRows.fit`."""
         if self.seen is None or not variance.requires_grad:
             return
         features = features.detach()
         # The derivative in the variance is half the second one in the mean, of any density (Price's theorem).
         note = lambda gradient: self.seen.append(SeenRows(features, 2 * gradient, fit))
         variance.register_hook(note)
-
-    def announce_step(self) -> None:
-        """Called by an evaluation that a step of the optimiser may follow."""
-        self.revision += 1
-        self._writes_before_step = self.writes
-
-    @property
-    def awaits_step(self) -> bool:
-        """Whether no step has followed the last evaluation with a gradient yet."""
-        return self._writes_before_step == self.writes
-
-    @property
-    def writes(self) -> int:
-        """Number of in-place writes to the tail, which grows with every step that moves it."""
-        return num_writes((self.tail_mean, self.tail_columns))
 
     @property
     def dense_head_columns(self) -> Tensor:
@@ -177,21 +153,11 @@ class FeatureWeights(_VariationalDistribution):
         self.head_log_diagonal.copy_(log_diagonal[:h])
         self.tail_log_diagonal.copy_(tail.mean(0, keepdim=True) if self.shared_diagonal and len(tail) else tail)
         self.initialized.fill_(1)
-        self.revision += 1
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"seen": None if self.seen is None else []}
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.revision += 1
-        super()._load_from_state_dict(*args, **kwargs)
 
     def _diagonal_variances(self) -> Tensor:
         head = functional.pad(self.head_variances.detach(), (self.num_dense_columns, 0))
         tail = (2 * self.tail_log_diagonal.detach().squeeze(-1)).exp()
         return torch.cat([head, tail.expand(self.num_tail) if self.shared_diagonal else tail])
-
-
-def num_writes(tensors: Iterable[Tensor]) -> int:
-    """Number of in-place writes to all tensors, which torch counts. Inference tensors count none."""
-    return sum(tensor._version for tensor in tensors if not tensor.is_inference())

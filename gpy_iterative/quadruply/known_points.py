@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gpy_iterative.changes import SeenValues
 from gpy_iterative.quadruply.data_terms import Call, control_term
-from gpy_iterative.quadruply.known_latent import KnownLatent, KnownValues, check_entries, freeze
+from gpy_iterative.quadruply.known_latent import KnownLatent, check_entries, freeze
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
-from gpy_iterative.quadruply.samples import Sample, draw_set
+from gpy_iterative.quadruply.samples import KnownValues, Sample, draw_set
 from gpy_iterative.quadruply.sizes import TrainingData, control_points, steps_per_batch
 from gpy_iterative.training.run import Part, Run
 
@@ -25,10 +25,7 @@ REFRESH_EVERY = 200
 
 
 class KnownPoints:
-    """The options of kept rows and control points; methods take a run and return the next one.
-
-    Raises ValueError for options outside their range, which are those of `QuadruplyStochasticELBO`.
-    """
+    """Kept rows and control points, with the options of `QuadruplyStochasticELBO`; takes runs and returns the next ones."""
 
     def __init__(
         self,
@@ -170,11 +167,9 @@ class KnownPoints:
 
     def _started(self, run: Run, x: Tensor) -> Run:
         """With latent values at points x, at the model's current weights and hyperparameters."""
-        part = run.part("latent")
         if run.part("basis") is None or not self._has_hyperparameters_of(run):
             run = run.having(basis={name: value.clone() for name, value in self._hyperparameters().items()})
-        before = None if part is None else KnownLatent.of(part)
-        return run.having(latent=KnownLatent.start(self._frozen(run), x, before).part())
+        return run.having(latent=KnownLatent.start(self._frozen(run), x).part())
 
     def _frozen(self, run: Run) -> QuadruplyStochasticGP:
         """The model at the run's hyperparameters; kept, since copying a model takes time."""

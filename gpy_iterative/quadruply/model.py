@@ -8,7 +8,6 @@ from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_finite
-from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
 from gpy_iterative.quadruply.deferred import DeferredPrediction, WeightSpaceCovarianceLinearOperator
 from gpy_iterative.quadruply.feature_weights import FeatureWeights
@@ -93,36 +92,22 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         x = self.check_inputs(x)
         return DeferredPrediction(self, x) if self.training else self.posterior(x)
 
-    def posterior(
-        self, x: Tensor, *, block_size: int = BLOCK, augmentation_noise: Tensor | float | None = None
-    ) -> MultivariateNormal:
-        """The latent function at x: exact mean and covariance, from all features.
-
-        Args:
-            x: [t, d].
-            block_size: features that are evaluated at a time.
-            augmentation_noise: the noise variance; adds one kernel function at each test point, whose weight is independent
-                of the others (Evans and Nair, appendix G): variances return to the prior's away from the data. For an
-                `InducingPointBasis` at the training inputs. It raises variances and leaves the mean.
+    def posterior(self, x: Tensor) -> MultivariateNormal:
+        """The latent function at x [t, d]: exact mean and covariance, from all features in blocks.
 
         Returns:
             A MultivariateNormal [t], without noise. Its t x t covariance is computed when it is read.
 
         Raises:
-            ValueError: inputs that do not fit or are not finite; augmentation of another basis or with a noise that is not
-                positive.
+            ValueError: inputs that do not fit or are not finite.
 
-        Cost: t m (d + k); memory t (k + block_size). It has a graph only where x requires a gradient.
+        Cost: t m (d + k); memory t (k + 8,192). It has a graph only where x requires a gradient.
         """
         x = self.check_inputs(x)
         check_finite("x", x)
-        check_count("block_size", block_size)
         with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
-            mean, root, diagonal = self._moments(x, block_size)
-            extra = self._augmentation(x, augmentation_noise, block_size)
-            covariance = WeightSpaceCovarianceLinearOperator(
-                x, root, diagonal, extra, model=self, block_size=block_size
-            )
+            mean, root, diagonal = self._moments(x)
+            covariance = WeightSpaceCovarianceLinearOperator(x, root, diagonal, model=self)
             return MultivariateNormal(self.prior_mean(x) + mean, covariance)
 
     def prior_mean(self, x: Tensor) -> Tensor:
@@ -165,13 +150,13 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         """The prior precision of sampled groups, [g * group_size]; None for ones."""
         return self.basis.prior_precision(groups + self.num_leading_groups)
 
-    def tail_blocks(self, block_size: int) -> Iterator[Tensor]:
-        """All sampled groups, [g] at a time, in blocks of about `block_size` features."""
-        step = max(1, block_size // self.basis.group_size)
-        for start in range(0, self.num_tail_groups, step):
-            yield torch.arange(start, min(start + step, self.num_tail_groups), device=self.device)
+    def tail_blocks(self, used: Tensor | None = None) -> Iterator[Tensor]:
+        """Sampled groups in blocks of about `BLOCK` features, [g] each; all, or those of a mask `used`."""
+        groups = torch.arange(self.num_tail_groups, device=self.device)
+        groups = groups if used is None else groups[used]
+        return iter(groups.split(max(1, BLOCK // self.basis.group_size)) if len(groups) else ())
 
-    def diagonal_part(self, x: Tensor, block_size: int = BLOCK) -> Tensor:
+    def diagonal_part(self, x: Tensor) -> Tensor:
         """Covariance from the diagonal columns of C, [t, t]; cost t^2 m."""
         weights, head = self.weights, self.head_features(x)
         own = head[:, weights.num_dense_columns :]
@@ -180,7 +165,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             prior = self.basis.group_prior_covariance(x, head[:, : self.basis.num_head_features])
             if prior is not None:
                 return result + weights.shared_variance * prior
-        for groups in self.tail_blocks(block_size):
+        for groups in self.tail_blocks():
             features = self.tail_features(x, head, groups)
             rows = weights.tail_rows(self.basis.feature_index(groups), sparse=False)
             variances = weights.shared_variance if rows.log_diagonal is None else (2 * rows.log_diagonal).exp()
@@ -204,7 +189,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
                 raise ValueError(f"The model has {what} {ours}, the inputs {theirs}.")
         return x
 
-    def _moments(self, x: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean without the mean module's [t], phi(x) C_d [t, k], and variance from the diagonal columns of C [t]."""
         weights, head = self.weights, self.head_features(x)
         k = weights.num_dense_columns
@@ -212,33 +197,13 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         diagonal = head[:, k:].square() @ weights.head_variances
         if weights.shared_diagonal:
             diagonal = diagonal + weights.shared_variance * self.tail_prior_variance(x, head)
-        for groups in self.tail_blocks(block_size):
+        for groups in self.tail_blocks():
             features = self.tail_features(x, head, groups)
             rows = weights.tail_rows(self.basis.feature_index(groups), sparse=False)
             mean, root = mean + features @ rows.mean, root + features @ rows.columns
             if rows.log_diagonal is not None:
                 diagonal = diagonal + features.square() @ (2 * rows.log_diagonal).exp()
         return mean, root, diagonal
-
-    def _augmentation(self, x: Tensor, noise: Tensor | float | None, block_size: int) -> Tensor:
-        """Noise k(x, x)^2 / (|k(X, x)|^2 + noise k(x, x)), [t]; zeros without a noise."""
-        if noise is None:
-            return x.new_zeros(x.shape[0])
-        if self.basis.has_diagonal_prior:
-            raise ValueError(
-                "augmentation_noise needs an InducingPointBasis at the training inputs, got a "
-                f"{type(self.basis).__name__}."
-            )
-        noise = torch.as_tensor(noise, dtype=x.dtype, device=x.device)
-        check_finite("augmentation_noise", noise)
-        if (noise <= 0).any():
-            raise ValueError(f"augmentation_noise must be positive, got {noise.min().item()}.")
-        variance = kernel_diagonal(self.basis.kernel, x)
-        head = self.head_features(x)
-        norm = head.square().sum(-1)
-        for groups in self.tail_blocks(block_size):
-            norm = norm + self.tail_features(x, head, groups).square().sum(-1)
-        return noise * variance.square() / (norm + noise * variance)
 
 
 def _dense_columns_beyond_head(basis: FeatureBasis, num_dense_columns: int) -> int:

@@ -19,7 +19,14 @@ MAX_HALVINGS = 50
 NOISE_RATE, MOST_LOG_CHANGE = 0.1, 1.0
 
 
-class HeadNaturalGradient(torch.optim.Optimizer):
+class _Optimizer(torch.optim.Optimizer):
+    """Pickled with all attributes, without hooks and without the step that schedulers wrap."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "step"}
+
+
+class HeadNaturalGradient(_Optimizer):
     """Natural gradient steps of the mean and diagonal of q at the head of a `NystromBasis`.
 
     mu minimises the bound of the step's rows, at their curvature, plus |mu - mu_before|^2_{C^-2} / (2 lr): it moves by
@@ -47,9 +54,6 @@ class HeadNaturalGradient(torch.optim.Optimizer):
         """Removes gradients and their rows."""
         super().zero_grad(set_to_none)
         self.weights.seen = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return _to_pickle(self)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -105,25 +109,18 @@ def _length(mean: Tensor, change: Tensor, seen: list[SeenRows]) -> float:
     return next((length for k in range(MAX_HALVINGS) if bound(length := 0.5**k) >= before - rounding), 0.0)
 
 
-class NoiseNaturalGradient(torch.optim.Optimizer):
-    """Natural gradient steps of the variance of Gaussian noise.
+class NoiseNaturalGradient(_Optimizer):
+    """Natural gradient steps of the noise variance of a Gaussian likelihood, at a rate of at most 1.
 
     The optimum at the current weights is E (y - f)^2, known in closed form, but only for the rows of a step. The log
     variance moves by -2 lr (gradient of the loss for it): at rate 1/2 of the way there for a small distance, whatever the
     units of y.
-
-    Args:
-        likelihood: with one trainable noise variance, `raw_noise`.
-        lr: at most 1.
     """
 
     def __init__(self, likelihood: GaussianLikelihood, *, lr: float = NOISE_RATE) -> None:
         _check_rate("lr", lr)
         super().__init__([likelihood.noise_covar.raw_noise], {"lr": lr})
         self.likelihood = likelihood
-
-    def __getstate__(self) -> dict[str, Any]:
-        return _to_pickle(self)
 
     def step(self, closure: None = None) -> None:
         """One step; nothing where the noise has no gradient."""
@@ -141,12 +138,7 @@ class NoiseNaturalGradient(torch.optim.Optimizer):
             raw.copy_(constraint.inverse_transform(torch.maximum(moved, least * (1 + 1e-3))))
 
 
-def _has_own_noise(likelihood: Likelihood | None) -> bool:
-    """Whether the likelihood's one noise variance is to be trained."""
-    return type(likelihood) is GaussianLikelihood and likelihood.noise_covar.raw_noise.requires_grad
-
-
-class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
+class QuadruplyStochasticOptimizer(_Optimizer):
     """All optimisers of a quadruply stochastic model, with their schedule.
 
     `HeadNaturalGradient` for the head of a `NystromBasis`; Adagrad, whose sparse steps move only sampled rows, for the
@@ -194,16 +186,16 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
         frozen = num_steps // 10 if num_frozen_steps is None else num_frozen_steps
         if not 0 <= frozen <= num_steps:
             raise ValueError(f"num_frozen_steps must lie between 0 and num_steps = {num_steps}, got {frozen}.")
-        optimizers: list[torch.optim.Optimizer] = []
         check_count("num_data", num_data)
+        optimizers: list[torch.optim.Optimizer] = []
+        own = [] if likelihood is None else list(likelihood.parameters())
         has_own_head = model.basis.num_head_features > 0
+        sampled = [*_other_weights(model.weights, has_own_head), *model.basis.sampled_parameters()]
         if has_own_head:
             optimizers.append(HeadNaturalGradient(model.weights, num_data=num_data, lr=head_learning_rate))
-        sampled = [*_other_weights(model.weights, has_own_head), *model.basis.sampled_parameters()]
         if sampled:
             optimizers.append(torch.optim.Adagrad(sampled, lr=learning_rate))
-        own = [] if likelihood is None else list(likelihood.parameters())
-        if _has_own_noise(likelihood):
+        if type(likelihood) is GaussianLikelihood and likelihood.noise_covar.raw_noise.requires_grad:
             optimizers.append(NoiseNaturalGradient(likelihood))
         taken = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         hyper = [p for p in (*model.hyperparameters(), *own) if p.requires_grad and id(p) not in taken]
@@ -211,12 +203,8 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
             optimizers.append(torch.optim.Adam(hyper, lr=hyper_learning_rate))
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
         self.optimizers, self.num_done = optimizers, 0
-        self.options = {
-            "num_data": num_data,
-            "num_steps": num_steps,
-            "final_fraction": final_fraction,
-            "num_frozen_steps": frozen,
-        }
+        self.options = {"num_data": num_data, "num_steps": num_steps}
+        self.options |= {"final_fraction": final_fraction, "num_frozen_steps": frozen}
         self.all_parameters = [*model.parameters(), *own]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -233,10 +221,8 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         decay = self.options["final_fraction"] ** min(1.0, self.num_done / self.options["num_steps"])
         for optimizer in self.optimizers:
-            is_frozen = (
-                isinstance(optimizer, torch.optim.Adam | NoiseNaturalGradient)
-                and self.num_done < self.options["num_frozen_steps"]
-            )
+            waits = isinstance(optimizer, torch.optim.Adam | NoiseNaturalGradient)
+            is_frozen = waits and self.num_done < self.options["num_frozen_steps"]
             rates = [group["lr"] for group in optimizer.param_groups]
             try:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -262,11 +248,7 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
         return {"run": self._description(), "optimizers": states, "num_done": self.num_done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned.
-
-        Raises ValueError, which names the difference, and changes nothing where optimisers, shapes of parameters, schedule
-        or number of data are others.
-        """
+        """Loads what `state_dict` returned; raises ValueError, and changes nothing, for the state of another run."""
         if not isinstance(state_dict, Mapping) or state_dict.keys() != self.state_dict().keys():
             raise ValueError(
                 "This is no state of a QuadruplyStochasticOptimizer of this version: take it from state_dict()."
@@ -288,20 +270,11 @@ class QuadruplyStochasticOptimizer(torch.optim.Optimizer):
         self.num_done = state_dict["num_done"]
 
     def _description(self) -> dict[str, Any]:
-        """Schedule, and name and shapes of the parameters of each optimiser."""
         shapes = [
             [type(optimizer).__name__, [list(p.shape) for group in optimizer.param_groups for p in group["params"]]]
             for optimizer in self.optimizers
         ]
         return {"optimisers and shapes": shapes, **self.options}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return _to_pickle(self)
-
-
-def _to_pickle(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Attributes without hooks and without the step that schedulers wrap, as torch pickles an optimiser."""
-    return {name: value for name, value in vars(optimizer).items() if not name.startswith("_") and name != "step"}
 
 
 def _other_weights(weights: FeatureWeights, has_own_head: bool) -> Iterator[Tensor]:

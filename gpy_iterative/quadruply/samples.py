@@ -58,6 +58,26 @@ class Head:
 
 
 @dataclass(frozen=True)
+class KnownValues:
+    """What all features give at p points, with the gradient of two samples."""
+
+    head: Head
+    total: Tensor  # Phi (mu, C_d) over all sampled groups, [p, 1 + k]
+    left: Tensor  # features of the first sample, [p, t]
+    right: Tensor  # features of the second sample, [p, t]
+
+    @property
+    def mean(self) -> Tensor:
+        """The latent mean without the mean module's, [p]."""
+        return self.head.mean + self.total[:, 0]
+
+    @property
+    def root(self) -> Tensor:
+        """Phi(x) times the dense columns of C, [p, k]."""
+        return self.head.root + self.total[:, 1:]
+
+
+@dataclass(frozen=True)
 class Sample:
     """A set of sampled groups, with its rows of the parameters."""
 

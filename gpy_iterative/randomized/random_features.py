@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import torch
 from gpytorch.likelihoods import Likelihood
@@ -17,7 +17,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_flag
-from gpy_iterative.errors import UnsupportedLikelihoodError
+from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.exact.estimates import DensityEstimate, Estimate, check_estimated, exact_estimate
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
@@ -25,7 +25,6 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
-from gpy_iterative.randomized.feature_density import FeatureDensity
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.training.report import Report
@@ -53,54 +52,26 @@ class FrequencyReport(Report):
 
 @dataclass(frozen=True)
 class FeatureSum:
-    """A weighted sum of log densities.
+    """A weighted sum of log densities."""
 
-    Attributes:
-        weights: of the densities of the first so many frequencies, by that number.
-        exact: weight of the exact density; 0 where it takes no part.
-        report: what was drawn.
-    """
-
-    weights: Mapping[int, float]
-    exact: float
+    weights: Mapping[int, float]  # of the density of the first so many frequencies, by that number
+    exact: float  # weight of the exact density; 0 where it takes no part
     report: FrequencyReport
 
 
-@dataclass(frozen=True)
-class FeatureEstimate:
-    """A weighted sum of log densities with its derivatives, and of the exact density where it takes part.
+@dataclass(frozen=True, kw_only=True)
+class FeatureEstimate(Estimate):
+    """A weighted sum of log densities with its derivatives, and of the exact density where it takes part."""
 
-    Attributes:
-        value: [*b].
-        features: Phi [*b, n, F], with the graph to the hyperparameters.
-        derivatives: of the sum without the exact density, by features, noise and residual.
-        exact: the exact density, and its weight.
-        stats, truncation, probe_jitter: as in DensityEstimate; there are no probes.
-    """
-
-    value: Tensor
-    features: Tensor
-    derivatives: tuple[Tensor, ...]
+    features: Tensor  # Phi [*b, n, F], with the graph to the hyperparameters
+    derivatives: tuple[Tensor, ...]  # of the sum without the exact density, by features, noise and residual
     exact: DensityEstimate | None
     exact_weight: float
-    stats: SolveStats
-    truncation: FrequencyReport
-    probe_jitter: None = None
 
     def __post_init__(self) -> None:
-        check_estimated("value", self.value)
+        super().__post_init__()
         for derivative in self.derivatives:
             check_estimated("derivative", derivative)
-
-    @property
-    def status(self) -> SolveStatus:
-        """Dense factors always converge; what is random is told in `truncation`."""
-        return SolveStatus.CONVERGED
-
-    @property
-    def value_sem(self) -> Tensor:
-        """NaN: one draw does not tell its own error."""
-        return torch.full_like(self.value, math.nan)
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         """The value [*b], connected with the parameters behind features, noise and residual."""
@@ -113,27 +84,81 @@ class FeatureEstimate:
         return value + self.exact_weight * (exact - exact.detach())
 
 
+class FeatureDensity:
+    """Log densities of N(0, Phi Phi^T + D) for parts of Phi, which share a Gram matrix; differentiable once.
+
+    Args:
+        features: Phi [*b, n, F], float64: where few data are left unexplained, what is left is a small difference.
+        noise: D [*b, n], positive, float64.
+        residual: r [*b, n], float64.
+
+    Cost: n F^2 multiply-adds for the Gram matrix; k^3 for a part of k < n columns, n^2 k + n^3 for one of more; three times
+    as much with the derivatives. Memory: four times Phi, F^2, and n^2 where k >= n.
+    """
+
+    def __init__(self, features: Tensor, noise: Tensor, residual: Tensor) -> None:
+        root = noise.sqrt().unsqueeze(-1)
+        self._features, self._noise, self._residual = features, noise, residual.unsqueeze(-1)
+        self._weighted, self._whitened = features / root, self._residual / root
+
+    def log_density(self, columns: Tensor, scale: Tensor) -> Tensor:
+        """The log density [*b] of N(0, Phi_k Phi_k^T + D) at r, Phi_k = Phi[:, columns] * scale.
+
+        Raises NonFiniteError where an entry of the covariance is not finite.
+        """
+        num_data = self._features.shape[-2]
+        by_parts = self._by_woodbury if len(columns) < num_data else self._by_dense_factor
+        quadratic, log_determinant = by_parts(columns, scale)
+        return -0.5 * (quadratic + log_determinant + num_data * math.log(2 * math.pi))
+
+    @cached_property
+    def _gram(self) -> Tensor:
+        """Phi^T D^-1 Phi; its two equal derivatives take one product."""
+        gram = self._weighted.mT @ self._weighted.detach()
+        return 2 * gram - gram.detach()
+
+    def _by_woodbury(self, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        gram = self._gram[..., columns, :][..., columns] * (scale.unsqueeze(-1) * scale)
+        lower = _factor(gram + torch.eye(len(columns), dtype=gram.dtype, device=gram.device))
+        with torch.no_grad():  # the quadratic form is smallest at these coefficients: its gradient needs none of theirs
+            projected = (self._weighted.mT @ self._whitened)[..., columns, :] * scale.unsqueeze(-1)
+            coefficients = torch.cholesky_solve(projected, lower)
+            spread = torch.zeros_like(self._weighted[..., 0, :].unsqueeze(-1))
+            spread[..., columns, :] = coefficients * scale.unsqueeze(-1)
+        # Two squares: r^T D^-1 r less the explained part would cancel.
+        rest = self._whitened - self._weighted @ spread
+        quadratic = rest.square().sum((-2, -1)) + coefficients.square().sum((-2, -1))
+        return quadratic, _log_determinant(lower) + self._noise.log().sum(-1)
+
+    def _by_dense_factor(self, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        features = self._features[..., columns] * scale
+        lower = _factor(features @ features.mT + torch.diag_embed(self._noise))
+        quadratic = (self._residual * torch.cholesky_solve(self._residual, lower)).sum((-2, -1))
+        return quadratic, _log_determinant(lower)
+
+
+def _log_determinant(lower: Tensor) -> Tensor:
+    return 2 * lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def _factor(matrix: Tensor) -> Tensor:
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    if info.any() or not torch.isfinite(lower).all():  # positive definite whenever it is finite
+        raise NonFiniteError(
+            "The covariance of random features has entries that are not finite, or too large for their noise: check data, "
+            "hyperparameters and noise (a noise constraint keeps it away from zero)."
+        )
+    return lower
+
+
 class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
-    """Base of the marginal log likelihoods of random features; see its two subclasses for the options."""
+    """Base of the two marginal log likelihoods of random features."""
 
-    def __init__(
-        self,
-        likelihood: Likelihood,
-        model: ExactGP,
-        *,
-        resample: bool,
-        solver: Solver | None,
-        products: KernelProducts | None,
-        generator: torch.Generator | int | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        options = {**options, "resample": resample}
-        super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
-        check_flag("resample", resample)
-        self.resample = resample
+    resample: bool
 
-    def _has_separate_estimates(self, estimate: Estimate) -> bool:
-        return self.resample  # value and gradient of kept frequencies are one smooth function
+    def _warn_once(self, estimate: Estimate) -> None:
+        if self.resample:  # value and gradient of kept frequencies are one smooth function
+            super()._warn_once(estimate)
 
     @abstractmethod
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
@@ -190,6 +215,8 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             value = value + total.exact * exact.value.double()
         estimate = FeatureEstimate(
             value=value.to(residual),
+            value_sem=torch.full_like(value, math.nan, dtype=residual.dtype),  # one draw does not tell its own error
+            status=SolveStatus.CONVERGED,  # dense factors always do; what is random is told in `truncation`
             features=matrix,
             derivatives=tuple(derivative.to(residual) for derivative in derivatives),
             exact=exact,
@@ -208,14 +235,8 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     `RussianRouletteMarginalLogLikelihood` has none and less variance.
 
     Args:
-        likelihood: a Gaussian likelihood with diagonal noise (fixed and heteroskedastic included).
-        model: a `gpytorch.models.ExactGP` whose kernel has a registered spectral density.
+        likelihood, model, resample, solver, products, generator: as in `SingleSampleRFFMarginalLogLikelihood`.
         num_frequencies: m, for each kernel of the prior's sum: 2 m features.
-        resample: False keeps the frequencies of the first step.
-        solver: of predictions, which are of the kernel itself; None is Cholesky up to 3,000 data, and beyond conjugate
-            gradients to 1e-4.
-        products: how kernel products are computed.
-        generator: a generator, or the seed of one. The global generator is never touched.
 
     A step costs n (2m)^2 + (2m)^3, or n^2 2m + n^3 where 2m >= n; memory some six times n 2m.
 
@@ -237,16 +258,10 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         generator: torch.Generator | int | None = None,
     ) -> None:
         check_count("num_frequencies", num_frequencies)
-        super().__init__(
-            likelihood,
-            model,
-            resample=resample,
-            solver=solver,
-            products=products,
-            generator=generator,
-            options={"num_frequencies": num_frequencies},
-        )
-        self.num_frequencies = num_frequencies
+        check_flag("resample", resample)
+        options = {"num_frequencies": num_frequencies, "resample": resample}
+        super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
+        self.num_frequencies, self.resample = num_frequencies, resample
 
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
         return self.num_frequencies, {}

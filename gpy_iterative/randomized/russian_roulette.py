@@ -18,7 +18,7 @@ from gpy_iterative.exact.estimates import Estimate
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
-from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, TruncationReport
+from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, SeriesOptions, TruncationReport
 from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, FixedTruncation, Truncation
 
 #: Relative residual at which a solve to a tolerance would stop.
@@ -99,9 +99,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             )
         if probe_truncation not in ("independent", "shared"):
             raise ValueError(f"probe_truncation must be 'independent' or 'shared', got {probe_truncation!r}.")
-        super().__init__(
-            likelihood,
-            model,
+        series = SeriesOptions(
             truncation=truncation,
             num_truncations=num_truncations,
             num_probes=num_probes,
@@ -109,10 +107,8 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             preconditioner=preconditioner,
             tolerance=tolerance,
             resample=resample,
-            solver=solver,
-            products=products,
-            generator=generator,
         )
+        super().__init__(likelihood, model, series, solver=solver, products=products, generator=generator)
         self._has_warned = False
 
     def _warn_once(self, estimate: Estimate) -> None:
@@ -159,16 +155,9 @@ class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
     `RussianRouletteMarginalLogLikelihood` removes the bias.
 
     Args:
-        likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
-        model: a `gpytorch.models.ExactGP`.
         num_steps: of every solve.
-        tolerance: relative residual at which a column stops earlier; None is 1e-10 in float64 and 1e-6 in float32.
-        num_probes: probe vectors, of the preconditioner's covariance.
-        preconditioner: None is the identity.
-        resample: False keeps the probes of the first step.
-        solver: of predictions; None is Cholesky up to 3,000 data, and beyond conjugate gradients to 1e-4.
-        products: how kernel products are computed.
-        generator: a generator, or the seed of one. The global generator is never touched.
+        likelihood, model, tolerance, num_probes, preconditioner, resample, solver, products, generator: as in
+            `RussianRouletteMarginalLogLikelihood`.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
@@ -189,9 +178,7 @@ class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         products: KernelProducts | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        super().__init__(
-            likelihood,
-            model,
+        series = SeriesOptions(
             truncation=FixedTruncation(num_steps),
             num_truncations=1,
             num_probes=num_probes,
@@ -199,7 +186,5 @@ class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             preconditioner=preconditioner,
             tolerance=tolerance,
             resample=resample,
-            solver=solver,
-            products=products,
-            generator=generator,
         )
+        super().__init__(likelihood, model, series, solver=solver, products=products, generator=generator)

@@ -30,6 +30,7 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 from gpy_iterative.randomized.solver_series import Series, conjugate_gradient_series
 from gpy_iterative.randomized.truncation import (
@@ -43,7 +44,7 @@ from gpy_iterative.randomized.truncation import (
 )
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.training.report import Report
-from gpy_iterative.training.run import Run
+from gpy_iterative.training.run import Part, Run
 from gpy_iterative.training.training_system import TrainingSystem
 
 
@@ -72,82 +73,84 @@ class TruncationReport(Report):
     decay_rate: Tensor
 
 
+@dataclass(frozen=True)
+class SeriesOptions:
+    """How series are drawn and cut; for each option see `RussianRouletteMarginalLogLikelihood`."""
+
+    truncation: Truncation | AutomaticTruncation
+    num_truncations: int
+    num_probes: int
+    shares_truncation: bool
+    preconditioner: PivotedCholesky | None
+    tolerance: float | None
+    resample: bool
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.truncation, AutomaticTruncation):
+            check_truncation(self.truncation)
+        elif not self.resample:
+            raise ValueError(
+                "resample=False freezes the draws, which AutomaticTruncation redistributes every step: give an "
+                "ExponentialTruncation instead."
+            )
+        check_instance("preconditioner", self.preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
+        if self.tolerance is not None:
+            check_fraction("tolerance", self.tolerance)
+        check_flag("resample", self.resample)
+
+    def probes(self) -> ProbeDistribution:
+        """Probes whose covariance is the preconditioner of the recurrence."""
+        if self.preconditioner is None:
+            return Rademacher(num_probes=self.num_probes)
+        # P in the probes and in the recurrence is one matrix; its diagonal is the noise.
+        return Preconditioned(
+            num_probes=self.num_probes,
+            rank=self.preconditioner.rank,
+            correct_diagonal=False,
+            recipe=self.preconditioner,
+        )
+
+
 class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
-    """Base of the marginal log likelihoods from truncated series; see its two subclasses for the options."""
+    """Base of the two marginal log likelihoods from truncated series."""
 
     def __init__(
         self,
         likelihood: Likelihood,
         model: ExactGP,
+        series: SeriesOptions,
         *,
-        truncation: Truncation | AutomaticTruncation,
-        num_truncations: int,
-        num_probes: int,
-        shares_truncation: bool,
-        preconditioner: PivotedCholesky | None,
-        tolerance: float | None,
-        resample: bool,
         solver: Solver | None,
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
     ) -> None:
-        if not isinstance(truncation, AutomaticTruncation):
-            check_truncation(truncation)
-        check_instance("preconditioner", preconditioner, PivotedCholesky, "PivotedCholesky(rank=5)")
-        if tolerance is not None:
-            check_fraction("tolerance", tolerance)
-        if not resample and isinstance(truncation, AutomaticTruncation):
-            raise ValueError(
-                "resample=False freezes the draws, which AutomaticTruncation redistributes every step: give an "
-                "ExponentialTruncation instead."
-            )
-        probes: ProbeDistribution = Rademacher(num_probes=num_probes)
-        if preconditioner is not None:
-            # P in the probes and in the recurrence is one matrix; its diagonal is the noise.
-            probes = Preconditioned(
-                num_probes=num_probes, rank=preconditioner.rank, correct_diagonal=False, recipe=preconditioner
-            )
-        options = {"probes": probes, "truncation": truncation, "num_truncations": num_truncations}
-        options |= {"shares_truncation": shares_truncation, "resample": resample}
+        probes, names = series.probes(), ("truncation", "num_truncations", "shares_truncation", "resample")
+        options = {"probes": probes} | {name: getattr(series, name) for name in names}
         super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
-        self.probes = probes
-        self.truncation = truncation
-        self.num_truncations = num_truncations
-        self.shares_truncation = shares_truncation
-        check_flag("resample", resample)
-        self.tolerance, self.resample = tolerance, resample
+        self.series, self.probes = series, probes
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
         start, operator, residual = time.perf_counter(), system.operator, system.residual
         run = run.for_system(operator)
         truncation = within(self._current_truncation(run), operator.shape[-1], operator.dtype)
-        kept = None if self.resample else run.part("series")
+        kept = None if self.series.resample else run.part("series")
         if kept is None:
             generator = run.generator()
             kept = self._draw(operator, truncation, generator)
             run = run.drawn(generator).having(series=kept)
-        draws = dict(kept)
-        probes = self.probes.probes(operator, None, draws_under("probes", draws))
-        target_stops = draws["target_stops"]
-        probe_stops = draws["probe_stops"]
-        self._check_stops(target_stops, probe_stops, operator.batch_shape)
-        table = survival_table(truncation, torch.cat([target_stops.reshape(-1), probe_stops.reshape(-1)]))
         batch = operator.batch_shape
+        self._check_stops(kept["target_stops"], kept["probe_stops"], batch)
+        probes = self.probes.probes(operator, None, draws_under("probes", dict(kept)))
+        table = survival_table(
+            truncation, torch.cat([kept["target_stops"].reshape(-1), kept["probe_stops"].reshape(-1)])
+        )
         members, runs = [], []
         for index in itertools.product(*map(range, batch)):
-            member = Probes(
-                probes.vectors[index],
-                None if probes.dual is None else probes.dual[index],
-                None if probes.covariance is None else probes.covariance[index] if batch else probes.covariance,
-            )
-            matrix = cast(LinearOperator, operator[index]) if batch else operator
-            stops = target_stops[index].cpu(), probe_stops[index].cpu()
-            series = self._series(matrix, residual[index], member, *stops, table)
-            members.append(
-                _estimate_of(series, residual[index], member, *stops, truncation, table[: series.iterations])
-            )
+            member = _Member.of(index, operator, residual, probes, kept)
+            series = member.run(table, self.series.tolerance)
+            members.append(member.estimate(series, truncation, table[: series.iterations]))
             runs.append(series)
-        if isinstance(self.truncation, AutomaticTruncation):
+        if isinstance(self.series.truncation, AutomaticTruncation):
             run = run.having(decay={"energies": _pooled_energies(runs)})
         estimate = _stacked(members, batch)
         stats = dataclasses.replace(estimate.stats, seconds=time.perf_counter() - start)
@@ -155,17 +158,17 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
     def _current_truncation(self, run: Run) -> Truncation:
         """Of this step: chosen, where that is asked for, from what the last step showed."""
-        if not isinstance(self.truncation, AutomaticTruncation):
-            return self.truncation
+        if not isinstance(self.series.truncation, AutomaticTruncation):
+            return self.series.truncation
         seen = run.part("decay")
         if seen is None or not seen["energies"].any():  # a residual of zero shows no decay
-            return self.truncation.start
-        return self.truncation.choose(seen["energies"].cpu())
+            return self.series.truncation.start
+        return self.series.truncation.choose(seen["energies"].cpu())
 
     def _draw(self, operator: LinearOperator, truncation: Truncation, generator: torch.Generator) -> Draws:
         batch = operator.batch_shape
-        target_stops = draw_stops(truncation, (*batch, self.num_truncations), generator)
-        if self.shares_truncation:
+        target_stops = draw_stops(truncation, (*batch, self.series.num_truncations), generator)
+        if self.series.shares_truncation:
             probe_stops = target_stops[..., :1].expand(*batch, self.probes.num_probes).clone()
         else:
             probe_stops = draw_stops(truncation, (*batch, self.probes.num_probes), generator)
@@ -176,7 +179,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
         """ValueError for draws that were put into a training state in another number: one alone would be squared."""
         for name, stops, count in (
-            ("series.target_stops", target_stops, self.num_truncations),
+            ("series.target_stops", target_stops, self.series.num_truncations),
             ("series.probe_stops", probe_stops, self.probes.num_probes),
         ):
             if tuple(stops.shape) != (*batch, count):
@@ -184,67 +187,94 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                     f"{name} of the training state must have the shape {(*batch, count)}, got {tuple(stops.shape)}."
                 )
 
-    def _series(
-        self,
-        operator: LinearOperator,
-        residual: Tensor,
-        probes: Probes,
-        target_stops: Tensor,
-        probe_stops: Tensor,
-        log_survival: Tensor,
-    ) -> Series:
+
+@dataclass(frozen=True)
+class _Member:
+    """One system of a batch with its draws: M truncations of the targets' series, and s probes with one each."""
+
+    operator: LinearOperator  # [n, n]
+    residual: Tensor  # [n]
+    vectors: Tensor  # of the probes, [n, s]
+    dual: Tensor  # S^-1 xi, [n, s]
+    covariance: LowRankPlusDiagonal | None  # S, the preconditioner; None for the identity
+    target_stops: Tensor  # [M]
+    probe_stops: Tensor  # [s]
+
+    @classmethod
+    def of(
+        cls, index: tuple[int, ...], operator: LinearOperator, residual: Tensor, probes: Probes, draws: Part
+    ) -> "_Member":
+        if index:
+            operator = cast(LinearOperator, operator[index])
+        covariance, dual = probes.covariance, cast(Tensor, probes.dual)
+        if index and covariance is not None:
+            covariance = covariance[index]
+        stops = draws["target_stops"][index].cpu(), draws["probe_stops"][index].cpu()
+        return cls(operator, residual[index], probes.vectors[index], dual[index], covariance, *stops)
+
+    def run(self, log_survival: Tensor, tolerance: float | None) -> Series:
         """One run for the targets' truncations and the probes'."""
-        own = torch.zeros(len(target_stops), dtype=torch.long)
+        own = torch.zeros(len(self.target_stops), dtype=torch.long)
         return conjugate_gradient_series(
-            operator,
-            torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1),
-            torch.cat([own, torch.arange(1, len(probe_stops) + 1)]),
-            torch.cat([target_stops, probe_stops]),
+            self.operator,
+            torch.cat([self.residual.unsqueeze(-1), self.vectors], dim=-1),
+            torch.cat([own, torch.arange(1, len(self.probe_stops) + 1)]),
+            torch.cat([self.target_stops, self.probe_stops]),
             log_survival,
-            preconditioner=probes.covariance,
-            tolerance=self.tolerance,
+            preconditioner=self.covariance,
+            tolerance=tolerance,
         )
 
+    def estimate(self, series: Series, truncation: Truncation, log_survival: Tensor) -> DensityEstimate:
+        """The estimate from the run."""
+        targets, solved = series.sums.tensor_split([len(self.target_stops)], dim=-1)
+        left, right = _quadratic_factors(targets)
+        value, variance = self._value(series, log_survival)
+        energies = series.energies[:, 0]
+        excess, total = (-log_survival).expm1() @ energies, energies.sum()
+        return DensityEstimate(
+            value=value.to(self.residual),
+            value_sem=variance.sqrt().to(self.residual),
+            weights=targets.mean(-1),
+            left=torch.cat([left, solved / (-2 * len(self.probe_stops))], dim=-1),
+            right=torch.cat([right, self.dual], dim=-1),
+            status=series.status,
+            stats=SolveStats(
+                iterations=series.iterations,
+                epochs=float(series.iterations),
+                overhead=0.0 if self.covariance is None else self.covariance.build_epochs,
+                residual_norms={"targets": float(series.norms[0]), "probes": float(series.norms[1:].amax())},
+                seconds=series.seconds,
+            ),
+            truncation=TruncationReport(
+                truncation=truncation,
+                target_steps=self.target_stops,
+                probe_steps=self.probe_stops,
+                steps=series.steps,
+                converged=series.converged,
+                relative_variance=excess / total if total > 0 else torch.zeros_like(total),
+                decay_rate=torch.tensor(decay_rate(energies)),
+            ),
+        )
 
-def _estimate_of(
-    series: Series,
-    residual: Tensor,
-    probes: Probes,
-    target_stops: Tensor,
-    probe_stops: Tensor,
-    truncation: Truncation,
-    log_survival: Tensor,
-) -> DensityEstimate:
-    """The estimate from the run for one system [n, n]."""
-    targets, solved = series.sums.tensor_split([len(target_stops)], dim=-1)
-    left, right = _quadratic_factors(targets)
-    value, variance = _value(series, probes, target_stops, probe_stops, log_survival)
-    energies = series.energies[:, 0]
-    excess, total = (-log_survival).expm1() @ energies, energies.sum()
-    return DensityEstimate(
-        value=value.to(residual),
-        value_sem=variance.sqrt().to(residual),
-        weights=targets.mean(-1),
-        left=torch.cat([left, solved / (-2 * len(probe_stops))], dim=-1),
-        right=torch.cat([right, probes.vectors if probes.dual is None else probes.dual], dim=-1),
-        status=series.status,
-        stats=SolveStats(
-            iterations=series.iterations,
-            epochs=float(series.iterations),
-            overhead=0.0 if probes.covariance is None else probes.covariance.build_epochs,
-            residual_norms={"targets": float(series.norms[0]), "probes": float(series.norms[1:].amax())},
-            seconds=series.seconds,
-        ),
-        truncation=TruncationReport(
-            truncation=truncation,
-            target_steps=target_stops,
-            probe_steps=probe_stops,
-            steps=series.steps,
-            converged=series.converged,
-            relative_variance=excess / total if total > 0 else torch.zeros_like(total),
-            decay_rate=torch.tensor(decay_rate(energies)),
-        ),
-    )
+    def _value(self, series: Series, log_survival: Tensor) -> tuple[Tensor, Tensor]:
+        """The log density and its variance, from the scalars of the run: quadratic form, log-determinant, constant."""
+        weights = (-log_survival).exp()
+        steps = torch.arange(1, series.iterations + 1).unsqueeze(-1)
+        energies = series.energies[:, 0]
+        quadratic = (weights * energies) @ (steps <= self.target_stops).double()
+        terms = krylov_logarithm_terms(series.lengths[:, 1:], series.products[:, 1:])
+        logarithms = weights @ (terms * (steps <= self.probe_stops))
+        logarithms = logarithms * (self.vectors.double() * self.dual.double()).sum(0).cpu()
+        base = 0.0 if self.covariance is None else float(self.covariance.logdet())
+        constant = len(self.residual) * math.log(2 * math.pi)
+        value = -0.5 * (quadratic.mean() + base + logarithms.mean() + constant)
+        # E[q^2] of q = sum_{j <= J} e_j / S_j is sum_ij e_i e_j / S_min(i, j).
+        after = energies.flip(0).cumsum(0).flip(0) - energies
+        of_quadratic = ((weights - 1) * energies * (energies + 2 * after)).sum() / len(self.target_stops)
+        count = logarithms.numel()
+        of_logarithms = logarithms.var() / count if count > 1 else torch.full_like(value, math.nan)
+        return value, 0.25 * (of_quadratic + of_logarithms)
 
 
 def _stacked(members: list[DensityEstimate], batch: torch.Size) -> DensityEstimate:
@@ -278,31 +308,6 @@ def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
     if count == 1:
         return 0.5 * targets, targets
     return targets[:, 1:] / (count * (count - 1)), targets.cumsum(-1)[:, :-1]
-
-
-def _value(
-    series: Series, probes: Probes, target_stops: Tensor, probe_stops: Tensor, log_survival: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The log density and its variance, from the scalars of the run: quadratic form, log-determinant, constant."""
-    weights = (-log_survival).exp()
-    steps = torch.arange(1, series.iterations + 1).unsqueeze(-1)
-    energies = series.energies[:, 0]
-    quadratic = (weights * energies) @ (steps <= target_stops).double()
-    terms = krylov_logarithm_terms(series.lengths[:, 1:], series.products[:, 1:])
-    logarithms = weights @ (terms * (steps <= probe_stops))
-    dual = probes.vectors if probes.dual is None else probes.dual
-    logarithms = logarithms * (probes.vectors.double() * dual.double()).sum(0).cpu()
-    base = 0.0 if probes.covariance is None else float(probes.covariance.logdet())
-    size = len(series.sums)
-    value = -0.5 * (quadratic.mean() + base + logarithms.mean() + size * math.log(2 * math.pi))
-
-    # E[q^2] of q = sum_{j <= J} e_j / S_j is sum_ij e_i e_j / S_min(i, j).
-    after = energies.flip(0).cumsum(0).flip(0) - energies
-    spread = weights - 1
-    of_quadratic = (spread * energies * (energies + 2 * after)).sum() / len(target_stops)
-    count = logarithms.numel()
-    of_logarithms = logarithms.var() / count if count > 1 else torch.full_like(value, math.nan)
-    return value, 0.25 * (of_quadratic + of_logarithms)
 
 
 def _pooled_energies(runs: list[Series]) -> Tensor:

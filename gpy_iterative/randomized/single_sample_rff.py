@@ -91,24 +91,19 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             raise ValueError(f"probabilities must be 'inverse' or 'adaptive', got {probabilities!r}.")
         if not resample and probabilities == "adaptive":
             raise ValueError("resample=False freezes the draw, whose probabilities cannot adapt: take 'inverse'.")
-        super().__init__(
-            likelihood,
-            model,
-            resample=resample,
-            solver=solver,
-            products=products,
-            generator=generator,
-            options={
-                "min_frequencies": min_frequencies,
-                "frequency_step": frequency_step,
-                "max_frequencies": max_frequencies,
-                "probabilities": probabilities,
-                "exact_last": exact_last,
-            },
-        )
-        self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
-        self.max_frequencies = max_frequencies
         check_flag("exact_last", exact_last)
+        check_flag("resample", resample)
+        options = {
+            "min_frequencies": min_frequencies,
+            "frequency_step": frequency_step,
+            "max_frequencies": max_frequencies,
+            "probabilities": probabilities,
+            "exact_last": exact_last,
+            "resample": resample,
+        }
+        super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
+        self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
+        self.max_frequencies, self.resample = max_frequencies, resample
         self.probabilities, self.exact_last = probabilities, exact_last
 
     def _grid(self, num_data: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_fraction
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_solvers.columns import check_system
+from gpy_iterative.linear_solvers.columns import LinearSystem
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateDirections
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveStats, SolveStatus
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, PreconditionerRecipe
@@ -91,16 +91,11 @@ def conjugate_gradient_series(
         preconditioner: P.
         tolerance: relative residual norm at which a column has converged; None is 1e-10 in float64, 1e-6 in float32.
 
-    A column that converges keeps its reweighted sum: putting the solution itself in its place, which such a column knows,
-    would make the estimate depend on J in another way than the weights do, and bias it. A column leaves the block when it
-    has converged or reached its last J, and products become narrower.
+    A column that converges keeps its reweighted sum: the solution itself, which such a column knows, would bias the
+    estimate. A column leaves the block when it has converged or reached its last J, and products become narrower.
 
     Cost: max(stops) products with H, each with the columns that are still open, and P^-1. Memory: eight blocks [n, t] and
-    the sums; no basis is stored. Lengths, products and weights are float64.
-
-    Raises:
-        ValueError: a tolerance outside (0, 1).
-        NonFiniteError: a NaN or an infinity appeared.
+    the sums. Raises ValueError for a tolerance outside (0, 1), NonFiniteError where a NaN or an infinity appears.
     """
     start = time.perf_counter()
     size, num_columns = rhs.shape
@@ -221,7 +216,7 @@ def russian_roulette_solve(
     groups = (ColumnGroup("targets", block.shape[-1], 0.0),)
     if operator.batch_shape:
         raise ValueError(f"A series is run for one system at a time, got a batch {tuple(operator.batch_shape)}.")
-    check_system(operator, block, groups)
+    LinearSystem(operator, block, groups)  # checks that they fit
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     overhead = 1.0
     if isinstance(preconditioner, PreconditionerRecipe):

@@ -188,11 +188,7 @@ def check_truncation(truncation: object) -> None:
 
 
 def draw_stops(truncation: Truncation, size: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Independent draws of J, [*size] on the CPU.
-
-    Raises:
-        ValueError: a sampler that answers with another number of draws.
-    """
+    """Independent draws of J, [*size] on the CPU. Raises ValueError for a sampler that gives another number of them."""
     stops = truncation.sample(size, generator)
     if tuple(stops.shape) != tuple(size):
         raise ValueError(
@@ -205,8 +201,7 @@ def draw_stops(truncation: Truncation, size: Sequence[int], generator: torch.Gen
 def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
     """The logarithms of S_j for j = 1, ..., the largest of the draws `stops`.
 
-    Raises:
-        ValueError: draws that are no positive integers, or a survival function that contradicts them.
+    Raises ValueError for draws that are no positive integers, or a survival function that contradicts them.
     """
     name = type(truncation).__name__
     if not stops.numel():
@@ -227,11 +222,7 @@ def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FixedTruncation:
-    """Always the same number of steps: biased, all weights are 1.
-
-    Raises:
-        ValueError: fewer than one step.
-    """
+    """Always the same number of steps: biased, all weights are 1. Raises ValueError for fewer than one step."""
 
     num_steps: int
 
@@ -250,17 +241,11 @@ class FixedTruncation:
 
 @dataclass(frozen=True)
 class AutomaticTruncation:
-    """Rate and minimum from the decay that the last step's series showed.
+    """Rate and minimum from the decay that the last step's series showed; `start` for a step that has none before it.
 
     The rate is log(rho), of terms that fall as rho^-j, and at most 0.1. The minimum leaves a tenth of the sum of squared
     norms; the relative standard deviation is then about 0.3. The current draw plays no part in the choice: a truncation
-    that depended on its own series would be biased.
-
-    Args:
-        start: for the first step, and for the first one after the number of data has changed.
-
-    Raises:
-        TypeError: a start of another kind.
+    that depended on its own series would be biased. Raises TypeError for a start of another kind.
     """
 
     start: ExponentialTruncation = ExponentialTruncation()
@@ -270,11 +255,7 @@ class AutomaticTruncation:
             raise TypeError(f"start must be an ExponentialTruncation, got {self.start!r}.")
 
     def choose(self, energies: Tensor) -> ExponentialTruncation:
-        """The truncation for a step after one whose series had these terms.
-
-        Args:
-            energies: squared norms of the terms in order, [J]: of conjugate gradients, length times r^T P^-1 r.
-        """
+        """The truncation after a step whose series had terms of these squared norms, [J]."""
         energies = energies.double()
         decay = decay_rate(energies)
         # A decay that a short run barely shows may lengthen the next one threefold, and not without bound.
@@ -297,13 +278,9 @@ def _steps_to_tail(energies: Tensor, decay: float) -> int:
 
 
 def decay_rate(energies: Tensor) -> float:
-    """log(rho) of terms whose norms fall as rho^-j: the slope of half the logarithm of their squares, over the second half.
+    """log(rho) of terms whose norms fall as rho^-j, from the second half of their squares [J], without zeros.
 
-    Args:
-        energies: squared norms [J]. Zeros (a series that has ended) are left out.
-
-    Returns:
-        inf for a series of fewer than four terms, which says nothing of the kind and is over anyway.
+    Fewer than four terms show no decay: inf.
     """
     logarithms = energies[energies > 0].double().log() / 2
     if len(logarithms) < 4:

@@ -13,7 +13,7 @@ from gpy_iterative.spectral.densities import (
     spectral_density,
 )
 from gpy_iterative.spectral.features import RandomFourierFeatures
-from gpy_iterative.spectral.summands import Summand, has_random_features, summands
+from gpy_iterative.spectral.summands import Summand, summands
 
 __all__ = [
     "Draws",
@@ -22,7 +22,6 @@ __all__ = [
     "Summand",
     "draws_under",
     "gamma_quantile",
-    "has_random_features",
     "register_spectral_density",
     "spectral_density",
     "summands",

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations_with_replacement
+from itertools import chain, combinations_with_replacement
 from math import factorial, prod
 from typing import cast
 
@@ -146,54 +146,21 @@ def summands(terms: Sequence[KernelTerm]) -> list[Summand]:
     ]
 
 
-def has_random_features(kernel: kernels.Kernel) -> bool:
-    """Whether RandomFourierFeatures can be drawn for this kernel."""
-    if type(kernel) in (kernels.ScaleKernel, kernels.AdditiveStructureKernel):
-        return has_random_features(kernel.base_kernel)
-    if type(kernel) is kernels.AdditiveKernel:
-        return all(has_random_features(child) for child in kernel.kernels)
-    if type(kernel) is kernels.ProductKernel:
-        return all(has_random_features(child) and not _has_exact_part(child) for child in kernel.kernels)
-    if type(kernel) is kernels.ProductStructureKernel:
-        return has_random_features(kernel.base_kernel) and not _has_exact_part(kernel.base_kernel)
-    if type(kernel) is kernels.MultitaskKernel:
-        return has_random_features(kernel.data_covar_module)
-    if type(kernel) is kernels.LCMKernel:
-        return all(has_random_features(child) for child in kernel.covar_module_list)
-    return type(kernel) in _EXACT or spectral_density(kernel) is not None
-
-
-def _has_exact_part(kernel: kernels.Kernel) -> bool:
-    return any(type(part) in _EXACT for part in kernel.modules())
-
-
 def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | None) -> list[Summand]:
     # By exact type: a subclass may compute anything.
     if type(kernel) is kernels.ScaleKernel:
         # Its forward calls the base's forward: the base's active dimensions are its own, applied already.
         return _expand(f"{name}.base", kernel.base_kernel, inputs, _product(scale, kernel.outputscale))
-    if type(kernel) is kernels.AdditiveKernel:
-        return [
-            part
-            for index, child in enumerate(kernel.kernels)
-            for part in _expand(f"{name}.{index}", child, active_inputs(child, inputs), scale)
-        ]
-    if type(kernel) is kernels.ProductKernel:
-        return _multiplied_out(
-            scale,
-            [
-                _expand(f"{name}.{index}", child, active_inputs(child, inputs), None)
-                for index, child in enumerate(kernel.kernels)
-            ],
-        )
+    if type(kernel) in (kernels.AdditiveKernel, kernels.LCMKernel, kernels.ProductKernel):
+        is_lcm, is_product = type(kernel) is kernels.LCMKernel, type(kernel) is kernels.ProductKernel
+        # LCMKernel calls the forward of its parts, too.
+        children = list(kernel.covar_module_list if is_lcm else kernel.kernels)
+        points = [inputs if is_lcm else active_inputs(child, inputs) for child in children]
+        own_scale = None if is_product else scale
+        parts = [_expand(f"{name}.{i}", *part, own_scale) for i, part in enumerate(zip(children, points, strict=True))]
+        return _multiplied_out(scale, parts) if is_product else list(chain.from_iterable(parts))
     if type(kernel) in (kernels.AdditiveStructureKernel, kernels.ProductStructureKernel):
         return _expand_dimensions(name, kernel, inputs, scale)
-    if type(kernel) is kernels.LCMKernel:
-        return [
-            part
-            for index, child in enumerate(kernel.covar_module_list)
-            for part in _expand(f"{name}.{index}", child, inputs, scale)
-        ]
     if type(kernel) is kernels.MultitaskKernel:
         # Its forward calls the data kernel's forward, past that one's active dimensions.
         tasks = _task_root(kernel.task_covar_module)

@@ -14,21 +14,17 @@ from gpy_iterative.changes import same_tensor
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import unexpanded
 
+#: Errors of bytes that are no arguments.
+UNREADABLE = (AttributeError, TypeError, ValueError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError)
+
 
 class LikelihoodParams:
-    """The likelihood's extra arguments, with training inputs recognised among them.
+    """The likelihood's extra arguments, with training inputs recognised among them. Tensors are copied, without graph.
 
     Noise that depends on the inputs (task indices, heteroskedastic models) gets the training inputs as an argument.
     When they are replaced by `set_train_data`, the arguments have to follow. BoTorch's models transform them, and have
-    them in one form in train mode and in the other in evaluation mode: both are recognised.
-
-    Args:
-        params: as passed to the marginal log likelihood; empty is what GPyTorch passes when it predicts, the list of
-            training inputs.
-        model: whose training inputs are looked for among them.
-        kwargs: as passed to the marginal log likelihood.
-
-    Tensors are copied, without their graph.
+    them in one form in train mode and in the other in evaluation mode: both are recognised. Empty `params` stand for the
+    list of training inputs, as GPyTorch passes it.
     """
 
     @torch.inference_mode(False)
@@ -46,10 +42,9 @@ class LikelihoodParams:
         return cls(params, model, kwargs) if params or kwargs else None
 
     def current(self, model: ExactGP) -> tuple[Any, ...]:
-        """The arguments for the model's training inputs of now.
+        """The arguments for the model's current training inputs.
 
-        Raises:
-            ValueError: the training inputs have changed, and an argument is a tensor that is none of them.
+        Raises ValueError where these have changed, and an argument is a tensor that is none of them.
         """
         return self._followed(self._params, model)
 
@@ -93,17 +88,9 @@ class LikelihoodParams:
                 found = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
             params = cls.__new__(cls)
             params._forms, params._params, params._kwargs = (found[name] for name in ("_forms", "_params", "_kwargs"))
-        except (
-            AttributeError,
-            TypeError,
-            ValueError,
-            KeyError,
-            EOFError,
-            RuntimeError,
-            pickle.UnpicklingError,
-        ) as error:
+        except UNREADABLE as error:
             raise ValueError(
-                "The training state's arguments of the likelihood cannot be read: take it from training_state()."
+                "The training state's arguments of the likelihood cannot be read. Take it from training_state()."
             ) from error
         return params
 

@@ -49,8 +49,15 @@ def reporting(progress: Progress, operation: str, unit: str, total: float | None
     if progress is False:
         yield lambda done, figures: None
     elif progress is True:
-        with _bar(operation, unit, total) as bar:
-            yield bar
+        of = "" if total is None else f" of {total:g}"
+        layout = f"{{desc}}: {{n:.4g}}{of} {unit} [{{elapsed}}] {{postfix}}"
+        with tqdm(desc=operation, total=total, bar_format=layout, leave=False) as bar:
+
+            def tell(done: float, figures: dict[str, float]) -> None:
+                bar.set_postfix({name: f"{figure:.2g}" for name, figure in figures.items()}, refresh=False)
+                bar.update(done - bar.n)
+
+            yield tell
     else:
         yield lambda done, figures: progress(ProgressReport(operation, done, unit, total, figures))
 
@@ -65,16 +72,3 @@ def reporting_solve(
         return
     with reporting(progress, operation, unit) as tell:
         yield lambda told: tell(told.epochs, told.residual_norms)
-
-
-@contextmanager
-def _bar(operation: str, unit: str, total: float | None) -> Iterator[Tell]:
-    of = "" if total is None else f" of {total:g}"
-    layout = f"{{desc}}: {{n:.4g}}{of} {unit} [{{elapsed}}] {{postfix}}"
-    with tqdm(desc=operation, total=total, bar_format=layout, leave=False) as bar:
-
-        def tell(done: float, figures: dict[str, float]) -> None:
-            bar.set_postfix({name: f"{figure:.2g}" for name, figure in figures.items()}, refresh=False)
-            bar.update(done - bar.n)
-
-        yield tell

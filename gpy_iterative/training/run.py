@@ -16,18 +16,14 @@ from torch import Tensor
 
 from gpy_iterative.checks import generator_or_seed
 from gpy_iterative.training.likelihood_params import LikelihoodParams
-from gpy_iterative.training.state_description import StateDescription, check_tensors
+from gpy_iterative.training.state_description import TAKE_IT, StateDescription
 
 Part = Mapping[str, Tensor]
 CPU = torch.device("cpu")
 
 
 def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    """A private generator: the one given, or one with the given seed.
-
-    None takes the seed that `torch.manual_seed` last set, without drawing from the global generator. Raises as
-    `gpy_iterative.checks.generator_or_seed`.
-    """
+    """The generator given, or one with the given seed; None takes the seed that `torch.manual_seed` last set."""
     generator = generator_or_seed(generator)
     if isinstance(generator, torch.Generator):
         return generator
@@ -36,26 +32,20 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Run:
-    """Position of the random numbers, and tensors by part and name.
+    """Position of the random numbers, and tensors by part and name."""
 
-    Attributes:
-        position: of the generator, bytes.
-        device: of the generator.
-        parts: whatever the method keeps: draws, solutions, counts, all of them tensors.
-    """
-
-    position: Tensor
-    device: torch.device = CPU
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    position: Tensor  # of the generator, bytes
+    device: torch.device = CPU  # of the generator
+    parts: Mapping[str, Part] = field(default_factory=dict)  # whatever the method keeps: draws, solutions, counts
 
     @classmethod
     def begin(cls, generator: torch.Generator | int | None) -> "Run":
-        """A run that has made no step; raises as `make_generator`."""
+        """A run that has made no step."""
         made = make_generator(generator)
         return cls(made.get_state(), made.device)
 
     def generator(self) -> torch.Generator:
-        """A generator of the caller's own, at the run's position."""
+        """A new generator at the run's position."""
         generator = torch.Generator(self.device)
         generator.set_state(self.position)
         return generator
@@ -65,7 +55,7 @@ class Run:
         return self.parts.get(name)
 
     def drawn(self, generator: torch.Generator) -> "Run":
-        """The run after what this generator has drawn."""
+        """The run at this generator's position."""
         return replace(self, position=generator.get_state())
 
     def having(self, **parts: Part | None) -> "Run":
@@ -95,20 +85,21 @@ class Run:
 
     def loaded(self, state: Mapping[str, Any]) -> "Run":
         """The run that `to_dict` described. Raises ValueError where the dict is none of those."""
-        check_tensors(state)
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                kind = type(value).__name__
+                raise ValueError(f"This is no training state: its entry {name!r} is a {kind} and no tensor. {TAKE_IT}")
         position = state.get("generator")
-        if not isinstance(position, Tensor) or position.dtype != torch.uint8:
-            raise ValueError("This is no training state: it has no entry 'generator'. Take it from training_state().")
+        if position is None or position.dtype != torch.uint8:
+            raise ValueError(f"This is no training state: it has no entry 'generator'. {TAKE_IT}")
         if position.shape != self.position.shape:
-            raise ValueError("This is the training state of another kind of generator: take it from training_state().")
+            raise ValueError(f"This is the training state of another kind of generator. {TAKE_IT}")
         parts: dict[str, dict[str, Tensor]] = {}
         for entry, tensor in state.items():
             if entry != "generator":
                 name, _, key = entry.partition(".")
                 if not key:
-                    raise ValueError(
-                        f"This is no training state: it has an unknown entry {entry!r}. Take it from training_state()."
-                    )
+                    raise ValueError(f"This is no training state: it has an unknown entry {entry!r}. {TAKE_IT}")
                 parts.setdefault(name, {})[key] = tensor.clone()
         return Run(position.cpu().clone(), self.device, parts)
 

@@ -45,20 +45,17 @@ Model = TypeVar("Model", bound=GP)
 #: Attributes of a model that hold what was computed from it.
 _RESULTS = ("prediction_strategy", "_posterior")
 #: Attributes that say how to predict, or that are compared apart from the others.
-_NO_NUMBERS = frozenset(
-    {
-        "training",
-        "train_inputs",
-        "train_targets",
-        "grid_bounds",
-        "num_refinements",
-        "solver",
-        "products",
-        "seed",
-        "likelihood_params",
-        *_RESULTS,
-    }
-)
+_NO_NUMBERS = {
+    "training",
+    "train_inputs",
+    "train_targets",
+    "grid_bounds",
+    "num_refinements",
+    "solver",
+    "products",
+    "seed",
+}
+_NO_NUMBERS |= {"likelihood_params", *_RESULTS}
 #: Dicts of tensors that a copy does not share.
 _OWN = ("_parameters", "_buffers")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Tensor)
@@ -72,20 +69,17 @@ _UNKNOWN = object()
 class ModelSnapshot:
     """A model and its likelihood as they were, in evaluation mode.
 
-    Attributes:
-        model: a copy with numbers of its own, without gradients. It is evaluated once, at the training inputs; what is
-            evaluated later are `copies`.
-        likelihood: a copy of its likelihood.
-        tensors: copies of parameters, buffers, training inputs and targets of the original, by name.
-        attributes: public attributes of its modules that are numbers, texts, tensors, or lists of them, by name.
-        nan_policy: GPyTorch's `observation_nan_policy` at the time.
+    The copies have their own numbers, without gradients. They are evaluated once, at the training inputs; later evaluations
+    use `copies()`.
     """
 
     model: Any
     likelihood: Any
-    tensors: dict[str, Tensor]
-    attributes: dict[str, Any]
-    nan_policy: str
+    tensors: dict[str, Tensor]  # parameters, buffers, training inputs and targets, by name
+    attributes: dict[
+        str, Any
+    ]  # public attributes of modules that are numbers, texts, tensors, or lists of them, by name
+    nan_policy: str  # GPyTorch's `observation_nan_policy` at the time
 
     @classmethod
     def of(cls, model: GP, likelihood: Likelihood) -> "ModelSnapshot":
@@ -152,14 +146,9 @@ class ModelSnapshot:
 def evaluation_copies(
     model: Model, likelihood: Likelihood, copies: ModuleCopies | None = None
 ) -> tuple[Model, Likelihood]:
-    """Model and likelihood in evaluation mode, by copies of their modules: the user's stay in the mode that they are in.
+    """Copies of model and likelihood in evaluation mode, without caches of GPyTorch's; the originals keep their mode.
 
-    Args:
-        model: in either mode.
-        likelihood: in either mode.
-        copies: makes them; None shares all tensors.
-
-    Modules of a model in evaluation mode that are in training mode stay so. Caches of GPyTorch's modules are left behind.
+    Without `copies`, tensors are shared. Modules of a model in evaluation mode that are in training mode stay so.
     """
     copies = ModuleCopies(own=_OWN, apart=True) if copies is None else copies
     model, likelihood = copies.of(model), copies.of(likelihood)

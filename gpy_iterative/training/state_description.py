@@ -13,6 +13,7 @@ from torch import Tensor
 #: Raised whenever older states cannot be loaded any more.
 FORMAT = 2
 _NAME = "description"
+TAKE_IT = "Take it from training_state()."
 _DATA = "fingerprint of the training data"
 #: Of a fingerprint's numbers, relative or absolute: data that were standardised elsewhere differ in their last digits.
 _SAME_DATA = 1e-3
@@ -20,16 +21,13 @@ _SAME_DATA = 1e-3
 
 @dataclass(frozen=True)
 class StateDescription:
-    """Method, options and sizes of a run, as plain values by name.
-
-    Two descriptions are equal where a state of the one run can be gone on with in the other. Devices are no part of it.
-    """
+    """Method, options, sizes and data of a run, as plain values by name. Devices are no part of it."""
 
     entries: dict[str, Any]
 
     @classmethod
     def of(cls, mll: torch.nn.Module, options: Mapping[str, Any]) -> "StateDescription":
-        """Of a marginal log likelihood now: its class, the options that shape its state, and its model's data."""
+        """The description of a marginal log likelihood, with the options that shape its state."""
         model: Any = mll.model
         inputs = tuple(getattr(model, "train_inputs", None) or ())
         targets = getattr(model, "train_targets", None)
@@ -52,10 +50,7 @@ class StateDescription:
         return {_NAME: torch.tensor(list(json.dumps(self.entries).encode()), dtype=torch.uint8)} | state
 
     def taken_from(self, state: Any) -> dict[str, Any]:
-        """The state without its description.
-
-        Raises ValueError, which names what differs, for anything but a state of a run like this one.
-        """
+        """The state without its description. Raises ValueError, which names the differences, for another run's state."""
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"This is no training state, but a {type(state).__name__}: pass the dict that training_state() gave."
@@ -85,16 +80,6 @@ _WITHOUT = (
 )
 
 
-def check_tensors(state: Mapping[str, Any]) -> None:
-    """Raises ValueError where an entry is no tensor."""
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"This is no training state: its entry {name!r} is a {type(value).__name__} and no tensor; take it from "
-                "training_state()."
-            )
-
-
 def _read(state: Mapping[str, Any]) -> dict[str, Any]:
     if _NAME not in state:
         if "generator" in state:
@@ -102,14 +87,14 @@ def _read(state: Mapping[str, Any]) -> dict[str, Any]:
                 "This training state does not say what it belongs to: it was saved by an earlier version of "
                 f"gpy_iterative. {_WITHOUT}"
             )
-        raise ValueError("This is no training state: it has no description. Take it from training_state().")
+        raise ValueError(f"This is no training state: it has no description. {TAKE_IT}")
     text = state[_NAME]
     try:
         found = json.loads(bytes(text.tolist()))
     except (AttributeError, TypeError, ValueError):  # of no tensor, of no bytes, of no JSON
         found = None
     if not isinstance(found, dict):
-        raise ValueError("This is no training state: its description cannot be read. Take it from training_state().")
+        raise ValueError(f"This is no training state: its description cannot be read. {TAKE_IT}")
     return found
 
 

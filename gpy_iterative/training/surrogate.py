@@ -23,6 +23,11 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import matrix_derivative
 from gpy_iterative.worker_threads import divided
 
+_HELD_FIXED = (
+    "The gradient of an iterative marginal log likelihood cannot be differentiated again: it is an estimate whose solves "
+    "are held fixed. Call backward() without create_graph=True."
+)
+
 
 class _BilinearSurrogate(torch.autograd.Function):
     """Returns `value`; differentiates as sum_k left_k^T H right_k, or as sum_ij left_ij H_ij without `right`."""
@@ -44,7 +49,8 @@ class _BilinearSurrogate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivatives()
+        if torch.is_grad_enabled():
+            raise RuntimeError(_HELD_FIXED)
         (gradient,) = gradients
         left, right, *representation = ctx.saved_tensors
         operator = ctx.tree(*representation)
@@ -68,7 +74,8 @@ class _GivenDerivatives(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivatives()
+        if torch.is_grad_enabled():
+            raise RuntimeError(_HELD_FIXED)
         (gradient,) = gradients
 
         def scaled(derivative: Tensor, shape: torch.Size) -> Tensor:
@@ -79,24 +86,11 @@ class _GivenDerivatives(torch.autograd.Function):
         return (None, None, *(scaled(derivative, shape) if needed else None for needed, derivative, shape in parts))
 
 
-def _refuse_second_derivatives() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "The gradient of an iterative marginal log likelihood cannot be differentiated again: it is an "
-            "estimate whose solves are held fixed. Call backward() without create_graph=True."
-        )
-
-
 def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """A value whose derivatives are known, with the gradient attached.
+    """A value [*b] whose derivatives are known, with the gradient attached.
 
-    Args:
-        value: [*b], detached.
-        pairs: tensors [*b, ...] with the graph to the user's parameters, or without the batch, and the derivatives
-            [*b, ...] of the value with respect to each, detached.
-
-    Returns:
-        [*b] tensor. Its backward raises RuntimeError under `create_graph=True`.
+    The pairs are tensors [*b, ...] (or without the batch) with the graph to the user's parameters, and the derivatives
+    [*b, ...] of the value with respect to each.
     """
     tensors, derivatives = zip(*pairs, strict=True)
     return _GivenDerivatives.apply(value, derivatives, *tensors)
@@ -110,20 +104,18 @@ def surrogate(
     weights: Tensor,
     residual: Tensor,
 ) -> Tensor:
-    """The log marginal likelihood's value, with its gradient estimator attached.
+    """The log marginal likelihood's value [*b], with its gradient estimator attached.
 
     Args:
         operator: H [*b, n, n], with the graph to the user's parameters.
         value: [*b], detached.
         left: [*b, n, k], detached.
-        right: [*b, n, k], detached: d/dtheta of the result is sum_k left_k^T dH/dtheta right_k. With None, left is
-            the whole weight matrix [*b, n, n] and d/dtheta of the result sum_ij left_ij dH_ij/dtheta.
+        right: [*b, n, k], detached: the derivative is sum_k left_k^T dH right_k. With None, left is the weight of every
+            entry of dH, [*b, n, n].
         weights: a = H^-1 (y - mean) [*b, n], detached.
         residual: y - mean [*b, n], with the graph to the mean's parameters (and the targets, if they have one).
 
-    Returns:
-        [*b] tensor. Its backward costs one derivative pass of the operator, n^2 (d + k) multiply-adds for a
-        kernel matrix, and raises RuntimeError under `create_graph=True`.
+    Backward costs one derivative pass of the operator, n^2 (d + k) multiply-adds for a kernel matrix.
     """
     result = _BilinearSurrogate.apply(operator.representation_tree(), value, left, right, *operator.representation())
     if residual.requires_grad:
@@ -132,51 +124,40 @@ def surrogate(
 
 
 def with_checked_gradient(value: Tensor, module: torch.nn.Module) -> Tensor:
-    """The value itself, whose backward pass raises NonFiniteError where the gradient of a parameter is not finite.
+    """The value [*b] itself, whose backward pass raises NonFiniteError where a parameter's gradient is not finite.
 
-    Args:
-        value: of a marginal log likelihood, [*b].
-        module: whose parameters are checked.
-
-    Parameters and their `.grad` are then as they were before the pass. Checked is what reaches the parameters, after
-    whatever else their graphs have made of the value's derivative: a kernel may be finite, and its own derivative not.
+    Parameters of the module and their `.grad` are then as they were before the pass. What reaches the parameters is
+    checked: a kernel may be finite, and its own derivative not.
     """
     if value.requires_grad:
-        value.register_hook(_Watch(module).begin)
+        value.register_hook(partial(_watch, module))
     return value
 
 
-class _Watch:
-    """The parameters' hooks of one backward pass at a time, and the gradients that they had before it."""
+def _watch(module: torch.nn.Module, _: Tensor) -> None:
+    """The value's hook, called before anything behind it is differentiated: hooks on the parameters for this pass."""
+    graph_task = torch._C._current_graph_task_id()
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    changed: list[tuple[Tensor, Tensor | None]] = []  # parameters with the gradients that they had before the pass
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._parameters = [
-            (name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
-        ]
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._before: list[tuple[Tensor, Tensor | None]] = []
-        self._graph_task = -1
-
-    def begin(self, gradient: Tensor) -> None:
-        """The value's own hook, called before anything behind the value is differentiated."""
-        self._end()  # after a pass that something else has ended
-        self._graph_task = torch._C._current_graph_task_id()
-        self._handles = [p.register_hook(partial(self._check, name, p)) for name, p in self._parameters]
-        Variable._execution_engine.queue_callback(self._end)
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+        changed.clear()
 
     @torch.no_grad()
-    def _check(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
+    def check(name: str, parameter: Tensor, gradient: Tensor) -> None:
         """A parameter's hook, called before its gradient is added to `.grad`."""
-        if torch._C._current_graph_task_id() != self._graph_task:
-            self._end()
+        if torch._C._current_graph_task_id() != graph_task:  # this pass has ended in another error
+            end()
             return
         entries = gradient._values() if gradient.is_sparse else gradient
         if torch.isfinite(entries).all():
-            self._before.append((parameter, None if parameter.grad is None else parameter.grad.clone()))
+            changed.append((parameter, None if parameter.grad is None else parameter.grad.clone()))
             return
-        for other, before in self._before:
+        for other, before in changed:
             other.grad = before
-        self._end()
+        end()
         raise NonFiniteError(
             f"The gradient of the parameter {name} is not finite, though the value is; no parameter and no .grad was "
             "changed. Either a derivative of the kernel or mean is not finite, as that of a square root of a distance of "
@@ -184,7 +165,6 @@ class _Watch:
             "targets, or use float64)."
         )
 
-    def _end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._before = [], []
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    handles += [parameter.register_hook(partial(check, name, parameter)) for name, parameter in trained]
+    Variable._execution_engine.queue_callback(end)

@@ -23,19 +23,12 @@ from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 @dataclass(frozen=True)
 class TrainingSystem:
-    """What the training solves are about.
+    """The linear system of the m observed of n training data (n counts tasks)."""
 
-    Attributes:
-        prior: the model's prior at all training inputs.
-        operator: H of the observed data [*k, m, m]; k is b, or its last dimensions where several targets share a matrix.
-        residual: y - mean of the observed data [*b, m].
-        observed: [n], which data are observed; None is all (n counts tasks).
-    """
-
-    prior: MultivariateNormal
-    operator: LinearOperator
-    residual: Tensor
-    observed: Tensor | None
+    prior: MultivariateNormal  # at all training inputs
+    operator: LinearOperator  # H [*k, m, m]; k is b, or its last dimensions where several targets share a matrix
+    residual: Tensor  # y - mean [*b, m]
+    observed: Tensor | None  # [n], which data are observed; None is all
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -79,9 +72,8 @@ def training_system(
 ) -> TrainingSystem:
     """The system of a model and a likelihood that nothing changes, see `ModelSnapshot`.
 
-    Raises:
-        ValueError: a model without training data, inputs that are not finite, targets of another shape than the prior,
-            infinite ones, NaN targets unless GPyTorch's `observation_nan_policy` is "mask", noise that is not positive.
+    Raises ValueError for a model without training data, inputs or targets that do not fit or are not finite (NaN targets
+    are missing ones under GPyTorch's `observation_nan_policy("mask")`), noise that is not positive.
     """
     if model.train_inputs is None or model.train_targets is None:
         raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
@@ -116,26 +108,19 @@ def linear_system(
     caches: TileCaches | None = None,
     shares_matrix: bool = False,
 ) -> TrainingSystem:
-    """The system of a prior and its targets, with the graph to the hyperparameters.
+    """The system of a prior and targets [*b, n] or [*b, n, T], with the graph to the hyperparameters.
 
-    Args:
-        likelihood: Gaussian.
-        prior: at the training inputs.
-        target: [*b, n] or [*b, n, T].
-        params: the likelihood's own arguments.
-        kwargs: those with names.
-        products: how kernel products are computed.
-        caches: of tiles, from step to step.
-        shares_matrix: leaves H without the leading dimensions in which only the targets differ.
+    `shares_matrix` leaves H without the leading dimensions in which only the targets differ.
     """
     observed = observed_data(prior, target)
     operator = noisy_operator(likelihood, prior, *params, products=products, caches=caches, observed=observed, **kwargs)
     residual = flat_targets(prior, target) - prior.loc
     if observed is not None:
         residual = residual[..., observed]
-    batch = torch.broadcast_shapes(operator.batch_shape, residual.shape[:-1])
-    is_shared = shares_matrix and batch[len(batch) - len(operator.batch_shape) :] == operator.batch_shape
-    if batch != operator.batch_shape and not is_shared:
+    own = operator.batch_shape
+    batch = torch.broadcast_shapes(own, residual.shape[:-1])
+    is_shared = shares_matrix and batch[len(batch) - len(own) :] == own
+    if batch != own and not is_shared:
         operator = operator.expand(*batch, *operator.matrix_shape)
     return TrainingSystem(prior, operator, residual.expand(*batch, residual.shape[-1]), observed)
 

@@ -15,7 +15,7 @@ from tests import oracles
 from tests.devices import moved
 from tests.exact.gaussian_models import Regression
 
-N = 60
+N = 40
 TIGHT = ConjugateGradients(tolerance=1e-9, probe_tolerance=1e-9)
 PRODUCTS = KernelProducts(tile_size=16)
 
@@ -37,7 +37,7 @@ METHODS: dict[str, Callable[..., gpi.mlls.HutchinsonMarginalLogLikelihood]] = {
     ),
     "projections": lambda *parts: gpi.mlls.HutchinsonMarginalLogLikelihood(
         *parts,
-        solver=AlternatingProjections(block_size=16, tolerance=1e-9, probe_tolerance=1e-9),
+        solver=AlternatingProjections(block_size=16, tolerance=1e-8, probe_tolerance=1e-8),
         products=PRODUCTS,
         generator=0,
     ),

@@ -30,7 +30,7 @@ def of_low_rank(mll: gpi.mlls.HutchinsonMarginalLogLikelihood) -> gpi.mlls.Hutch
     return mll
 
 
-def monte_carlo(case: Case, mll: gpytorch.mlls.MarginalLogLikelihood, draws: int) -> dict[str, torch.Tensor]:
+def monte_carlo(case: Case, mll: gpytorch.mlls.MarginalLogLikelihood, draws: int = 16) -> dict[str, torch.Tensor]:
     """[draws, ...] gradients of every parameter from fresh probes."""
     samples: dict[str, list] = {}
     for _ in range(draws):
@@ -46,10 +46,10 @@ def test_hutchinson_gradient_is_unbiased(name: str) -> None:
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     mll = of_low_rank(
         gpi.mlls.HutchinsonMarginalLogLikelihood(
-            case.likelihood, case.model, num_probes=16, solver=TIGHT, warm_start=False, generator=0
+            case.likelihood, case.model, num_probes=40, solver=TIGHT, warm_start=False, generator=0
         )
     )
-    for parameter, samples in monte_carlo(case, mll, 40).items():
+    for parameter, samples in monte_carlo(case, mll).items():
         assert_mean_within(samples, expected[parameter], max_sem=0.3 * scale, floor=1e-9)
 
 
@@ -59,9 +59,9 @@ def test_pathwise_gradient_is_unbiased_with_few_frequencies(name: str) -> None:
     _, expected = exact(case)
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     mll = gpi.mlls.PathwiseMarginalLogLikelihood(
-        case.likelihood, case.model, num_probes=16, num_frequencies=50, solver=TIGHT, warm_start=False, generator=0
+        case.likelihood, case.model, num_probes=40, num_frequencies=50, solver=TIGHT, warm_start=False, generator=0
     )
-    for parameter, samples in monte_carlo(case, mll, 40).items():
+    for parameter, samples in monte_carlo(case, mll).items():
         assert_mean_within(samples, expected[parameter], max_sem=0.3 * scale, floor=1e-9)
 
 
@@ -131,9 +131,9 @@ def test_exact_prior_probes() -> None:
     _, expected = exact(case)
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     mll = gpi.mlls.PathwiseMarginalLogLikelihood(
-        case.likelihood, case.model, prior="exact", num_probes=16, solver=TIGHT, warm_start=False, generator=0
+        case.likelihood, case.model, prior="exact", num_probes=64, solver=TIGHT, warm_start=False, generator=0
     )
-    for parameter, samples in monte_carlo(case, mll, 40).items():
+    for parameter, samples in monte_carlo(case, mll).items():
         assert_mean_within(samples, expected[parameter], max_sem=0.3 * scale, floor=1e-9)
 
 

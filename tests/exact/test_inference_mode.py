@@ -34,9 +34,12 @@ def train(mll: gpi.mlls.HutchinsonMarginalLogLikelihood, case: Case, steps: int 
     return values
 
 
-@pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: type(solver).__name__)
-@pytest.mark.parametrize("probes", ["preconditioned", "rademacher"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("solver", "probes", "kernel"),
+    [(solver, "preconditioned", "radial") for solver in SOLVERS]
+    + [(SOLVERS[1], "rademacher", "generic"), (SOLVERS[2], "preconditioned", "generic")],
+    ids=lambda part: part if isinstance(part, str) else type(part).__name__,
+)
 def test_training_goes_on_as_if_the_mode_had_been_no_grad(solver: gpi.solvers.Solver, probes: str, kernel: str) -> None:
     values = []
     for mode in (torch.no_grad, torch.inference_mode):

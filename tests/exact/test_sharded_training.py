@@ -22,7 +22,7 @@ SOLVERS = {
     "cg": CG,
     "preconditioned cg": gpi.solvers.ConjugateGradients(tolerance=1e-8, probe_tolerance=1e-8),
     "projections": gpi.solvers.AlternatingProjections(tolerance=1e-5, probe_tolerance=1e-5, block_size=25),
-    "sgd": gpi.solvers.StochasticGradientDescent(tolerance=1e-2, probe_tolerance=1e-2, batch_size=40, max_epochs=30),
+    "sgd": gpi.solvers.StochasticGradientDescent(tolerance=1e-2, probe_tolerance=1e-2, batch_size=24, max_epochs=10),
     "cholesky": gpi.solvers.Cholesky(),
 }
 #: SGD's budget ends before its tolerance on purpose; Russian roulette's weights are wild in so few steps.
@@ -30,7 +30,7 @@ QUIET = "ignore::gpy_iterative.errors.ConvergenceWarning"
 
 
 def matern() -> Case:
-    return regression(kernels.ScaleKernel(kernels.MaternKernel(nu=1.5, ard_num_dims=3)), n=120)
+    return regression(kernels.ScaleKernel(kernels.MaternKernel(nu=1.5, ard_num_dims=3)), n=72)
 
 
 def make_mll(case: Case, name: str, solver: str, group: Any, seed: int = 0) -> gpi.mlls.GaussianMarginalLogLikelihood:
@@ -60,11 +60,11 @@ def values(case: Case) -> Tensor:
 
 
 def train_and_predict(group: Any, name: str, solver: str) -> dict[str, Tensor]:
-    """Three steps of Adam, and what the posterior has to say."""
+    """Two steps of Adam, and what the posterior has to say."""
     case = matern()
     mll = make_mll(case, name, solver, group)
     optimizer = torch.optim.Adam(case.model.parameters(), lr=0.1)
-    losses = torch.stack([step(case, mll, optimizer) for _ in range(3)])
+    losses = torch.stack([step(case, mll, optimizer) for _ in range(2)])
     gradient = torch.cat([p.grad.flatten() for p in case.model.parameters() if p.grad is not None])
     posterior = mll.posterior()
     test_x = case.x[:10] + 0.1
@@ -116,7 +116,11 @@ def gradients(group: Any, name: str) -> list[Tensor]:
     return [torch.zeros(()) if p.grad is None else p.grad for p in case.model.parameters()]
 
 
-@pytest.mark.parametrize("name", CASES)
+#: Cases whose operators are made as those of another case are.
+SIMILAR = {"rbf", "matern-1/2", "matern-5/2", "unscaled", "linear", "priors", "deep", "sum-in-forward"}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SIMILAR])
 def test_models_of_every_kind_have_the_gradients_of_one_process(processes: Processes, name: str) -> None:
     expected = gradients(None, name)
     for found in processes.run(gradients, name, size=2):

@@ -7,7 +7,7 @@ import pytest
 from tests.exact.stress import FACTORS, Run, design, is_possible, problems_of
 
 #: Of every run of the tests: each level once, few data and steps. `make stress` trains all pairs for thirty steps.
-SMALL = FACTORS | {"size": (200,)}
+SMALL = FACTORS | {"size": (150,)}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -20,7 +20,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.ConvergenceWarning")
 @pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.NumericalWarning")
 def test_runs(run: Run, pytestconfig: pytest.Config) -> None:
-    options = {} if pytestconfig.getoption("--stress") else {"steps": 5, "draws": 4}
+    options = {} if pytestconfig.getoption("--stress") else {"steps": 3, "draws": 4}
     assert not problems_of(run, **options)
 
 

@@ -73,7 +73,7 @@ def test_tracker_rate_of_a_function() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"mu": 0}, {"mu": -1.0}, {"mu": float("nan")}, {"mu": "much"}, {"mu": None}, {"dual_step": 0}, {"dual_step": [1]}],
+    [{"mu": 0}, {"mu": -1.0}, {"mu": float("nan")}, {"mu": "much"}, {"mu": None}],
 )
 def test_minimax_options(options: dict) -> None:
     case = feature_case(KERNELS["fourier"](), n=30)
@@ -261,21 +261,21 @@ def test_dtypes_of_kernel_and_data() -> None:
 def test_layers_whose_features_are_the_batchs(layer: torch.nn.Module) -> None:
     extractor = torch.nn.Sequential(network(), layer)
     case = feature_case(gpi.kernels.DeepFeatureKernel(extractor, kernels.LinearKernel()), n=30)
-    with pytest.raises(ValueError, match=f"{type(layer).__name__} in training mode"):
-        MLLS[0](case.likelihood, case.model)
-    layer.eval()
     mll = MLLS[0](case.likelihood, case.model)
+    with pytest.raises(ValueError, match=rf"feature_extractor\.1 \({type(layer).__name__}\)"):
+        mll(case.model(case.x), case.y)
+    layer.eval()
     mll(case.model(case.x), case.y)
     layer.train()
-    with pytest.raises(ValueError, match="in training mode"):
+    with pytest.raises(ValueError, match="beside other rows"):
         mll.refresh()
 
 
 def test_batch_normalisation_without_statistics_is_refused_in_every_mode() -> None:
     extractor = torch.nn.Sequential(network(), torch.nn.BatchNorm1d(5, track_running_stats=False)).eval()
     case = feature_case(gpi.kernels.DeepFeatureKernel(extractor, kernels.LinearKernel()), n=30)
-    with pytest.raises(ValueError, match="BatchNorm1d with track_running_stats=False"):
-        MLLS[0](case.likelihood, case.model)
+    with pytest.raises(ValueError, match="BatchNorm1d"):
+        MLLS[0](case.likelihood, case.model)(case.model(case.x), case.y)
 
 
 class Shifted(torch.nn.Module):
@@ -337,7 +337,7 @@ def test_training_states_of_others(method: str) -> None:
     if method != "minibatch":
         foreign = METHODS[method](case.likelihood, case.model, batch_size=8).training_state()
         others.append((foreign, "num_features is"))
-        others.append((foreign | {"description": state["description"]}, "other features"))
+        others.append((foreign | {"description": state["description"]}, "as many features"))
     for other, match in others:
         with pytest.raises(ValueError, match=match):
             mll.load_training_state(other)

@@ -174,9 +174,7 @@ def test_short_lengthscales_keep_their_digits_in_float32() -> None:
         vector = torch.randn(700, generator=generator, dtype=torch.float64).to(dtype)
         scales = torch.tensor([0.001, 0.5], dtype=torch.float64)
         scaled = ((x - x.mean(0)) / scales).to(dtype)
-        operator = RadialKernelLinearOperator(
-            scaled, torch.tensor(2.0, dtype=dtype), function=MATERN[1.5], scales_only=True
-        )
+        operator = RadialKernelLinearOperator(scaled, torch.tensor(2.0, dtype=dtype), function=MATERN[1.5])
         assert bool(operator.tiles().distances.apart) is (dtype is torch.float32)
         found.append(operator.scale_products(vector).double())
         step = 1e-4

@@ -35,6 +35,7 @@ class LaplaceModel(gpi.models.IterativeLaplaceGP):
             self.covar_module = gpytorch.kernels.MultitaskKernel(
                 gpytorch.kernels.RBFKernel(), num_tasks=latents, rank=1
             )
+            self.covar_module.task_covar_module.initialize(covar_factor=torch.cos(torch.arange(latents)).unsqueeze(-1))
         self.to(x)
 
     def forward(self, x: Tensor) -> MultivariateNormal:

@@ -258,7 +258,7 @@ def test_a_tile_that_failed_takes_no_room() -> None:
         with torch.no_grad(), pytest.raises(MemoryError):
             operator._matmul(rhs)
         assert operator.cache.num_bytes == whole
-        held = [*operator.cache._tiles.values(), *itertools.chain(*operator.cache._spare.values())]
+        held = [*operator.cache.tiles.values(), *itertools.chain(*operator.cache._spare.values())]
         assert sum(tile.numel() * tile.element_size() for tile in held) == whole
 
 

@@ -255,7 +255,7 @@ class DescentContract(RandomSolverContract):
         operator = NoisyLinearOperator(kernel, torch.full((N,), 0.2).double())
         solver = type(self.solver)(batch_size=25, max_epochs=5000)
         iterate = Iterate(torch.zeros(N, 1).double(), y.unsqueeze(-1), y.unsqueeze(-1))
-        rate = solver.init(operator, iterate, SolveInputs()).descent.learning_rate
+        rate = solver.init(operator, iterate, SolveInputs()).learning_rate
         limit = self.stable_limit(torch.linalg.eigvalsh(operator.to_dense())[-1].item())
         assert 0.4 * limit <= rate <= 0.8 * limit
         assert solver.solve(operator, y).status is SolveStatus.CONVERGED

@@ -77,7 +77,7 @@ def test_without_acceleration_the_error_falls_with_every_block() -> None:
     exact = torch.linalg.solve(operator.to_dense(), rhs)
     iterate = Iterate(torch.zeros_like(rhs), rhs.clone(), rhs)
     state = SOLVER._give_up(iterate, SOLVER.init(operator, iterate, SolveInputs()))
-    assert not SOLVER.has_diverged(state)
+    assert not state.has_diverged
     last = (exact * rhs).sum(0)
     for _ in range(30):
         state = SOLVER.step(operator, iterate, state)
@@ -97,11 +97,11 @@ def test_what_diverges_goes_on_without_acceleration_and_then_says_so() -> None:
     state = SOLVER.init(operator, iterate, SolveInputs())
     state = SOLVER.step(operator, iterate, without_leave_to_grow(state))
     assert state.convexity is None
-    assert not SOLVER.has_diverged(state)
+    assert not state.has_diverged
     assert torch.equal(iterate.value, torch.zeros_like(rhs))
     torch.testing.assert_close(iterate.residual, rhs)
     state = SOLVER.step(operator, iterate, without_leave_to_grow(state))
-    assert SOLVER.has_diverged(state)
+    assert state.has_diverged
 
 
 def test_indefinite_blocks_are_reported() -> None:

@@ -30,8 +30,8 @@ SOLVERS = [
     AlternatingProjections(tolerance=1e-6, block_size=30, max_epochs=50),
     AcceleratedSketchAndProject(tolerance=1e-6, block_size=30, max_epochs=50),
     AcceleratedSketchAndProject(tolerance=1e-6, block_size=30, rank=5, max_epochs=200),
-    StochasticGradientDescent(tolerance=1e-6, batch_size=30, max_epochs=1000),
-    StochasticDualDescent(tolerance=1e-6, batch_size=30, max_epochs=1000),
+    StochasticGradientDescent(tolerance=1e-6, batch_size=30, max_epochs=200),
+    StochasticDualDescent(tolerance=1e-6, batch_size=30, max_epochs=200),
 ]
 
 

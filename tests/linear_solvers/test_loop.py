@@ -24,6 +24,7 @@ from gpy_iterative.solvers import (
     IterativeSolver,
     SolveInputs,
     Solver,
+    SolverState,
     SolveStatus,
     StochasticDualDescent,
     StochasticGradientDescent,
@@ -124,27 +125,28 @@ def test_columns_that_are_done_leave_the_block() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimist(IterativeSolver[None]):
+class Optimist(IterativeSolver[SolverState]):
     """Richardson's iteration on a well conditioned system, telling a residual that is smaller than the true one."""
 
     told: float = 0.5
     length: float = 0.05
 
-    def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> None:
-        pass
+    def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> SolverState:
+        return SolverState()
 
-    def restart(self, iterate: Iterate, state: None) -> None:
-        pass
+    def restart(self, iterate: Iterate, state: SolverState) -> SolverState:
+        return state
 
-    def step(self, operator: LinearOperator, iterate: Iterate, state: None) -> None:
+    def step(self, operator: LinearOperator, iterate: Iterate, state: SolverState) -> SolverState:
         residual = iterate.rhs - operator._matmul(iterate.value)
         iterate.value = iterate.value + self.length * residual
         iterate.residual = self.told * (iterate.rhs - operator._matmul(iterate.value))
+        return state
 
-    def narrow(self, state: None, columns: Tensor) -> None:
-        pass
+    def narrow(self, state: SolverState, columns: Tensor) -> SolverState:
+        return state
 
-    def work_per_step(self, operator: LinearOperator, state: None) -> float:
+    def work_per_step(self, operator: LinearOperator, state: SolverState) -> float:
         return 1.0
 
 

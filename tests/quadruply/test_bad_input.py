@@ -10,7 +10,6 @@ import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
 from gpy_iterative.mlls import QuadruplyStochasticELBO
 from gpy_iterative.models import InducingPointBasis, NystromBasis, QuadruplyStochasticGP
-from gpy_iterative.quadruply.known_latent import _watched
 from tests.quadruply.quadruply_models import fourier_problem, gaussian_likelihood, known_latent
 
 OPTIONS = {"num_feature_samples": 20, "num_data_samples": 30, "num_control_points": 20, "generator": 0}
@@ -121,12 +120,10 @@ def test_predictions_are_no_training_output() -> None:
 
 
 def test_likelihoods() -> None:
-    model, x, y = fourier_problem()
+    model, _, _ = fourier_problem()
     student = gpytorch.likelihoods.StudentTLikelihood().double()
     with pytest.raises(UnsupportedLikelihoodError, match="StudentTLikelihood is not known"):
         QuadruplyStochasticELBO(student, model)
-    taken = QuadruplyStochasticELBO(student, model, assume_log_concave=True, generator=0)
-    assert torch.isfinite(taken(model(x), y))
     with pytest.raises(UnsupportedLikelihoodError, match="Multitask"):
         QuadruplyStochasticELBO(gpytorch.likelihoods.MultitaskGaussianLikelihood(2), model)
     with pytest.raises(ValueError, match="batch of models"):
@@ -195,7 +192,7 @@ def test_hyperparameters_that_are_not_finite() -> None:
     model.basis.kernel.raw_outputscale.data.fill_(0.5)
     model.weights.tail_mean.data.fill_(1e200)
     report = mll.report
-    with pytest.warns(gpi.errors.ApproximationWarning), pytest.raises(NonFiniteError, match="smaller learning rate"):
+    with pytest.raises(NonFiniteError, match="smaller learning rate"):
         mll(model(x), y)
     assert mll.report is report
     assert torch.equal(mll._run.position, before["generator"])
@@ -246,9 +243,9 @@ def test_training_goes_on_after_weights_that_were_no_numbers(points: int | None)
         optimizer.zero_grad()
         (-mll(model(x), y)).backward()
         optimizer.step()
-    before, moved = mll._run, known_latent(mll).pending
+    before, moved = mll._run, known_latent(mll).sampled
     good = model.weights.tail_mean.detach().clone()
-    model.weights.tail_mean.data[moved[~torch.isin(moved, _watched(model))]] = torch.nan
+    model.weights.tail_mean.data[moved] = torch.nan
     with pytest.raises(NonFiniteError):
         mll(model(x), y)
     assert mll._run is before

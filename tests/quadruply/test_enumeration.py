@@ -13,8 +13,6 @@ from gpy_iterative.quadruply.data_terms import (
     Rows,
     control_term,
     gaussian_term,
-    known_gaussian_term,
-    known_site_term,
     site_bound,
 )
 from gpy_iterative.quadruply.known_latent import KnownLatent
@@ -158,10 +156,10 @@ def known_terms(model: QuadruplyStochasticGP, rows: Rows, kind: str, size: int) 
         second = first if i is j else Sample.of(model, j, sparse=False)
         known, _ = latent.evaluate(model, first, second)
         if kind == "gaussian":
-            term = known_gaussian_term(model, rows, known, first)
+            term = gaussian_term(model, rows, first, first, known)
         else:
             labels = replace(rows, target=(rows.target > 0).double(), noise=None)
-            term = -2 * known_site_term(LOGISTIC, model, labels, known, first)
+            term = -2 * site_bound(LOGISTIC, model, labels, first, known)
         gradients = torch.autograd.grad(term, parameters, allow_unused=True)
         zero = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
         found.append((term.detach(), *zero))

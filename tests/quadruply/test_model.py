@@ -44,12 +44,15 @@ def data(n: int = 40) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("k", [0, 4])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("block_size", [6, 8192])
-def test_predictions_are_exact_in_blocks(k: int, shared: bool, block_size: int) -> None:
+def test_predictions_are_exact_in_blocks(
+    k: int, shared: bool, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpy_iterative.quadruply.model.BLOCK", block_size)
     model, x, _ = fourier_problem(num_dense_columns=k, shared_diagonal=shared)
     set_weights(model, *weights_of(40, k))
     model.mean_module = gpytorch.means.ConstantMean().double()
     model.mean_module.constant = 0.7
-    prediction = model.eval().posterior(x, block_size=block_size)
+    prediction = model.eval().posterior(x)
     phi, root = dense_features(model, x), dense_root(model)
     covariance = phi @ root @ root.mT @ phi.mT
     torch.testing.assert_close(prediction.mean, phi @ model.weights.mean + 0.7)
@@ -142,26 +145,6 @@ def test_inducing_points_at_the_data_have_the_exact_mean() -> None:
     exact = cross @ torch.linalg.solve(gram + NOISE * torch.eye(20).double(), y)
     model.eval()
     torch.testing.assert_close(model(z).mean, exact, rtol=1e-4, atol=1e-5)
-
-
-def test_augmentation_returns_to_the_prior() -> None:
-    x, y = data(20)
-    kernel = kernel_2d().requires_grad_(False)
-    model = QuadruplyStochasticGP(InducingPointBasis(kernel, x)).eval()
-    gram = kernel(x).to_dense()
-    set_weights(model, *best_weights(gram, gram, y, NOISE, 0))
-    z = torch.cat([quasi_normal(5, 2, root=23.0), torch.tensor([[80.0, 80.0]]).double()])
-    plain, augmented = model.posterior(z), model.posterior(z, augmentation_noise=NOISE)
-    cross, prior = kernel(z, x).to_dense(), kernel(z, diag=True)
-    extra = NOISE * prior.square() / (cross.square().sum(-1) + NOISE * prior)
-    torch.testing.assert_close(augmented.variance, plain.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2) + extra)
-    torch.testing.assert_close(augmented.covariance_matrix, plain.covariance_matrix + torch.diag(extra))
-    torch.testing.assert_close(augmented.variance[-1], prior[-1])
-    torch.testing.assert_close(augmented.mean, plain.mean)
-    with pytest.raises(ValueError, match="must be positive"):
-        model.posterior(z, augmentation_noise=0.0)
-    with pytest.raises(ValueError, match="InducingPointBasis"):
-        fourier_problem()[0].posterior(z, augmentation_noise=NOISE)
 
 
 def test_training_a_nystrom_model_by_natural_gradients() -> None:
@@ -450,8 +433,6 @@ def test_what_the_model_refuses() -> None:
             other.posterior(x)
         with pytest.raises(ValueError, match="batch of models"):
             QuadruplyStochasticELBO(gaussian_likelihood(NOISE), other, generator=0)(other(x), x[:, 0])
-    with pytest.raises(ValueError, match="block_size"):
-        model.posterior(x, block_size=0)
     for options in (
         {"num_data": 0},
         {"num_steps": 0},

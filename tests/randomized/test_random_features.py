@@ -12,7 +12,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
-from gpy_iterative.randomized.feature_density import FeatureDensity
+from gpy_iterative.randomized.random_features import FeatureDensity
 from tests.exact.gaussian_models import CASES, Case, regression
 from tests.exact.test_estimator import exact
 from tests.exact.test_exact import value_and_gradients

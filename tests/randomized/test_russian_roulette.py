@@ -129,23 +129,23 @@ def test_gradient_is_unbiased(name: str) -> None:
     case = CASES[name]()
     _, expected = exact(case)
     scale = max(gradient.abs().max().item() for gradient in expected.values())
-    mll = roulette(case, num_truncations=4, num_probes=16)
-    for parameter, samples in monte_carlo(case, mll, 40).items():
+    mll = roulette(case, num_truncations=8, num_probes=40)  # few runs of many draws cost less
+    for parameter, samples in monte_carlo(case, mll, 16).items():
         assert_mean_within(samples, expected[parameter], max_sem=0.3 * scale, floor=1e-9)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"probe_truncation": "shared"}, {"preconditioner": None}, {"num_truncations": 8, "num_probes": 12}],
+    [{}, {"probe_truncation": "shared"}, {"preconditioner": None}, {"num_truncations": 16, "num_probes": 30}],
 )
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.VarianceWarning")
 def test_value_and_gradient_are_unbiased_to_a_fortieth(options: dict) -> None:
     case = smooth_case()
     expected, expected_gradients = exact(case)
-    options = {"num_probes": 24, "num_truncations": 4} | options
+    options = {"num_probes": 60, "num_truncations": 8} | options
     mll = roulette(case, truncation=ExponentialTruncation(15, 0.05), **options)
     values, samples = [], {}
-    for _ in range(60):
+    for _ in range(24):
         value, gradients = value_and_gradients(mll, case)
         values.append(value)
         for name, gradient in gradients.items():
@@ -167,8 +167,8 @@ def test_value_has_the_error_it_reports() -> None:
     case = smooth_case()
     expected, _ = exact(case)
     values, sems = [], []
-    for seed in range(60):
-        mll = roulette(case, truncation=ExponentialTruncation(10, 0.1), generator=seed)
+    mll = roulette(case, truncation=ExponentialTruncation(10, 0.1))
+    for _ in range(30):
         values.append(mll(case.model(case.x), case.y).detach())
         sems.append(mll.report.value_sem)
     spread = (torch.stack(values) - expected).square().mean().sqrt()
@@ -353,7 +353,7 @@ def test_training_ends_where_exact_gradients_end_and_truncated_training_does_not
         else:
             mll = TruncatedCG(case.likelihood, case.model, num_steps=6, preconditioner=None, generator=0)
         with gpytorch.settings.fast_computations(False, False, False):
-            adam(case, mll, 60, rate=0.1)
+            adam(case, mll, 40, rate=0.1)
         case.model.train()
         with torch.no_grad(), gpytorch.settings.fast_computations(False, False, False):
             exact_mll = gpytorch.mlls.ExactMarginalLogLikelihood(case.likelihood, case.model)

@@ -182,7 +182,7 @@ def test_another_number_of_latent_functions_is_refused() -> None:
         (gpi.mlls.VariationalFeatureMarginalLogLikelihood, {"tracker_rate": 0.9}),
         (gpi.mlls.VariationalFeatureMarginalLogLikelihood, {"centred": False}),
         (gpi.mlls.CompositionalMarginalLogLikelihood, {"tracker_rate": 0.9}),
-        (gpi.mlls.MinimaxMarginalLogLikelihood, {"dual_step": 0.1}),
+        (gpi.mlls.MinimaxMarginalLogLikelihood, {"mu": 40.0}),
         (gpi.mlls.MinibatchMarginalLogLikelihood, {"batch_size": 9}),
     ],
 )

@@ -60,7 +60,8 @@ def _blocks(operator: LinearOperator, index: Tensor) -> Tensor:
 
 @_blocks.register
 def _(operator: NoisyLinearOperator, index: Tensor) -> Tensor:
-    return _blocks(operator.kernel, index) + _same(index) * operator.noise[index].unsqueeze(-1)
+    is_same = index.unsqueeze(-1) == index.unsqueeze(-2)
+    return _blocks(operator.kernel, index) + is_same * operator.noise[index].unsqueeze(-1)
 
 
 @_blocks.register
@@ -104,11 +105,6 @@ def _(operator: InterpolatedLinearOperator, index: Tensor) -> Tensor:
     nodes, shares = operator.left_interp_indices[index], operator.left_interp_values[index]  # [p, k, count]
     found = columns[nodes.unsqueeze(-2), position.unsqueeze(-2).unsqueeze(-1)]
     return (found * shares.unsqueeze(-2)).sum(-1)
-
-
-def _same(index: Tensor) -> Tensor:
-    """Where two entries of an index are the same datum: its noise belongs there."""
-    return index.unsqueeze(-1) == index.unsqueeze(-2)
 
 
 def row_block(operator: LinearOperator, rows: slice) -> LinearOperator:

@@ -1,6 +1,6 @@
 """The posterior covariance as an operator: its diagonal in chunks, everything else dense."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from linear_operator import LinearOperator, to_linear_operator
@@ -14,21 +14,13 @@ from gpy_iterative.training.progress import Progress, reporting
 CHUNK_NUMBERS = 2**26
 
 
-class ProjectionSource(Protocol):
-    """An object that makes the projection at the first call."""
-
-    def projection(self) -> Projection:
-        """The projection of n training data."""
-        ...
-
-
 class PosteriorCovarianceLinearOperator(LinearOperator):
     """K(x, x) - K(x, X) H^-1 K(X, x), as good as the projection is.
 
     Args:
         test_test: K(x, x) [*batch, t, t].
         test_train: K(x, X) [*batch, t, n], or [batch * t, n] with the points of all batch members in one list.
-        source: makes the projection of the data when it is first needed.
+        source: whose `projection()` makes the `Projection` of the data when it is first needed.
         chunk_size: test points that are worked on at a time; None takes what fits half a gigabyte.
         progress: True shows a bar for variances in chunks; a callable gets every report.
 
@@ -41,7 +33,7 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
         test_test: LinearOperator,
         test_train: LinearOperator,
         *,
-        source: ProjectionSource,
+        source: Any,
         chunk_size: int | None = None,
         progress: Progress = False,
     ) -> None:

@@ -9,6 +9,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 
+from gpy_iterative.checks import check_finite, check_same_kind
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import prior_parts
@@ -18,21 +19,13 @@ from gpy_iterative.training.training_system import prior_at, unexpanded
 
 @dataclass(frozen=True)
 class JointPrior:
-    """The blocks of one set of test points, T outputs each.
+    """The blocks of one set of test points, T outputs each."""
 
-    Attributes:
-        mean: [*batch, t T].
-        test_train: K(x, X) [*batch, t T, n], or [batch * t T, n] where a batch of test points meets one model.
-        test_test: K(x, x) [*batch, t T, t T].
-        kind: MultivariateNormal, or the multitask class that the model's prior has.
-        event_shape: [t] or [t, T].
-    """
-
-    mean: Tensor
-    test_train: LinearOperator
-    test_test: LinearOperator
-    kind: type[MultivariateNormal]
-    event_shape: torch.Size
+    mean: Tensor  # [*batch, t T]
+    test_train: LinearOperator  # K(x, X) [*batch, t T, n], or [batch * t T, n] where a batch of points meets one model
+    test_test: LinearOperator  # K(x, x) [*batch, t T, t T]
+    kind: type[MultivariateNormal]  # or the multitask class that the model's prior has
+    event_shape: torch.Size  # [t] or [t, T]
 
     def distribution(self, mean: Tensor, covariance: LinearOperator) -> MultivariateNormal:
         """A distribution at the test points from a flat mean [*batch, t T]."""
@@ -42,17 +35,14 @@ class JointPrior:
 def joint_prior(
     model: ExactGP, inputs: Sequence[Tensor], batch_shape: torch.Size, products: KernelProducts
 ) -> JointPrior:
-    """The blocks at the model's current hyperparameters.
+    """The blocks at the current hyperparameters of a model in evaluation mode.
 
     Args:
         model: in evaluation mode.
         inputs: test inputs [*batch, t, d], one tensor for each of the model's inputs; [t] is [t, 1].
-        batch_shape: of the training system. A model without one meets a batch of test points as one long list:
-            training inputs are not repeated.
+        batch_shape: of the training system. Without one a batch of test points is one long list: training inputs are not
+            repeated.
         products: how kernel products are computed; tiles of rectangular blocks are used once and never kept.
-
-    Raises:
-        ValueError: inputs of another number, dtype, device or number of columns than the training inputs.
     """
     train = unexpanded(model.train_inputs or ())
     inputs = checked_inputs(train, inputs)
@@ -99,14 +89,9 @@ def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Te
     for x, known in zip(inputs, train, strict=True):
         if x.shape[-1:] != known.shape[-1:]:
             raise ValueError(f"Test inputs {tuple(x.shape)} do not fit the training inputs {tuple(known.shape)}.")
-        for what in ("dtype", "device"):
-            if getattr(x, what) != getattr(known, what):
-                raise ValueError(
-                    f"The test inputs have {what} {getattr(x, what)}, the training inputs {getattr(known, what)}."
-                )
-        if x.is_floating_point() and not torch.isfinite(x).all():
-            index = tuple((~torch.isfinite(x)).nonzero()[0].tolist())
-            raise ValueError(f"Test inputs must be finite, but x{list(index)} is {x[index].item()}.")
+        check_same_kind("A tensor of test inputs", x, "the training inputs", known)
+        if x.is_floating_point():
+            check_finite("x", x)
     return inputs
 
 

@@ -1,7 +1,7 @@
 """New observations of a model: checked, and put behind its old ones in a copy of the model."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import gpytorch
@@ -13,7 +13,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gpy_iterative.checks import check_finite
+from gpy_iterative.checks import check_finite, check_same_kind
 from gpy_iterative.exact.prediction.blocks import principal_blocks
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs
 from gpy_iterative.exact.prediction.projection import jittered_factor
@@ -21,32 +21,29 @@ from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.training.training_system import TrainingSystem, unexpanded
 
 
-def check_tensors(*parts: Any) -> None:
-    """Raises TypeError for arrays and lists, whose dtype may be another."""
+def check_observations(model: ExactGP, parts: Sequence[Any]) -> None:
+    """Raises TypeError for arrays and lists, RuntimeError for gradients, ValueError for a model that transforms inputs."""
+    if getattr(model, "input_transform", None) is not None:  # a BoTorch model keeps its inputs before and after it
+        raise ValueError(
+            "The model has an input_transform, and would transform the new inputs again: call posterior.install(), then "
+            "model.condition_on_observations(X, Y) with X and Y not transformed."
+        )
     for part in parts:
         if not isinstance(part, Tensor):
             raise TypeError(
                 f"New inputs, targets and noise must be tensors, got {type(part).__name__}: "
                 "torch.as_tensor(..., dtype=model.train_targets.dtype) makes one."
             )
+    check_without_gradients(parts)
 
 
-def check_without_gradients(parts: Iterable[Tensor]) -> None:
+def check_without_gradients(parts: Sequence[Tensor]) -> None:
     """Raises RuntimeError where new observations require gradients: none flow through the solves."""
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         raise RuntimeError(
             "Gradients do not flow to observations that an iterative posterior is conditioned on: detach them. "
             "Acquisition functions that differentiate through fantasies (knowledge gradients) need GPyTorch's own "
             "prediction strategy, which is dense: model.train(); model.eval() brings it back."
-        )
-
-
-def check_without_input_transform(model: ExactGP) -> None:
-    """Raises ValueError for a BoTorch model that keeps its inputs twice, before and after a transform of its own."""
-    if getattr(model, "input_transform", None) is not None:
-        raise ValueError(
-            "The model has an input_transform, and would transform the new inputs again: call posterior.install(), then "
-            "model.condition_on_observations(X, Y) with X and Y not transformed."
         )
 
 
@@ -58,20 +55,10 @@ def with_observations(
     targets: Tensor,
     noise: Tensor | None,
 ) -> tuple[ExactGP, Likelihood]:
-    """Copies of model and likelihood, in evaluation mode, with the new observations behind the old ones.
+    """Copies of model and likelihood, which are in evaluation mode, with the new observations behind the old ones.
 
-    Args:
-        model: in evaluation mode.
-        likelihood: in evaluation mode.
-        event_dims: dimensions of one member's targets: 1, or 2 for multitask models.
-        inputs: [*b, m, d], one for each of the model's inputs.
-        targets: [*f, m] or [*f, m, T]; f, b and the model's batch broadcast.
-        noise: [*f, m] variances of the new targets, of a likelihood with fixed ones.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit the training data, numbers that are not finite (NaN targets
-            are missing ones under GPyTorch's `observation_nan_policy`), a noise that is missing, not positive, or not
-            asked for.
+    Shapes and errors are those of `PathwisePosterior.condition_on_observations`; `event_dims` counts the dimensions of one
+    member's targets, 2 for multitask models.
     """
     known, before = unexpanded(model.train_inputs or ()), model.train_targets
     points = checked_inputs(known, list(inputs))
@@ -106,11 +93,7 @@ def _check_targets(targets: Tensor, before: Tensor, count: int, event_dims: int)
             f"The new targets must have the shape [*f, {', '.join(map(str, wanted))}] of the new inputs and "
             f"the old targets; got {tuple(targets.shape)}."
         )
-    for what in ("dtype", "device"):
-        if getattr(targets, what) != getattr(before, what):
-            raise ValueError(
-                f"The new targets have {what} {getattr(targets, what)}, the training targets {getattr(before, what)}."
-            )
+    check_same_kind("The tensor of new targets", targets, "the training targets", before)
     is_missing = torch.isnan(targets)
     if gpytorch.settings.observation_nan_policy.value() == "ignore":
         is_missing = torch.zeros_like(is_missing)
@@ -160,10 +143,9 @@ def new_rows(operator: LinearOperator, size: int) -> Tensor:
 
 
 def has_grown_from(before: TrainingSystem, after: TrainingSystem) -> bool:
-    """Whether the first rows of a system are those of an earlier one, with further data behind them.
+    """Whether the first rows of a system are those of an earlier one, by means, diagonals and a few rows, up to rounding.
 
-    They are not where a prior looks at all inputs together (a deep kernel that scales its features by their range, a
-    grid that follows the data). Compared are means, diagonals and a few rows, up to rounding.
+    They are not where a prior looks at all inputs together (a deep kernel that scales its features by their range).
     """
     old, new = before.operator, after.operator
     size, dtype = old.shape[-1], old.dtype
@@ -184,13 +166,7 @@ def padded(columns: Tensor, shape: torch.Size) -> Tensor:
 
 
 def locally_corrected(operator: LinearOperator, rhs: Tensor, guess: Tensor, size: int) -> tuple[Tensor, float]:
-    """A guess that solves the new rows exactly, each block of them in turn, and the epochs that it took.
-
-    Args:
-        operator: H [*b, n, n].
-        rhs: B [*b, n, s].
-        guess: V [*b, n, s], with zeros in the rows from number `size` on.
-        size: number of the first new row.
+    """A guess [*b, n, s] that solves the rows from number `size` on exactly, by blocks, and the epochs that it took.
 
     Cost: a product for every 1,024 new rows, the new rows' entries, and a dense factor of at most 2,048 rows.
     """

@@ -22,9 +22,8 @@ from gpy_iterative.exact.prediction.blocks import product
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.exact.prediction.joint_prior import JointPrior, checked_inputs, graph_for, joint_prior
 from gpy_iterative.exact.prediction.new_observations import (
-    check_tensors,
+    check_observations,
     check_without_gradients,
-    check_without_input_transform,
     with_observations,
 )
 from gpy_iterative.exact.prediction.projection import ProjectionRecipe, scatter_rows
@@ -36,8 +35,8 @@ from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.likelihood_params import LikelihoodParams
-from gpy_iterative.training.posterior import SolveReport
 from gpy_iterative.training.progress import Progress, check_progress
+from gpy_iterative.training.report import SolveReport
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock, evaluation_copies
 from gpy_iterative.training.training_system import training_system
 
@@ -73,19 +72,16 @@ class PathwisePosterior:
 
     Mean: k(x, X) a, one product. Construction solves for a.
 
-    Variance: nothing until one is asked for. Then exact where a Cholesky factor is affordable; else that of the best
+    Variance: computed when it is first asked for. Exact where a Cholesky factor is affordable; else that of the best
     predictor from `rank` projections of the data, common to all points, and the `num_neighbours` observations that tell
-    most about each, see `ProjectionRecipe`: without solves, samples or random features, for any kernel, the same through
-    `model(x)`, and never below the exact variance. It moves continuously with x except where a neighbour changes, by a
-    part of its error. Once 6 to 15 s for n = 13,400 on two cores (float32), then 2 to 3 s for 1,000 test points, in
-    chunks. Median log(variance / exact) of the latent variance: .0001 to .003 at n = 1,500 (2-D with small noise,
-    elevators, pol, kin40k, protein), .003 to .09 at n = 13,400. `variance_error` measures it; `rank` and
-    `num_neighbours` are the levers.
+    most about each: without solves, samples or random features, for any kernel, and never below the exact variance.
+    `variance_error` measures it; a larger `rank` or `num_neighbours` improves it. Cost: `rank` kernel rows, one product
+    with `rank` columns and n rank^2 multiply-adds, once.
 
-    Hyperparameters, data, dtype or device that have changed since are noticed by value, and answered by one solve from
-    the old weights; so are public attributes of modules that are numbers or texts (a Matern kernel's `nu`).
+    Changed hyperparameters, data, dtype or device are noticed by value, and answered by one solve from the old weights; so
+    are public attributes of modules that are numbers or texts (a Matern kernel's `nu`).
 
-    What is evaluated are copies of the model's modules in evaluation mode: the model is not written on, and several threads
+    The posterior evaluates copies of the model's modules in evaluation mode: the model is not changed, and several threads
     may ask at once. A module that only a closure holds is not copied, and keeps its mode.
 
     Raises:
@@ -136,7 +132,10 @@ class PathwisePosterior:
         self._products = KernelProducts() if products is None else products
         self._recipe = ProjectionRecipe(rank=rank, num_neighbours=num_neighbours)
         self._num_frequencies, self._exact_below = num_frequencies, exact_below
-        self._seed, self._progress = _seed(generator), progress
+        generator = generator_or_seed(generator)
+        if isinstance(generator, torch.Generator):  # one draw: every other draw follows from this seed
+            generator = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        self._seed, self._progress = generator or 0, progress
         enough = prior is not None and prior[0].num_frequencies >= MIN_FREQUENCIES
         self._prior_draws = PriorDraws(*prior) if prior is not None and enough else None
         self._lock = OwnLock()
@@ -150,7 +149,7 @@ class PathwisePosterior:
         return self._model
 
     def install(self) -> None:
-        """Evaluation mode for model and likelihood; `model(x)` answers from this posterior until `model.train()`."""
+        """Puts model and likelihood into evaluation mode: `model(x)` uses this posterior until `model.train()`."""
         self._installs_when_asked = False
         self._model.eval()
         self.likelihood.eval()
@@ -196,17 +195,12 @@ class PathwisePosterior:
         snapshot, solves = self._current()
         with graph_for(inputs):
             joint = self._joint(snapshot, solves, inputs)
-            return joint.distribution(*self.condition(joint.mean, joint.test_test, joint.test_train, solves))
+            return joint.distribution(*self.condition(solves, joint.mean, joint.test_test, joint.test_train))
 
     def condition(
-        self,
-        mean: Tensor,
-        test_test: LinearOperator,
-        test_train: LinearOperator,
-        solves: TrainingSolves | None = None,
+        self, solves: TrainingSolves, mean: Tensor, test_test: LinearOperator, test_train: LinearOperator
     ) -> tuple[Tensor, LinearOperator]:
         """Posterior mean [*b, t] and lazy covariance [*b, t, t] from the blocks of a joint prior, see `JointPrior`."""
-        solves = self.solves if solves is None else solves
         update = product(test_train, solves.weights.unsqueeze(-1)).squeeze(-1)
         mean = mean + update.reshape(*torch.broadcast_shapes(mean.shape, test_test.shape[:-1]))
         if gpytorch.settings.skip_posterior_variances.on():
@@ -249,7 +243,7 @@ class PathwisePosterior:
         points = [x[..., chosen.to(x.device), :] for x in points]
         with torch.no_grad():
             joint = self._joint(snapshot, solves, points)
-            _, covariance = self.condition(joint.mean, joint.test_test, joint.test_train, solves)
+            _, covariance = self.condition(solves, joint.mean, joint.test_test, joint.test_train)
             prior_variance = joint.test_test.diagonal(dim1=-2, dim2=-1)
             exact = solved_variance(solves.system, solves.projection(), prior_variance, joint.test_train.to_dense())
             error = VarianceError.between(covariance.diagonal(dim1=-2, dim2=-1), exact)
@@ -287,11 +281,9 @@ class PathwisePosterior:
         observations, and what a solver that starts there still finds to do: nothing for single ones, part of a solve
         for many (`report` says what it took).
         """
-        check_without_input_transform(self._model)
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         given = [*inputs, targets] if noise is None else [*inputs, targets, noise]
-        check_tensors(*given)
-        check_without_gradients(given)
+        check_observations(self._model, given)
         return self.with_observations(inputs, targets, noise)
 
     def with_observations(
@@ -356,14 +348,6 @@ class PathwisePosterior:
         return snapshot, solves
 
 
-def _seed(generator: torch.Generator | int | None) -> int:
-    """The seed given, or one draw from the generator; every other draw follows from the seed."""
-    generator = generator_or_seed(generator)
-    if not isinstance(generator, torch.Generator):
-        return generator or 0
-    return int(torch.randint(2**62, (), generator=generator, device=generator.device))
-
-
 class PathwisePredictionStrategy:
     """GPyTorch's prediction strategy interface, answered by a PathwisePosterior.
 
@@ -405,9 +389,8 @@ class PathwisePredictionStrategy:
         training data.
         """
         self._posterior.check_grids()
-        return self._posterior.condition(
-            test_mean, to_linear_operator(test_test_covar), to_linear_operator(test_train_covar)
-        )
+        blocks = to_linear_operator(test_test_covar), to_linear_operator(test_train_covar)
+        return self._posterior.condition(self._posterior.solves, test_mean, *blocks)
 
     def get_fantasy_strategy(
         self,

@@ -19,6 +19,7 @@ processes". Global plus local: Sang and Huang 2012, "A full scale approximation 
 spatial data sets".
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +29,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.exact.prediction.blocks import dense, principal_blocks, product
+from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
-from gpy_iterative.linear_solvers.cholesky import CholeskyFactor
+from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, jittered_cholesky
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 
 #: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
@@ -45,51 +45,37 @@ CHUNK = 4096
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The quantities from which a point's neighbours are chosen, for the m observed of n data.
+    """The quantities from which a point's neighbours are chosen, for the m observed of n data."""
 
-    Attributes:
-        operator: H [*b, m, m].
-        image: H A [*b, m, r].
-        deviation: standard deviations of the data past the projections, diag(R)^1/2 [*b, m].
-        num_neighbours: at the most.
-        observed: [n], or None for all.
-    """
-
-    operator: LinearOperator
-    image: Tensor
-    deviation: Tensor
-    num_neighbours: int
-    observed: Tensor | None
+    operator: LinearOperator  # H [*b, m, m]
+    product: Tensor  # H A [*b, m, r]
+    deviation: Tensor  # standard deviations of the data past the projections, diag(R)^1/2 [*b, m]
+    num_neighbours: int  # at the most
+    observed: Tensor | None  # [n], or None for all
 
     @classmethod
-    def of(cls, operator: LinearOperator, image: Tensor, num_neighbours: int, observed: Tensor | None) -> "LocalPart":
-        """What lies past the projections with the image H A."""
+    def of(cls, operator: LinearOperator, product: Tensor, num_neighbours: int, observed: Tensor | None) -> "LocalPart":
+        """The local part past the projections with the product H A."""
         diagonal = operator.diagonal(dim1=-2, dim2=-1)
         # Of data inside the span only rounding is left, which must not make them neighbours. Norms save memory for squares.
-        explained = torch.linalg.vector_norm(image, dim=-1).square()
-        rest = torch.maximum(diagonal - explained, 1e-4 * _noise_floor(operator, diagonal))
-        return cls(operator, image, rest.sqrt(), num_neighbours, observed)
+        explained = torch.linalg.vector_norm(product, dim=-1).square()
+        noise = operator.noise if isinstance(operator, NoisyLinearOperator) else diagonal
+        deviation = torch.maximum(diagonal - explained, 1e-4 * noise).sqrt()
+        return cls(operator, product, deviation, num_neighbours, observed)
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Predictive covariances from the blocks K(x, x) and K(x, X) of a joint prior.
+    """Predictive covariances from the blocks K(x, x) [*batch, t, t] and K(x, X) of a joint prior.
 
-    Attributes:
-        basis: A [*b, n, r], zero where a datum is not observed.
-        local: None where A is complete: then A A^T = H^-1, and everything is exact.
+    K(x, X) is [*batch, t, n], or [batch * t, n] with all points in one list.
     """
 
-    basis: Tensor
-    local: LocalPart | None
+    basis: Tensor  # A [*b, n, r], zero where a datum is not observed
+    local: LocalPart | None  # None where A is complete: then A A^T = H^-1, and everything is exact
 
     def variance(self, prior_variance: Tensor, test_train: LinearOperator) -> Tensor:
-        """var(x) [*batch, t], never below the rounding error of k(x, x).
-
-        Args:
-            prior_variance: k(x, x) [*batch, t].
-            test_train: K(x, X) [*batch, t, n], or [batch * t, n] with all points in one list.
-        """
+        """var(x) [*batch, t] from k(x, x), never below its rounding error."""
         coefficients = self._coefficients(test_train)
         # A small variance is the difference of two numbers that may agree in all digits of float32 but the last.
         explained = torch.linalg.vector_norm(coefficients, dim=-1, dtype=torch.float64).square()
@@ -100,12 +86,7 @@ class Projection:
         return variance.to(prior_variance.dtype).maximum(_least_variance(prior_variance))
 
     def covariance(self, prior_covariance: Tensor, test_train: LinearOperator) -> Tensor:
-        """The covariance [*batch, t, t] of the errors: semi-definite up to rounding, with `variance` on its diagonal.
-
-        Args:
-            prior_covariance: K(x, x), dense.
-            test_train: as in `variance`.
-        """
+        """The covariance [*batch, t, t], semi-definite up to rounding, with `variance` on its diagonal."""
         points = prior_covariance.shape[:-1]
         coefficients = self._coefficients(test_train).reshape(*points, self.basis.shape[-1])
         exact = coefficients.double()
@@ -119,10 +100,10 @@ class Projection:
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
         """K(x, X) A [*batch, t, r]; in the precision of A where it is complete, and small variances are differences."""
         if not self.is_exact:
-            return product(test_train, self.basis.to(test_train.dtype))
+            return blocks.product(test_train, self.basis.to(test_train.dtype))
         if self.basis.dtype == test_train.dtype:
-            return product(test_train, self.basis)
-        return dense(test_train).to(self.basis.dtype) @ self.basis
+            return blocks.product(test_train, self.basis)
+        return blocks.dense(test_train).to(self.basis.dtype) @ self.basis
 
     @property
     def is_exact(self) -> bool:
@@ -130,12 +111,7 @@ class Projection:
         return self.local is None
 
     def extended(self, operator: LinearOperator, rows: Tensor, observed: Tensor | None) -> "Projection | None":
-        """For further data behind the old ones, which join a basis that is not complete: n r k multiply-adds for k.
-
-        Args:
-            operator: H [*b, m, m] of all observed data.
-            rows: its new rows, [*b, k, m].
-            observed: [n] of all data, or None.
+        """For k new data, whose rows of H are [*b, k, m] and which join a basis that is not complete: n r k multiply-adds.
 
         With B = A^T H_Xf the new part of the basis is [-A B; I] L^-T, where L L^T = H_ff - B^T B, to which rounding is
         added as noise. None where that has no Cholesky factor: a new projection is needed.
@@ -145,19 +121,19 @@ class Projection:
         batch, rank = rows.shape[:-2], self.basis.shape[-1]
         known = self.basis if observed is None else self.basis[..., observed[: self.basis.shape[-2]], :]
         known = known.expand(*batch, size, rank)
-        image = rows[..., :size] @ known  # B^T
-        rest = rows[..., size:].double() - image.double() @ image.mT.double()
-        before = self.local.image.expand(*batch, size, rank)
+        cross = rows[..., :size] @ known  # B^T
+        rest = rows[..., size:].double() - cross.double() @ cross.mT.double()
+        before = self.local.product.expand(*batch, size, rank)
         rest.diagonal(dim1=-2, dim2=-1).add_(_rounding(before).unsqueeze(-1))
         lower, info = torch.linalg.cholesky_ex(0.5 * (rest + rest.mT))
         if info.any():
             return None
         identity = torch.eye(rows.shape[-2], dtype=rows.dtype, device=rows.device).expand(rest.shape)
-        added = _solve_right_(torch.cat([-known @ image.mT, identity], dim=-2), lower)
+        added = _solve_right_(torch.cat([-known @ cross.mT, identity], dim=-2), lower)
         basis = torch.cat([pad(known, (0, 0, 0, rows.shape[-2])), added], dim=-1)
-        before = torch.cat([before, image], dim=-2)
-        image = torch.cat([before, _solve_right_(rows.mT - before @ image.mT, lower)], dim=-1)
-        local = LocalPart.of(operator, image, self.local.num_neighbours, observed)
+        before = torch.cat([before, cross], dim=-2)
+        product = torch.cat([before, _solve_right_(rows.mT - before @ cross.mT, lower)], dim=-1)
+        local = LocalPart.of(operator, product, self.local.num_neighbours, observed)
         return Projection(scatter_rows(basis, observed), local)
 
     def numbers_per_point(self, num_data: int) -> int:
@@ -195,21 +171,20 @@ class ProjectionRecipe:
         Cost for each batch member: r kernel rows, one product with r columns, and a few times n r^2 multiply-adds.
         Memory: about four blocks [n, r], two of which are kept.
         """
-        batch = operator.batch_shape
-        members = [_galerkin_basis(operator[index], self.rank) for index in _indices(batch)] if batch else []
-        if members:
+        batch, size = operator.batch_shape, operator.shape[-1]
+        if batch:
+            members = [_galerkin_basis(operator[index], self.rank) for index in itertools.product(*map(range, batch))]
             # Factors that ended early are filled up with zero columns, which change nothing.
             rank = max(basis.shape[-1] for basis, _ in members)
-            basis, image = (
+            basis, product = (
                 torch.stack([pad(part, (0, rank - part.shape[-1])) for part in parts]).reshape(*batch, -1, rank)
                 for parts in zip(*members, strict=True)
             )
         else:
-            basis, image = _galerkin_basis(operator, self.rank)
-        size = operator.shape[-1]
-        if basis.shape[-1] >= size:
-            return Projection(scatter_rows(basis, observed), None)
-        local = LocalPart.of(operator, image, min(self.num_neighbours, size), observed)
+            basis, product = _galerkin_basis(operator, self.rank)
+        local = None
+        if basis.shape[-1] < size:
+            local = LocalPart.of(operator, product, min(self.num_neighbours, size), observed)
         return Projection(scatter_rows(basis, observed), local)
 
 
@@ -221,14 +196,12 @@ def exact_projection(factor: CholeskyFactor, observed: Tensor | None = None) -> 
 
 
 def extended_exact_projection(known: Projection, factor: CholeskyFactor, observed: Tensor | None) -> Projection:
-    """The complete projection of a factor that extends that of `known`: 2 n^2 multiply-adds a new datum.
-
-    L^-T is upper triangular: its old columns stay, zeros below them, and the new ones are solved for in float64.
-    """
+    """The complete projection of a factor that extends that of `known`: 2 n^2 multiply-adds a new datum."""
     size, lower = factor.lower.shape[-1], factor.lower
     before = known.basis if observed is None else known.basis[..., observed[: known.basis.shape[-2]], :]
     before = before.expand(*lower.shape[:-2], *before.shape[-2:])
     count = size - before.shape[-1]
+    # L^-T is upper triangular: its old columns stay, with zeros below them.
     new = torch.eye(size, dtype=lower.dtype, device=lower.device)[:, size - count :]
     added = torch.linalg.solve_triangular(lower.mT, new.expand(*lower.shape[:-1], count), upper=True)
     basis = torch.cat([pad(before, (0, 0, 0, count)), added], dim=-1)
@@ -245,27 +218,19 @@ def scatter_rows(columns: Tensor, observed: Tensor | None) -> Tensor:
 
 
 class _Neighbours:
-    """The local part of some test points: which data, k' there, and their weights.
-
-    Args:
-        local: of the projection.
-        test_train: K(x, X), which may list the points of a batch.
-        coefficients: A^T k_x [*batch, t, r].
-        points: [*batch, t].
-    """
+    """The local part of test points [*batch, t]: which data, k' there, and their weights, from A^T k_x [*batch, t, r]."""
 
     def __init__(self, local: LocalPart, test_train: LinearOperator, coefficients: Tensor, points: torch.Size) -> None:
         self.local, self.test_train, self.coefficients, self.points = local, test_train, coefficients, points
-        self.image = local.image.to(coefficients.dtype)
-        prior = dense(test_train)
+        self.product = local.product.to(coefficients.dtype)
+        prior = blocks.dense(test_train)
         prior = prior if local.observed is None else prior[..., local.observed]
-        self.rest = prior.reshape(*points, -1) - coefficients @ self.image.mT
+        self.rest = prior.reshape(*points, -1) - coefficients @ self.product.mT
         with torch.no_grad():
             score = self.rest.abs() / local.deviation.to(self.rest.dtype).unsqueeze(-2)
             self.index = score.topk(local.num_neighbours, dim=-1).indices
-            image = _rows(self.image, self.index)
-            self.blocks = self._blocks(self.index, image).double()
-            self.rounding = _rounding(self.image)[..., None, None]
+            self.blocks = self._blocks(self.index)
+            self.rounding = _rounding(self.product)[..., None, None]
             self.blocks.diagonal(dim1=-2, dim2=-1).add_(self.rounding)
             self.lower = jittered_factor(self.blocks)
         self.correlation = self.rest.gather(-1, self.index).double()
@@ -273,8 +238,8 @@ class _Neighbours:
 
     def explained_variance(self) -> Tensor:
         """2 g^T k' - g^T R g, [*batch, t]: right also for weights that rounding has touched."""
-        image = (self.blocks @ self.weights.unsqueeze(-1)).squeeze(-1)
-        return (self.weights * (2 * self.correlation - image)).sum(-1)
+        covariance = (self.blocks @ self.weights.unsqueeze(-1)).squeeze(-1)
+        return (self.weights * (2 * self.correlation - covariance)).sum(-1)
 
     def explained_covariance(self) -> Tensor:
         """G^T K' + K'^T G - G^T R G, [*batch, t, t]."""
@@ -286,45 +251,51 @@ class _Neighbours:
     def _pairwise(self) -> tuple[Tensor, Tensor]:
         """K'^T G and G^T R G through the kernel between all neighbours of all points: (t k)^2 entries."""
         together = self.index.flatten(-2).unsqueeze(-2)
-        image = _rows(self.image, together)
-        blocks = self._blocks(together, image).squeeze(-3).double()
-        weights = _block_diagonal(self.weights)
+        covariance = self._blocks(together).squeeze(-3)
+        # [*batch, t k, t]: the weights of point i in column i, at its own rows.
+        weights = torch.diag_embed(self.weights.mT).movedim(-3, -2).flatten(-3, -2)
         rest = self.rest.gather(-1, together.expand(*self.points, -1))
-        return rest.double() @ weights, weights.mT @ (blocks @ weights)
+        return rest.double() @ weights, weights.mT @ (covariance @ weights)
 
     def _by_products(self) -> tuple[Tensor, Tensor]:
         """The same through one product with H and one with K(x, X), a column a point."""
         columns = torch.zeros_like(self.rest).scatter(-1, self.index, self.weights.to(self.rest.dtype)).mT
-        images = self.image.mT @ columns
-        square = columns.mT.double() @ product(self.local.operator, columns).double()
-        square = square - images.mT.double() @ images.double()
+        projected = self.product.mT @ columns
+        square = columns.mT.double() @ blocks.product(self.local.operator, columns).double()
+        square = square - projected.mT.double() @ projected.double()
         columns = scatter_rows(columns, self.local.observed)
         if self.test_train.dim() > len(self.points):
-            cross = product(self.test_train, columns)
+            cross = blocks.product(self.test_train, columns)
         else:  # a list of points for a batch: the blocks on the diagonal are what is wanted
             size = self.points[-1]
-            listed = product(self.test_train, columns.movedim(-2, 0).flatten(1))
+            listed = blocks.product(self.test_train, columns.movedim(-2, 0).flatten(1))
             cross = listed.reshape(-1, size, listed.shape[-1] // size, size)
             member = torch.arange(cross.shape[0], device=cross.device)
             cross = cross[member, :, member].reshape(*self.points, size)
-        return cross.double() - self.coefficients.double() @ images.double(), square
+        return cross.double() - self.coefficients.double() @ projected.double(), square
 
-    def _blocks(self, index: Tensor, image: Tensor) -> Tensor:
-        """R at an index [*batch, p, k]: [*batch, p, k, k]."""
-        return principal_blocks(self.local.operator, index).to(image.dtype) - image @ image.mT
+    def _blocks(self, index: Tensor) -> Tensor:
+        """R at an index [*batch, *b, p, k]: [*batch, *b, p, k, k], in float64."""
+        shape = self.product.shape[:-2]
+        members = [
+            torch.arange(size, device=index.device).view(-1, *[1] * (len(shape) - position + 1))
+            for position, size in enumerate(shape)
+        ]
+        rows = self.product[(*members, index)]
+        return (blocks.principal_blocks(self.local.operator, index).to(rows.dtype) - rows @ rows.mT).double()
 
 
 def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor]:
     """A with A^T H A = I, in the span of a pivoted Cholesky factor, and H A: [n, r] each."""
     basis = torch.linalg.qr(PivotedCholesky(rank=rank).build(operator).factor).Q.contiguous()
-    image = operator._matmul(basis)
+    product = operator._matmul(basis)
     gram = torch.zeros(basis.shape[-1], basis.shape[-1], dtype=torch.float64, device=basis.device)
-    for left, right in zip(basis.split(CHUNK), image.split(CHUNK), strict=True):
+    for left, right in zip(basis.split(CHUNK), product.split(CHUNK), strict=True):
         gram += left.mT.double() @ right.double()
     if basis.shape[-1]:
-        gram.diagonal().add_(_rounding(image / gram.diagonal().sqrt().to(image)))
+        gram.diagonal().add_(_rounding(product / gram.diagonal().sqrt().to(product)))
     lower = psd_safe_cholesky(0.5 * (gram + gram.mT))
-    return _solve_right_(basis, lower), _solve_right_(image, lower)
+    return _solve_right_(basis, lower), _solve_right_(product, lower)
 
 
 def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:
@@ -334,71 +305,26 @@ def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:
     return columns
 
 
-def _rounding(image: Tensor) -> Tensor:
+def _rounding(product: Tensor) -> Tensor:
     """The rounding error of R, [*b], from H A [*b, n, r]: eps times the largest |H a|^2, about the largest eigenvalue of H.
 
-    It is added as noise where weights are computed, so that rounding never makes a variance too small.
+    Added as noise where weights are computed, it keeps rounding from making a variance too small.
     """
-    norms = torch.linalg.vector_norm(image, dim=-2)
+    norms = torch.linalg.vector_norm(product, dim=-2)
     if not norms.shape[-1]:  # of a prior that is zero
         return norms.double().sum(-1)
     largest = norms.amax(-1).square()
-    return (torch.finfo(image.dtype).eps * largest).double()
+    return (torch.finfo(product.dtype).eps * largest).double()
 
 
 def _least_variance(prior_variance: Tensor) -> Tensor:
-    """The rounding error of prior variances, which a difference cannot fall below."""
+    """The rounding error of prior variances."""
     return torch.finfo(prior_variance.dtype).eps * prior_variance.detach()
 
 
-def jittered_factor(blocks: Tensor) -> Tensor:
-    """Cholesky factors of covariances between data, [*, k, k], where weights from a nearby matrix are as welcome.
+def jittered_factor(covariances: Tensor) -> Tensor:
+    """Cholesky factors of covariances between data, [*, k, k], each with as much jitter as it needs.
 
-    Rounding and nearly collinear neighbours may leave no positive definite matrix. Jitter then changes the weights a
-    little, and the variance by the square of that (the module's first formula).
-
-    Raises:
-        NonFiniteError: a block has entries that are not finite.
+    Jitter changes the weights a little, and the variance by the square of that (the module's first formula).
     """
-    scale = blocks.diagonal(dim1=-2, dim2=-1).abs().amax(-1).clamp_min(torch.finfo(blocks.dtype).tiny)
-    added = torch.zeros_like(scale)
-    lower, info = torch.linalg.cholesky_ex(blocks)
-    for jitter in JITTERS:
-        if not info.any():
-            return lower
-        # Each block by itself: a variance must not depend on the other test points.
-        added = torch.where(info > 0, jitter * scale, added)
-        lower, info = torch.linalg.cholesky_ex(blocks + torch.diag_embed(added.unsqueeze(-1).expand(blocks.shape[:-1])))
-    if not info.any():
-        return lower
-    raise NonFiniteError(
-        "The covariance between neighbouring data has no Cholesky factor: kernel values are not finite, or far from those "
-        "of a positive definite kernel. Check data and hyperparameters for extreme values."
-    )
-
-
-def _rows(matrix: Tensor, index: Tensor) -> Tensor:
-    """Rows of [*b, n, r] at an index [*batch, *b, p, k]: [*batch, *b, p, k, r]."""
-    shape = matrix.shape[:-2]
-    batch = [
-        torch.arange(size, device=index.device).view(-1, *[1] * (len(shape) - position + 1))
-        for position, size in enumerate(shape)
-    ]
-    return matrix[(*batch, index)]
-
-
-def _noise_floor(operator: LinearOperator, diagonal: Tensor) -> Tensor:
-    return operator.noise if isinstance(operator, NoisyLinearOperator) else diagonal
-
-
-def _block_diagonal(weights: Tensor) -> Tensor:
-    """[*batch, t, k] to [*batch, t k, t]: the weights of point i in column i, at its own rows."""
-    points, count = weights.shape[-2:]
-    result = weights.new_zeros(*weights.shape[:-2], points, count, points)
-    index = torch.arange(points, device=weights.device)
-    result[..., index, :, index] = weights.movedim(-2, 0)
-    return result.flatten(-3, -2)
-
-
-def _indices(batch_shape: torch.Size) -> list[tuple[int, ...]]:
-    return [tuple(index) for index in torch.ones(batch_shape).nonzero().tolist()]
+    return jittered_cholesky(covariances, "The covariance between neighbouring data", JITTERS)[0]

@@ -7,7 +7,6 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.errors import ConvergenceWarning, warn
 from gpy_iterative.exact.prediction.new_observations import has_grown_from, locally_corrected, new_rows, padded
 from gpy_iterative.exact.prediction.projection import (
     Projection,
@@ -21,7 +20,7 @@ from gpy_iterative.linear_operators.extensions import native_precision
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus
+from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus, warn_of
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.progress import Progress, reporting_solve
 from gpy_iterative.training.snapshot import OwnLock
@@ -35,28 +34,20 @@ MAX_GROWTH = 2
 
 @dataclass(frozen=True)
 class PriorDraws:
-    """Samples of the prior and its noise, xi = Phi(X) w + sqrt(noise) e, with their solves.
-
-    Attributes:
-        distribution: where they come from.
-        draws: its frozen randomness.
-        solutions: H^-1 xi [*b, m, s], of these or earlier hyperparameters.
-        num_solved: of the first so many rows; the others came later, and are zero. None is all.
-    """
+    """Samples of the prior and its noise, xi = Phi(X) w + sqrt(noise) e, with their solves."""
 
     distribution: RandomFeatures
-    draws: Draws
-    solutions: Tensor
-    num_solved: int | None = None
+    draws: Draws  # the distribution's frozen randomness
+    solutions: Tensor  # H^-1 xi [*b, m, s], of these or earlier hyperparameters
+    num_solved: int | None = None  # rows that were solved for; later ones are zero. None is all.
 
     def fits(self, system: TrainingSystem) -> bool:
         """Whether the draws have the shape, dtype and device of a system."""
-        like, solutions = system.residual, self.solutions
-        wanted = system.operator.shape[:-1], like.dtype, like.device
-        return (solutions.shape[:-1], solutions.dtype, solutions.device) == wanted
+        wanted = system.operator.shape[:-1], system.residual.dtype, system.residual.device
+        return (self.solutions.shape[:-1], self.solutions.dtype, self.solutions.device) == wanted
 
     def extended(self, system: TrainingSystem, seed: int) -> "PriorDraws":
-        """The same functions for a system with further data behind the old ones: zeros for what was not solved for."""
+        """The same functions for a system with new data behind the old ones; their solutions begin at zero."""
         shape, base = system.operator.shape[:-1], self.draws["noise_base"]
         generator = torch.Generator().manual_seed((seed + NOISE_STREAM + base.shape[-2]) % 2**63)
         noise = torch.randn((shape[-1] - base.shape[-2], base.shape[-1]), generator=generator, dtype=base.dtype)
@@ -65,17 +56,12 @@ class PriorDraws:
         solved = self.solutions.shape[-2] if self.num_solved is None else self.num_solved
         return PriorDraws(self.distribution, self.draws | {"noise_base": base}, padded(self.solutions, shape), solved)
 
-    @property
-    def num_samples(self) -> int:
-        """The number of samples."""
-        return self.solutions.shape[-1]
-
 
 class TrainingSolves:
-    """The solves of one training system.
+    """The solves of one training system. Construction solves for the mean.
 
     Args:
-        system: at the hyperparameters and training data of now.
+        system: at the current hyperparameters and training data.
         solver: for means and sample paths.
         recipe: of the projection that variances come from.
         exact_below: up to this many data the projection is exact, from a Cholesky factor, whatever the solver.
@@ -85,8 +71,6 @@ class TrainingSolves:
         progress: gets the progress of every solve.
         known: the solves for the first data of this system, at the same hyperparameters. Factor and projection are carried
             over, or only a start where the prior of the old data has changed with the new ones.
-
-    Construction solves for the mean, from what is known of it: at once when that still satisfies the tolerance.
 
     Attributes:
         weights: H^-1 (y - mean) [*b, n], zero where a datum is not observed.
@@ -127,7 +111,7 @@ class TrainingSolves:
 
     @torch.no_grad()
     def _carry_over(self, known: "TrainingSolves") -> None:
-        """Factor and projection of the known data, where they were made and growing them is cheaper than new ones."""
+        """Takes factor and projection of the known data, where growing them is cheaper than new ones."""
         operator, observed, size = self.system.operator, self.system.observed, known.system.operator.shape[-1]
         factor, projection = known._cholesky, known._projection
         if self._is_exact and factor is not None:
@@ -147,13 +131,13 @@ class TrainingSolves:
     @torch.inference_mode(False)  # kept for later calls, which may ask for gradients
     @torch.no_grad()
     def projection(self) -> Projection:
-        """Where variances come from; cost see `ProjectionRecipe`, once."""
+        """The projection that variances come from; cost see `ProjectionRecipe`, once."""
+        system = self.system
         with self._lock:
-            if self._projection is None:
-                if self._is_exact:
-                    self._projection = exact_projection(self.cholesky(), self.system.observed)
-                else:
-                    self._projection = self._recipe.build(self.system.operator, self.system.observed)
+            if self._projection is None and self._is_exact:
+                self._projection = exact_projection(self.cholesky(), system.observed)
+            elif self._projection is None:
+                self._projection = self._recipe.build(system.operator, system.observed)
             return self._projection
 
     @torch.inference_mode(False)
@@ -174,13 +158,13 @@ class TrainingSolves:
             known = self.known_draws
             if known is None and start is not None and start.fits(self.system):
                 known = self._solved(start.distribution, start.draws, start)
-            missing = count - (0 if known is None else known.num_samples)
-            if known is None or missing > 0:
+            size = 0 if known is None else known.solutions.shape[-1]
+            if known is None or size < count:
                 frequencies = num_frequencies if known is None else known.distribution.num_frequencies
-                draws = self._drawn(range(count - missing, count), frequencies)
+                draws = self._drawn(range(size, count), frequencies)
                 if known is not None:
                     draws |= _frequencies(known.draws)
-                distribution = RandomFeatures(num_probes=missing, num_frequencies=frequencies, corrected=False)
+                distribution = RandomFeatures(num_probes=count - size, num_frequencies=frequencies, corrected=False)
                 new = self._solved(distribution, draws, None)
                 known = new if known is None else _joined(known, new)
             self.known_draws = known
@@ -200,10 +184,7 @@ class TrainingSolves:
     def _solve(
         self, columns: Tensor, guess: Tensor | None = None, num_known: int | None = None
     ) -> tuple[Tensor, SolveStatus, SolveStats]:
-        """H^-1 columns [*b, m, s], to the solver's tolerance; how that ended, and what it took.
-
-        The guess may be of the first `num_known` rows only, with zeros for the rest.
-        """
+        """H^-1 columns [*b, m, s], status and cost; the guess may be zero after the first `num_known` rows."""
         operator, start = self.system.operator, time.perf_counter()
         rhs = as_columns(columns, operator)
         if isinstance(self.solver, Cholesky):
@@ -219,7 +200,8 @@ class TrainingSolves:
             solution = self.solver.solve(
                 operator, rhs, initial_guess=guess, generator=self._generator(0), callback=callback
             )
-        warn_unless_converged(solution)
+        if solution.status is not SolveStatus.CONVERGED:
+            warn_of("A linear solve for predictions", solution.status, solution.stats, rhs.dtype)
         stats = replace(solution.stats, overhead=solution.stats.overhead + epochs, seconds=time.perf_counter() - start)
         return from_columns(solution.value, columns), solution.status, stats
 
@@ -266,30 +248,13 @@ def _fitting(weights: Tensor | None, system: TrainingSystem) -> Tensor | None:
     return weights.detach().to(system.residual) if weights.shape == system.residual.shape else None
 
 
-def warn_unless_converged(solution: Solution) -> None:
-    """A ConvergenceWarning with advice."""
-    if solution.status is not SolveStatus.CONVERGED:
-        norms = ", ".join(f"{name} {norm:.2g}" for name, norm in solution.stats.residual_norms.items())
-        advice = solution.status.advice_for(solution.value.dtype)
-        warn(
-            f"A linear solve for predictions ended with status {solution.status.name.lower()} after "
-            f"{solution.stats.epochs:.1f} epochs (relative residuals: {norms}). {advice}",
-            ConvergenceWarning,
-        )
-
-
 #: Relative residual of the direct solves; their error enters the variance in second order.
 TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class VarianceError:
-    """|log(variance / exact variance)| of the latent function over some test points.
-
-    Attributes:
-        median, largest: over the points.
-        num_points: how many were solved for.
-    """
+    """Median and largest |log(variance / exact variance)| of the latent function over `num_points` test points."""
 
     median: float
     largest: float
@@ -309,19 +274,11 @@ class VarianceError:
 def solved_variance(
     system: TrainingSystem, projection: Projection, prior_variance: Tensor, test_train: Tensor
 ) -> Tensor:
-    """k(x, x) - k_x^T H^-1 k_x by one column of a block solve a point.
+    """k(x, x) - k_x^T H^-1 k_x by one column of a block solve a point, from k(x, x) [*b, t] and a dense K(x, X) [*b, t, n].
 
     The projections common to all points are taken off first: k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k' with
     k' = k_x - H A A^T k_x, so that the solver's tolerance is relative to what is left, not to the prior variance. Where
-    A is complete in float64, nothing is left.
-
-    Products are in native precision. ConvergenceWarning where the solves end above the tolerance.
-
-    Args:
-        system: the training system of m observed data.
-        projection: of the same hyperparameters.
-        prior_variance: k(x, x) [*b, t].
-        test_train: K(x, X) [*b, t, n], dense.
+    A is complete in float64, nothing is left. Products are in native precision.
     """
     columns, basis = test_train.mT, projection.basis
     if system.observed is not None:
@@ -333,7 +290,8 @@ def solved_variance(
         return (prior_variance - explained).to(prior_variance.dtype)
     rest = columns - system.operator._matmul(basis @ coefficients)
     solution = ConjugateGradients(tolerance=TOLERANCE).solve(native_precision(system.operator), rest)
-    warn_unless_converged(solution)
+    if solution.status is not SolveStatus.CONVERGED:
+        warn_of("A linear solve for predictions", solution.status, solution.stats, rest.dtype)
     explained = coefficients.square().sum(-2) + ((rest + solution.residual) * solution.value).sum(-2)
     return prior_variance - from_columns(explained.unsqueeze(-2), like[..., :1, :]).squeeze(-2)
 

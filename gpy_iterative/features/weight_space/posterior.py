@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count, checked_seed
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
+from gpy_iterative.exact.validation import check_likelihood
 from gpy_iterative.features.weight_space.problem import WeightSpacePrior, WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics
 from gpy_iterative.training.likelihood_params import LikelihoodParams
@@ -25,13 +26,7 @@ from gpy_iterative.training.training_system import prior_at
 
 @dataclass(frozen=True)
 class PassReport(Report):
-    """The pass over the training data that a posterior of weights takes.
-
-    Attributes:
-        num_data: n.
-        num_features: m.
-        seconds: wall-clock time.
-    """
+    """The pass over n training data of m features that a posterior of weights takes, and its wall-clock time."""
 
     num_data: int
     num_features: int
@@ -70,6 +65,7 @@ class WeightSpacePosterior:
         seed: int = 0,
         progress: Progress = False,
     ) -> None:
+        check_likelihood(likelihood, model, type(self).__name__)
         check_progress(progress)
         self.model, self.likelihood = model, likelihood
         self._params = LikelihoodParams(params, model, kwargs)
@@ -135,8 +131,7 @@ class WeightSpacePosterior:
         model, likelihood = snapshot.model, snapshot.likelihood
         prior = prior_at(model, list(model.train_inputs))
         params, kwargs = self._params.current(model), self._params.current_kwargs(model)
-        problem = WeightSpaceProblem(likelihood, prior, model.train_targets, *params, **kwargs)
-        problem.progress = self._progress
+        problem = WeightSpaceProblem(likelihood, prior, model.train_targets, params, kwargs, progress=self._progress)
         weights = WeightDistribution.from_precision(*exact_statistics(problem))
         snapshot.hand_back(self.model, self.likelihood)
         report = PassReport(problem.num_data, len(weights.mean), time.perf_counter() - start)

@@ -1,20 +1,19 @@
 """GPyTorch's prior, likelihood and targets as batches of a linear model, which evaluate their own rows alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.likelihoods import Likelihood, _GaussianLikelihoodBase
+from gpytorch.likelihoods import Likelihood
 from linear_operator import LinearOperator
 from linear_operator.operators import ConstantDiagLinearOperator, DiagLinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
-from gpy_iterative.features.feature_maps import concatenated, feature_map, has_feature_map
-from gpy_iterative.features.finite_feature_kernel import WeightSpaceFeatures
+from gpy_iterative.features.kernels import WeightSpaceFeatures, concatenated, feature_map, has_feature_map
 from gpy_iterative.linear_operators.from_gpytorch import (
     check_kernel_dtype,
     check_noise,
@@ -31,21 +30,13 @@ CHUNK_SIZE = 4096
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """Some rows of a linear model, in float64, with the graph to all parameters.
+    """Some rows of a linear model, in float64, with the graph to all parameters."""
 
-    Attributes:
-        basis: u_i, [b, m].
-        variances: c, of the weights a priori, [m].
-        residual: y_i - mean_i, [b].
-        noise: s_i, [b].
-        weight: n / b: factor by which a sum over the batch estimates the sum over all data.
-    """
-
-    basis: Tensor
-    variances: Tensor
-    residual: Tensor
-    noise: Tensor
-    weight: float
+    basis: Tensor  # u_i, [b, m]
+    variances: Tensor  # c, of the weights a priori, [m]
+    residual: Tensor  # y_i - mean_i, [b]
+    noise: Tensor  # s_i, [b]
+    weight: float  # n / b, by which a sum over the batch estimates the sum over all data
 
     def uncentred(self) -> "FeatureBatch":
         """The same model with features of their own scale and weights of variance 1."""
@@ -66,13 +57,9 @@ class FeatureBatch:
 
 
 class WeightSpacePrior:
-    """The kernels of a prior as features.
+    """The kernels of a prior, which are not evaluated yet, as features.
 
-    Args:
-        function_dist: the prior, whose kernels are not evaluated yet.
-
-    Raises:
-        ValueError: covariances that the model has built already, kernels and inputs of different dtypes.
+    Raises ValueError for covariances that the model has built already, and kernels and inputs of different dtypes.
     """
 
     def __init__(self, function_dist: MultivariateNormal) -> None:
@@ -87,11 +74,6 @@ class WeightSpacePrior:
         self.terms, self.jitter = parts.terms, parts.diagonal
         for term in self.terms:
             check_kernel_dtype(term.kernel, term.inputs)
-
-    def check_kernels(self) -> None:
-        """Raises ValueError where a kernel has no finite feature map."""
-        for term in self.terms:
-            feature_map(term.kernel)
 
     def features(self, rows: Tensor | None = None) -> WeightSpaceFeatures:
         """Basis [*b, n, m] and variances [m] at the inputs, or at some of their rows; in the data's dtype."""
@@ -114,25 +96,23 @@ class WeightSpaceProblem:
         likelihood: Gaussian, with independent noise.
         function_dist: the prior `model(train_x)`, [n].
         target: [n].
-        params: the likelihood's own arguments.
-        kwargs: the likelihood's own arguments with names.
-
-    Attributes:
+        params, kwargs: the likelihood's own arguments.
         progress: shows or reports every pass over all data, see `gpy_iterative.progress`.
 
     Raises:
         ValueError: as WeightSpacePrior, and for a batch of priors or a multitask prior.
-        UnsupportedLikelihoodError: a likelihood that is not Gaussian.
     """
 
     def __init__(
-        self, likelihood: Likelihood, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any
+        self,
+        likelihood: Likelihood,
+        function_dist: MultivariateNormal,
+        target: Tensor,
+        params: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        progress: Progress = False,
     ) -> None:
-        if not isinstance(likelihood, _GaussianLikelihoodBase):
-            raise UnsupportedLikelihoodError(
-                f"Weights have a posterior in closed form under Gaussian noise, not with a {type(likelihood).__name__}: "
-                "use gpy_iterative.models.IterativeLaplaceGP, or QuadruplyStochasticGP for many data."
-            )
         if isinstance(function_dist, MultitaskMultivariateNormal) or function_dist.loc.dim() != 1:
             raise ValueError(
                 f"One output and one model are supported, not a {type(function_dist).__name__} of shape "
@@ -150,9 +130,9 @@ class WeightSpaceProblem:
                     f"A batch of kernels is not supported: {type(term.kernel).__name__} has batch shape "
                     f"{tuple(term.kernel.batch_shape)}, its inputs {tuple(term.inputs.shape)}."
                 )
-        self.progress: Progress = False
+        self._progress = progress
         self._distribution, self._target = function_dist, target
-        self._likelihood, self._params, self._kwargs = likelihood, params, kwargs
+        self._likelihood, self._params, self._kwargs = likelihood, params, kwargs or {}
 
     @property
     def num_data(self) -> int:
@@ -162,13 +142,8 @@ class WeightSpaceProblem:
     def batch(self, rows: Tensor, noise: LinearOperator | None = None) -> FeatureBatch:
         """The rows [b] as an estimate of all data; evaluates networks and kernels at these alone.
 
-        Args:
-            rows: row numbers [b].
-            noise: the noise covariance of all data, where it is evaluated already.
-
-        Raises:
-            ValueError: data or noise that are not finite, noise that is not positive.
-            NonFiniteError: features or mean values that are not finite.
+        `noise` is the noise covariance of all data, where it is evaluated already. Raises ValueError for data or noise that
+        are not finite and noise that is not positive, NonFiniteError for features or mean values that are not finite.
         """
         features = self.prior.features(rows)
         residual, variances = self.residual_and_noise(rows, noise)
@@ -179,7 +154,7 @@ class WeightSpaceProblem:
     def batches(self) -> Iterator[FeatureBatch]:
         """All rows in order, `CHUNK_SIZE` at a time, each with weight 1."""
         noise = self._noise_covariance()  # once: where it depends on the inputs, it is evaluated at all of them
-        with reporting(self.progress, "pass", "rows", self.num_data) as tell:
+        with reporting(self._progress, "pass", "rows", self.num_data) as tell:
             done = 0
             for rows in torch.arange(self.num_data, device=self._distribution.loc.device).split(CHUNK_SIZE):
                 yield replace(self.batch(rows, noise), weight=1.0)

@@ -10,7 +10,9 @@ which any uniform batch gives unbiased values and gradients.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -18,20 +20,17 @@ from torch import Tensor
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpaceProblem
 
+#: Below this a moving average of batches would hardly follow the hyperparameters any more.
+SMALLEST_RATE = 1e-3
+
 
 @dataclass(frozen=True)
 class WeightDistribution:
-    """N(mean, root root^T).
+    """N(mean, root root^T)."""
 
-    Attributes:
-        mean: v, [m].
-        root: [m, m].
-        log_determinant: of the covariance, a scalar.
-    """
-
-    mean: Tensor
-    root: Tensor
-    log_determinant: Tensor
+    mean: Tensor  # v, [m]
+    root: Tensor  # [m, m]
+    log_determinant: Tensor  # of the covariance, a scalar
 
     @classmethod
     def from_precision(cls, precision: Tensor, moment: Tensor) -> "WeightDistribution":
@@ -62,13 +61,8 @@ def triangular_root(precision: Tensor) -> Tensor:
 def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """J without its terms -log|S| - m, estimated from a batch: all terms that depend on hyperparameters.
 
-    Args:
-        batch: rows with the graph to the hyperparameters.
-        mean: v, [m].
-        left: [m, k].
-        right: [m, k]: S = left right^T, which need not be positive definite here.
-
-    Cost b m k multiply-adds, twice that where right is another matrix.
+    S = left right^T for factors [m, k], and need not be positive definite here. Cost b m k multiply-adds, twice that where
+    right is another matrix.
     """
     projected = batch.basis @ left
     spread = (projected * (projected if right is left else batch.basis @ right)).sum(-1)
@@ -82,12 +76,8 @@ def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) ->
 def log_marginal_likelihood_gap(weights: WeightDistribution, precision: Tensor, moment: Tensor) -> Tensor:
     """J + 2 log p(y) + n log(2 pi) of any weights, at least 0, and 0 for their posterior.
 
-    Args:
-        weights: N(v, S).
-        precision: P of all data, [m, m].
-        moment: h of all data, [m].
-
-    tr(S P) - log|S P| - m + (v - P^-1 h)^T P (v - P^-1 h), each part from squares; cost m^3.
+    With P [m, m] and h [m] of all data: tr(S P) - log|S P| - m + (v - P^-1 h)^T P (v - P^-1 h), each part from squares;
+    cost m^3.
     """
     lower = triangular_root(precision)
     off = weights.mean - _solve(lower, moment)
@@ -130,3 +120,41 @@ def exact_log_marginal_likelihood(problem: WeightSpaceProblem) -> Tensor:
 
 def _solve(lower: Tensor, vector: Tensor) -> Tensor:
     return torch.cholesky_solve(vector.unsqueeze(-1), lower).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class TrackerRate:
+    """The step size of a moving average of batches: a number in (0, 1], a function of the step, or None.
+
+    None is initial / sqrt(1 + initial * step / 4), and no less than .001: constant at first, for about as long as the
+    average remembers, then falling as the optimiser's steps become smaller. The average of batch precisions is inverted,
+    and the inverse of an average over N = b (2 - rate) / rate data is too large by a factor of about 1 / (1 - m / N): with
+    initial = min(.05, .1 b / m) that is 1.05 and falling.
+
+    Raises ValueError for a number outside (0, 1], also of a function, when it is called.
+    """
+
+    given: float | Callable[[int], float] | None
+    initial: float
+
+    def __post_init__(self) -> None:
+        if not callable(self.given):
+            _check_rate(self.initial if self.given is None else self.given)
+
+    @classmethod
+    def of(cls, given: float | Callable[[int], float] | None, batch_size: int, num_features: int) -> "TrackerRate":
+        """For batches of b rows of m features."""
+        return cls(given, min(0.05, 0.1 * batch_size / num_features))
+
+    def __call__(self, step: int) -> float:
+        """The rate of a step, counted from 0."""
+        if self.given is None:
+            return max(self.initial / math.sqrt(1 + self.initial * step / 4), min(self.initial, SMALLEST_RATE))
+        rate = self.given(step) if callable(self.given) else self.given
+        _check_rate(rate)
+        return float(rate)
+
+
+def _check_rate(rate: float) -> None:
+    if not isinstance(rate, Real) or isinstance(rate, bool) or not 0 < rate <= 1:
+        raise ValueError(f"tracker_rate must lie in (0, 1], got {rate!r}.")

@@ -3,9 +3,9 @@
 Everything here is float64 for any dtype of the model: float32 third derivatives of log Phi have the wrong sign.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from gpytorch.likelihoods import Likelihood, _GaussianLikelihoodBase
@@ -17,7 +17,6 @@ from gpy_iterative.laplace.likelihoods.curvature import Curvature, SoftmaxCurvat
 from gpy_iterative.laplace.likelihoods.stock import softmax_blocks, softmax_logits
 from gpy_iterative.training.likelihood_forms import LikelihoodForm, check_support, form_of, refusal_of
 
-CurvatureKind = Literal["auto", "hessian", "fisher", "abs"]
 #: Below this share of the largest eigenvalue a negative one is rounding.
 INDEFINITE = 1e-8
 
@@ -63,12 +62,6 @@ def check_laplace_likelihood(likelihood: Likelihood) -> None:
             f"{name} is Gaussian: its posterior is known exactly. Use a gpytorch.models.ExactGP with "
             "HutchinsonMarginalLogLikelihood."
         )
-
-
-def check_curvature_kind(kind: str) -> None:
-    """Raises ValueError for anything but a curvature's name."""
-    if kind not in get_args(CurvatureKind):
-        raise ValueError(f"curvature must be one of {', '.join(get_args(CurvatureKind))}, got {kind!r}.")
 
 
 class PointwiseLikelihood:
@@ -161,12 +154,6 @@ class PointwiseLikelihood:
             (gradient,) = torch.autograd.grad(self.log_prob(point).sum(), point)
         return gradient
 
-    def differentiable_gradient(self, f: Tensor) -> Tensor:
-        """D log p / df [n, C] at a fixed f, with the graph to the likelihood's parameters."""
-        point = f.detach().clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(self.log_prob(point).sum(), point, create_graph=True)
-        return gradient
-
     def hessian(self, f: Tensor) -> Tensor:
         """-d^2 log p / df^2 [n, C, C], which need not be definite; differentiable where f or parameters are."""
         if self._form.hessian is not None:
@@ -190,79 +177,59 @@ class PointwiseLikelihood:
 
     # Curvature
 
-    def curvature_kind(self, kind: CurvatureKind) -> CurvatureKind:
-        """The kind that "auto" means for this likelihood; "auto" again where only the values can tell.
+    def curvature_blocks(self, f: Tensor) -> Tensor:
+        """The covariance's curvature [n, C, C], differentiable as `hessian`.
+
+        The negative Hessian; where the likelihood is not log-concave the Fisher information that is registered, else the
+        Hessian's absolute value.
 
         Raises:
-            UnsupportedLikelihoodError: a kind that this likelihood does not have.
+            UnsupportedLikelihoodError: neither exists, for several latent functions.
         """
-        if kind == "fisher" and self._form.fisher is None:
-            raise UnsupportedLikelihoodError(
-                f"No Fisher information is registered for {self.name}: register_curvature(..., fisher=...), or "
-                "curvature='hessian' or 'abs'."
-            )
-        if kind == "abs" and self.num_latents > 1:
-            raise UnsupportedLikelihoodError(
-                "curvature='abs' is for one latent function; register a Fisher information for more."
-            )
-        if kind != "auto" or self._form.log_concave is None:
-            return kind
-        if self._form.log_concave:
-            return "hessian"
-        return "abs" if self._form.fisher is None else "fisher"
-
-    def step_kind(self, kind: CurvatureKind) -> CurvatureKind:
-        """The kind that "auto" means for Newton steps: "abs" where log p is not known to be concave.
-
-        It leads to the same mode, in a third of the steps that Fisher information takes, which is far from the Hessian
-        at outliers.
-        """
-        return "abs" if kind == "auto" and not self.is_log_concave and self.num_latents == 1 else kind
-
-    def curvature_blocks(self, f: Tensor, kind: CurvatureKind) -> Tensor:
-        """The curvature of a kind [n, C, C], differentiable as `hessian`; positive semi-definite unless "hessian"."""
-        kind = self.curvature_kind(kind)
-        if kind == "fisher":
-            return self.fisher(f)
+        if self._form.log_concave is False:
+            return self._definite_blocks(f)
         blocks = self.hessian(f)
-        if kind == "abs":
-            return blocks.abs()
-        if kind == "auto" and _is_indefinite(blocks.detach()):
-            return self.curvature_blocks(f, self._substitute())
+        if self._form.log_concave is None and _is_indefinite(blocks.detach()):
+            self._warn_of_substitute()
+            return self._definite_blocks(f)
         return blocks
 
-    def curvature(self, f: Tensor, kind: CurvatureKind, floor: CurvatureFloor) -> Curvature:
-        """The curvature at f [n, C] without a graph.
+    def curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
+        """The covariance's curvature at f [n, C], without a graph.
 
         Raises:
-            UnsupportedLikelihoodError: kind "hessian", and the Hessian has negative eigenvalues.
+            UnsupportedLikelihoodError: the Hessian has negative eigenvalues and nothing replaces it.
             NonFiniteError: an entry is not finite.
         """
+        return self._floored(f, floor, self.curvature_blocks)
+
+    def step_curvature(self, f: Tensor) -> Curvature:
+        """The curvature of a Newton step from f [n, C]: the Hessian's absolute value if log p may not be concave.
+
+        It leads to the same mode in a third of the steps that Fisher information takes, which is far from the Hessian at
+        outliers. Raises as `curvature`.
+        """
+        is_covariance = self.is_log_concave or self.num_latents > 1
+        blocks = self.curvature_blocks if is_covariance else lambda point: self.hessian(point).abs()
+        return self._floored(f, STEP_FLOOR, blocks)
+
+    def weighted_curvature(self, f: Tensor, weights: Tensor) -> Tensor:
+        """-1/2 sum_n <weights_n, W_n(f_n)> for fixed weights [n, C, C]: a scalar, differentiable as `hessian`."""
+        return -0.5 * (weights * self.curvature_blocks(f)).sum()
+
+    def _floored(self, f: Tensor, floor: CurvatureFloor, blocks_at: Callable[[Tensor], Tensor]) -> Curvature:
         with torch.inference_mode(False), torch.enable_grad():
-            known = self.curvature_kind(kind)
             if self.is_categorical:
                 return self._softmax_curvature(f.detach(), floor)
-            blocks = self.curvature_blocks(f.detach().clone(), kind).detach()
+            blocks = blocks_at(f.detach().clone()).detach()
         if not torch.isfinite(blocks).all():
             raise NonFiniteError(f"The curvature of {self.name} is not finite: check data and outputscale.")
-        if known == "hessian" and _is_indefinite(blocks):
-            is_asked = "Use curvature='auto'."
-            is_registered = (
-                "It is registered as log-concave: register_curvature(..., log_concave=None) looks at each value."
-            )
+        if self.is_log_concave and _is_indefinite(blocks):
             raise UnsupportedLikelihoodError(
-                f"The log density of {self.name} is not concave at latent values up to {float(f.abs().max()):.3g}: its "
-                f"Hessian is no covariance's inverse. {is_asked if kind == 'hessian' else is_registered}"
+                f"{self.name} is registered as log-concave, but its log density is not concave at latent values up to "
+                f"{float(f.abs().max()):.3g}: use register_curvature(..., log_concave=None), which checks each value."
             )
         return curvature_of_blocks(blocks, floor=floor.eigenvalue)
-
-    def has_true_curvature(self, kind: CurvatureKind) -> bool:
-        """Whether the curvature of this kind is the Hessian itself."""
-        return self.curvature_kind(kind) == "hessian"
-
-    def weighted_curvature(self, f: Tensor, weights: Tensor, kind: CurvatureKind) -> Tensor:
-        """-1/2 sum_n <weights_n, W_n(f_n)> for fixed weights [n, C, C]: a scalar, differentiable as `hessian`."""
-        return -0.5 * (weights * self.curvature_blocks(f, kind)).sum()
 
     def _generic_log_prob(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
         latents = f.squeeze(-1) if self.num_latents == 1 else f
@@ -284,22 +251,26 @@ class PointwiseLikelihood:
         blocks = softmax_blocks(self.likelihood, p).detach()
         return curvature_of_blocks(blocks, floor=0.0, basis=self.visible_basis.to(f))
 
-    def _substitute(self) -> CurvatureKind:
-        """The kind of curvature that replaces an indefinite Hessian; warns once."""
-        if self._form.fisher is None and self.num_latents > 1:
+    def _definite_blocks(self, f: Tensor) -> Tensor:
+        if self._form.fisher is not None:
+            return self.fisher(f)
+        if self.num_latents > 1:
             raise UnsupportedLikelihoodError(
-                f"The log density of {self.name} is not concave, and no Fisher information is registered that could stand "
-                "for its curvature: register_curvature(..., fisher=...)."
+                f"The log density of {self.name} is not concave, and no Fisher information is registered to replace its "
+                "Hessian: call register_curvature(..., fisher=...)."
             )
-        kind, words = ("abs", "absolute value") if self._form.fisher is None else ("fisher", "Fisher information")
-        if not self._warned:
-            self._warned = True
-            warn(
-                f"The log density of {self.name} is not concave: its curvature's {words} stands for the Hessian. Pass "
-                "curvature= to the solver to choose.",
-                VarianceWarning,
-            )
-        return kind
+        return self.hessian(f).abs()
+
+    def _warn_of_substitute(self) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        words = "Hessian's absolute value" if self._form.fisher is None else "Fisher information"
+        warn(
+            f"The log density of {self.name} is not concave: the covariance takes its {words}. To accept this, call "
+            "register_curvature(..., log_concave=False).",
+            VarianceWarning,
+        )
 
     # Checks
 

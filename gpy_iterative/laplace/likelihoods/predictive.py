@@ -32,12 +32,7 @@ def check_predictive_method(method: str) -> None:
 
 @dataclass(frozen=True)
 class LatentMarginals:
-    """Gaussians of the latent values at single points.
-
-    Attributes:
-        mean: [t, C].
-        covariance: [t, C, C].
-    """
+    """Gaussians of the latent values at single points: means [t, C] and covariances [t, C, C]."""
 
     mean: Tensor
     covariance: Tensor
@@ -64,29 +59,16 @@ def class_probabilities(
     num_samples: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """p(class) [t] of label 1 for binary likelihoods, [t, classes] for a softmax.
+    """p(class) [t] of label 1 for Bernoulli likelihoods, [t, classes] for a softmax; see `IterativeLaplaceGP`.
 
-    Args:
-        likelihood: Bernoulli (either link) or softmax.
-        latent: at t points.
-        method: "mode" takes the latent mean for the truth. Of a softmax: "pairwise" compares classes two by two (the closed
-            form with the least error while variances are moderate), "diagonal" is the paper's, which does not see
-            covariances, "mc" samples.
-        num_samples: of "mc".
-        generator: of "mc".
-
-    Raises:
-        UnsupportedLikelihoodError: a likelihood without classes.
+    "pairwise" has the least error of the closed forms while variances are moderate; "diagonal" does not see covariances.
+    Raises UnsupportedLikelihoodError for a likelihood without classes.
     """
+    if isinstance(likelihood, BernoulliLikelihood | LogitBernoulliLikelihood):
+        ones = PointwiseLikelihood(likelihood, torch.ones_like(latent.mean[:, 0]), 1)
+        return predictive_log_probs(ones, latent, method, num_samples, generator).exp()
     latent = latent.seen_by(method)
     mean, covariance = latent.mean, latent.covariance
-    if computes_as(likelihood, BernoulliLikelihood):
-        return torch.special.ndtr(mean[:, 0] / (1 + covariance[:, 0, 0]).sqrt())
-    if computes_as(likelihood, LogitBernoulliLikelihood):
-        return likelihood.log_probability(mean[:, 0], covariance[:, 0, 0]).exp()
-    if isinstance(likelihood, BernoulliLikelihood | LogitBernoulliLikelihood):  # with a link of its own
-        ones = PointwiseLikelihood(likelihood, torch.ones_like(mean[:, 0]), 1)
-        return _quadrature(ones, mean[:, 0], covariance[:, 0, 0]).exp()
     form = form_of(likelihood)
     if form is None or form.visible_basis is None:
         raise UnsupportedLikelihoodError(
@@ -117,12 +99,7 @@ def predictive_log_probs(
     num_samples: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Log p(y) [t] of the likelihood's targets under latent marginals.
-
-    Class probabilities where there are classes, quadrature for one latent function, a closed form or samples for more.
-    Nodes lie where a log-concave likelihood is. One that is not, and is narrower than a hundredth of the latent deviation,
-    falls between them.
-    """
+    """Log p(y) [t] of the likelihood's targets: closed forms, quadrature for one latent function, samples for more."""
     inner, latent = likelihood.likelihood, latent.seen_by(method)
     mean, covariance = latent.mean, latent.covariance
     if likelihood.is_categorical:

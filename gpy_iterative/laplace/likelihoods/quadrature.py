@@ -39,12 +39,9 @@ def _nodes(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def normal_nodes(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Nodes [count, *shape] of normal distributions and the logarithms of their weights [count, 1, ..], float64.
+    """Nodes [count, *shape] of normal distributions [*shape] and the logarithms of their weights [count, 1, ..], float64.
 
-    Args:
-        mean: [*shape].
-        variance: [*shape], not negative.
-        count: number of nodes; the sum is exact for polynomials of degree 2 count - 1.
+    The sum is exact for polynomials of degree 2 count - 1.
     """
     nodes, weights = (torch.as_tensor(part, dtype=torch.float64, device=mean.device) for part in _nodes(count))
     shape = (count, *[1] * mean.dim())
@@ -55,10 +52,7 @@ def normal_nodes(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Te
 
 @cache
 def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
-    """Nodes [s, C] and positive weights [s] of sum 1 for E g(z) with z ~ N(0, I), float64 on the CPU.
-
-    Args:
-        dimension: C.
+    """Nodes [s, C] and positive weights [s] of sum 1 for E g(z) with z ~ N(0, I) of C dimensions, float64 on the CPU.
 
     s is 64 for one dimension, else 128, and 4 C at the least.
     """
@@ -92,13 +86,7 @@ def log_concave_marginal(
 ) -> Tensor:
     """Log E exp(l(f)) for f ~ N(mean, variance) and a concave l, elementwise: [*shape], float64.
 
-    Args:
-        log_density: l at latent values [*shape].
-        gradient: its derivative there; an infinite one or NaN where f is so large that l is minus infinity.
-        mean: [*shape].
-        variance: [*shape], not negative.
-
-    Differentiable in mean and variance; the nodes are fixed where they are.
+    The gradient of l may be infinite or NaN where l is minus infinity. Differentiable in mean and variance.
     """
     mean, deviation = mean.double(), variance.double().sqrt()
     with torch.no_grad():
@@ -116,10 +104,7 @@ def log_concave_marginal(
 
 
 def dense_marginal(log_density: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:
-    """Log E exp(l(f)) for f ~ N(mean, variance) and any l, elementwise: [*shape], float64.
-
-    The trapezoidal rule in steps of .006 deviations: right for densities that are no narrower than about .01 of them.
-    """
+    """As `log_concave_marginal` for any l, by the trapezoidal rule: for densities wider than .01 deviations."""
     mean, deviation = mean.double(), variance.double().sqrt()
     grid = torch.linspace(-REACH, REACH, NUM_DENSE, dtype=torch.float64, device=mean.device)
     log_weights = -0.5 * grid.square() - 0.5 * math.log(2 * math.pi) + (grid[1] - grid[0]).log()

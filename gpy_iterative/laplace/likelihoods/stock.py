@@ -12,9 +12,11 @@ import gpytorch.likelihoods as gl
 import torch
 from gpytorch.likelihoods import Likelihood
 from torch import Tensor
+from torch.distributions import Beta, Normal, StudentT
 from torch.nn.functional import logsigmoid, softplus
 
 from gpy_iterative.laplace.likelihoods.bernoulli import LogitBernoulliLikelihood
+from gpy_iterative.laplace.likelihoods.curvature import SoftmaxCurvature
 from gpy_iterative.laplace.likelihoods.poisson import PoissonLogLikelihood
 from gpy_iterative.training.likelihood_forms import LikelihoodForm, register_form, register_refusal
 
@@ -41,17 +43,17 @@ def _block(values: Tensor) -> Tensor:
 def _probit_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     z = (2 * y - 1) * f[:, 0]
     low = z < PROBIT_TAIL
+    if not low.any():
+        return torch.special.log_ndtr(z)
     return torch.where(
         low, _log_normal_tail(torch.where(low, z, 2 * PROBIT_TAIL)), torch.special.log_ndtr(z.masked_fill(low, 0.0))
     )
 
 
 def _log_normal_tail(z: Tensor) -> Tensor:
-    """Log Phi(z) far below zero, by its asymptotic series in 1 / z^2.
-
-    Autograd through `log_ndtr` takes z + phi / Phi = -1 / z from two numbers of size z: of its second derivative nothing is
-    left at -1e4, and of the third at -1e3.
-    """
+    """Log Phi(z) far below zero, by its asymptotic series in 1 / z^2."""
+    # Autograd through `log_ndtr` takes z + phi / Phi = -1 / z from two numbers of size z: of its second derivative nothing
+    # is left at -1e4, and of the third at -1e3.
     x = z.square().reciprocal()
     rest = torch.zeros_like(z)
     for odd in range(2 * TAIL_TERMS - 1, 0, -2):  # 1 - x + 3 x^2 - 15 x^3 + ...
@@ -75,8 +77,7 @@ def _softmax_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 def softmax_blocks(likelihood: Likelihood, probabilities: Tensor) -> Tensor:
     """A^T (diag p - p p^T) A [n, C, C] for probabilities [n, classes] and mixing weights A."""
-    blocks = torch.diag_embed(probabilities) - probabilities.unsqueeze(-1) * probabilities.unsqueeze(-2)
-    return mixed_blocks(likelihood, blocks)
+    return mixed_blocks(likelihood, SoftmaxCurvature(probabilities).blocks())
 
 
 def mixed_blocks(likelihood: Likelihood, blocks: Tensor) -> Tensor:
@@ -135,8 +136,7 @@ def _negative_binomial_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) ->
 
 def _student_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     nu, noise = likelihood.deg_free.to(f.dtype), likelihood.noise.to(f.dtype)
-    constant = torch.lgamma((nu + 1) / 2) - torch.lgamma(nu / 2) - 0.5 * (math.pi * nu * noise).log()
-    return constant - 0.5 * (nu + 1) * torch.log1p((y - f[:, 0]).square() / (nu * noise))
+    return StudentT(nu, f[:, 0], noise.sqrt(), validate_args=False).log_prob(y)
 
 
 def _student_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -152,8 +152,7 @@ def _beta_concentrations(likelihood: Likelihood, f: Tensor) -> tuple[Tensor, Ten
 
 def _beta_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     alpha, beta, _ = _beta_concentrations(likelihood, f)
-    normaliser = torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)
-    return normaliser + (alpha - 1) * y.log() + (beta - 1) * torch.log1p(-y)
+    return Beta(alpha, beta, validate_args=False).log_prob(y)
 
 
 def _beta_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
@@ -163,11 +162,7 @@ def _beta_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """Noise variances, to be broadcast against latents [n, C].
-
-    Raises:
-        ValueError: fixed noises of another number than points.
-    """
+    """Noise variances, to be broadcast against latents [n, C]. Raises ValueError for fixed noises of other points."""
     if isinstance(likelihood, gl.MultitaskGaussianLikelihood):
         noise = torch.zeros((), dtype=f.dtype, device=f.device)
         if likelihood.has_task_noise:
@@ -185,9 +180,7 @@ def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
 
 
 def _gaussian_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    noise, targets = gaussian_noise(likelihood, f), y.view_as(f)
-    terms = (targets - f).square() / noise + (2 * math.pi * noise).log()
-    return -0.5 * terms.expand_as(f).sum(-1)
+    return Normal(f, gaussian_noise(likelihood, f).sqrt(), validate_args=False).log_prob(y.view_as(f)).sum(-1)
 
 
 def _gaussian_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:

@@ -18,16 +18,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_flag, check_fraction
+from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
-from gpy_iterative.laplace.likelihoods.pointwise import (
-    STEP_FLOOR,
-    CurvatureFloor,
-    CurvatureKind,
-    PointwiseLikelihood,
-    check_curvature_kind,
-)
+from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, PointwiseLikelihood
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress, SolveStats, SolveStatus
 
@@ -110,6 +104,11 @@ class Problem:
     callback: Callable[[SolveProgress], None] | None = None
 
     @property
+    def is_single_precision(self) -> bool:
+        """Whether kernel products are computed in float32."""
+        return self.prior.operator.dtype != torch.float64
+
+    @property
     def mean(self) -> Tensor:
         """The prior mean m [n C], float64."""
         return self.prior.mean.detach().double().flatten()
@@ -135,12 +134,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Iterate:
-    """One point of Newton's iteration.
-
-    Attributes:
-        f, v, gradient: [n C], with f = m + K v and the gradient of log p(y | f).
-        log_joint: psi.
-    """
+    """One point of Newton's iteration: f = m + K v, v and the gradient of log p(y | f), [n C] each, and psi."""
 
     f: Tensor
     v: Tensor
@@ -159,19 +153,12 @@ class Iterate:
 
 
 class StepSolver(ABC):
-    """Solves the Newton systems of one mode, and keeps what they have in common.
+    """Solves the Newton systems of one mode, and keeps what they have in common."""
 
-    Attributes:
-        num_products: kernel products so far; one with several actions counts once.
-        overhead: passes over the kernel matrix that set the solver up.
-    """
-
+    #: Kernel products so far; one with several actions counts once.
     num_products: int = 0
+    #: Passes over the kernel matrix that set the solver up.
     overhead: float = 0.0
-
-    @abstractmethod
-    def recall(self, solution: LaplaceSolution) -> None:
-        """Takes over a solution for the same prior. Raises ValueError where it comes from another solver."""
 
     @abstractmethod
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
@@ -189,10 +176,6 @@ class LaplaceSolver(ABC):
     Args:
         max_outer: Newton steps at the most.
         tolerance: the mode is reached when |g - v| <= tolerance |g|; None lets the solver choose by dtype.
-        line_search: halve steps that do not raise the log joint density enough. Without it counts overflow.
-        curvature: "auto" is the negative Hessian where the likelihood is log-concave, else the Fisher information where
-            one is registered, else the Hessian's absolute value, which Newton steps towards a mode take in both cases;
-            "hessian", "fisher", "abs" insist.
 
     Raises:
         ValueError: an option outside its range.
@@ -200,31 +183,22 @@ class LaplaceSolver(ABC):
 
     max_outer: int = 50
     tolerance: float | None = None
-    line_search: bool = True
-    curvature: CurvatureKind = "auto"
 
+    #: Default tolerance, and floor of the curvature in the covariance, for kernels in float64 and in float32.
+    _tolerances: ClassVar[tuple[float, float]]
+    _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]]
     #: Options to raise: for a longer search, and for a larger subspace.
     _budget: ClassVar[str] = "max_outer"
     _room: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_count("max_outer", self.max_outer)
-        check_flag("line_search", self.line_search)
         if self.tolerance is not None:
             check_fraction("tolerance", self.tolerance)
-        check_curvature_kind(self.curvature)
 
     @abstractmethod
     def _step_solver(self, problem: Problem) -> StepSolver:
         """The solver of one problem's Newton systems."""
-
-    @abstractmethod
-    def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:
-        """The floor of the curvature in the covariance."""
-
-    @abstractmethod
-    def _default_tolerance(self, dtype: torch.dtype) -> float:
-        """The tolerance where the option is None."""
 
     def advice(self, solution: LaplaceSolution, dtype: torch.dtype) -> str:
         """One or two sentences for a user whose mode was not reached, with kernel products in a dtype."""
@@ -279,8 +253,8 @@ class LaplaceSolver(ABC):
     def _find_mode(self, problem: Problem) -> LaplaceSolution:
         start, steps = time.perf_counter(), self._step_solver(problem)
         iterate, status, outer = self._iterated(problem, steps)
-        floor = self._final_floor(problem.prior.operator.dtype)
-        curvature = problem.likelihood.curvature(problem.by_point(iterate.f), self.curvature, floor)
+        floor = self._floors[problem.is_single_precision]
+        curvature = problem.likelihood.curvature(problem.by_point(iterate.f), floor)
         actions, images, transform = steps.finish(iterate, curvature)
         return LaplaceSolution(
             value=problem.by_point(iterate.v),
@@ -303,14 +277,13 @@ class LaplaceSolver(ABC):
 
     def _iterated(self, problem: Problem, steps: StepSolver) -> tuple[Iterate, SolveStatus, int]:
         """The last iterate, how the search ended, and the number of Newton steps."""
-        likelihood, kind = problem.likelihood, problem.likelihood.step_kind(self.curvature)
-        tolerance = self.tolerance or self._default_tolerance(problem.prior.operator.dtype)
+        tolerance = self.tolerance or self._tolerances[problem.is_single_precision]
         iterate, patience = self._start(problem, steps), PATIENCE
         best_error, best_joint = iterate.stationarity, iterate.log_joint
         for outer in range(1, self.max_outer + 1):
             if iterate.stationarity <= tolerance:
                 return iterate, SolveStatus.CONVERGED, outer - 1
-            curvature = likelihood.curvature(problem.by_point(iterate.f), kind, STEP_FLOOR)
+            curvature = problem.likelihood.step_curvature(problem.by_point(iterate.f))
             following = self._damped(problem, iterate, *steps.step(iterate, curvature))
             if following is None:
                 return iterate, SolveStatus.STAGNATED, outer
@@ -336,7 +309,6 @@ class LaplaceSolver(ABC):
                     f"The initial solution is for latent values {tuple(solution.latent.shape)}, the prior for "
                     f"{tuple(shape)}."
                 )
-            steps.recall(solution)
             f, v = solution.latent.flatten(), solution.value.flatten()
         elif weights is not None and weights.shape == shape and torch.isfinite(weights).all():
             v = weights.to(mean).flatten()
@@ -348,11 +320,9 @@ class LaplaceSolver(ABC):
         return problem.evaluated(f, v) if math.isfinite(joint) and joint > cold.log_joint else cold
 
     def _damped(self, problem: Problem, iterate: Iterate, dv: Tensor, df: Tensor) -> Iterate | None:
-        """The iterate after the longest step that raises psi enough; None where none does.
-
-        Where the rounding of psi hides the difference, its slope at the step's end decides (Hager and Zhang 2005, the
-        approximate Wolfe condition): a step with a curvature that is not the Hessian may overshoot, again and again.
-        """
+        """The iterate after the longest step that raises psi enough; None where none does."""
+        # Where rounding hides whether psi rises, its slope at the step's end decides (Hager and Zhang 2005, approximate
+        # Wolfe condition): a step whose curvature is not the Hessian may overshoot, again and again.
         slope = float(iterate.error @ df)
         length, magnitude = 1.0, abs(iterate.log_joint)
         told = 10 * TOLD * EPS * magnitude
@@ -360,7 +330,7 @@ class LaplaceSolver(ABC):
             f, v = iterate.f + length * df, iterate.v + length * dv
             promise, joint = length * slope, problem.log_joint(f, v)
             rises = promise > told and joint >= iterate.log_joint + ARMIJO * promise
-            if rises or not self.line_search:
+            if rises:
                 return problem.evaluated(f, v)
             if joint >= iterate.log_joint - UNTOLD * magnitude:
                 following = problem.evaluated(f, v)

@@ -19,13 +19,7 @@ ORTHOGONAL_ENOUGH = 0.7
 
 
 class ActionBasis:
-    """Actions [N, B] and their images, in rows of a buffer that grows.
-
-    Args:
-        size: N.
-        capacity: actions for which memory is set aside.
-        like: device.
-    """
+    """Actions [N, B] and their images, in rows of a buffer that grows; N = `size`, on the device of `like`."""
 
     def __init__(self, size: int, capacity: int, like: Tensor) -> None:
         capacity = max(min(capacity, size), 1)
@@ -50,11 +44,7 @@ class ActionBasis:
         return self._gram[: self.count, : self.count]
 
     def orthonormalised(self, action: Tensor, curvature: Curvature, beside: Sequence[Tensor] = ()) -> Tensor | None:
-        """The part of an action [N] that is new within the range of W, of norm 1; None where that is rounding.
-
-        Outside the range nothing is observed: an action there would be taken for an observation without noise. The result
-        is orthogonal to the vectors `beside`, too, which are orthonormal and not yet in the basis.
-        """
+        """The part of an action [N] orthogonal to the basis and to `beside`, of norm 1; None where that is rounding."""
         size = torch.linalg.vector_norm(action)
         if not size > 0:
             return None
@@ -63,6 +53,7 @@ class ActionBasis:
             rest = rest - self.actions @ (self.actions.mT @ rest)
             for other in beside:
                 rest = rest - other * (other @ rest)
+            # Outside the range of W nothing is observed: there an action would count as an observation without noise.
             rest = curvature.project(rest.unsqueeze(-1)).squeeze(-1)
             norm = float(torch.linalg.vector_norm(rest))
             left *= norm
@@ -105,12 +96,9 @@ class ActionBasis:
 
 @dataclass
 class GalerkinSystem:
-    """M = S^T (K + W^+) S for one W, with A A^T = M^-1: S A A^T S^T is the inverse of K + W^+ within the subspace.
+    """M = S^T (K + W^+) S for one W, and `transform` A [B, r] with A A^T = M^-1.
 
-    Attributes:
-        basis: S and T.
-        curvature: W.
-        transform: A [B, r].
+    S A A^T S^T is the inverse of K + W^+ within the subspace.
     """
 
     basis: ActionBasis
@@ -127,17 +115,14 @@ class GalerkinSystem:
         return self.transform @ (self.transform.mT @ (self.basis.actions.mT @ rhs))
 
     def append(self, action: Tensor, image: Tensor, rhs: Tensor) -> Tensor:
-        """Takes an orthonormalised action; returns its change of `solve(rhs)`, as coefficients [B + 1].
-
-        Where M has no further positive pivot, it is factored again, and the answer is the whole difference.
-        """
+        """Takes an orthonormalised action; returns its change of `solve(rhs)`, as coefficients [B + 1]."""
         weighted = self.curvature.pinv(action.unsqueeze(-1)).squeeze(-1)
         column = self.basis.images.mT @ action + self.basis.actions.mT @ weighted
         corner = action @ image + action @ weighted
         known = self.transform.mT @ column
         pivot = corner - known @ known
         size, rank = self.transform.shape
-        if not pivot > 1e-14 * corner:
+        if not pivot > 1e-14 * corner:  # M is factored again, and the answer is the whole difference
             before = self.solve(rhs)
             self.basis.append(action, image)
             self.transform = _transform(self.basis, self.curvature)
@@ -153,11 +138,8 @@ class GalerkinSystem:
         return direction.unsqueeze(-1) * (direction @ (self.basis.actions.mT @ rhs))
 
     def compress(self, rhs: Tensor, rank: int) -> None:
-        """Keeps `rank` combinations of the actions: the solution for rhs [N], and the largest reductions of the variance.
-
-        The reduction of the predictive variance by a basis is tr(M^-1 T^T T): its best subspace is that of the largest
-        solutions of T^T T u = eta M u. Cost O(N B^2), no kernel product.
-        """
+        """Keeps `rank` combinations of the actions: the solution for rhs [N], and the largest variance reductions."""
+        # A basis reduces the predictive variance by tr(M^-1 T^T T): best are the largest solutions of T^T T u = eta M u.
         whitened = self.basis.images @ self.transform
         reduction = whitened.mT @ whitened
         mean = self.transform.mT @ (self.basis.actions.mT @ rhs)  # in the whitened coordinates
@@ -175,12 +157,14 @@ class GalerkinSystem:
 
 def _transform(basis: ActionBasis, curvature: Curvature) -> Tensor:
     """A [B, r] with A A^T = M^-1, without directions of rounding size."""
-    actions, size = basis.actions, basis.count
+    actions = basis.actions
     matrix = basis.gram + actions.mT @ curvature.pinv(actions)
-    if size == 0:
-        return matrix
     scale = matrix.diagonal().clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()
-    scaled = scale.unsqueeze(-1) * matrix * scale
-    values, vectors = torch.linalg.eigh((scaled + scaled.mT) / 2)
-    kept = values > 10 * size * torch.finfo(matrix.dtype).eps * values.amax()
-    return scale.unsqueeze(-1) * vectors[:, kept] / values[kept].sqrt()
+    return scale.unsqueeze(-1) * inverse_root(scale.unsqueeze(-1) * matrix * scale, torch.finfo(matrix.dtype).eps)
+
+
+def inverse_root(matrix: Tensor, eps: float) -> Tensor:
+    """A [B, r] with A A^T the pseudo-inverse of a positive semi-definite matrix whose entries have rounding `eps`."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    kept = values > 10 * len(values) * eps * values.amax() if len(values) else values > 0
+    return vectors[:, kept] / values[kept].sqrt()

@@ -1,6 +1,7 @@
 """The mode through dense factors, exactly: for problems that fit, and as the reference of the iterative solver."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR, CurvatureFloor
-from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolution, LaplaceSolver, Problem, StepSolver
+from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolver, Problem, StepSolver
 from gpy_iterative.laplace.newton.whitened import dense_factor
 
 
@@ -24,9 +25,6 @@ class _DenseSteps(StepSolver):
         self.kernel = problem.prior.operator.to_dense().detach().double()
         if not torch.isfinite(self.kernel).all():
             raise NonFiniteError("The kernel matrix is not finite: check inputs and hyperparameters, or use float64.")
-
-    def recall(self, solution: LaplaceSolution) -> None:
-        """Nothing: the dense K is all that likelihoods have in common."""
 
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
         inner = curvature.root_t((self.kernel @ iterate.error).unsqueeze(-1))
@@ -52,11 +50,8 @@ class LaplaceCholesky(LaplaceSolver):
 
     max_outer: int = 100
 
+    _tolerances: ClassVar[tuple[float, float]] = (1e-10, 1e-5)
+    _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]] = (NO_FLOOR, NO_FLOOR)
+
     def _step_solver(self, problem: Problem) -> StepSolver:
         return _DenseSteps(problem)
-
-    def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:
-        return NO_FLOOR
-
-    def _default_tolerance(self, dtype: torch.dtype) -> float:
-        return 1e-10 if dtype == torch.float64 else 1e-5

@@ -36,30 +36,6 @@ REFINED_DEPTH = 10
 LARGEST_OVERLAP = 1e-6
 
 
-@dataclass(frozen=True)
-class ActionState:
-    """What a policy may use to choose an action.
-
-    Attributes:
-        residual: r = rhs - (K + W^+) v of the current Newton system, [n, C].
-        weighted_residual: W r, [n, C].
-        gradient: g - v at the Newton iterate, of the log joint density, [n, C].
-        latent: f, [n, C].
-        curvature: W.
-        variance: computes what is left of the prior variance, [n, C].
-    """
-
-    residual: Tensor
-    weighted_residual: Tensor
-    gradient: Tensor
-    latent: Tensor
-    curvature: Curvature
-    variance: Callable[[], Tensor]
-
-
-Policy = Callable[[ActionState], Tensor]
-
-
 @dataclass(frozen=True, kw_only=True)
 class LaplaceNewton(LaplaceSolver):
     """Computation-aware Newton steps in a subspace that grows, and that all steps share.
@@ -67,13 +43,11 @@ class LaplaceNewton(LaplaceSolver):
     Args:
         max_inner: actions (kernel products) of a Newton step at the most.
         forcing: a step is solved until its weighted residual is smaller than at its start by this factor.
-        policy: a function of an `ActionState` that returns actions [n, C] or, for one product with b columns, [n, C, b].
-            None takes the weighted residual W r: conjugate gradients on I + R^T K R, with few products, in the range of W.
         preconditioner: a recipe for a low-rank factor of K, of k columns for each function (of functions that the prior
-            couples, k in all); None for none. Actions are then preconditioned weighted residuals: far fewer
-            products find the mode, and so far fewer actions are there for the variance (`num_covariance_actions` adds
-            some). It costs n C^2 k^2 + (C k)^3 / 3 multiply-adds a Newton step and memory n k, for functions with kernels
-            of their own n C k, and (C k)^2.
+            couples, k in all). None takes weighted residuals W r as actions: conjugate gradients on I + R^T K R. With a
+            factor far fewer products find the mode, and so far fewer actions are there for the variance
+            (`num_covariance_actions` adds some). It costs n C^2 k^2 + (C k)^3 / 3 multiply-adds a Newton step and memory
+            n k, for functions with kernels of their own n C k, and (C k)^2.
         max_rank: actions that are kept from one Newton step to the next; clamped at n C. Beyond, the mean's direction and
             the largest reductions of the variance are kept. Memory: 16 n C bytes for each of them, of max_inner and of
             num_covariance_actions.
@@ -90,11 +64,12 @@ class LaplaceNewton(LaplaceSolver):
 
     max_inner: int = 20
     forcing: float = 0.1
-    policy: Policy | None = None
     preconditioner: PreconditionerRecipe | None = None
     max_rank: int = 300
     num_covariance_actions: int = 0
 
+    _tolerances: ClassVar[tuple[float, float]] = (1e-5, 1e-3)
+    _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]] = (COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32)
     _budget: ClassVar[str] = "max_outer or max_inner"
     _room: ClassVar[str] = "raise its max_rank, "
 
@@ -104,22 +79,10 @@ class LaplaceNewton(LaplaceSolver):
         check_count("max_rank", self.max_rank)
         check_fraction("forcing", self.forcing)
         check_count("num_covariance_actions", self.num_covariance_actions, least=0)
-        if self.policy is not None and not callable(self.policy):
-            raise ValueError(f"policy must be None or a function of an ActionState, got {self.policy!r}.")
         check_instance("preconditioner", self.preconditioner, PreconditionerRecipe, "RandomlyPivotedCholesky(rank=100)")
-        if self.preconditioner is not None and self.policy is not None:
-            raise ValueError(
-                "A preconditioner chooses the actions: leave policy=None, or leave the preconditioner out."
-            )
 
     def _step_solver(self, problem: Problem) -> StepSolver:
         return _SubspaceSteps(problem, self)
-
-    def _final_floor(self, dtype: torch.dtype) -> CurvatureFloor:
-        return COVARIANCE_FLOOR if dtype == torch.float64 else COVARIANCE_FLOOR_FLOAT32
-
-    def _default_tolerance(self, dtype: torch.dtype) -> float:
-        return 1e-5 if dtype == torch.float64 else 1e-3
 
 
 def default_laplace_solver(size: int) -> LaplaceSolver:
@@ -137,8 +100,10 @@ class _SubspaceSteps(StepSolver):
         self.basis = ActionBasis(problem.prior.size, capacity, problem.mean)
         self._factor: LatentFactor | None = None
         self._preconditioner: NewtonPreconditioner | None = None
+        if problem.initial_solution is not None:
+            self._begin_with(problem.initial_solution)
 
-    def recall(self, solution: LaplaceSolution) -> None:
+    def _begin_with(self, solution: LaplaceSolution) -> None:
         actions = solution.actions
         rounding = (actions.mT @ actions).fill_diagonal_(0).abs().amax() if actions.numel() else 0.0
         if rounding > LARGEST_OVERLAP:
@@ -148,9 +113,8 @@ class _SubspaceSteps(StepSolver):
     @divided()
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
         options, system = self._options, GalerkinSystem.of(self.basis, curvature)
-        # The residual of a subspace that is used again need not be a direction in which psi rises; its gradient always is.
-        is_plain = options.policy is None and options.preconditioner is None
-        first = iterate.error.unsqueeze(-1) if is_plain else None
+        # A reused subspace's solution need not be a direction in which psi rises; its gradient always is.
+        first = iterate.error.unsqueeze(-1) if options.preconditioner is None else None
         v, image = self._solved(system, iterate, options.max_inner, first)
         dv, df = v - iterate.v, self._problem.mean + image - iterate.f
         if not float(iterate.error @ df) > 0:
@@ -176,10 +140,7 @@ class _SubspaceSteps(StepSolver):
     def _solved(
         self, system: GalerkinSystem, iterate: Iterate, limit: int, first: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """V and K v of the Newton system at an iterate, after up to `limit` products with further actions.
-
-        `first` are the first actions [N, b] where they are not the policy's.
-        """
+        """V and K v of the Newton system at an iterate, after up to `limit` products, the first with actions `first`."""
         curvature, rhs = system.curvature, self._rhs(iterate, system.curvature)
         target = self._options.forcing * _whitened_norm(curvature, iterate.error)  # the residual of v itself
         v, image = self._galerkin(system, rhs)
@@ -190,16 +151,11 @@ class _SubspaceSteps(StepSolver):
             ascends = inner > 0 or float(iterate.error @ (self._problem.mean + image - iterate.f)) > 0
             if ascends and _whitened_norm(curvature, weighted) <= target:
                 break
-            if inner == 0 and first is not None:
-                actions = first
-            elif self._options.policy is not None:
-                residual = rhs - image - _apply(curvature.pinv, v)
-                actions = self._chosen(self._options.policy, iterate, residual, weighted, system)
-            else:
-                actions = self._default_actions(weighted, curvature, None if ascends else iterate.error)
+            is_given = inner == 0 and first is not None
+            actions = first if is_given else self._actions(weighted, curvature, None if ascends else iterate.error)
             change = self._act(system, actions, rhs.unsqueeze(-1))
             if change is None:
-                break  # the subspace has everything that this policy can add
+                break  # the subspace has everything that further actions could add
             v, image = v + change[0].squeeze(-1), image + change[1].squeeze(-1)
         return v, image
 
@@ -234,8 +190,8 @@ class _SubspaceSteps(StepSolver):
             v, image = v + change[0], image + change[1]
         return taken
 
-    def _default_actions(self, weighted: Tensor, curvature: Curvature, error: Tensor | None) -> Tensor:
-        """The direction of conjugate gradients [N, 1] for a weighted residual [N]; a preconditioned one beside `error`."""
+    def _actions(self, weighted: Tensor, curvature: Curvature, error: Tensor | None) -> Tensor:
+        """Actions [N, b] from a weighted residual [N]; a preconditioned one comes beside `error`."""
         recipe = self._options.preconditioner
         if recipe is None:
             return weighted.unsqueeze(-1)
@@ -246,20 +202,6 @@ class _SubspaceSteps(StepSolver):
             self._preconditioner = NewtonPreconditioner.of(self._factor, curvature)
         direction = self._preconditioner.solve(weighted)
         return torch.stack([direction] if error is None else [direction, error], dim=-1)
-
-    def _chosen(
-        self, policy: Policy, iterate: Iterate, residual: Tensor, weighted: Tensor, system: GalerkinSystem
-    ) -> Tensor:
-        """The policy's actions [N, b]. Raises ValueError for actions of another shape."""
-        by_point = self._problem.by_point
-        columns = map(by_point, (residual, weighted, iterate.error, iterate.f))
-        state = ActionState(*columns, system.curvature, lambda: self._variance(system))
-        actions = policy(state)
-        shape = state.residual.shape
-        if not isinstance(actions, Tensor) or actions.shape[:2] != shape or actions.dim() not in (2, 3):
-            found = tuple(actions.shape) if isinstance(actions, Tensor) else type(actions).__name__
-            raise ValueError(f"A policy must return actions {tuple(shape)}, or {(*shape, 'b')}; got {found}.")
-        return actions.to(residual).reshape(len(residual), -1)
 
     def _act(self, system: GalerkinSystem, actions: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor] | None:
         """One product with actions [N, b]: their changes of v and K v [N, c] of right-hand sides [N, c].
@@ -291,11 +233,6 @@ class _SubspaceSteps(StepSolver):
         image, noise = _apply(self._problem.prior.matmul, error), _apply(curvature.pinv, error)
         length = (error @ noise) / (error @ (image + noise))
         return length * error, length * image
-
-    def _variance(self, system: GalerkinSystem) -> Tensor:
-        """diag(K - K S A A^T S^T K), [n, C]."""
-        diagonal = self._problem.prior.operator.diagonal(dim1=-1, dim2=-2).detach().double()
-        return self._problem.by_point(diagonal - (self.basis.images @ system.transform).square().sum(-1))
 
 
 def _apply(function: Callable[[Tensor], Tensor], column: Tensor) -> Tensor:

@@ -24,19 +24,17 @@ WEIGHTED_COLUMNS = 32
 
 @dataclass(frozen=True)
 class LatentFactor:
-    """L [n C, q] with L L^T ~ K, of the prior of C functions at n points.
+    """L [n C, q] with L L^T ~ K, and the passes over the kernel matrix that it took.
 
-    Attributes:
-        columns: [C, n, k] of independent functions, each with a factor of its own or all with one (expanded), q = C k; or
-            [1, n C, q] of functions that the prior couples.
-        build_epochs: cost of its construction, in passes over the kernel matrix.
+    `columns` are [C, n, k] of independent functions (expanded where all share a kernel), q = C k; or [1, n C, q] of
+    functions that the prior couples.
     """
 
     columns: Tensor
     build_epochs: float
 
     def weighted_gram(self, curvature: Curvature) -> Tensor:
-        """L^T W L [q, q], float64: n k^2 C (C + 1) / 2 multiply-adds in the factor's dtype for independent functions."""
+        """L^T W L [q, q], float64; products are in the factor's dtype."""
         count, _, rank = self.columns.shape
         if count == 1:
             parts = self.columns[0].split(WEIGHTED_COLUMNS, dim=-1)
@@ -65,13 +63,7 @@ class LatentFactor:
 
 @dataclass(frozen=True)
 class NewtonPreconditioner:
-    """(L L^T + W^+)^-1 for one W.
-
-    Attributes:
-        factor: L.
-        curvature: W.
-        cholesky: of I + L^T W L, [q, q].
-    """
+    """(L L^T + W^+)^-1 for one W, by a Cholesky factor of I + L^T W L [q, q]."""
 
     factor: LatentFactor
     curvature: Curvature
@@ -79,11 +71,7 @@ class NewtonPreconditioner:
 
     @classmethod
     def of(cls, factor: LatentFactor, curvature: Curvature) -> "NewtonPreconditioner":
-        """Weighs the factor, and factors the inner matrix in float64.
-
-        Raises:
-            NonFiniteError: an entry of the inner matrix is not finite.
-        """
+        """Raises NonFiniteError where an entry of the inner matrix is not finite."""
         inner = factor.weighted_gram(curvature)
         inner.diagonal().add_(1)
         # Jitter where rounding calls for it changes a preconditioner only: to that of somewhat more noise.
@@ -99,15 +87,7 @@ class NewtonPreconditioner:
 def latent_factor(
     recipe: PreconditionerRecipe, prior: LatentPrior, curvature: Curvature, generator: torch.Generator
 ) -> LatentFactor:
-    """The factor of a prior by a recipe.
-
-    Args:
-        recipe: its `LowRankPlusDiagonal.factor` is taken.
-        prior: independent functions are factored one by one, those with one kernel once; functions that the prior couples
-            have one factor together.
-        curvature: says how large the noise is that a recipe weighs columns against.
-        generator: for recipes that draw.
-    """
+    """The factor of a prior by a recipe, whose noise is that of the curvature."""
     operator, latents = prior.operator, prior.num_latents
     mean = curvature.blocks().diagonal(dim1=-2, dim2=-1).mean()
     noise = float(1 / mean) if mean > 0 else 1.0

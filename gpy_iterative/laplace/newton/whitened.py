@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.newton.base import LaplaceSolution
+from gpy_iterative.laplace.newton.basis import inverse_root
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import warned_cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
@@ -22,12 +23,7 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 
 
 class WhitenedKernelLinearOperator(LinearOperator):
-    """R^T K R [n r, n r] for a fixed curvature; its products are one of K each, and carry no gradient.
-
-    Args:
-        kernel: K [n C, n C].
-        curvature: W = R R^T.
-    """
+    """R^T K R [n r, n r] for K [n C, n C] and W = R R^T; its products are one of K each, and carry no gradient."""
 
     def __init__(self, kernel: LinearOperator, *, curvature: Curvature) -> None:
         super().__init__(kernel, curvature=curvature)
@@ -50,13 +46,7 @@ class WhitenedKernelLinearOperator(LinearOperator):
 
 @dataclass(frozen=True)
 class WhitenedSystem:
-    """H at a mode, preconditioned with the mode's actions.
-
-    Attributes:
-        operator: H [n r, n r], in the dtype of K.
-        curvature: W.
-        preconditioner: I + L L^T.
-    """
+    """H [n r, n r] at a mode in the dtype of K, with the preconditioner I + L L^T from the mode's actions."""
 
     operator: NoisyLinearOperator
     curvature: Curvature
@@ -64,7 +54,7 @@ class WhitenedSystem:
 
     @classmethod
     def at(cls, kernel: LinearOperator, solution: LaplaceSolution) -> "WhitenedSystem":
-        """Of K [n C, n C]; no kernel product."""
+        """H for K [n C, n C]; no kernel product."""
         curvature = solution.curvature
         preconditioner = _nystrom(curvature, solution.actions, solution.images, kernel.dtype)
         return cls(whitened_system(kernel, curvature), curvature, preconditioner)
@@ -85,10 +75,7 @@ def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinear
 
 
 def dense_factor(kernel: Tensor, curvature: Curvature, dtype: torch.dtype) -> Tensor:
-    """L L^T = I + R^T K R for a dense K [n C, n C] in float64, computed in a dtype.
-
-    Raises NotPositiveDefiniteError where rounding left K so indefinite that no jitter helps.
-    """
+    """The Cholesky factor of I + R^T K R for a dense K [n C, n C] in float64 whose entries were computed in a dtype."""
     inner = curvature.root_t(curvature.root_t(kernel).mT)
     inner = (inner + inner.mT) / 2
     inner.diagonal().add_(1)
@@ -96,14 +83,7 @@ def dense_factor(kernel: Tensor, curvature: Curvature, dtype: torch.dtype) -> Te
 
 
 def _nystrom(curvature: Curvature, actions: Tensor, images: Tensor, dtype: torch.dtype) -> NystromFactor:
-    """I + L L^T, with L L^T the part of R^T K R that actions S [n C, B] and images T = K S know; no kernel product.
-
-    Nystrom's approximation K S (S^T K S)^+ S^T K is below K: all eigenvalues of the preconditioned system are at least 1.
-    """
-    gram = actions.mT @ images
-    values, vectors = torch.linalg.eigh((gram + gram.mT) / 2)
-    # What is left out only makes the approximation smaller; divided by a value of rounding size it would exceed K.
-    eps = torch.finfo(dtype).eps
-    kept = values > 10 * eps * values.amax() if len(values) else values > 0
-    factor = curvature.root_t(images @ (vectors[:, kept] / values[kept].sqrt()))
+    """I + L L^T, with L L^T the part of R^T K R that actions S [n C, B] and images T = K S know; no kernel product."""
+    # Nystrom's approximation K S (S^T K S)^+ S^T K is below K: the preconditioned system's eigenvalues are at least 1.
+    factor = curvature.root_t(images @ inverse_root(actions.mT @ images, torch.finfo(dtype).eps))
     return NystromFactor(factor.to(dtype), torch.ones(factor.shape[0], dtype=dtype, device=factor.device))

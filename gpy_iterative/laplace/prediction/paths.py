@@ -6,7 +6,6 @@ Gaussian observation.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
@@ -26,58 +25,42 @@ from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.training.snapshot import ModelSnapshot
 from gpy_iterative.training.training_system import prior_at
 
-#: Latent functions with one kernel, with a kernel each, or coupled by the prior.
-Layout = Literal["shared", "own", "coupled"]
-
 
 @dataclass(frozen=True)
 class PriorFunctions:
-    """Functions Phi(x) w with the prior's covariance (but for the number of frequencies), C for each sample.
+    """Functions Phi(x) w with the prior's covariance (but for the number of frequencies), C for each of s samples.
 
-    Attributes:
-        features: how Phi is made.
-        draws: its frequencies.
-        weights: [F, C s] where the functions share a kernel, [C, F, s] where each has its own, [F, s] where the prior
-            couples them and has the features of all.
-        num_latents, num_samples: C and s.
+    `weights` are [C, F, s], or [F, s] where the prior couples the functions and Phi has rows for all of them.
     """
 
     features: RandomFourierFeatures
     draws: Draws
     weights: Tensor
-    num_latents: int
-    num_samples: int
 
     @classmethod
     def draw(
         cls,
-        terms: Sequence[KernelTerm],
+        distribution: MultivariateNormal,
         num_latents: int,
         num_samples: int,
         num_frequencies: int,
-        *,
-        layout: Layout,
         generator: torch.Generator,
     ) -> "PriorFunctions":
         """Raises SpectralDensityMissingError for a kernel without random features, ValueError for counts below 1."""
         check_count("num_paths", num_samples)
+        terms, is_coupled = _latent_terms(distribution)
         features = RandomFourierFeatures(num_frequencies)
-        draws = features.draw(terms, generator)
-        count, like = features.num_features(terms), terms[0].inputs
-        shape = {
-            "shared": (count, num_latents * num_samples),
-            "own": (num_latents, count, num_samples),
-            "coupled": (count, num_samples),
-        }[layout]
+        draws, like = features.draw(terms, generator), terms[0].inputs
+        shape = (features.num_features(terms), num_samples)
+        shape = shape if is_coupled else (num_latents, *shape)
         weights = torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
-        return cls(features, draws, weights, num_latents, num_samples)
+        return cls(features, draws, weights)
 
-    def __call__(self, terms: Sequence[KernelTerm]) -> Tensor:
-        """The values at the inputs of the terms: [t, C, s]."""
+    def __call__(self, distribution: MultivariateNormal) -> Tensor:
+        """The values at the t points of a prior: [t, C, s]."""
+        terms, is_coupled = _latent_terms(distribution)
         values = self.features.apply(terms, self.draws, self.weights)
-        if self.weights.dim() == 2:
-            return values.reshape(terms[0].inputs.shape[-2], self.num_latents, self.num_samples)
-        return values.movedim(0, 1)
+        return values.view(*distribution.event_shape, values.shape[-1]) if is_coupled else values.movedim(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,13 +68,6 @@ class LaplaceSamplePaths:
     """k functions of Laplace's approximation or of a refinement: the same at each call, at any x, differentiable there.
 
     They belong to the hyperparameters and data of the time when they were drawn.
-
-    Attributes:
-        snapshot: the model at that time.
-        functions: prior samples.
-        inputs: training inputs.
-        update: v - zeta [n C, k].
-        products: how kernel products are computed.
     """
 
     snapshot: ModelSnapshot
@@ -118,23 +94,16 @@ class LaplaceSamplePaths:
                     "Sample paths take test inputs [t, d]: list the points of a batch one after the other."
                 )
             blocks = latent_blocks(model, self.inputs, points, self.products)
-            latents = self.functions.num_latents
             update = product(blocks.test_train, self.update.to(points[0].dtype))
-            update = update.view(len(points[0]), latents, self.num_paths)
-            prior = self.functions(latent_terms(prior_at(model, points))[0])
-            values = (blocks.mean.unsqueeze(-1) + prior + update).movedim(-1, 0)
-            return values.squeeze(-1) if latents == 1 else values
+            update = update.view(*blocks.mean.shape, self.num_paths)
+            values = blocks.mean.unsqueeze(-1) + self.functions(prior_at(model, points)) + update
+            values = values.movedim(-1, 0)
+            return values.squeeze(-1) if values.shape[-1] == 1 else values
 
 
 @dataclass(frozen=True)
 class LatentBlocks:
-    """Blocks of the joint prior for a list of t test points.
-
-    Attributes:
-        mean: [t, C].
-        test_train: K(x, X) [t C, n C].
-        test_test: K(x, x) [t C, t C].
-    """
+    """Blocks of the joint prior for t test points: mean [t, C], K(x, X) [t C, n C] and K(x, x) [t C, t C]."""
 
     mean: Tensor
     test_train: LinearOperator
@@ -167,14 +136,9 @@ def latent_covariance(model: GP, points: Sequence[Tensor], products: KernelProdu
     return torch.stack(dense).reshape(*batch, *dense[0].shape)
 
 
-def latent_terms(distribution: MultivariateNormal) -> tuple[list[KernelTerm], Layout]:
-    """The kernels of a prior, and how they belong to the latent functions.
-
-    Raises SpectralDensityMissingError where the prior's covariance is no sum of kernels.
-    """
+def _latent_terms(distribution: MultivariateNormal) -> tuple[list[KernelTerm], bool]:
+    """The kernels of a prior, and whether it couples the latent functions."""
     covariance = distribution.lazy_covariance_matrix
     if isinstance(covariance, BlockInterleavedLinearOperator):
-        covariance = covariance.base_linear_op
-    elif isinstance(distribution, MultitaskMultivariateNormal):
-        return kernel_terms(covariance), "coupled"
-    return kernel_terms(covariance), "own" if covariance.batch_shape else "shared"
+        return kernel_terms(covariance.base_linear_op), False
+    return kernel_terms(covariance), isinstance(distribution, MultitaskMultivariateNormal)

@@ -1,7 +1,8 @@
 """The latent posterior around a mode, or a refinement of it: mean k(x, X) v, covariance k(x, x) - k(x, X) Q Q^T k(X, x)."""
 
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,23 +17,33 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning, float64_first, warn
 from gpy_iterative.exact.prediction.blocks import product
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for
+from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
+from gpy_iterative.laplace.newton.newton import default_laplace_solver
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem
-from gpy_iterative.laplace.prediction.fit import LaplaceFit, LaplaceFits
+from gpy_iterative.laplace.prediction.fit import (
+    LaplaceFit,
+    check_targets_fit,
+    observed_params,
+    observed_points,
+    refine,
+)
 from gpy_iterative.laplace.prediction.paths import (
     LaplaceSamplePaths,
-    LatentBlocks,
     PriorFunctions,
     latent_blocks,
     latent_covariance,
-    latent_terms,
 )
 from gpy_iterative.laplace.report import ModeReport
-from gpy_iterative.linear_operators.latent import point_blocks
+from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, point_blocks
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
+from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
+from gpy_iterative.training.training_system import check_inputs, prior_at
+
+logger = logging.getLogger(__name__)
 
 #: Test points whose block k(x, X) Q is held at a time.
 CHUNK_POINTS = 1024
@@ -99,11 +110,12 @@ class LaplacePosterior:
     ) -> None:
         self.model, self.likelihood = model, likelihood
         check_progress(progress)
-        self._progress, self._seed, self.num_refinements = progress, seed, num_refinements
+        self._solver, self._seed, self._progress, self.num_refinements = solver, seed, progress, num_refinements
         self._products = KernelProducts() if products is None else products
-        kept = LikelihoodParams.given(params, model)
-        self._fits = LaplaceFits(model, likelihood, solver, self._products, seed, kept, progress)
-        self._fits.current(self.num_refinements, initial_weights)
+        self._params = LikelihoodParams.given(params, model)
+        self._fit: LaplaceFit | None = None
+        self._lock = OwnLock()
+        self._current(initial_weights)
 
     @property
     def num_refinements(self) -> int:
@@ -207,33 +219,88 @@ class LaplacePosterior:
         # The functions outlive an inference mode around this call, and are differentiable outside of it.
         with torch.inference_mode(False), torch.no_grad():
             generator = torch.Generator().manual_seed(self._seed + 1)
-            terms, layout = latent_terms(fit.distribution)
             functions = PriorFunctions.draw(
-                terms, fit.prior.num_latents, num_paths, num_frequencies, layout=layout, generator=generator
+                fit.distribution, fit.prior.num_latents, num_paths, num_frequencies, generator
             )
             curvature = fit.solution.curvature
             size = (curvature.num_points * curvature.root_size, num_paths)
             noise = torch.randn(size, generator=generator, dtype=torch.float64).to(fit.solution.value)
-            whitened = curvature.root_t(functions(terms).double().flatten(0, 1)) + noise
+            whitened = curvature.root_t(functions(fit.distribution).double().flatten(0, 1)) + noise
             update = fit.solution.value.view(-1, 1) - curvature.root(self._solve(fit, whitened, tolerance=1e-4))
         return LaplaceSamplePaths(fit.snapshot, functions, fit.inputs, update, self._products)
 
-    def _current(self) -> LaplaceFit:
-        return self._fits.current(self.num_refinements)
+    def _current(self, initial_weights: Tensor | None = None) -> LaplaceFit:
+        """The fit at the present hyperparameters, data and number of refinements."""
+        with self._lock:
+            fit = self._fit
+            if fit is not None and not fit.snapshot.describes(self.model, self.likelihood):
+                fit, initial_weights = None, fit.mode_weights
+            elif fit is not None and len(fit.stats) - 1 > self.num_refinements:
+                fit = None  # cold: a warm start would compute a smaller subspace
+            self._fit = self._refined(self._found(initial_weights) if fit is None else fit)
+            return self._fit
 
-    def _blocks(self, fit: LaplaceFit, points: list[Tensor]) -> LatentBlocks:
-        return latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
+    @torch.inference_mode(False)
+    def _refined(self, fit: LaplaceFit) -> LaplaceFit:
+        solver = self._mode_solver(fit.prior)
+        for number in range(len(fit.stats), self.num_refinements + 1):
+            with reporting_solve(self._progress, "refinement", "products") as callback:
+                options = {"generator": self._generator(), "callback": callback}
+                solution = refine(solver, fit.prior, fit.likelihood, fit.solution, **options)
+            fit = replace(fit, solution=solution, stats=(*fit.stats, solution.stats))
+            if not solution.converged:
+                warn(f"Refinement {number}: {solver.advice(solution, fit.prior.operator.dtype)}", ConvergenceWarning)
+        return fit
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _found(self, initial_weights: Tensor | None) -> LaplaceFit:
+        """The mode at the model's training data."""
+        if self.model.train_inputs is None or self.model.train_targets is None:
+            raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
+        check_inputs(self.model)
+        snapshot = ModelSnapshot.of(self.model, self.likelihood)
+        inputs, targets = list(snapshot.model.train_inputs), snapshot.model.train_targets
+        observed = observed_points(targets)
+        params = observed_params(() if self._params is None else self._params.current(snapshot.model), observed)
+        if observed is not None:
+            inputs, targets = [x[observed] for x in inputs], targets[observed]
+        distribution = prior_at(snapshot.model, inputs)
+        check_targets_fit(distribution, targets)
+        prior = latent_prior(distribution, self._products)
+        prior = LatentPrior(prior.operator.detach(), prior.mean.detach())
+        likelihood = PointwiseLikelihood(snapshot.likelihood, targets, prior.num_latents, params)
+        solver = self._mode_solver(prior)
+        with reporting_solve(self._progress, "mode", "products") as callback:
+            options = {"generator": self._generator(), "callback": callback}
+            solution = solver.solve(prior, likelihood, initial_weights=initial_weights, **options)
+        logger.info("mode of %d data: %s", len(targets), solution.stats)
+        if not solution.converged:
+            warn(solver.advice(solution, prior.operator.dtype), ConvergenceWarning)
+        snapshot.hand_back(self.model, self.likelihood)
+        is_single = prior.num_latents == 1 and not isinstance(distribution, MultitaskMultivariateNormal)
+        found = solution, solution.value, (solution.stats,)
+        return LaplaceFit(snapshot, inputs, targets, params, prior, distribution, is_single, *found)
+
+    def _mode_solver(self, prior: LatentPrior) -> LaplaceSolver:
+        return default_laplace_solver(prior.size) if self._solver is None else self._solver
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self._seed)
 
     def _conditioned(
         self, fit: LaplaceFit, columns: Tensor, points: list[Tensor]
     ) -> tuple[Tensor, Tensor, LinearOperator]:
         """Posterior means [t C], K(x, X) Q [t C, B] and the prior K(x, x) [t C, t C] at points [t, d]."""
-        blocks = self._blocks(fit, points)
+        blocks = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
         found = product(blocks.test_train, columns)
         return blocks.mean.reshape(-1) + found[:, 0], found[:, 1:], blocks.test_test
 
     def _exact_variance(self, fit: LaplaceFit, points: list[Tensor], tolerance: float) -> Tensor:
-        blocks, latents = self._blocks(fit, points), fit.prior.num_latents
+        blocks, latents = (
+            latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products),
+            fit.prior.num_latents,
+        )
         whitened = fit.solution.curvature.root_t(blocks.test_train.to_dense().double().mT)
         known = (whitened * self._solve(fit, whitened, tolerance=tolerance)).sum(0).view(-1, latents)
         return (point_blocks(blocks.test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)

@@ -1,5 +1,5 @@
 """RBF, Matern and rational quadratic kernels: formulas, distances and derivatives in closed form.
 
-Begin with `operator.py`; `functions.py` has the formulas, `tiles.py` evaluates them by GEMM, `keops_sums.py` by
+Begin with `operator.py`; `functions.py` has the formulas, `tiles.py` evaluates them by GEMM, `keops.py` by
 KeOps. It may import what `linear_operators` may.
 """

@@ -93,7 +93,7 @@ class RadialFunction(ABC):
         return 1.0
 
     def clamp_(self, u: Tensor) -> Tensor:
-        """Distances, as rounding left them, into the range that `value_` and its like take, in place."""
+        """Distances, as rounding left them, into the range that the formulas take, in place."""
         return u.clamp_(0, self.largest)
 
     def at_exact_distances(self) -> "RadialFunction":
@@ -106,25 +106,19 @@ class RadialFunction(ABC):
 
     @abstractmethod
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        """f, overwriting u and a scratch tensor of the same shape. Returns u."""
+        """The value at distances as rounding left them, overwriting u and a scratch tensor of the same shape. Returns u."""
 
     @abstractmethod
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-        """F, and df/dq (not df/du) over `derivative_factor`, overwriting u and scratch."""
+        """As `value_`, and df/dq (not df/du) over `derivative_factor`, overwriting u and scratch."""
 
     def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
-        """df/dalpha at fixed q; only the rational quadratic has one."""
+        """df/dalpha at fixed q, of distances as rounding left them; only the rational quadratic has one."""
         raise ValueError(f"The {self.name} function has no alpha.")
 
 
-def _positive(dtype: torch.dtype) -> float:
-    """A positive number whose root is no more than rounding beside 1."""
-    limits = torch.finfo(dtype)
-    return min(limits.tiny, limits.eps**2)
-
-
 def _safe_sqrt(u: Tensor) -> Tensor:
-    return u.clamp_min(_positive(u.dtype)).sqrt()
+    return u.clamp_min(torch.finfo(u.dtype).tiny).sqrt()
 
 
 @dataclass(frozen=True)
@@ -142,7 +136,7 @@ class _Gaussian(RadialFunction):
         return _decay(u)
 
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        return _decay(u, out=u)
+        return _decay(self.clamp_(u), out=u)
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
         self.value_(u, scratch, alpha)
@@ -156,7 +150,7 @@ class _Matern(RadialFunction):
     largest = FARTHEST**2
 
     def clamp_(self, u: Tensor) -> Tensor:
-        return u.clamp_(_positive(u.dtype), self.largest)
+        return u.clamp_(torch.finfo(u.dtype).tiny, self.largest)
 
 
 @dataclass(frozen=True)
@@ -181,10 +175,11 @@ class _Matern12(_Matern):
         return _decay(_safe_sqrt(u))
 
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        return _exponents_(u, scratch).exp2_()
+        return _exponents_(self.clamp_(u), scratch).exp2_()
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-        noise = u <= max(self.noise * torch.finfo(u.dtype).eps, _positive(u.dtype))
+        limits = torch.finfo(u.dtype)
+        noise = u <= max(self.noise * limits.eps, limits.tiny)
         self.value_(u, scratch, alpha)
         return u, scratch.mul_(u).masked_fill_(noise, 0.0)
 
@@ -204,7 +199,7 @@ class _Matern32(_Matern):
         return (1 + r) * _decay(r)
 
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        exponents = _exponents_(u, scratch)
+        exponents = _exponents_(self.clamp_(u), scratch)
         return _one_plus_r(exponents, torch.exp2(exponents, out=scratch), out=u)
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -231,7 +226,7 @@ class _Matern52(_Matern):
         return (1 + r + u / 3) * _decay(r)
 
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        exponents = _exponents_(u, scratch)
+        exponents = _exponents_(self.clamp_(u), scratch)
         return self._from_exponents_(exponents, torch.exp2(exponents, out=scratch))
 
     def _from_exponents_(self, exponents: Tensor, exponential: Tensor) -> Tensor:
@@ -240,7 +235,7 @@ class _Matern52(_Matern):
         return _one_plus_r(exponents, exponential, out=exponents)
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-        exponential = torch.exp2(_exponents_(u, scratch))
+        exponential = torch.exp2(_exponents_(self.clamp_(u), scratch))
         _one_plus_r(u, exponential, out=scratch)
         return self._from_exponents_(u, exponential), scratch
 
@@ -263,15 +258,15 @@ class _RationalQuadratic(RadialFunction):
         return _decay(_shape(alpha) * torch.log1p(u))
 
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        return _decay(u.log1p_().mul_(_shape(alpha)), out=u)
+        return _decay(self.clamp_(u).log1p_().mul_(_shape(alpha)), out=u)
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-        torch.add(u, 1, out=scratch)
-        self.value_(u, scratch, alpha)
+        torch.add(self.clamp_(u), 1, out=scratch)
+        _decay(u.log1p_().mul_(_shape(alpha)), out=u)
         return u, scratch.reciprocal_().mul_(u)
 
     def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
-        return self.value(u, alpha) * (u / (1 + u) - torch.log1p(u))
+        return self.value(self.clamp_(u), alpha) * (u / (1 + u) - torch.log1p(u))
 
 
 RBF = _Gaussian("RBF")

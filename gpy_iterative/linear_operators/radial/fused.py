@@ -76,6 +76,6 @@ def _compiled_value(function: RadialFunction, dtype: torch.dtype) -> _CompiledLo
 @cache
 def _compiled_value_and_derivative(function: RadialFunction, dtype: torch.dtype) -> _CompiledLoop:
     def evaluate(u: Tensor, derivative: Tensor, alpha: Tensor | None) -> None:
-        function.value_and_derivative_(function.clamp_(u), derivative, alpha)
+        function.value_and_derivative_(u, derivative, alpha)
 
     return _CompiledLoop(evaluate, function, dtype)

@@ -1,6 +1,6 @@
-"""Sums over the rows of a radial kernel matrix by KeOps: one compiled loop, no memory beyond inputs and outputs.
+"""Products and derivatives of a radial kernel matrix by KeOps: one compiled loop, no memory beyond inputs and outputs.
 
-This is the only module that imports pykeops, which is an extra: without it everything else works.
+pykeops is an extra: without it everything else works.
 
 KeOps compiles one program for each formula, input dimension, number of columns and dtype, which takes several seconds
 and is kept on disk. Numbers of columns are therefore rounded up to a few widths, so that a solve whose block of
@@ -15,7 +15,11 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
+from gpy_iterative.linear_operators.extensions import Rows
+from gpy_iterative.linear_operators.products import require_pykeops
 from gpy_iterative.linear_operators.radial.functions import KeOpsFormulas, RadialFunction
+from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
+from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
 
 try:
     from pykeops import get_build_folder
@@ -27,17 +31,44 @@ except ImportError:
 WIDTHS = (8, 32, 72)
 
 
-def require_pykeops() -> None:
-    """Does nothing where pykeops is installed.
+class RadialKeOps(RadialTiles):
+    """The same matrix as `RadialTiles`, whose sums over rows and columns are KeOps reductions.
 
-    Raises:
-        ImportError: it is not.
+    Entries are evaluated for every product and never kept: memory is O((n + m)(d + s)). Where a solver or a
+    preconditioner asks for entries themselves (a principal block, rows of a pivoted Cholesky factor), they are tiles.
+    Distances come from differences, so they are exact where a GEMM's would be rounding noise.
     """
-    if Genred is None:
-        raise ImportError(
-            "KernelProducts(backend='keops') needs pykeops, which is not installed: pip install 'gpy_iterative[keops]', "
-            "or leave backend='auto'."
-        )
+
+    def product(self, rows: Rows, columns: slice, rhs: Tensor) -> Tensor:
+        x1, x2 = self._scaled_inputs()
+        return kernel_sum(self.function, x1[..., rows, :], x2[..., columns, :], self.alpha, rhs)
+
+    def picked_product(self, rows: Tensor, rhs: Tensor) -> Tensor:
+        return self.product(rows, slice(None), rhs)
+
+    def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
+        """The derivative for W = weights, in one pass; in two of them for a matrix that is not symmetric.
+
+        Weights that are no product of a few vectors fill as much memory as tiles, which are used for them.
+        """
+        if not isinstance(weights, BilinearWeights):
+            return super().derivative(weights, value=value, alpha=alpha)
+        (x1, x2), left, right = self._scaled_inputs(), weights.left, weights.right
+        dimension, factor = x1.shape[-1], 2 / self.function.scale(self.alpha) ** 0.5
+        rows = derivative_sum(self.function, x1, x2, self.alpha, left, right)
+        sums = rows[..., dimension:].sum(-2, dtype=torch.float64)
+        dx2 = None
+        if self.symmetric:
+            sums = sums / 2  # every pair is met from both sides
+        else:
+            dx2 = factor * derivative_sum(self.function, x2, x1, self.alpha, right, left)[..., :dimension]
+        dalpha = sums[..., 1] if sums.shape[-1] > 1 else torch.zeros_like(sums[..., 0])
+        return RadialDerivative(factor * rows[..., :dimension], sums[..., 0], dalpha, dx2)
+
+    def _scaled_inputs(self) -> tuple[Tensor, Tensor]:
+        """Inputs into which the radial function's constant is folded."""
+        root = self.function.scale(self.alpha) ** 0.5
+        return self.x1 * root, self.x2 * root
 
 
 def kernel_sum(function: RadialFunction, x: Tensor, y: Tensor, alpha: Tensor | None, v: Tensor) -> Tensor:

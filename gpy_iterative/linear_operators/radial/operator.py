@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
-from gpy_iterative.linear_operators.radial.keops_sums import RadialKeOps
+from gpy_iterative.linear_operators.radial.keops import RadialKeOps
 from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
@@ -32,12 +32,10 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         function: one of `gpy_iterative.linear_operators.radial.functions`.
         products: how products are computed.
         cache: shared by all rebuilds of the operator; None starts an empty one.
-        scales_only: x1 depends on parameters only through one scale a coordinate, x1 = x / lengthscale for a constant x.
-            The derivative with respect to x1 is then right in that only, and cheaper.
 
     A product with s columns costs n m (d + s) multiply-adds and a few element-wise passes the first time, n m s
     once all tiles are kept; memory O((n + m)(d + s)) and the tile cache. The derivative costs one further pass.
-    KeOps evaluates every entry anew for each product, and keeps none.
+    KeOps evaluates every entry again for each product, and keeps none.
     """
 
     def __init__(
@@ -50,25 +48,15 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         function: RadialFunction,
         products: KernelProducts | None = None,
         cache: TileCache | None = None,
-        scales_only: bool = False,
     ) -> None:
         products = KernelProducts() if products is None else products
         cache = TileCache() if cache is None else cache
         tensors = {name: tensor for name, tensor in (("x2", x2), ("alpha", alpha)) if tensor is not None}
-        options = {"function": function, "products": products, "cache": cache, "scales_only": scales_only}
+        options = {"function": function, "products": products, "cache": cache}
         super().__init__(x1, outputscale, **tensors, **options)
         self.x1, self.outputscale, self.x2, self.alpha = x1, outputscale, x2, alpha
-        self.function, self.products, self.cache, self.scales_only = function, products, cache, scales_only
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether rows and columns are the same points."""
-        return self.x2 is None
-
-    @property
-    def tile_scale(self) -> Tensor:
-        """The outputscale: tiles know nothing of it."""
-        return self.outputscale.detach().unsqueeze(-1).unsqueeze(-1)
+        self.function, self.products, self.cache, self.symmetric = function, products, cache, x2 is None
+        self.tile_scale = outputscale.detach().unsqueeze(-1).unsqueeze(-1)  # tiles know nothing of it
 
     def _make_tiles(self) -> RadialTiles:
         engine = RadialKeOps if self.products.backend == "keops" else RadialTiles
@@ -108,9 +96,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         wanted = {name for name, tensor in tensors.items() if tensor.requires_grad}
         if not wanted:
             return (None,) * len(tensors)
-        found = self.tiles().derivative(
-            weights, value="outputscale" in wanted, alpha="alpha" in wanted, scales_only=self.scales_only
-        )
+        found = self.tiles().derivative(weights, value="outputscale" in wanted, alpha="alpha" in wanted)
         scale = self.outputscale
         factor = scale.unsqueeze(-1).unsqueeze(-1)
         gradients = {"x1": found.x1 * factor, "outputscale": found.value, "alpha": (found.alpha * scale).unsqueeze(-1)}
@@ -122,11 +108,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         )
 
     # Directional derivatives of a product, which information about the hyperparameters is made of
-
-    @property
-    def has_scale_products(self) -> bool:
-        """Whether the inputs depend on parameters through scales of their coordinates alone, and entries are tiles."""
-        return self.symmetric and self.scales_only and self.products.backend != "keops"
 
     @torch.no_grad()
     def scale_products(self, rhs: Tensor) -> Tensor:
@@ -141,7 +122,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     def alpha_product(self, rhs: Tensor) -> Tensor:
         """The derivative [*b, n] of K rhs with respect to alpha, for rhs [*b, n]."""
         columns = rhs.unsqueeze(-1).expand(*self.batch_shape, -1, -1)
-        return (self.tiles().alpha_derivative_matmul(columns) * self.tile_scale).squeeze(-1)
+        return (self.tiles().alpha_product(columns) * self.tile_scale).squeeze(-1)
 
     # Parts of the matrix
 
@@ -213,7 +194,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
             function=self.function,
             products=self.products,
             cache=self.cache,  # tiles do not contain the outputscale
-            scales_only=self.scales_only,
         )
 
     def to_dense(self) -> Tensor:

@@ -16,8 +16,6 @@ deviations out, a bound on the largest error would take all coordinates apart.
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.tiles.tiles import RowBlocks
-
 #: The rounding error that a squared distance may have, in squared lengthscales. With it the error of a kernel's value
 #: stays below the smallest noise that GPyTorch's default constraint allows, 1e-4.
 ALLOWED_ERROR = 3e-5
@@ -33,67 +31,39 @@ class SquaredDistances:
         x1, x2: inputs [*b, n, d] and [*b, m, d], around a common centre near zero.
         scale: a constant that is folded in, [] or [*b, 1, 1].
         has_kink: whether it is for a function that is not differentiable at 0.
-        length: rows and columns of the tiles that are asked for.
+
+    Attributes:
+        together, apart: the coordinates that one product serves, and those whose differences are taken one by one.
 
     An entry costs d + 2 multiply-adds, and two element-wise passes for every coordinate that is taken apart (three
     where the scale is a tensor).
     """
 
-    def __init__(
-        self,
-        x1: Tensor,
-        x2: Tensor,
-        scale: float | Tensor,
-        *,
-        has_kink: bool = False,
-        length: int,
-    ) -> None:
-        x1, x2, self._scale = x1.detach(), x2.detach(), scale
-        left, right = x1 * scale**0.5, x2 * scale**0.5
+    def __init__(self, x1: Tensor, x2: Tensor, scale: float | Tensor, *, has_kink: bool = False) -> None:
+        left, right = x1.detach() * scale**0.5, x2.detach() * scale**0.5
         self.batch_shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-        #: The coordinates that one product serves, and those whose differences are taken one by one.
-        self.together, self.apart = together, apart = _by_spread(left, right, has_kink)
-        of_rows = lambda x: RowBlocks.of(x, x1.shape[-2], length)
-        of_columns = lambda x: RowBlocks.of(x, x2.shape[-2], length)
-        self._left = of_rows(_with_norms(left[..., together], is_left=True))
-        self._right = of_columns(_with_norms(right[..., together], is_left=False))
+        self.together, self.apart = _by_spread(left, right, has_kink)
+        self._left, self._right = _with_norms(left[..., self.together], right[..., self.together])
         # Not multiplied by the scale's root, which would round them differently from where no tiles are made.
-        self._left_apart = of_rows(x1.expand_as(left)[..., apart])
-        self._right_apart = of_columns(x2.expand_as(right)[..., apart])
+        self._x1, self._x2, self._scale = x1.detach().expand_as(left), x2.detach().expand_as(right), scale
 
-    def tile(self, i: int, j: int, *, out: Tensor, scratch: Tensor) -> Tensor:
-        """The tile (i, j), [*b, rows, columns], negative by a rounding error at most.
+    def block(
+        self, rows: slice | Tensor, columns: slice, out: Tensor | None = None, scratch: Tensor | None = None
+    ) -> Tensor:
+        """A block [*b, rows, columns], negative by a rounding error at most; `out` and `scratch` are overwritten."""
+        u = torch.matmul(self._left[..., rows, :], self._right[..., columns, :].mT, out=out)
+        for coordinate in self.apart:
+            difference = self.difference(coordinate, rows, columns, out=scratch)
+            if isinstance(self._scale, Tensor):
+                u.addcmul_(difference.square_(), self._scale)
+            else:
+                u.addcmul_(difference, difference, value=self._scale)
+        return u
 
-        `out` and `scratch` of that shape are overwritten.
-        """
-        u = torch.matmul(self._left.block(i).mT, self._right.block(j), out=out)
-        return _add_squares_(u, self._left_apart.block(i), self._right_apart.block(j), self._scale, scratch)
-
-    def difference(self, number: int, i: int, j: int) -> Tensor:
-        """x1 - x2 of the coordinate `apart[number]`, in the tile (i, j): [*b, rows, columns]."""
-        return _difference(self._left_apart.block(i), self._right_apart.block(j), number)
-
-    def block(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """The same of any rows and columns, by their numbers: [*b, rows, columns]."""
-        u = self._left.rows(rows) @ self._right.rows(columns).mT
-        return _add_squares_(u, self._left_apart.rows(rows).mT, self._right_apart.rows(columns).mT, self._scale)
-
-
-def _add_squares_(
-    u: Tensor, rows: Tensor, columns: Tensor, scale: float | Tensor, scratch: Tensor | None = None
-) -> Tensor:
-    """Adds to u [..., n, m] the squared differences of coordinates [..., c, n] and [..., c, m] times scale, one by one."""
-    for coordinate in range(rows.shape[-2]):
-        difference = _difference(rows, columns, coordinate, scratch)
-        if isinstance(scale, Tensor):
-            u.addcmul_(difference.square_(), scale)
-        else:
-            u.addcmul_(difference, difference, value=scale)
-    return u
-
-
-def _difference(rows: Tensor, columns: Tensor, coordinate: int, out: Tensor | None = None) -> Tensor:
-    return torch.sub(rows[..., coordinate, :].unsqueeze(-1), columns[..., coordinate, :].unsqueeze(-2), out=out)
+    def difference(self, coordinate: int, rows: slice | Tensor, columns: slice, out: Tensor | None = None) -> Tensor:
+        """x1 - x2 of one coordinate, [*b, rows, columns]."""
+        left, right = self._x1[..., rows, coordinate], self._x2[..., columns, coordinate]
+        return torch.sub(left.unsqueeze(-1), right.unsqueeze(-2), out=out)
 
 
 def differentiable_squared_distances(x1: Tensor, x2: Tensor | None) -> Tensor:
@@ -135,8 +105,8 @@ def _by_spread(x1: Tensor, x2: Tensor, has_kink: bool) -> tuple[list[int], list[
     return sorted(order[:count].tolist()), sorted(order[count:].tolist())
 
 
-def _with_norms(x: Tensor, *, is_left: bool) -> Tensor:
-    norms, ones = x.square().sum(-1, keepdim=True), torch.ones_like(x[..., :1])
-    if not x.shape[-1]:
-        norms = ones = x.new_zeros(*x.shape[:-1], 1)
-    return torch.cat([x * -2, norms, ones] if is_left else [x, ones, norms], dim=-1)
+def _with_norms(x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+    """[-2 x, |x|^2, 1] and [x', 1, |x'|^2]."""
+    norms1, norms2 = (x.square().sum(-1, keepdim=True) for x in (x1, x2))
+    ones1, ones2 = torch.ones_like(norms1), torch.ones_like(norms2)
+    return torch.cat([x1 * -2, norms1, ones1], dim=-1), torch.cat([x2, ones2, norms2], dim=-1)

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from itertools import count
 from typing import Any
 
 import torch
@@ -29,24 +28,22 @@ class Precedence(IntEnum):
 
 
 class _Pool:
-    """Caches under one budget, none of which it keeps alive."""
+    """Caches under one budget, none of which it keeps alive.
+
+    Attributes:
+        members: the caches.
+        changed: held while the caches change; notified when a product, or the evaluation of a tile, has finished.
+    """
 
     def __init__(self) -> None:
-        self._members: weakref.WeakValueDictionary[int, TileCache] = weakref.WeakValueDictionary()
-        self._numbers = count()
-        #: Held while the caches change; notified when a product, or the evaluation of a tile, has finished.
+        self.members: list[weakref.ref[TileCache]] = []
         self.changed = threading.Condition()
 
-    def add(self, cache: "TileCache") -> None:
-        self._members[next(self._numbers)] = cache
+    def caches(self) -> "list[TileCache]":
+        return [cache for reference in self.members if (cache := reference()) is not None]
 
     def num_bytes(self) -> int:
-        return sum(cache.own_bytes for cache in list(self._members.values()))
-
-    def after(self, precedence: Precedence) -> "list[TileCache]":
-        """Caches of later kinds, the last kind first."""
-        later = [cache for cache in list(self._members.values()) if cache.precedence > precedence]
-        return sorted(later, key=lambda cache: -cache.precedence)
+        return sum(cache.own_bytes for cache in self.caches())
 
 
 class TileCache:
@@ -56,24 +53,26 @@ class TileCache:
     fills the same buffers at every step.
 
     Attributes:
+        tiles: those that are kept.
+        own_bytes: memory held, tiles in use and spare ones.
         derivatives: cache of the derivatives of native tiles, which are forgotten with them; None of other kinds.
         low_precision: cache of the same kernel's tiles in float32, with an owner of its own; None of other kinds.
     """
 
     def __init__(self, pool: _Pool | None = None, *, precedence: Precedence = Precedence.NATIVE) -> None:
         self._pool, self.precedence = _Pool() if pool is None else pool, precedence
-        self._pool.add(self)
         self._users = 0  # products that are being made
         self.derivatives = self.low_precision = None
         if precedence is Precedence.NATIVE:
             self.derivatives = TileCache(self._pool, precedence=Precedence.DERIVATIVE)
             self.low_precision = TileCache(self._pool, precedence=Precedence.LOW_PRECISION)
         self.clear()
+        self._pool.members.append(weakref.ref(self))
 
     def clear(self) -> None:
         """Forgets everything and gives the memory back."""
         self._owner = SeenVersions()
-        self._tiles: dict[Key, Tensor] = {}
+        self.tiles: dict[Key, Tensor] = {}
         self._spare: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
         self._in_float32 = WeakTensorKeyDictionary()
         self.own_bytes = 0
@@ -105,10 +104,6 @@ class TileCache:
                 self._users -= 1
                 self._pool.changed.notify_all()
 
-    def get(self, key: Key) -> Tensor | None:
-        """The tile of this key, or None where it is not kept."""
-        return self._tiles.get(key)
-
     def evaluate(
         self, key: Key, shape: torch.Size, like: Tensor, budget: int, evaluate: Callable[[Tensor], object]
     ) -> Tensor | None:
@@ -123,7 +118,7 @@ class TileCache:
             is_done = True
         finally:
             with self._pool.changed:
-                kept = self._tiles.setdefault(key, tile) if is_done else None
+                kept = self.tiles.setdefault(key, tile) if is_done else None
                 if kept is not tile:  # it failed, or another thread evaluated the same tile
                     self._keep_spare(tile)
                 self._pool.changed.notify_all()
@@ -147,12 +142,12 @@ class TileCache:
         for each other: a thread that evaluates a tile asks only for memory of a later kind.
         """
         if self._pool.num_bytes() + size > budget:
-            self._drop_spares()
-        later = self._pool.after(self.precedence)
-        excess = self._pool.num_bytes() + size - budget
-        if excess > sum(cache.own_bytes for cache in later):
+            for key in list(self._spare):
+                self.own_bytes -= sum(map(_num_bytes, self._spare.pop(key)))
+        later = [cache for cache in self._pool.caches() if cache.precedence > self.precedence]
+        if self._pool.num_bytes() + size - sum(cache.own_bytes for cache in later) > budget:
             return False
-        for cache in later:
+        for cache in sorted(later, key=lambda cache: -cache.precedence):
             while cache.own_bytes and self._pool.num_bytes() + size > budget:
                 if not cache._drop_one():
                     self._pool.changed.wait()
@@ -160,23 +155,16 @@ class TileCache:
 
     def _drop_one(self) -> bool:
         """Drops a spare tile, or else the last one; False where all others are being evaluated."""
-        for tiles in self._spare.values():
-            if tiles:
-                self.own_bytes -= _num_bytes(tiles.pop())
-                return True
-        if not self._tiles:
+        spare = next((tiles for tiles in self._spare.values() if tiles), None)
+        if spare is None and not self.tiles:
             return False
-        self.own_bytes -= _num_bytes(self._tiles.popitem()[1])
+        self.own_bytes -= _num_bytes(self.tiles.popitem()[1] if spare is None else spare.pop())
         return True
 
-    def _drop_spares(self) -> None:
-        self.own_bytes -= sum(_num_bytes(tile) for tiles in self._spare.values() for tile in tiles)
-        self._spare.clear()
-
     def _spare_all(self) -> None:
-        for tile in self._tiles.values():
+        for tile in self.tiles.values():
             self._keep_spare(tile)
-        self._tiles.clear()
+        self.tiles.clear()
 
     def _keep_spare(self, tile: Tensor) -> None:
         self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)

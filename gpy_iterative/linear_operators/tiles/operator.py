@@ -2,14 +2,13 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.extensions import ExtendedLinearOperator, Rows
+from gpy_iterative.linear_operators.extensions import Rows, rebuilt
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
@@ -41,27 +40,24 @@ class BilinearWeights(TileWeights):
         left, right: [*b, n, s] and [*b, m, s].
         batch_shape: of the matrix.
         tiles: its tiles; those of a symmetric one are visited in the upper triangle.
+
+    Attributes:
+        left, right: the factors of W; of a symmetric matrix those of W + W^T, weights of (i, j) and (j, i) together.
     """
 
     def __init__(self, left: Tensor, right: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, left.shape[:-2], right.shape[:-2])
-        self.left, self.right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
-        self.tensors, self._tiles = (self.left, self.right), tiles
-
-    def both_sides(self) -> tuple[Tensor, Tensor]:
-        """The factors of W + W^T, the weights of the pairs (i, j) and (j, i) together."""
-        return torch.cat([self.left, self.right], dim=-1), torch.cat([self.right, self.left], dim=-1)
-
-    @cached_property
-    def _blocks(self) -> tuple[RowBlocks, RowBlocks]:
-        rows, columns = self.both_sides() if self._tiles.symmetric else (self.left, self.right)
-        size, length = self._tiles.shape, self._tiles.length
-        return RowBlocks.of(rows, size[-2], length), RowBlocks.of(columns, size[-1], length)
+        left, right = (vectors.expand(*self.batch_shape, *vectors.shape[-2:]) for vectors in (left, right))
+        self.tensors, self._is_symmetric = (left, right), tiles.symmetric
+        if tiles.symmetric:
+            left, right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1)
+        self.left, self.right = left, right
+        self._rows = RowBlocks.of(left, tiles.shape[-2], tiles.length)
+        self._columns = RowBlocks.of(right, tiles.shape[-1], tiles.length)
 
     def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
-        left, right = self._blocks
-        product = torch.matmul(left.block(i).mT, right.block(j), out=out)
-        return product.mul_(0.5) if self._tiles.symmetric and i == j else product
+        product = torch.matmul(self._rows.blocks[i].mT, self._columns.blocks[j], out=out)
+        return product.mul_(0.5) if self._is_symmetric and i == j else product
 
 
 class MatrixWeights(TileWeights):
@@ -80,18 +76,24 @@ class MatrixWeights(TileWeights):
         return block.clone(memory_format=torch.contiguous_format)
 
 
-class TiledLinearOperator(ExtendedLinearOperator):
+class TiledLinearOperator(LinearOperator):
     """A linear operator whose products are made of tiles, times a scale.
 
-    Subclasses make the tiles (`_make_tiles`), say by what to multiply them (`tile_scale`), differentiate a weighted sum
-    of them (`_tile_derivatives`), and give the plain autograd product that every derivative is defined by
-    (`_differentiable_matmul`).
+    Subclasses make the tiles (`_make_tiles`), differentiate a weighted sum of them (`_tile_derivatives`), and give the
+    plain autograd product that every derivative is defined by (`_differentiable_matmul`).
+
+    Attributes:
+        symmetric: whether rows and columns are the same points.
+        tile_scale: [*b, 1, 1] or [], by which every tile has to be multiplied.
+        products: how products are computed.
+        cache: where tiles are kept.
 
     Several threads may multiply by one operator at the same time. Operators that share a cache but not their tensors wait
     for each other: the cache keeps tiles of one matrix at a time.
     """
 
     symmetric: bool
+    tile_scale: Tensor
     products: KernelProducts
     cache: TileCache
 
@@ -105,20 +107,16 @@ class TiledLinearOperator(ExtendedLinearOperator):
         """The derivatives of the sum of all entries, weighted, with respect to `representation()`."""
         raise NotImplementedError
 
-    @property
-    def tile_scale(self) -> Tensor:
-        """[*b, 1, 1] or []: what every tile has to be multiplied by."""
-        raise NotImplementedError
-
     def tiles(self) -> Tiles:
         """The tiles without the scale; one object serves all products of this operator."""
         kept: Tiles | None = self.__dict__.get("_tiles")
-        if kept is None or not kept.is_current():
+        if kept is None or not kept.seen.are(kept.owner):
             kept = self.__dict__["_tiles"] = self._make_tiles()
         return kept
 
     @property
     def has_low_precision(self) -> bool:
+        """Whether products inside a solve are made in float32."""
         return self.products.precision != "native"
 
     def low_precision_copy(self) -> LinearOperator:
@@ -127,16 +125,16 @@ class TiledLinearOperator(ExtendedLinearOperator):
         Raises:
             ValueError: the tensors' dtype or the kernel's own code does not allow float32.
         """
-        if not self.has_low_precision:
-            return super().low_precision_copy()
         self.products.check(self.dtype)
         lower = lambda part: self.cache.in_float32(part) if torch.is_tensor(part) else part
-        options = {name: lower(part) for name, part in self._kwargs.items()}
-        options |= {"products": replace(self.products, precision="native"), "cache": self.cache.low_precision}
-        return type(self)(*map(lower, self._args), **options)
+        return rebuilt(self, lower, products=self._native_products(), cache=self.cache.low_precision)
 
     def native_precision(self) -> LinearOperator:
-        return type(self)(*self._args, **self._kwargs | {"products": replace(self.products, precision="native")})
+        """The same operator in the inputs' dtype only."""
+        return rebuilt(self, lambda part: part, products=self._native_products())
+
+    def _native_products(self) -> KernelProducts:
+        return replace(self.products, precision="native")
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_tiles"}
@@ -147,18 +145,16 @@ class TiledLinearOperator(ExtendedLinearOperator):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*self.representation(), rhs)):
             return self._differentiable_matmul(rhs)
         with torch.no_grad():
-            return self.tiles().matmul(rhs) * self.tile_scale
+            tiles, everything = self.tiles(), slice(None)
+            batch = torch.broadcast_shapes(tiles.shape[:-2], rhs.shape[:-2])
+            return tiles.product(everything, everything, rhs.expand(*batch, *rhs.shape[-2:])) * self.tile_scale
 
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         if left_vecs.dim() == 1:
             left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
         if torch.is_grad_enabled():  # a backward pass that is to be differentiated itself
             return self._differentiable_derivatives(left_vecs, right_vecs)
-        return self._tile_derivatives(self.bilinear_weights(left_vecs, right_vecs))
-
-    def bilinear_weights(self, left: Tensor, right: Tensor) -> BilinearWeights:
-        """Left right^T [*b, n, m], a weight of every entry."""
-        return BilinearWeights(left, right, self.batch_shape, self.tiles())
+        return self._tile_derivatives(BilinearWeights(left_vecs, right_vecs, self.batch_shape, self.tiles()))
 
     def _differentiable_derivatives(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         """The same with a graph: plain autograd, O(n m) memory."""
@@ -174,20 +170,29 @@ class TiledLinearOperator(ExtendedLinearOperator):
 
     @torch.no_grad()
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
+        """The derivatives of `(weights * operator).sum()`."""
         return self._tile_derivatives(MatrixWeights(weights, self.batch_shape, self.tiles()))
 
+    # Operations of `extensions.py`
+
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
+        """operator[rows, :] @ rhs."""
         _check_rows(rhs, self.shape[-1])
-        return self.tiles().rows_matmul(rows, rhs).mul_(self.tile_scale)
+        if isinstance(rows, slice):
+            return self.tiles().product(rows, slice(None), rhs).mul_(self.tile_scale)
+        return self.tiles().picked_product(rows, rhs).mul_(self.tile_scale)
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
+        """operator[:, columns] @ rhs."""
         _check_rows(rhs, len(range(*columns.indices(self.shape[-1]))))
-        return self.tiles().columns_matmul(columns, rhs).mul_(self.tile_scale)
+        return self.tiles().product(slice(None), columns, rhs).mul_(self.tile_scale)
 
     def principal_block(self, block: slice) -> Tensor:
+        """operator[block, block]."""
         return self.tiles().principal_block(block).mul_(self.tile_scale)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
+        """operator[..., rows, :]."""
         return self.tiles().dense_rows(rows) * self.tile_scale  # not in place: several scales may share the tiles
 
 

@@ -10,16 +10,14 @@ what they have found.
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from itertools import combinations_with_replacement
+from itertools import chain, combinations_with_replacement
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.changes import SeenVersions
-from gpy_iterative.linear_operators.extensions import Rows
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.worker_threads import run, shares
@@ -33,9 +31,14 @@ FEW_COLUMNS = range(2, 9)
 PICKED_ENTRIES = {"cpu": 2**20, "cuda": 2**24}
 
 
-def blocks(size: int, length: int) -> list[slice]:
-    """Contiguous slices of the given length that cover range(size); the last may be shorter."""
-    return [slice(start, min(start + length, size)) for start in range(0, size, length)]
+def blocks(stop: int, length: int, start: int = 0) -> list[slice]:
+    """Contiguous slices of the given length that cover range(start, stop); the last may be shorter."""
+    return [slice(first, min(first + length, stop)) for first in range(start, stop, length)]
+
+
+def _tiles_of(start: int, stop: int, length: int) -> range:
+    """The tiles that some rows lie in."""
+    return range(start // length, -(-stop // length) if start < stop else start // length)
 
 
 class RowBlocks:
@@ -52,9 +55,11 @@ class RowBlocks:
     def __init__(self, data: Tensor, size: int, first: int = 0) -> None:
         self.data, self.numbers = data, range(first, first + data.shape[-3])
         self.num_rows = min(size - first * data.shape[-1], data.shape[-3] * data.shape[-1])
-        self._blocks = list(data.unbind(-3))
-        if self._blocks:
-            self._blocks[-1] = self._blocks[-1][..., : self.num_rows - (len(self._blocks) - 1) * data.shape[-1]]
+        #: The block at the rows of each tile, [*b, s, rows]: a view.
+        self.blocks = dict(zip(self.numbers, data.unbind(-3), strict=True))
+        if self.blocks:
+            last = self.numbers[-1]
+            self.blocks[last] = self.blocks[last][..., : size - last * data.shape[-1]]
 
     @classmethod
     def of(cls, vectors: Tensor, size: int, length: int, start: int = 0) -> "RowBlocks":
@@ -65,26 +70,9 @@ class RowBlocks:
         padded = torch.nn.functional.pad(vectors, (0, 0, before, after)).unflatten(-2, (count, length))
         return cls(padded.mT.clone(memory_format=torch.contiguous_format), size, first)
 
-    def block(self, number: int) -> Tensor:
-        """The block at the rows of a tile, [*b, s, rows]: a view."""
-        return self._blocks[number - self.numbers.start]
-
     def vectors(self) -> Tensor:
         """[*b, rows of the tiles, s]."""
         return self.data.mT.flatten(-3, -2)[..., : self.num_rows, :]
-
-    def rows(self, index: Tensor) -> Tensor:
-        """Some rows, [*b, len(index), s], of blocks that begin with the first tile."""
-        length = self.data.shape[-1]
-        return self.data.mT[..., index // length, index % length, :]
-
-
-def _add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left [*b, s, m] @ right [*b, m, k] to out [*b, s, k]."""
-    if out.dim() == 2:
-        out.addmm_(left, right)
-    else:
-        out += left @ right
 
 
 class Tiles(ABC):
@@ -113,9 +101,9 @@ class Tiles(ABC):
     ) -> None:
         self.shape, self.symmetric, self.length, self.cache = shape, symmetric, length, cache
         self.rows, self.columns = blocks(shape[-2], length), blocks(shape[-1], length)
-        self._owner, self._seen, self._like = owner, SeenVersions.of(owner), like
-        self._memory = threading.local()
-        self.ranks, self._agreed = products.ranks(), False
+        self.owner, self.seen = owner, SeenVersions.of(owner)
+        self.ranks = products.ranks()
+        self._like, self._memory, self._agreed = like, threading.local(), False
         self._budget = products.cache_budget(like.device)
 
     @abstractmethod
@@ -126,23 +114,19 @@ class Tiles(ABC):
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         """Any block, newly evaluated: the caller may overwrite it."""
 
-    def is_current(self) -> bool:
-        """Whether the tensors are unchanged since these tiles were made."""
-        return self._seen.are(self._owner)
-
-    def claimed(self) -> AbstractContextManager[None]:
-        """Inside, the cache serves these tiles; `tile` may be called only there."""
-        return self.cache.serving(*self._owner)
-
     def tile(self, i: int, j: int) -> Tensor:
-        """The tile (i, j), [*b, rows, columns]. It must not be overwritten, and is valid until the thread's next call."""
-        kept = self.cache.get((i, j))
+        """The tile (i, j), [*b, rows, columns]. It must not be overwritten, and is valid until the thread's next call.
+
+        Called only where the cache serves `owner`.
+        """
+        kept = self.cache.tiles.get((i, j))
         if kept is None and self._budget > 0:
-            evaluate = partial(self._evaluate_to_keep, i, j)
+            evaluate = partial(self.evaluate_to_keep, i, j)
             kept = self.cache.evaluate((i, j), self.tile_shape(i, j), self._like, self._budget, evaluate)
         return self.evaluate(i, j, self.scratch(self.tile_shape(i, j), 0)) if kept is None else kept
 
-    def _evaluate_to_keep(self, i: int, j: int, out: Tensor) -> Tensor:
+    def evaluate_to_keep(self, i: int, j: int, out: Tensor) -> Tensor:
+        """Writes a tile that is kept afterwards."""
         return self.evaluate(i, j, out)
 
     def tile_shape(self, i: int, j: int) -> torch.Size:
@@ -157,18 +141,6 @@ class Tiles(ABC):
             known[key] = torch.empty(shape, dtype=self._like.dtype, device=self._like.device)
         return known[key]
 
-    def complete(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Adds to sums over this process's tiles those of the other processes, in place.
-
-        `given` is what they were made from beside the tiles; see `Ranks.sum_` for what is checked and raised.
-        """
-        if self.ranks is None:
-            return
-        if not self._agreed:
-            self.ranks.agree(f"shape {tuple(self.shape)}, rows in tiles of {self.length}", self._owner)
-            self._agreed = True
-        self.ranks.sum_(partial, given)
-
     def visits(self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None) -> list[tuple[int, int]]:
         """The tiles (i, j) of this process in a product of some rows and columns of tiles; None is all of them."""
         rows = range(len(self.rows)) if rows is None else rows
@@ -178,37 +150,7 @@ class Tiles(ABC):
             tiles = sorted({(i, j) if i <= j else (j, i) for i, j in tiles})
         return tiles if self.ranks is None else [tile for tile in tiles if self.ranks.owns(*tile)]
 
-    def matmul(self, rhs: Tensor) -> Tensor:
-        """The matrix times rhs [*b, m, s]."""
-        batch = torch.broadcast_shapes(self.shape[:-2], rhs.shape[:-2])
-        return self._product(slice(None), slice(None), rhs.expand(*batch, *rhs.shape[-2:]))
-
-    # Parts of the matrix, without batch dimensions
-
-    def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        """Those rows of the matrix times rhs [m, s].
-
-        Rows from everywhere, given by an index, take no tiles: every process evaluates them for a share of the columns.
-        """
-        if isinstance(rows, slice):
-            return self._product(rows, slice(None), rhs)
-
-        def product(share: Sequence[slice]) -> Tensor:
-            result = rhs.new_zeros(len(rows), rhs.shape[-1])
-            for columns in share:
-                result.addmm_(self.block(rows, columns), rhs[columns])
-            return result
-
-        columns = slice(0, self.shape[-1]) if self.ranks is None else self.ranks.part(self.shape[-1])
-        result = sum(run([partial(product, share) for share in self._pieces(len(rows), columns)]))
-        self.complete([result], [rows, rhs])
-        return result
-
-    def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
-        """Those columns of the matrix times rhs [len(columns), s]."""
-        return self._product(slice(None), columns, rhs)
-
-    def _product(
+    def product(
         self, rows: slice, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
     ) -> Tensor:
         """Some rows and columns of the matrix times rhs [*b, len(columns), s], made of whole tiles.
@@ -217,24 +159,17 @@ class Tiles(ABC):
         """
         tile = self.tile if tile is None else tile
         start, stop, _ = rows.indices(self.shape[-2])
-        wanted = self._numbers(start, stop)
+        wanted = _tiles_of(start, stop, self.length)
         given = RowBlocks.of(rhs, self.shape[-1], self.length, columns.indices(self.shape[-1])[0])
-        tasks = [
-            partial(self._share_of_product, wanted, given, tile, s)
-            for s in self.shares(self.visits(wanted, given.numbers))
-        ]
-        with self.claimed():
-            result, *others = run(tasks)
+        shares = self.shares(self.visits(wanted, given.numbers))
+        with self.cache.serving(*self.owner):
+            result, *others = run([partial(self._share_of_product, wanted, given, tile, share) for share in shares])
         for other in others:
             result.data += other.data
         first = wanted.start * self.length
         product = result.vectors()[..., start - first : stop - first, :]
         self.complete([product], [rhs])
         return product
-
-    def _numbers(self, start: int, stop: int) -> range:
-        """The tiles that some rows lie in."""
-        return range(start // self.length, -(-stop // self.length) if start < stop else start // self.length)
 
     def _share_of_product(
         self,
@@ -247,33 +182,62 @@ class Tiles(ABC):
         *batch, _, columns, length = given.data.shape
         result = RowBlocks(given.data.new_zeros(*batch, len(rows), columns, length), self.shape[-2], rows.start)
         is_few = columns in FEW_COLUMNS and given.data.device.type == "cpu"
+        add = torch.Tensor.addmm_ if not batch else lambda out, left, right: out.add_(left @ right)
         for i, j in visits:
             tile = tile_at(i, j)
-            if i in rows and j in given.numbers:
+            if i in result.blocks and j in given.blocks:
                 if is_few:
-                    result.block(i).add_((tile @ given.block(j).mT).mT)
+                    result.blocks[i].add_((tile @ given.blocks[j].mT).mT)
                 else:
-                    _add_product_(result.block(i), given.block(j), tile.mT)
-            if self.symmetric and i != j and j in rows and i in given.numbers:
-                _add_product_(result.block(j), given.block(i), tile)
+                    add(result.blocks[i], given.blocks[j], tile.mT)
+            if self.symmetric and i != j and j in result.blocks and i in given.blocks:
+                add(result.blocks[j], given.blocks[i], tile)
+        return result
+
+    def sums(self, share: Callable[[Sequence[tuple[int, int]]], list[Tensor]]) -> list[Tensor]:
+        """Sums over all tiles of this process, from those that `share` finds for some of the tiles."""
+        with self.cache.serving(*self.owner):
+            totals, *others = run([partial(share, visits) for visits in self.shares(self.visits())])
+        for other in others:
+            for total, part in zip(totals, other, strict=True):
+                total += part
+        return totals
+
+    def complete(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """Adds to sums over this process's tiles those of the other processes, in place.
+
+        `given` is what they were made from beside the tiles; see `Ranks.sum_` for what is checked and raised.
+        """
+        if self.ranks is None:
+            return
+        if not self._agreed:
+            self.ranks.agree(f"shape {tuple(self.shape)}, rows in tiles of {self.length}", self.owner)
+            self._agreed = True
+        self.ranks.sum_(partial, given)
+
+    # Parts of the matrix that are evaluated and not kept
+
+    def picked_product(self, rows: Tensor, rhs: Tensor) -> Tensor:
+        """Rows from everywhere times rhs [m, s], without batch dimensions. Every process takes a share of the columns."""
+        part = slice(0, self.shape[-1]) if self.ranks is None else self.ranks.part(self.shape[-1])
+        multiply = lambda columns: self.block(rows, columns) @ rhs[columns]
+        result = sum(self._of_picked(len(rows), part, multiply), rhs.new_zeros(len(rows), rhs.shape[-1]))
+        self.complete([result], [rows, rhs])
         return result
 
     def dense_rows(self, rows: Tensor) -> Tensor:
-        """Those rows, newly evaluated, [*b, len(rows), m]; every process evaluates them whole."""
+        """Those rows, [*b, len(rows), m]; every process evaluates them whole."""
         result = self._like.new_empty(*self.shape[:-2], len(rows), self.shape[-1])
-
-        def fill(share: Sequence[slice]) -> None:
-            for columns in share:
-                result[..., columns] = self.block(rows, columns)
-
-        run([partial(fill, share) for share in self._pieces(len(rows), slice(0, self.shape[-1]))])
+        fill = lambda columns: result[..., columns].copy_(self.block(rows, columns))
+        self._of_picked(len(rows), slice(0, self.shape[-1]), fill)
         return result
 
-    def _pieces(self, rows: int, columns: slice) -> list[Sequence[slice]]:
-        """The columns of so many rows, some at a time, in shares."""
+    def _of_picked(self, rows: int, columns: slice, work: Callable[[slice], Tensor]) -> list[Tensor]:
+        """What `work` returns for all columns of so many rows, some columns at a time."""
         entries = PICKED_ENTRIES.get(self._like.device.type, PICKED_ENTRIES["cuda"])
-        pieces = blocks(columns.stop - columns.start, max(entries // max(rows, 1), 1))
-        return self.shares([slice(columns.start + part.start, columns.start + part.stop) for part in pieces])
+        pieces = blocks(columns.stop, max(entries // max(rows, 1), 1), columns.start)
+        of_share = lambda share: [work(piece) for piece in share]
+        return list(chain.from_iterable(run([partial(of_share, share) for share in self.shares(pieces)])))
 
     def shares(self, items: Sequence[Item]) -> list[Sequence[Item]]:
         """The work of each task; on a device other than a CPU there is one task."""
@@ -288,10 +252,10 @@ class Tiles(ABC):
             raise ValueError("A rectangular kernel matrix has no principal blocks.")
         start, stop, _ = block.indices(self.shape[-1])
         is_alone = self.ranks is None
-        numbers = self._numbers(start, stop)
+        numbers = _tiles_of(start, stop, self.length)
         first, last = numbers.start * self.length, min(numbers.stop * self.length, self.shape[-1])
         result = self._like.new_empty(last - first, last - first)
-        with self.claimed():
+        with self.cache.serving(*self.owner):
             for i, j in combinations_with_replacement(numbers, 2):
                 tile = self.tile(i, j) if is_alone else self.evaluate(i, j, self.scratch(self.tile_shape(i, j), 0))
                 rows, columns = (slice(part.start - first, part.stop - first) for part in (self.rows[i], self.rows[j]))

@@ -73,10 +73,17 @@ class BracketPositions:
         cls, bounds: Sequence[Bounds], truth: Tensor, error: Tensor, before: "BracketPositions | None"
     ) -> "BracketPositions":
         """The positions of a long quadrature, from its bounds by iteration, its limit [*b, s] and its error [*b]."""
-        values = torch.stack([_position(bound, truth) for bound in bounds], dim=-1)
+        upper, lower = (torch.stack(rule, dim=-1) for rule in zip(*bounds, strict=True))
+        gap = upper - lower
+        positions = (truth.unsqueeze(-1) - lower) / torch.where(gap > 0, gap, 1.0)
+        values = torch.where(gap > 0, positions, 0.5).clamp(0, 1)
         zero = torch.zeros((), dtype=torch.int64, device=values.device)
         drift = torch.zeros_like(values[..., 0, :])
-        if before is None or not (errors := before._errors(bounds, truth)):
+        errors = []  # of the estimates that could have been made by the positions before, from the second iteration on
+        if before is not None:
+            estimates = [before.estimate(bounds[:count]) for count in range(LEAST_PRODUCTS, len(bounds) + 1)]
+            errors = [(found[0] - truth).mean(-1).abs() for found in estimates if found is not None]
+        if before is None or not errors:
             return cls(values, error, drift, zero, zero + FIRST_LIFE, zero)
         age = before.age + 1
         # An estimate is not taken for better than a later one, whose error may be about to change its sign.
@@ -110,17 +117,6 @@ class BracketPositions:
         correction = (samples - last).mean(-1) * (FALL / (1 - FALL))
         drifted = self.drift[..., count - 1] * (self.age + 1)
         return samples + correction.unsqueeze(-1), (DOUBTED * correction.abs()).maximum(drifted)
-
-    def _errors(self, bounds: Sequence[Bounds], truth: Tensor) -> list[Tensor]:
-        """Of the estimates that could have been made, by iteration from the second; [*b] each."""
-        estimates = [self.estimate(bounds[:count]) for count in range(LEAST_PRODUCTS, len(bounds) + 1)]
-        return [(found[0] - truth).mean(-1).abs() for found in estimates if found is not None]
-
-
-def _position(bounds: Bounds, truth: Tensor) -> Tensor:
-    upper, lower = bounds
-    gap = upper - lower
-    return torch.where(gap > 0, (truth - lower) / torch.where(gap > 0, gap, 1.0), 0.5).clamp(0, 1)
 
 
 @dataclass(frozen=True)
@@ -171,7 +167,7 @@ def stochastic_logdet(
 
     Cost: one product with s columns an iteration.
     """
-    size = operator.shape[-1]
+    size = probes.shape[-2]
     most = min(max(max_iterations, LEAST_PRODUCTS), size)
     lanczos = _Lanczos(operator, probes, preconditioner, first_product)
     while True:
@@ -207,11 +203,7 @@ def _sem(samples: Tensor) -> Tensor:
 
 
 class _Lanczos:
-    """Lanczos' iteration for M from u, and after every step the bounds on u^T log(M) u.
-
-    Attributes:
-        bounds: by iteration.
-    """
+    """Lanczos' iteration for M from u, and by iteration the bounds on u^T log(M) u."""
 
     def __init__(
         self,
@@ -222,7 +214,10 @@ class _Lanczos:
     ) -> None:
         self.bounds: list[Bounds] = []
         self._operator, self._preconditioner, self._first_product = operator, preconditioner, first_product
-        self._floor = _smallest_eigenvalue(operator, preconditioner)
+        # A pivoted Cholesky factor, as Nystrom's, has K >= L L^T, so that H >= L L^T + noise >= min(noise / d) P.
+        is_below = isinstance(preconditioner, NystromFactor | PivotedCholeskyFactor)
+        is_noisy = isinstance(operator, NoisyLinearOperator)
+        self._floor = (operator.noise / preconditioner.diagonal).amin(-1) if is_noisy and is_below else None
         self._residual, self._solved, self._previous = probes, preconditioner.solve(probes), torch.zeros_like(probes)
         self._squared_norm = (probes * self._solved).sum(-2).clamp_min(0)
         self._beta = self._squared_norm.sqrt()
@@ -250,9 +245,6 @@ class _Lanczos:
         beta = (residual * self._solved).sum(-2).clamp_min(0).sqrt()
         # A beta of rounding size is no new direction.
         self._beta = torch.where(beta > 10 * torch.finfo(beta.dtype).eps * alpha.abs(), beta, torch.zeros_like(beta))
-        return self._bracket()
-
-    def _bracket(self) -> tuple[Tensor, Tensor]:
         rules = _quadratures(self._diagonals, self._offdiagonals, self._beta, self._floor)
         upper, lower = (rule * self._squared_norm for rule in rules)
         self.bounds.append((upper, lower))
@@ -275,24 +267,14 @@ class _Lanczos:
         )
 
 
-def _smallest_eigenvalue(operator: LinearOperator, preconditioner: LowRankPlusDiagonal) -> Tensor | None:
-    """A lower bound on the spectrum of M, [*b]; None where none is known.
-
-    A pivoted Cholesky factor, as Nystrom's, has K >= L L^T, so that H >= L L^T + noise >= min(noise / d) P.
-    """
-    if isinstance(operator, NoisyLinearOperator) and isinstance(preconditioner, (NystromFactor, PivotedCholeskyFactor)):
-        return (operator.noise / preconditioner.diagonal).amin(-1)
-    return None
-
-
 def _quadratures(
     diagonals: list[Tensor], offdiagonals: list[Tensor], beta: Tensor, floor: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> list[Tensor]:
     """e_1^T log(T) e_1 of the tridiagonal T by Gauss' rule and by Gauss and Radau's with a node at the floor, [*b, s].
 
-    The even derivatives of the logarithm are negative and the odd ones positive, so that the first is above
-    and the second below the truth, but for rounding. Ritz values below the floor are rounding errors, and count as the
-    floor. Without one, half the smallest Ritz value is the floor, and the second rule is no bound.
+    The first is an upper and the second a lower bound, because the even derivatives of the logarithm are negative. Ritz
+    values below the floor are rounding errors, and count as the floor. Without a floor, half the smallest Ritz value
+    serves, and the second rule is no bound.
     """
     matrix = _tridiagonal(diagonals, offdiagonals)
     if floor is None:
@@ -308,7 +290,12 @@ def _quadratures(
     shifted = matrix - node[..., None, None] * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
     corner = node + beta.double().square() * torch.linalg.solve(shifted, last.expand(*matrix.shape[:-1], 1))[..., -1, 0]
     extended = _tridiagonal([*diagonals, corner.to(beta.dtype)], [*offdiagonals, beta])
-    return _log_of_first(matrix, node).to(beta.dtype), _log_of_first(extended, node).to(beta.dtype)
+    rules = []
+    for tridiagonal in (matrix, extended):
+        values, vectors = torch.linalg.eigh(tridiagonal)
+        logarithms = values.maximum(node.unsqueeze(-1)).log()
+        rules.append((vectors[..., 0, :].square() * logarithms).sum(-1).to(beta.dtype))
+    return rules
 
 
 def _tridiagonal(diagonals: list[Tensor], offdiagonals: list[Tensor]) -> Tensor:
@@ -317,8 +304,3 @@ def _tridiagonal(diagonals: list[Tensor], offdiagonals: list[Tensor]) -> Tensor:
         off = torch.diag_embed(torch.stack(offdiagonals, dim=-1).double(), offset=1)
         matrix = matrix + off + off.mT
     return matrix
-
-
-def _log_of_first(matrix: Tensor, floor: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return (vectors[..., 0, :].square() * values.maximum(floor.unsqueeze(-1)).log()).sum(-1)

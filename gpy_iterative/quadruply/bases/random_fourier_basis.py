@@ -19,18 +19,8 @@ CHUNK = 4096
 class FourierGroups(torch.nn.Module):
     """Draws of the frequencies of `num_features` features, which a kernel's current hyperparameters scale.
 
-    Args:
-        kernel: scales, sums and products of kernels with a spectral density.
-        num_features: a multiple of twice the number of the kernel's summands.
-        num_dims: of the inputs; None takes the kernel's `ard_num_dims`.
-        seed: of the draws.
-        stored: False draws chunks of 4,096 groups from their own seeds in every evaluation, on the CPU: memory O(1) in
-            num_groups, and slower steps.
-
-    Raises:
-        ValueError: a number of features that is not such a multiple, an unknown number of input dimensions, a kernel with a
-            batch shape.
-        SpectralDensityMissingError: a part of the kernel has no random Fourier features.
+    Options and errors are those of `RandomFourierBasis`. Without `stored` frequencies, chunks of 4,096 groups are drawn
+    from their own seeds in every evaluation, on the CPU: memory O(1) in the number of groups, and slower steps.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from typing import Literal
 
 import torch
 from gpytorch import kernels
@@ -58,30 +57,23 @@ class RelevanceVectorBasis(KernelFunctionBasis):
         return (self.precision < self.max_precision).nonzero().squeeze(-1)
 
     @torch.no_grad()
-    def update_precision(self, mean: Tensor, variance: Tensor, rule: Literal["mackay", "em"] = "mackay") -> None:
-        """One fixed-point update of all precisions, O(m).
+    def update_precision(self, mean: Tensor, variance: Tensor) -> None:
+        """One fixed-point update of all precisions by MacKay's rule, (1 - s variance) / mean^2; cost O(m).
 
         Args:
             mean: of the weights, [m] (`model.weights.mean`).
             variance: the diagonal of their covariance, [m] (`model.weights.variance`).
-            rule: "mackay" is (1 - s variance) / mean^2; "em" is 1 / (mean^2 + variance), which is slower and never lowers
-                the evidence. MacKay's rule leaves s where the data do not determine the weight: s variance = 1 to rounding.
 
-        Raises:
-            ValueError: another rule, or shapes that do not fit.
+        Raises ValueError for shapes that do not fit. A precision stays where the data do not determine the weight, so that
+        s variance = 1 to rounding.
         """
-        if rule not in ("mackay", "em"):
-            raise ValueError(f"rule must be 'mackay' or 'em', got {rule!r}.")
         shape = (self.num_groups,)
         if mean.shape != shape or variance.shape != shape:
             raise ValueError(f"mean and variance must be {shape}, got {tuple(mean.shape)} and {tuple(variance.shape)}.")
-        square = mean.square()
-        if rule == "mackay":
-            determined = (1 - self.precision * variance).clamp_min(0)
-            moved = determined / square.clamp_min(torch.finfo(square.dtype).tiny)
-            precision = torch.where(determined > torch.finfo(square.dtype).eps, moved, self.precision)
-        else:
-            precision = 1 / (square + variance)
+        square, limits = mean.square(), torch.finfo(mean.dtype)
+        determined = (1 - self.precision * variance).clamp_min(0)
+        moved = determined / square.clamp_min(limits.tiny)
+        precision = torch.where(determined > limits.eps, moved, self.precision)
         self.log_precision.copy_(precision.clamp(MIN_PRECISION, LARGEST_PRECISION).log().unsqueeze(-1))
 
 

@@ -59,7 +59,7 @@ def test_basis_is_orthonormal_whatever_is_converted_at_a_time(monkeypatch: pytes
     parts = recipe.build(operator)
     torch.testing.assert_close(parts.basis, whole.basis)
     torch.testing.assert_close(parts.basis.mT @ operator.to_dense() @ parts.basis, torch.eye(10, dtype=torch.float64))
-    torch.testing.assert_close(parts.local.image, operator.to_dense() @ parts.basis)
+    torch.testing.assert_close(parts.local.product, operator.to_dense() @ parts.basis)
     torch.testing.assert_close(parts.variance(prior.diagonal(), cross), whole.variance(prior.diagonal(), cross))
 
 

@@ -11,7 +11,7 @@ import gpy_iterative as gpi
 from gpy_iterative.errors import UnsupportedLikelihoodError
 from gpy_iterative.features.weight_space import problem
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
-from gpy_iterative.training.posterior import Posterior
+from gpy_iterative.training.report import Posterior
 from tests.exact.gaussian_models import Case, Regression, data
 from tests.features.feature_models import KERNELS, feature_case, fixed_noise_case
 from tests.features.test_exact import METHODS

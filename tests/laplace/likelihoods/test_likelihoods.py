@@ -54,7 +54,7 @@ def test_gradient_and_hessian_are_differences(name: str) -> None:
 def test_curvature_is_its_own_algebra(name: str) -> None:
     """W = R R^T, W W^+ W = W, and W^+ is symmetric in the Penrose sense; products agree with dense blocks."""
     likelihood, f = latents(name)
-    curvature = likelihood.curvature(f, "auto", COVARIANCE_FLOOR)
+    curvature = likelihood.curvature(f, COVARIANCE_FLOOR)
     size = f.numel()
     eye = torch.eye(size, dtype=torch.float64)
     dense = torch.block_diag(*curvature.blocks())
@@ -75,7 +75,7 @@ def test_softmax_does_not_see_what_all_classes_share(name: str) -> None:
     invisible = torch.linalg.pinv(weights.double()) @ torch.ones(3, dtype=torch.float64)
     torch.testing.assert_close(likelihood.log_prob(f), likelihood.log_prob(f + 5 * invisible))
     for floor in (STEP_FLOOR, COVARIANCE_FLOOR, NO_FLOOR):
-        image = likelihood.curvature(30 * f, "auto", floor).project(invisible.repeat(len(f)).unsqueeze(-1))
+        image = likelihood.curvature(30 * f, floor).project(invisible.repeat(len(f)).unsqueeze(-1))
         assert image.abs().max() < 1e-6
 
 
@@ -114,12 +114,10 @@ def test_probit_tails_through_three_derivatives(z: float) -> None:
 
 
 def test_a_wrong_promise_of_concavity_is_told_as_one() -> None:
-    """Where "auto" has taken the Hessian, "auto" is no advice."""
     register_curvature(Bent, lambda _, f, y: 0.1 * (y - f[:, 0]).square(), log_concave=True)
     bent = PointwiseLikelihood(Bent(), torch.tensor([0.1, -1.0]), 1)
-    for kind, advice in (("auto", "registered as log-concave"), ("hessian", "Use curvature='auto'")):
-        with pytest.raises(UnsupportedLikelihoodError, match=rf"not concave at latent values up to 4: .*{advice}"):
-            bent.curvature(torch.tensor([[0.0], [4.0]], dtype=torch.float64), kind, NO_FLOOR)
+    with pytest.raises(UnsupportedLikelihoodError, match=r"registered as log-concave.* at latent values up to 4: "):
+        bent.curvature(torch.tensor([[0.0], [4.0]], dtype=torch.float64), NO_FLOOR)
 
 
 def test_fisher_information_is_the_expected_hessian() -> None:
@@ -130,16 +128,14 @@ def test_fisher_information_is_the_expected_hessian() -> None:
     with torch.no_grad():
         density = beta.log_prob(many).exp()
     expected = torch.trapezoid(density * beta.hessian(many).detach().flatten(), grid)
-    torch.testing.assert_close(beta.curvature_blocks(many, "fisher")[0, 0, 0].detach(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(beta.curvature_blocks(many)[0, 0, 0].detach(), expected, rtol=1e-4, atol=1e-6)
     y = torch.linspace(-300, 300, 600_001, dtype=torch.float64)
     student = PointwiseLikelihood(gl.StudentTLikelihood().double(), y, 1)
     many = f.expand(len(y), 1)
     with torch.no_grad():
         density = student.log_prob(many).exp()
     expected = torch.trapezoid(density * student.hessian(many).detach().flatten(), y)
-    torch.testing.assert_close(
-        student.curvature_blocks(many, "fisher")[0, 0, 0].detach(), expected, rtol=1e-4, atol=1e-6
-    )
+    torch.testing.assert_close(student.curvature_blocks(many)[0, 0, 0].detach(), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["student", "negative-binomial", "beta"])
@@ -147,9 +143,8 @@ def test_what_is_not_concave(name: str) -> None:
     likelihood, f = latents(name)
     far = 3 * f + 3 * (name == "student")
     assert likelihood.hessian(far).min() < 0
-    assert likelihood.curvature(far, "auto", NO_FLOOR).blocks().min() >= 0
-    with pytest.raises(UnsupportedLikelihoodError, match="not concave"):
-        likelihood.curvature(far, "hessian", NO_FLOOR)
+    assert likelihood.curvature(far, NO_FLOOR).blocks().min() >= 0
+    torch.testing.assert_close(likelihood.step_curvature(far).blocks().amax(), likelihood.hessian(far).abs().amax())
 
 
 class Cauchy(gl.likelihood._OneDimensionalLikelihood):
@@ -184,7 +179,7 @@ def test_likelihoods_of_the_users_own() -> None:
     f, y = torch.tensor([[0.0], [4.0]], dtype=torch.float64), torch.tensor([0.1, -1.0])
     cauchy = PointwiseLikelihood(Cauchy(), y, 1)
     with pytest.warns(VarianceWarning, match="absolute value"):
-        assert cauchy.curvature(f, "auto", NO_FLOOR).blocks().min() > 0
+        assert cauchy.curvature(f, NO_FLOOR).blocks().min() > 0
     with pytest.raises(ValueError, match="factorises over points"):
         PointwiseLikelihood(Coupled(), y, 1).log_prob(f)
     register_curvature(
@@ -195,7 +190,7 @@ def test_likelihoods_of_the_users_own() -> None:
     )
     logistic = PointwiseLikelihood(Logistic(), y, 1)
     t = torch.sigmoid(y.double() - f[:, 0])
-    torch.testing.assert_close(logistic.curvature(f, "auto", NO_FLOOR).blocks().flatten(), 2 * t * (1 - t))
+    torch.testing.assert_close(logistic.curvature(f, NO_FLOOR).blocks().flatten(), 2 * t * (1 - t))
     with pytest.raises(ValueError, match=r"targets must exceed -2, but targets\[1\] is -3"):
         PointwiseLikelihood(Logistic(), torch.tensor([0.0, -3.0]), 1)
 
@@ -313,7 +308,9 @@ def test_poisson_counts_of_any_size_have_finite_derivatives(latent: float) -> No
         assert torch.isfinite(derivative).all()
 
 
-def test_curvatures_that_a_softmax_does_not_have() -> None:
-    likelihood = PointwiseLikelihood(gl.SoftmaxLikelihood(num_classes=3, mixing_weights=False), torch.tensor([0, 2]), 3)
-    with pytest.raises(UnsupportedLikelihoodError, match="one latent function"):
-        likelihood.curvature(torch.zeros(2, 3).double(), "abs", NO_FLOOR)
+def test_several_functions_that_are_not_concave_need_fisher_information() -> None:
+    register_curvature(Bent, lambda _, f, y: 0.1 * (y - f.sum(-1)).square(), log_concave=False, num_latents=2)
+    bent = PointwiseLikelihood(Bent(), torch.tensor([0.1, -1.0]), 2)
+    for curvature in (bent.step_curvature, bent.curvature_blocks):
+        with pytest.raises(UnsupportedLikelihoodError, match="no Fisher information is registered"):
+            curvature(torch.zeros(2, 2).double())

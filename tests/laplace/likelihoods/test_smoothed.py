@@ -57,7 +57,7 @@ def test_counts_with_a_log_link_have_a_closed_form(variance: float) -> None:
     rate = (f[:, 0] + variance / 2).exp()
     torch.testing.assert_close(found.log_prob(f), problem.y * f[:, 0] - rate - torch.lgamma(problem.y + 1))
     torch.testing.assert_close(found.gradient(f)[:, 0], problem.y - rate)
-    torch.testing.assert_close(found.curvature(f, "auto", NO_FLOOR).blocks()[:, 0, 0], rate)
+    torch.testing.assert_close(found.curvature(f, NO_FLOOR).blocks()[:, 0, 0], rate)
 
 
 def test_labels_with_a_probit_link_against_a_fine_grid() -> None:
@@ -87,7 +87,7 @@ def test_derivatives_are_those_of_the_average(name: str) -> None:
     hessian = torch.stack(rows, dim=-2)
     torch.testing.assert_close(found.hessian(f), hessian, rtol=1e-7, atol=1e-8)
     assert not found.hessian(f).requires_grad
-    blocks = found.curvature(f, "auto", NO_FLOOR).blocks()
+    blocks = found.curvature(f, NO_FLOOR).blocks()
     if name == "negative-binomial":
         hessian = hessian.abs()
     if name not in ("student", "beta"):  # whose curvature is the Fisher information
@@ -99,7 +99,7 @@ def test_information_is_averaged() -> None:
     point, variance = problem.pointwise(), covariances(6, 1)
     nodes, weights = normal_rule(1)
     expected = sum(w * point.fisher(f + variance[:, 0].sqrt() * z) for z, w in zip(nodes, weights, strict=True))
-    found = SmoothedLikelihood(point, variance).curvature(f, "auto", NO_FLOOR)
+    found = SmoothedLikelihood(point, variance).curvature(f, NO_FLOOR)
     torch.testing.assert_close(found.blocks(), expected.detach())
 
 
@@ -107,15 +107,15 @@ def test_information_is_averaged() -> None:
 def test_classes_do_not_see_what_they_share(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, count = case(name, n=9), LIKELIHOODS[name][2]
     found, f = SmoothedLikelihood(problem.pointwise(), covariances(9, count)), latents(9, count)
-    whole = found.curvature(f, "auto", NO_FLOOR)
-    plain = problem.pointwise().curvature(f, "auto", NO_FLOOR)
+    whole = found.curvature(f, NO_FLOOR)
+    plain = problem.pointwise().curvature(f, NO_FLOOR)
     x = latents(9 * count, 2)
     torch.testing.assert_close(whole.project(x), plain.project(x), rtol=1e-8, atol=1e-9)  # the same range
     torch.testing.assert_close(whole.root(whole.root_t(x)), whole.matmul(x))
     torch.testing.assert_close(whole.matmul(whole.pinv(x)), whole.project(x), rtol=1e-6, atol=1e-8)
     monkeypatch.setattr(smoothed, "CHUNK_NUMBERS", 1000)
-    torch.testing.assert_close(found.curvature(f, "auto", NO_FLOOR).blocks(), whole.blocks())
-    floored = found.curvature(f, "auto", CurvatureFloor(0.5, 0.5))
+    torch.testing.assert_close(found.curvature(f, NO_FLOOR).blocks(), whole.blocks())
+    floored = found.curvature(f, CurvatureFloor(0.5, 0.5))
     assert floored.eigenvalues.min() >= 0.5 * whole.eigenvalues.max() - 1e-12
 
 
@@ -125,8 +125,8 @@ def test_without_variance_nothing_is_averaged() -> None:
     torch.testing.assert_close(found.log_prob(f), point.log_prob(f))
     torch.testing.assert_close(found.gradient(f), point.gradient(f))
     torch.testing.assert_close(
-        found.curvature(f, "auto", NO_FLOOR).blocks(),
-        point.curvature(f, "auto", NO_FLOOR).blocks(),
+        found.curvature(f, NO_FLOOR).blocks(),
+        point.curvature(f, NO_FLOOR).blocks(),
         rtol=1e-8,
         atol=1e-9,
     )

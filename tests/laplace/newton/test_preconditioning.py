@@ -47,7 +47,7 @@ def factored(
 def test_inverts_low_rank_plus_noise_within_the_range(name: str, kind: str) -> None:
     problem = case(name, n=12, kind=kind)
     prior = problem.prior()
-    curvature = problem.pointwise().curvature(prior.mean + 0.3, "auto", NO_FLOOR)
+    curvature = problem.pointwise().curvature(prior.mean + 0.3, NO_FLOOR)
     factor, dense, w = factored(prior, curvature, PivotedCholesky(rank=4))
     residual = curvature.project(torch.sin(torch.arange(prior.size).double()).unsqueeze(-1))
     found = NewtonPreconditioner.of(factor, curvature).solve((w @ residual).flatten())
@@ -63,7 +63,7 @@ def test_inverts_low_rank_plus_noise_within_the_range(name: str, kind: str) -> N
 def test_factor_of_full_rank_is_the_prior(kind: str) -> None:
     problem = case("softmax", n=10, kind=kind)
     prior = problem.prior()
-    curvature = problem.pointwise().curvature(prior.mean, "auto", NO_FLOOR)
+    curvature = problem.pointwise().curvature(prior.mean, NO_FLOOR)
     _, dense, _ = factored(prior, curvature, PivotedCholesky(rank=30))
     torch.testing.assert_close(dense @ dense.mT, prior.operator.to_dense(), rtol=1e-6, atol=1e-6)
 
@@ -134,7 +134,7 @@ def test_functions_of_low_rank_leave_the_others_theirs() -> None:
     problem = case("softmax", n=30, kind="own", dtype=torch.float32)
     problem.model.covar_module.base_kernel.lengthscale = torch.tensor([1e3, 1.0, 1.0]).view(3, 1, 1)
     prior, likelihood = problem.prior(), problem.pointwise()
-    curvature = likelihood.curvature(prior.mean, "auto", NO_FLOOR)
+    curvature = likelihood.curvature(prior.mean, NO_FLOOR)
     factor = latent_factor(PivotedCholesky(rank=15), prior, curvature, torch.Generator())
     assert len(factor.columns) > 1
     smooth, *rough = factor.columns
@@ -187,10 +187,7 @@ def test_serves_a_model_from_training_to_a_refined_prediction() -> None:
     torch.testing.assert_close(probabilities, exact_probabilities, rtol=1e-4, atol=1e-5)
 
 
-def test_options_that_do_not_go_together() -> None:
-    recipe = PivotedCholesky(rank=5)
-    with pytest.raises(ValueError, match="leave policy=None"):
-        LaplaceNewton(policy=lambda state: state.gradient, preconditioner=recipe)
+def test_preconditioners_are_recipes() -> None:
     with pytest.raises(TypeError, match="preconditioner must be None or"):
         LaplaceNewton(preconditioner="cholesky")  # pyright: ignore[reportArgumentType]
 

@@ -22,7 +22,7 @@ from tests.laplace.cases import case
 def test_products(name: str, kind: str) -> None:
     problem = case(name, n=12, kind=kind)
     prior, likelihood = problem.prior(), problem.pointwise()
-    curvature = likelihood.curvature(prior.mean, "auto", COVARIANCE_FLOOR)
+    curvature = likelihood.curvature(prior.mean, COVARIANCE_FLOOR)
     system = whitened_system(prior.operator, curvature)
     size = system.shape[-1]
     root = curvature.root(torch.eye(size, dtype=torch.float64))

@@ -28,6 +28,7 @@ from gpy_iterative.linear_operators import (
     principal_block,
     rows_matmul,
 )
+from gpy_iterative.linear_operators import products as products_module
 from gpy_iterative.linear_operators.radial import keops as keops_sums
 from gpy_iterative.linear_operators.radial.functions import (
     MATERN12,
@@ -369,7 +370,7 @@ def test_radial_functions_without_a_formula() -> None:
 
 def test_products_where_pykeops_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when options come from another machine's checkpoint, past their own check."""
-    monkeypatch.setattr(keops_sums, "Genred", None)
+    monkeypatch.setattr(products_module, "pykeops", None)
     operator = RadialKernelLinearOperator(inputs(5, 7), torch.tensor(1.0), function=MATERN52, products=KEOPS)
     with torch.no_grad(), pytest.raises(ImportError, match="pip install"):
         operator._matmul(inputs(5, 1))

@@ -176,7 +176,6 @@ def test_scales_alone_have_the_same_derivative(
         alpha=base.alpha,
         function=function,
         products=base.products,
-        scales_only=True,
     )
     left = inputs(*batch, operator.shape[-2], 4, seed=6).double()
     right = inputs(*batch, operator.shape[-1], 4, seed=7).double()
@@ -437,10 +436,10 @@ def test_dense_matrices_with_a_graph_keep_the_digits_of_neighbours_far_away() ->
 
 
 @pytest.mark.parametrize("function", [MATERN12, MATERN32, MATERN52, RBF])
-@pytest.mark.parametrize("scales_only", [True, False])
+@pytest.mark.parametrize("of_scales", [True, False])
 @pytest.mark.parametrize("spread", [200.0, 20_000.0])
 def test_float32_derivatives_of_inputs_that_span_thousands_of_lengthscales(
-    function: RadialFunction, scales_only: bool, spread: float
+    function: RadialFunction, of_scales: bool, spread: float
 ):
     """The weighted sum of (x_i - x_j)^2 of neighbours, beside which the squares of x are 10^8 times as large."""
     generator = torch.Generator().manual_seed(0)
@@ -452,14 +451,10 @@ def test_float32_derivatives_of_inputs_that_span_thousands_of_lengthscales(
     def derivative(dtype: torch.dtype) -> Tensor:
         x1 = x.to(dtype).requires_grad_()
         operator = RadialKernelLinearOperator(
-            x1,
-            torch.ones((), dtype=dtype),
-            function=function,
-            products=KernelProducts(tile_size=64),
-            scales_only=scales_only,
+            x1, torch.ones((), dtype=dtype), function=function, products=KernelProducts(tile_size=64)
         )
         found = operator._bilinear_derivative(left.to(dtype), right.to(dtype))[0]
-        return ((found * x1).sum(0) if scales_only else found).detach().double()
+        return ((found * x1).sum(0) if of_scales else found).detach().double()
 
     truth = derivative(torch.float64)
     torch.testing.assert_close(derivative(torch.float32), truth, rtol=0, atol=1e-3 * float(truth.norm()))

@@ -25,15 +25,15 @@ def exact(x1: Tensor, x2: Tensor) -> Tensor:
 def test_neighbours_keep_their_distance(spreads: list[float]) -> None:
     x1 = points(0, 300, spreads)
     x2 = x1 + 0.1 * points(1, 300, [1.0] * len(spreads))
-    everything = torch.arange(300)
-    distances = SquaredDistances(x1, x2, 3.0, length=128)
+    everything = slice(0, 300)
+    distances = SquaredDistances(x1, x2, 3.0)
     found = distances.block(everything, everything).double() / 3
     truth = exact(x1, x2)
     near = truth < 1
     assert near.any()
     assert (found - truth)[near].abs().max() <= ERROR
     torch.testing.assert_close(found, truth, rtol=1e-4, atol=ERROR)
-    tile = distances.tile(2, 1, out=torch.empty(44, 128), scratch=torch.empty(44, 128))
+    tile = distances.block(slice(256, 300), slice(128, 256), torch.empty(44, 128), torch.empty(44, 128))
     torch.testing.assert_close(tile.double() / 3, truth[256:, 128:256], rtol=1e-4, atol=ERROR)
 
 
@@ -42,12 +42,12 @@ def test_differences_of_far_coordinates_are_those_of_the_inputs(scale: float | T
     """A root of the scale, which would move points by a thousandth of a lengthscale, is not taken into the coordinates."""
     x1 = 10_000 + points(0, 200, [30.0])
     x2 = x1 + points(1, 200, [0.1])
-    everything = torch.arange(200)
-    distances = SquaredDistances(x1, x2, scale, length=128)
+    everything = slice(0, 200)
+    distances = SquaredDistances(x1, x2, scale)
     truth = 5 * exact(x1, x2)
     torch.testing.assert_close(distances.block(everything, everything).double().squeeze(0), truth, rtol=1e-6, atol=0)
     shape = (*distances.batch_shape, 72, 128)
-    tile = distances.tile(1, 0, out=torch.empty(shape), scratch=torch.empty(shape))
+    tile = distances.block(slice(128, 200), slice(0, 128), torch.empty(shape), torch.empty(shape))
     torch.testing.assert_close(tile.double().view(72, 128), truth[128:, :128], rtol=1e-6, atol=0)
 
 
@@ -55,8 +55,8 @@ def test_differences_of_far_coordinates_are_those_of_the_inputs(scale: float | T
 def test_few_coordinates_before_a_kink(dims: int) -> None:
     x1 = points(0, 100, [1.0] * dims)
     x2 = x1 + points(1, 100, [1e-4] * dims)
-    everything = torch.arange(100)
-    distances = SquaredDistances(x1, x2, 1.0, has_kink=True, length=128)
+    everything = slice(0, 100)
+    distances = SquaredDistances(x1, x2, 1.0, has_kink=True)
     assert len(distances.apart) == (dims if dims <= 2 else 0)
     if dims <= 2:
         found = distances.block(everything, everything).double()
@@ -65,11 +65,11 @@ def test_few_coordinates_before_a_kink(dims: int) -> None:
 
 def test_blocks_of_a_batch_and_of_single_rows() -> None:
     x = torch.stack([points(0, 20, [900.0, 1.0]), points(1, 20, [1.0, 1.0])])
-    distances = SquaredDistances(x, x, torch.tensor([[[1.0]], [[2.0]]]), length=128)
+    distances = SquaredDistances(x, x, torch.tensor([[[1.0]], [[2.0]]]))
     assert distances.batch_shape == (2,)
     rows = torch.tensor([3, 17, 5])
     truth = exact(x, x) * torch.tensor([[[1.0]], [[2.0]]])
-    found = distances.block(rows, torch.arange(4, 11)).double()
+    found = distances.block(rows, slice(4, 11)).double()
     torch.testing.assert_close(found, truth[:, rows, 4:11], rtol=1e-4, atol=ERROR)
 
 

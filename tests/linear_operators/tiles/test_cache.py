@@ -68,5 +68,5 @@ def test_a_tile_that_failed_leaves_its_room() -> None:
     native.join(60)
     assert failed.is_set()
     assert not native.is_alive()
-    assert cache.get((0, 1)) is not None
+    assert cache.tiles.get((0, 1)) is not None
     assert cache.num_bytes == budget

@@ -30,7 +30,7 @@ def test_blocks_give_the_vectors_back(wanted: slice, batch: tuple[int, ...]) -> 
     assert torch.equal(found.vectors(), kept[..., first:stop, :])
     for number in found.numbers:
         start = number * LENGTH
-        assert torch.equal(found.block(number), kept[..., start : start + LENGTH, :].mT)
+        assert torch.equal(found.blocks[number], kept[..., start : start + LENGTH, :].mT)
 
 
 def test_there_may_be_no_rows() -> None:

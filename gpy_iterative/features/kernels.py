@@ -1,0 +1,286 @@
+"""Kernels with finitely many features: the base class, the feature maps of GPyTorch's kernels, and deep kernels."""
+
+import math
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations_with_replacement
+from typing import Any, cast
+
+import torch
+from gpytorch import kernels
+from gpytorch.kernels import Kernel
+from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy, LinearPredictionStrategy
+from linear_operator import LinearOperator
+from linear_operator.operators import LowRankRootLinearOperator, MatmulLinearOperator, RootLinearOperator
+from torch import Tensor
+
+from gpy_iterative.linear_operators.from_gpytorch import active_inputs, are_same_inputs
+
+
+@dataclass(frozen=True)
+class WeightSpaceFeatures:
+    """k(x, x') = sum_j variances_j basis_j(x) basis_j(x'): a linear model whose weights are N(0, variances) a priori.
+
+    Attributes:
+        basis: [*b, n, m].
+        variances: of the weights, [*b, m], positive. Outputscales go here and not into the basis, so that a distribution
+            of the weights does not have to follow them.
+    """
+
+    basis: Tensor
+    variances: Tensor
+
+    @classmethod
+    def standard(cls, basis: Tensor) -> "WeightSpaceFeatures":
+        """Weights of variance 1."""
+        return cls(basis, basis.new_ones(*basis.shape[:-2], basis.shape[-1]))
+
+    def scaled(self) -> Tensor:
+        """phi(x) [*b, n, m] with k(x, x') = phi(x)^T phi(x')."""
+        return self.basis * self.variances.sqrt().unsqueeze(-2)
+
+
+class FiniteFeatureKernel(Kernel):
+    """Base of kernels k(x, x') = features(x)^T features(x') with m features.
+
+    A subclass gives `features`. Everything else follows: covariances under GPyTorch's own ExactGP and its marginal log
+    likelihood (through m x m matrices where m < n), and mini-batch training by `VariationalFeatureMarginalLogLikelihood`.
+    Where a scale can be pulled out of the features, `weight_space_features` says so.
+    """
+
+    @abstractmethod
+    def features(self, x: Tensor) -> Tensor:
+        """phi(x) [*b, n, m] at inputs [*b, n, d] that are already reduced to the active dims.
+
+        A row depends on the row of the inputs alone: batches of rows must have the features of these rows.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define features(x).")
+
+    def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
+        """The features, with the scales of their weights apart where there are any.
+
+        Raises ValueError where `features` gives other rows than the input has.
+        """
+        features = self.features(x)
+        if features.shape[-2:-1] != x.shape[-2:-1]:
+            raise ValueError(
+                f"{type(self).__name__}.features must map [*b, n, d] to [*b, n, m]; it mapped {tuple(x.shape)} to "
+                f"{tuple(features.shape)}."
+            )
+        return WeightSpaceFeatures.standard(features)
+
+    def forward(
+        self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
+    ) -> LinearOperator | Tensor:
+        """The operator k(x1, x2), or its diagonal; a root of m columns where x1 is x2."""
+        if last_dim_is_batch or params:
+            raise ValueError(
+                f"{type(self).__name__} takes no further arguments, got {', '.join(params) or 'last_dim_is_batch'}."
+            )
+        left = self.features(x1)
+        if are_same_inputs(x1, x2):
+            if diag:
+                return left.square().sum(-1)
+            low_rank = left.shape[-1] < left.shape[-2]
+            return LowRankRootLinearOperator(left) if low_rank else RootLinearOperator(left)
+        right = self.features(x2)
+        return (left * right).sum(-1) if diag else MatmulLinearOperator(left, right.mT)
+
+    def prediction_strategy(
+        self, train_inputs: Any, train_prior_dist: Any, train_labels: Any, likelihood: Any
+    ) -> DefaultPredictionStrategy:
+        """GPyTorch's own for kernels with features."""
+        return LinearPredictionStrategy(train_inputs, train_prior_dist, train_labels, likelihood)
+
+
+#: From inputs [*b, n, d], reduced to the kernel's active dims, to its features.
+FeatureMap = Callable[[Tensor], WeightSpaceFeatures]
+_REGISTRY: dict[type[Kernel], Callable[[Kernel], FeatureMap]] = {}
+
+
+def register_feature_map(
+    kernel_class: type[Kernel],
+) -> Callable[[Callable[..., FeatureMap]], Callable[..., FeatureMap]]:
+    """Decorator: registers what makes the feature map of a kernel. Subclasses may compute anything, and are not covered.
+
+    A kernel of your own needs no registration: derive it from `FiniteFeatureKernel`.
+    """
+
+    def register(make: Callable[..., FeatureMap]) -> Callable[..., FeatureMap]:
+        _REGISTRY[kernel_class] = make
+        return make
+
+    return register
+
+
+def has_feature_map(kernel: Kernel) -> bool:
+    """Whether `feature_map` knows the kernel and all of its parts."""
+    try:
+        feature_map(kernel)
+    except ValueError:
+        return False
+    return True
+
+
+def feature_map(kernel: Kernel) -> FeatureMap:
+    """The feature map of a kernel, which follows its hyperparameters.
+
+    Raises:
+        ValueError: the kernel, or a part of it, has none; the text names it and those that have.
+    """
+    if isinstance(kernel, FiniteFeatureKernel):
+        return kernel.weight_space_features
+    if type(kernel) in _REGISTRY:
+        return _REGISTRY[type(kernel)](kernel)
+    known = ", ".join(sorted(kernel_class.__name__ for kernel_class in _REGISTRY))
+    raise ValueError(
+        f"{type(kernel).__name__} has no finite feature map. Kernels that have one: {known}, DeepFeatureKernel, and any "
+        "subclass of FiniteFeatureKernel. RFFKernel approximates an RBFKernel; for any other kernel take "
+        "HutchinsonMarginalLogLikelihood."
+    )
+
+
+@register_feature_map(kernels.LinearKernel)
+def _linear(kernel: kernels.LinearKernel) -> FeatureMap:
+    variance = lambda: kernel.variance.squeeze(-2)
+    return lambda x: WeightSpaceFeatures(x, variance().expand(*variance().shape[:-1], x.shape[-1]))
+
+
+@register_feature_map(kernels.ConstantKernel)
+def _constant(kernel: kernels.ConstantKernel) -> FeatureMap:
+    return lambda x: WeightSpaceFeatures(x.new_ones(*x.shape[:-1], 1), kernel.constant)
+
+
+@register_feature_map(kernels.RFFKernel)
+def _random_fourier(kernel: kernels.RFFKernel) -> FeatureMap:
+    def features(x: Tensor) -> WeightSpaceFeatures:
+        covariance = kernel.forward(x, x)
+        if isinstance(covariance, MatmulLinearOperator):  # x with NaN, which equals nothing
+            return WeightSpaceFeatures.standard(covariance.left_linear_op.to_dense())
+        return WeightSpaceFeatures.standard(cast(RootLinearOperator, covariance).root.to_dense())
+
+    return features
+
+
+@register_feature_map(kernels.PolynomialKernel)
+def _polynomial(kernel: kernels.PolynomialKernel) -> FeatureMap:
+    """(x^T x' + c)^p has the monomials of degree up to p, each with its multinomial coefficient times a power of c."""
+
+    def features(x: Tensor) -> WeightSpaceFeatures:
+        columns, counts, constants = (tensor.to(x.device) for tensor in _monomials(x.shape[-1], kernel.power))
+        one = torch.ones_like(x[..., :1])
+        padded, basis = torch.cat([x, one], dim=-1), one
+        for factor in columns.unbind(-1):  # a third of the time of one gather and `prod`
+            basis = basis * padded.index_select(-1, factor)
+        offset = kernel.offset  # [*b, 1]
+        return WeightSpaceFeatures(basis, counts.to(x) * offset.pow(constants))
+
+    return features
+
+
+@lru_cache(maxsize=8)
+def _monomials(dims: int, degree: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Factors of each monomial [m, degree], its multinomial coefficient and its power of the constant (index `dims`), [m].
+
+    Kept from step to step: counting a thousand of them takes as long as a step of training.
+    """
+    with torch.inference_mode(False):
+        monomials = list(combinations_with_replacement(range(dims + 1), degree))
+        counts = [math.factorial(degree) / math.prod(map(math.factorial, Counter(m).values())) for m in monomials]
+        constants = [m.count(dims) for m in monomials]
+        return torch.tensor(monomials), torch.tensor(counts, dtype=torch.float64), torch.tensor(constants)
+
+
+@register_feature_map(kernels.ScaleKernel)
+def _scale(kernel: kernels.ScaleKernel) -> FeatureMap:
+    # It calls its base's forward: the base's active dims are its own, applied already.
+    base = feature_map(kernel.base_kernel)
+
+    def features(x: Tensor) -> WeightSpaceFeatures:
+        unscaled = base(x)
+        return WeightSpaceFeatures(unscaled.basis, unscaled.variances * kernel.outputscale.unsqueeze(-1))
+
+    return features
+
+
+@register_feature_map(kernels.AdditiveKernel)
+def _additive(kernel: kernels.AdditiveKernel) -> FeatureMap:
+    parts = [(child, feature_map(child)) for child in kernel.kernels]
+    return lambda x: concatenated([features(active_inputs(child, x)) for child, features in parts])
+
+
+@register_feature_map(kernels.ProductKernel)
+def _product(kernel: kernels.ProductKernel) -> FeatureMap:
+    parts = [(child, feature_map(child)) for child in kernel.kernels]
+
+    def features(x: Tensor) -> WeightSpaceFeatures:
+        (child, first), *rest = parts
+        result = first(active_inputs(child, x))
+        for child, factor in rest:
+            result = _times(result, factor(active_inputs(child, x)))
+        return result
+
+    return features
+
+
+def concatenated(parts: list[WeightSpaceFeatures]) -> WeightSpaceFeatures:
+    """The features of a sum of kernels."""
+    if len(parts) == 1:
+        return parts[0]
+    batch = torch.broadcast_shapes(*(part.basis.shape[:-1] for part in parts))
+    basis = torch.cat([part.basis.expand(*batch, part.basis.shape[-1]) for part in parts], dim=-1)
+    batch = torch.broadcast_shapes(*(part.variances.shape[:-1] for part in parts))
+    return WeightSpaceFeatures(
+        basis, torch.cat([part.variances.expand(*batch, part.variances.shape[-1]) for part in parts], dim=-1)
+    )
+
+
+def _times(left: WeightSpaceFeatures, right: WeightSpaceFeatures) -> WeightSpaceFeatures:
+    """The features of a product: all products of two, row by row."""
+    outer = lambda a, b: (a.unsqueeze(-1) * b.unsqueeze(-2)).flatten(-2)
+    return WeightSpaceFeatures(outer(left.basis, right.basis), outer(left.variances, right.variances))
+
+
+class DeepFeatureKernel(FiniteFeatureKernel):
+    """k(x, x') = base_kernel(network(x), network(x')), for a base kernel with a finite feature map.
+
+    Inside the kernel the network runs when the kernel is evaluated, and `model(train_x)` evaluates nothing: a mini-batch
+    method runs it on its batch. A network that the model's `forward` calls runs on all data at every step.
+
+    Args:
+        feature_extractor: a module from [*b, n, d] to [*b, n, e], row by row: its batch normalisation, if it has any,
+            must be in evaluation mode.
+        base_kernel: any of the kernels that `feature_map` knows, such as `ScaleKernel(LinearKernel())`, m = e, or
+            `ScaleKernel(RFFKernel(num_samples=500, num_dims=e))`, m = 1000. With a linear kernel a variance of 1 / e at the
+            start keeps the prior of f at the size of one feature.
+        kwargs: passed to `gpytorch.kernels.Kernel`.
+
+    Raises:
+        ValueError: a base kernel without a finite feature map.
+        TypeError: an extractor that is no module.
+    """
+
+    def __init__(self, feature_extractor: torch.nn.Module, base_kernel: Kernel, **kwargs: Any) -> None:
+        if not isinstance(feature_extractor, torch.nn.Module):
+            raise TypeError(f"feature_extractor must be a torch.nn.Module, got {feature_extractor!r}.")
+        feature_map(base_kernel)
+        super().__init__(**kwargs)
+        self.feature_extractor = feature_extractor
+        self.base_kernel = base_kernel
+
+    def features(self, x: Tensor) -> Tensor:
+        """phi(x) [*b, n, m]."""
+        return self.weight_space_features(x).scaled()
+
+    def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
+        """The base kernel's, at the network's output. Raises ValueError where that has other rows than the input."""
+        extracted = self.feature_extractor(x)
+        if extracted.shape[:-1] != x.shape[:-1]:
+            raise ValueError(
+                f"feature_extractor must map [*b, n, d] to [*b, n, e], row by row; it mapped {tuple(x.shape)} to "
+                f"{tuple(extracted.shape)}."
+            )
+        return feature_map(self.base_kernel)(active_inputs(self.base_kernel, extracted))
