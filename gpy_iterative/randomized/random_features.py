@@ -156,9 +156,9 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
     resample: bool
 
-    def _warn_once(self, estimate: Estimate) -> None:
+    def _watch_line_search(self, estimate: Estimate) -> None:
         if self.resample:  # value and gradient of kept frequencies are one smooth function
-            super()._warn_once(estimate)
+            super()._watch_line_search(estimate)
 
     @abstractmethod
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
