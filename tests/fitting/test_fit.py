@@ -1,6 +1,7 @@
 """`gpi.fit` from start to end."""
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,18 @@ def test_progress_callback_and_log(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     gpi.fit(regression(40), max_steps=1)
     assert "steps" in capsys.readouterr().err
+
+
+def test_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = regression()
+    result = gpi.fit(gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model), progress=False, max_steps=2)
+    value, left = result.plot().axes
+    assert len(value.containers) == 1
+    (line,) = left.lines
+    assert list(line.get_ydata()) == [row.left_to_gain for row in result.history]
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        result.plot()
 
 
 def test_predictions_continue_from_the_fit() -> None:
