@@ -23,7 +23,7 @@ from gpy_iterative.changes import SeenData
 from gpy_iterative.checks import check_count, check_finite
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.exact.validation import check_fit, check_likelihood
-from gpy_iterative.features.validation import StandstillWatch, check_rows, checked_indices
+from gpy_iterative.features.validation import StandstillWatch, check_features, check_rows, checked_indices
 from gpy_iterative.features.weight_space.posterior import WeightSpacePosterior
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpacePrior, WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import (
@@ -341,6 +341,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def _problem(
         self, function_dist: MultivariateNormal, target: Tensor, params: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> WeightSpaceProblem:
+        check_features(self.model)
         problem = WeightSpaceProblem(self.likelihood, function_dist, target, params, kwargs, progress=self.progress)
         modes = [module.training for module in self.model.modules()]
         if modes != self._checked_modes:
@@ -390,6 +391,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.no_grad()
     def _count_features(self) -> int:
         """m, from features of two rows. Raises ValueError where a kernel has no feature map."""
+        check_features(self.model)
         prior = WeightSpacePrior(prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()]))
         return prior.features().basis.shape[-1]
 

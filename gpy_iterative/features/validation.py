@@ -20,6 +20,23 @@ SAME_ROWS = 0.01
 STEPS_ALONE = 10
 
 
+def check_features(model: gpytorch.models.ExactGP) -> None:
+    """Raises ValueError where a layer is known to give a row other features beside other rows, or by chance."""
+    for name, module in model.named_modules():
+        is_dropout = isinstance(module, _DropoutNd) and module.p > 0
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            state, remedy = "with track_running_stats=False", "Take LayerNorm."
+        elif module.training and (is_dropout or isinstance(module, _BatchNorm | torch.nn.RReLU)):
+            state = "in training mode"
+            remedy = f"Call model.get_submodule({name!r}).eval() after every model.train(), or take LayerNorm."
+        else:
+            continue
+        raise ValueError(
+            f"The layer {name}, a {type(module).__name__} {state}, gives a row other features in another batch, "
+            f"which a marginal likelihood does not allow. {remedy}"
+        )
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Tensor, Tensor]]) -> None:
@@ -47,14 +64,8 @@ def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Te
                 raise ValueError(
                     f"The model gives the first {size} data another mean or covariance beside other rows, or when they are "
                     "evaluated again: a layer depends on the batch, or on chance, which no marginal likelihood allows. "
-                    f"Put such layers into evaluation mode after every model.train(), or take LayerNorm.{_suspects(model)}"
+                    "Put such layers into evaluation mode after every model.train(), or take LayerNorm."
                 )
-
-
-def _suspects(model: gpytorch.models.ExactGP) -> str:
-    kinds = (_BatchNorm, _DropoutNd, torch.nn.RReLU)
-    found = [f"{name} ({type(layer).__name__})" for name, layer in model.named_modules() if isinstance(layer, kinds)]
-    return f" Layers of that kind: {', '.join(found)}." if found else ""
 
 
 def checked_indices(indices: Tensor, num_data: int) -> Tensor:

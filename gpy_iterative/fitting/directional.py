@@ -179,8 +179,7 @@ def directional_product(operator: LinearOperator, vector: Tensor) -> Directional
         return _Sum(operator, vector)
     if isinstance(operator, ConstantMulLinearOperator):
         return _Multiple(operator, vector)
-    is_tiled = isinstance(operator, RadialKernelLinearOperator) and operator.products.backend != "keops"
-    if is_tiled and operator.symmetric:
+    if isinstance(operator, RadialKernelLinearOperator) and operator.symmetric:
         return _Radial(operator, vector)
     if isinstance(operator, GenericKernelLinearOperator) and operator._kwargs["leaves"]:
         raise NotImplementedError(

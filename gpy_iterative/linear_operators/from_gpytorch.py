@@ -214,7 +214,7 @@ def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> boo
 def _radial_function(kernel: kernels.Kernel) -> RadialFunction | None:
     """The function by which the radial operator computes what the kernel does; None where there is none."""
     if isinstance(kernel, (kernels.MaternKernel, kernels.keops.MaternKernel)):
-        base, function = kernels.MaternKernel, MATERN[kernel.nu]
+        base, function = kernels.MaternKernel, MATERN.get(kernel.nu)
     elif isinstance(kernel, (kernels.RBFKernel, kernels.keops.RBFKernel)):
         base, function = kernels.RBFKernel, RBF
     elif isinstance(kernel, kernels.RQKernel):

@@ -148,7 +148,7 @@ class StochasticDescent(IterativeSolver[State]):
             way_back=WayBack.to(iterate),
             learning_rate=state.learning_rate / 2,
             halvings=state.halvings + 1,
-            has_diverged=state.halvings == MAX_HALVINGS,
+            has_diverged=state.halvings >= MAX_HALVINGS,
             setup=state.setup + 1,
             curvature=min(state.curvature, curvature),
             **self._at_rest(iterate),

@@ -2,7 +2,7 @@
 
 The first k columns of C are dense below the diagonal, the others have a diagonal entry only. The parameters of the head,
 which every step moves, and of the tail, of which a step moves a few rows, are apart: the tail's gradients are sparse, so
-that the cost of a step does not grow with its size.
+that a step evaluates and moves its sample only.
 """
 
 from collections.abc import Callable

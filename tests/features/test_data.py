@@ -153,9 +153,9 @@ def test_layers_that_are_put_into_training_mode_on_the_way() -> None:
     mll = METHODS["natural"](case.likelihood, case.model, batch_size=8, generator=0)
     mll(case.model(case.x), case.y)
     case.model.train()
-    assert_refused(case, mll, ValueError, r"beside other rows.*BatchNorm1d")
+    assert_refused(case, mll, ValueError, "BatchNorm1d in training mode")
     for ask in (mll.exact_value, mll.gap, mll.refresh):
-        with pytest.raises(ValueError, match=r"beside other rows.*BatchNorm1d"):
+        with pytest.raises(ValueError, match="BatchNorm1d in training mode"):
             ask()
 
 

@@ -48,7 +48,15 @@ def test_which_operator_stands_for_which_kernel() -> None:
             return 2 * super().forward(x1, x2, diag=diag, **params)
 
     assert isinstance(operator_for(Subclass()), RadialKernelLinearOperator)
-    assert isinstance(operator_for(Override()), GenericKernelLinearOperator)
+
+    class OtherSmoothness(kernels.MaternKernel):
+        def forward(self, x1, x2, diag=False, **params):
+            return kernels.RBFKernel.forward(self, x1, x2, diag=diag)
+
+    other = OtherSmoothness()
+    other.nu = 3.5
+    for kernel in (Override(), other):
+        assert isinstance(operator_for(kernel), GenericKernelLinearOperator)
 
 
 def grid_kernel(**options) -> kernels.Kernel:

@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from linear_operator.operators import DenseLinearOperator
 
-from gpy_iterative.solvers import Iterate, SolveInputs, StochasticDualDescent
+from gpy_iterative.linear_solvers import columns, stochastic_descent
+from gpy_iterative.solvers import Iterate, SolveInputs, SolveStatus, StochasticDualDescent
 from tests import oracles
 from tests.linear_solvers.contract import DescentContract, N, right_hand_sides, system
 
@@ -49,3 +51,15 @@ def test_momentum_pays() -> None:
 def test_bad_options(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         StochasticDualDescent(**options)
+
+
+def test_divergence_is_said_where_norms_are_seldom_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: residuals grow once more before the loop looks."""
+    for module in (columns, stochastic_descent):
+        monkeypatch.setattr(module, "reads_every", lambda device: 4)
+    root = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).double()
+    operator = DenseLinearOperator(root @ root.mT / 64 + torch.eye(64).double())
+    solver = StochasticDualDescent(batch_size=64, learning_rate=6e4, max_epochs=3000)
+    solution = solver.solve(operator, right_hand_sides(64))
+    assert solution.status is SolveStatus.DIVERGED
+    assert solution.stats.iterations <= 12

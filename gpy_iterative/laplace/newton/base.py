@@ -248,6 +248,11 @@ class LaplaceSolver(ABC):
         """
         if not prior.size:
             raise ValueError("There are no observed targets: without any there is no mode to find, only the prior.")
+        if initial_solution is not None and initial_solution.latent.shape != prior.mean.shape:
+            raise ValueError(
+                f"The initial solution is for latent values {tuple(initial_solution.latent.shape)}, the prior for "
+                f"{tuple(prior.mean.shape)}."
+            )
         return self._find_mode(Problem(prior, likelihood, initial_weights, initial_solution, generator, callback))
 
     def _find_mode(self, problem: Problem) -> LaplaceSolution:
@@ -304,11 +309,6 @@ class LaplaceSolver(ABC):
         mean, shape = problem.mean, problem.prior.mean.shape
         cold = problem.evaluated(mean, torch.zeros_like(mean))
         if solution is not None:
-            if solution.latent.shape != shape:
-                raise ValueError(
-                    f"The initial solution is for latent values {tuple(solution.latent.shape)}, the prior for "
-                    f"{tuple(shape)}."
-                )
             f, v = solution.latent.flatten(), solution.value.flatten()
         elif weights is not None and weights.shape == shape and torch.isfinite(weights).all():
             v = weights.to(mean).flatten()

@@ -8,6 +8,7 @@ columns narrows as they converge does not compile at every turn.
 """
 
 import hashlib
+from collections.abc import Callable
 from functools import cache as keep
 from pathlib import Path
 
@@ -39,7 +40,11 @@ class RadialKeOps(RadialTiles):
     Distances come from differences, so they are exact where a GEMM's would be rounding noise.
     """
 
-    def product(self, rows: Rows, columns: slice, rhs: Tensor) -> Tensor:
+    def product(
+        self, rows: Rows, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
+    ) -> Tensor:
+        if tile is not None:  # of another matrix
+            return super().product(rows, columns, rhs, tile)
         x1, x2 = self._scaled_inputs()
         return kernel_sum(self.function, x1[..., rows, :], x2[..., columns, :], self.alpha, rhs)
 

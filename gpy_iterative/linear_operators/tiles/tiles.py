@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, combinations_with_replacement
+from itertools import combinations_with_replacement
 from typing import TypeVar
 
 import torch
@@ -220,24 +220,32 @@ class Tiles(ABC):
     def picked_product(self, rows: Tensor, rhs: Tensor) -> Tensor:
         """Rows from everywhere times rhs [m, s], without batch dimensions. Every process takes a share of the columns."""
         part = slice(0, self.shape[-1]) if self.ranks is None else self.ranks.part(self.shape[-1])
-        multiply = lambda columns: self.block(rows, columns) @ rhs[columns]
-        result = sum(self._of_picked(len(rows), part, multiply), rhs.new_zeros(len(rows), rhs.shape[-1]))
+
+        def multiply(share: Sequence[slice]) -> Tensor:
+            result = rhs.new_zeros(len(rows), rhs.shape[-1])
+            for columns in share:
+                result.addmm_(self.block(rows, columns), rhs[columns])
+            return result
+
+        result = sum(run([partial(multiply, share) for share in self._some_columns(len(rows), part)]))
         self.complete([result], [rows, rhs])
         return result
 
     def dense_rows(self, rows: Tensor) -> Tensor:
         """Those rows, [*b, len(rows), m]; every process evaluates them whole."""
         result = self._like.new_empty(*self.shape[:-2], len(rows), self.shape[-1])
-        fill = lambda columns: result[..., columns].copy_(self.block(rows, columns))
-        self._of_picked(len(rows), slice(0, self.shape[-1]), fill)
+
+        def fill(share: Sequence[slice]) -> None:
+            for columns in share:
+                result[..., columns] = self.block(rows, columns)
+
+        run([partial(fill, share) for share in self._some_columns(len(rows), slice(0, self.shape[-1]))])
         return result
 
-    def _of_picked(self, rows: int, columns: slice, work: Callable[[slice], Tensor]) -> list[Tensor]:
-        """What `work` returns for all columns of so many rows, some columns at a time."""
+    def _some_columns(self, rows: int, columns: slice) -> list[Sequence[slice]]:
+        """The columns of so many rows, some at a time, in shares."""
         entries = PICKED_ENTRIES.get(self._like.device.type, PICKED_ENTRIES["cuda"])
-        pieces = blocks(columns.stop, max(entries // max(rows, 1), 1), columns.start)
-        of_share = lambda share: [work(piece) for piece in share]
-        return list(chain.from_iterable(run([partial(of_share, share) for share in self.shares(pieces)])))
+        return self.shares(blocks(columns.stop, max(entries // max(rows, 1), 1), columns.start))
 
     def shares(self, items: Sequence[Item]) -> list[Sequence[Item]]:
         """The work of each task; on a device other than a CPU there is one task."""

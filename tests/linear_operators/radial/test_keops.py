@@ -375,3 +375,20 @@ def test_products_where_pykeops_has_gone(monkeypatch: pytest.MonkeyPatch) -> Non
     with torch.no_grad(), pytest.raises(ImportError, match="pip install"):
         operator._matmul(inputs(5, 1))
     assert RBF.keops is not None
+
+
+def test_products_of_derivatives_are_those_of_tiles() -> None:
+    x, v = torch.randn(2, 13, 2, generator=torch.Generator().manual_seed(0)).double()
+    by_keops, by_tiles = (
+        RadialKernelLinearOperator(
+            x.requires_grad_(),
+            torch.tensor(1.3).double(),
+            alpha=torch.tensor([1.5]).double(),
+            function=RATIONAL_QUADRATIC,
+            products=products,
+        )
+        for products in (KEOPS, KernelProducts(tile_size=8))
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(by_keops.scale_products(v[:, 0]), by_tiles.scale_products(v[:, 0]))
+        torch.testing.assert_close(by_keops.alpha_product(v[:, 0]), by_tiles.alpha_product(v[:, 0]))
