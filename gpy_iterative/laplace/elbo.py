@@ -114,10 +114,11 @@ class NaturalStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Gaussian:
-    """q: b [r], sites [n, C, C] with Q = I + Psi^T sites Psi, Q and its Cholesky factor [r, r]; and what follows.
+    """A Gaussian q and what follows from it.
 
-    That are means [n, C] and covariance blocks [n, C, C] of the points' latent values, E[g] [n, C], E[W] [n, C, C], the
-    bound and its rounding error.
+    q itself: b [r], sites [n, C, C] with Q = I + Psi^T sites Psi, and Q with its Cholesky factor [r, r]. At the points:
+    means [n, C] and covariance blocks [n, C, C] of latent values, E[g] [n, C], E[W] [n, C, C]. Then the bound and its
+    rounding error.
     """
 
     coefficients: Tensor

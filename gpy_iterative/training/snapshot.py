@@ -76,9 +76,8 @@ class ModelSnapshot:
     model: Any
     likelihood: Any
     tensors: dict[str, Tensor]  # parameters, buffers, training inputs and targets, by name
-    attributes: dict[
-        str, Any
-    ]  # public attributes of modules that are numbers, texts, tensors, or lists of them, by name
+    #: Public attributes of modules that are numbers, texts, tensors, or lists of them, by name.
+    attributes: dict[str, Any]
     nan_policy: str  # GPyTorch's `observation_nan_policy` at the time
 
     @classmethod
