@@ -66,7 +66,7 @@ def fit(
             the same trajectory.
         progress: True shows a bar of steps; a callable gets every `gpy_iterative.progress.ProgressReport`.
         callback: gets every `HistoryRow`.
-        generator: for solvers that draw; a generator or a seed. Probes come from the mll's own.
+        generator: for solvers that draw; a generator or a seed, None is seed 0. Probes come from the mll's own.
 
     Returns:
         A `FitResult`: status with advice, history, hyperparameters with standard errors. Ctrl-C ends the fit with what the
@@ -94,7 +94,7 @@ def fit(
         raise ValueError(f"start must be 'current' or 'subsets', got {start!r}.")
     path = None if checkpoint is None else Path(checkpoint)
     is_new = path is None or not path.exists()
-    random = make_generator(generator)
+    random = torch.Generator().manual_seed(0) if generator is None else make_generator(generator)
     if start == "subsets" and is_new:
         initialize_from_subsets(mll.model, mll.likelihood, generator=random, progress=progress, **SUBSETS)
     state, history = (None, []) if is_new else read_checkpoint(path, mll, chosen)
