@@ -1,24 +1,65 @@
-"""Posterior functions in BoTorch: the only module that imports it, and that nothing else imports.
+"""Posterior functions and `gpi.fit` in BoTorch: the only module that imports it, and that nothing else imports.
 
 BoTorch is an extra. Its import changes process-wide settings of linear_operator and GPyTorch, which is why
 `import gpy_iterative` does without it: write `from gpy_iterative.botorch import SamplePathModel`.
 """
 
 import copy
+from typing import Any
 
 import torch
+from gpytorch.mlls import MarginalLogLikelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
+from gpy_iterative.errors import warn
 from gpy_iterative.exact.prediction.sample_paths import SamplePaths
+from gpy_iterative.fitting import FitStatus
+from gpy_iterative.fitting.fit import fit
 
 try:
+    from botorch.exceptions.warnings import OptimizationWarning
     from botorch.models.deterministic import DeterministicModel
     from botorch.models.gpytorch import BatchedMultiOutputGPyTorchModel, GPyTorchModel, MultiTaskGPyTorchModel
+    from botorch.optim.core import OptimizationResult, OptimizationStatus
 except ImportError as error:
     raise ImportError("gpy_iterative.botorch needs BoTorch: pip install 'gpy_iterative[botorch]'.") from error
 
-__all__ = ["SamplePathModel"]
+__all__ = ["SamplePathModel", "fit_average_information"]
+
+
+def fit_average_information(
+    mll: MarginalLogLikelihood, *, closure: object = None, progress: bool = False, **options: Any
+) -> OptimizationResult:
+    """`gpi.fit` as an optimiser of BoTorch: `fit_gpytorch_mll(mll, optimizer=fit_average_information)`.
+
+    Args:
+        mll: one of this package, of a BoTorch model.
+        closure: None. The steps need the curvature, which no closure gives.
+        progress: whether a bar is shown.
+        options: of `gpy_iterative.fit`, by BoTorch's `optimizer_kwargs=`.
+
+    Returns:
+        BoTorch's result; `message` is the advice of the fit's status. A fit that stagnates warns with an
+        OptimizationWarning, after which BoTorch starts again from hyperparameters drawn from their priors.
+
+    Raises:
+        ValueError: a closure was given.
+        Others: as `gpy_iterative.fit`.
+    """
+    if closure is not None:
+        raise ValueError("fit_average_information evaluates the mll itself: leave closure= and closure_kwargs= out.")
+    result = fit(mll, progress=progress, **options)
+    if result.status is FitStatus.STAGNATED:
+        warn(result.status.advice, OptimizationWarning)
+    statuses = {FitStatus.BUDGET: OptimizationStatus.STOPPED, FitStatus.STAGNATED: OptimizationStatus.FAILURE}
+    return OptimizationResult(
+        step=result.steps,
+        fval=-result.history[-1].value,
+        status=statuses.get(result.status, OptimizationStatus.SUCCESS),
+        runtime=result.seconds,
+        message=result.status.advice,
+    )
 
 
 class SamplePathModel(DeterministicModel):

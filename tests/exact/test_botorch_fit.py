@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import gpy_iterative as gpi
-from tests.botorch_apart import fit, models, optim, transforms
+from tests.botorch_apart import fit, models, optim, paths, transforms
 from tests.exact.gaussian_models import data
 from tests.exact.prediction.test_posterior import held_out_points
 
@@ -86,6 +86,30 @@ def test_iterative_solver_improves_the_fit(name: str) -> None:
     fit.fit_gpytorch_mll(mll, **ADAM)
     assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
     assert exact_value(model) > before
+
+
+@pytest.mark.parametrize("name", MODELS[:3])  # tasks of 25 data have several optima
+def test_average_information_ends_no_lower_than_l_bfgs(name: str) -> None:
+    values = []
+    for optimizer in (optim.fit_gpytorch_mll_scipy, paths.fit_average_information):
+        model, _ = model_of(name)
+        mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model)
+        fit.fit_gpytorch_mll(mll, optimizer=optimizer)
+        assert not mll.training
+        values.append(N * exact_value(model))
+    assert values[1] > values[0] - 0.1
+
+
+def test_results_of_average_information() -> None:
+    model, _ = model_of("single")
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model)
+    stopped = paths.fit_average_information(mll, max_steps=1)
+    assert (stopped.step, stopped.status.name) == (1, "STOPPED")
+    done = paths.fit_average_information(mll)
+    assert done.status.name == "SUCCESS"
+    assert done.fval == pytest.approx(-exact_value(model), abs=1e-6)
+    with pytest.raises(ValueError, match="leave closure="):
+        fit.fit_gpytorch_mll(mll, closure=lambda: None, optimizer=paths.fit_average_information)
 
 
 def test_model_list_ends_where_gpytorch_ends() -> None:
