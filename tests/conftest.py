@@ -39,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("processes"))  # they are started once
 
 
+@pytest.fixture(autouse=True)
+def same_start() -> None:
+    """Networks and covariances between tasks begin at random: the same numbers in every order of tests."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """An accelerator: one that is not there, and CUDA where it is."""

@@ -301,9 +301,10 @@ def test_rows_that_depend_on_others_or_on_chance(of_batch: bool, inside: bool) -
     deep = gpi.kernels.DeepFeatureKernel(extractor, kernels.LinearKernel())
     case = feature_case(deep if inside else kernels.LinearKernel(), n=30)
     if not inside:
-        case.model.mean_module = torch.nn.Sequential(
-            extractor.double(), torch.nn.Linear(5, 1).double(), torch.nn.Flatten(0)
-        )
+        last = torch.nn.Linear(5, 1).double()
+        torch.nn.init.constant_(last.weight, 0.5)
+        torch.nn.init.zeros_(last.bias)
+        case.model.mean_module = torch.nn.Sequential(extractor.double(), last, torch.nn.Flatten(0))
     for make in MLLS:
         mll = make(case.likelihood, case.model)
         prior = case.model(case.x)
