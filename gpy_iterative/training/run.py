@@ -32,7 +32,12 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Run:
-    """Position of the random numbers, and tensors by part and name."""
+    """Position of the random numbers, and tensors by part and name.
+
+    Parts are named after what they keep: `probes` and `warm_start` of exact models, `mode` of Laplace's method, `weights`
+    and `parameters` of mini-batches, `kept` rows and their `latent` values of quadruply stochastic models; `system` is
+    what dtype and device the others have.
+    """
 
     position: Tensor  # of the generator, bytes
     device: torch.device = CPU  # of the generator
