@@ -1,6 +1,6 @@
 """Adam with a decaying rate, for what average information does not serve: networks, mini-batches, other likelihoods."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -43,6 +43,8 @@ class AdamSteps:
         has_data = getattr(mll.model, "train_inputs", None) and getattr(mll.model, "train_targets", None) is not None
         if batches is None and not has_data:
             raise ValueError("The model holds no training data: pass batches=[(train_x, train_y)], or a DataLoader.")
+        if batches is not None and iter(batches) is batches:
+            raise ValueError("batches= is an iterator that can be passed over only once: pass a list or a DataLoader.")
         mll.train()
         self._source: Iterator[Any] = iter(())
         self._optimizer = self._own_optimizer()
@@ -79,14 +81,6 @@ class AdamSteps:
     def is_sampled(self) -> bool:
         """Whether a value is that of some of the data."""
         return self._batches is not None or not hasattr(self.mll.report, "value_sem")
-
-    @property
-    def steps_per_pass(self) -> int:
-        """Steps in which the method sees as many rows as there are."""
-        if isinstance(self._batches, Sized):
-            return max(len(self._batches), 1)
-        rows = getattr(self.mll.report, "batch_size", None)
-        return 1 if rows is None else max(self.mll.report.num_data // rows, 1)
 
     def state(self) -> dict[str, Any]:
         """What resumes the steps exactly, beside the parameters and the order of batches."""

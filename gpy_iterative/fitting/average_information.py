@@ -86,7 +86,7 @@ class Assessment:
         left: 1/2 g^T A^-1 g, nats that are left to gain.
         noise: what the probes' noise is expected to add to it, or to hide of it; 0 for an exact gradient.
         samples: [k, p], samples of the gradient's noise; k is 0 for an exact one.
-        ridge: that was added to the diagonal of A.
+        ridge: [p], added to the diagonal of A.
     """
 
     curvature: Curvature
@@ -95,7 +95,7 @@ class Assessment:
     left: float
     noise: float
     samples: Tensor
-    ridge: float
+    ridge: Tensor
 
     def error_along(self, move: Tensor) -> float:
         """Standard error of the predicted gain that comes from the gradient's noise."""
@@ -104,7 +104,7 @@ class Assessment:
     @property
     def matrix(self) -> Tensor:
         """A with its ridge, [p, p]."""
-        return self.curvature.matrix + self.ridge * torch.eye(len(self.held), dtype=torch.float64)
+        return self.curvature.matrix + torch.diag(self.ridge)
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,8 @@ class AverageInformation:
         lower, upper = self.coordinates.lower + MARGIN, self.coordinates.upper - MARGIN
         gradient = point.gradient + curvature.correction
         held = ((point.position <= lower) & (gradient < 0)) | ((point.position >= upper) & (gradient > 0))
-        ridge = RIDGE * point.evaluation.num_data
+        diagonal = curvature.matrix.diagonal()
+        ridge = RIDGE * torch.where(curvature.linear, diagonal, torch.full_like(diagonal, point.evaluation.num_data))
         found = Assessment(curvature, gradient, held, 0.0, 0.0, gradient.new_zeros(0, len(gradient)), ridge)
         left = _energy(found, gradient.unsqueeze(0))
         samples = gradient_noise(point.evaluation, self.coordinates, 1 if left > FAR else NOISE_SAMPLES)
@@ -297,7 +298,9 @@ class AverageInformation:
         matrix = found.matrix + self._damping * torch.diag(found.curvature.matrix.diagonal())
         move = torch.zeros_like(point.position)
         move[free] = torch.linalg.solve(matrix[free][:, free], found.gradient[free])
-        move = move.clamp(-RADIUS, RADIUS)
+        # Parameters of the mean have the targets' units, and the value is quadratic in them.
+        radius = torch.where(found.curvature.linear, torch.inf, RADIUS)
+        move = move.maximum(-radius).minimum(radius)
         return (point.position + move).clamp(self.coordinates.lower, self.coordinates.upper) - point.position
 
     def _tried(self, position: Tensor) -> Point | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import gpytorch
 import torch
+from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
 
 from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
@@ -39,6 +40,7 @@ class Curvature:
         matrix: A [p, p], float64, with the priors' part. A batch of models has one matrix for all its coordinates.
         correction: [p], what the residual of H a = y - mean makes the gradient miss, to first order. A residual of .01 may
             hide several nats that are left to gain.
+        linear: [p], coordinates that the mean alone depends on. They are in units of the targets.
         solutions: H^-1 Q [*b, n, c], a start for the next point; None of a Cholesky factor.
         epochs: passes over the kernel matrix that the solve took.
         seconds: wall-clock time.
@@ -46,6 +48,7 @@ class Curvature:
 
     matrix: Tensor
     correction: Tensor
+    linear: Tensor
     solutions: Tensor | None
     epochs: float
     seconds: float
@@ -78,13 +81,9 @@ def average_information(
     columns = _Columns.of(evaluation, coordinates)
     rhs = columns.joined
     if estimate.right is None:
-        # The exact gradient's weights are (a a^T - H^-1) / 2: the inverse is known.
-        weights = estimate.weights.unsqueeze(-1)
-        solutions, residual, epochs = (
-            weights @ (weights.mT @ rhs) - 2 * (estimate.left @ rhs),
-            torch.zeros_like(rhs),
-            0.0,
-        )
+        # H^-1 is in the exact gradient's weights too, beside a a^T, in which targets far from zero would drown it.
+        factor = psd_safe_cholesky(evaluation.system.operator.to_dense().detach().double())
+        solutions, residual, epochs = torch.cholesky_solve(rhs.double(), factor), torch.zeros_like(rhs), 0.0
     else:
         # Others leave, at the same residual, a matrix that may be too small by half: the energy of their error is larger.
         solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else conjugate_gradients(rhs.shape[-2])
@@ -101,7 +100,9 @@ def average_information(
     matrix = matrix + prior_information(mll, coordinates, evaluation.value.shape)
     correction = columns.correction(solutions, _residual(evaluation), len(coordinates))
     kept = None if estimate.right is None else solutions
-    return Curvature(matrix, correction, kept, epochs, time.perf_counter() - start)
+    linear = torch.zeros(len(coordinates), dtype=torch.bool)
+    linear[[number for number in columns.of_mean if number not in columns.of_matrix]] = True
+    return Curvature(matrix, correction, linear, kept, epochs, time.perf_counter() - start)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
 from gpy_iterative.fitting.stopping import NOISE, FitStatus, has_converged, has_stalled, is_drowned
 from gpy_iterative.training.progress import Progress, check_progress, reporting
-from gpy_iterative.training.run import make_generator
+from gpy_iterative.training.run import Resumable, make_generator
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ MAX_STEPS = {"average_information": 30, "adam": 300}
 SUBSETS = {"subset_size": 1000, "num_subsets": 5, "optimizer_steps": 50}
 
 
+@torch.enable_grad()
 def fit(
     mll: MarginalLogLikelihood,
     *,
@@ -65,7 +66,7 @@ def fit(
         checkpoint: a file that is written after each step, in one piece. Where it exists, the same call goes on from it, on
             the same trajectory.
         progress: True shows a bar of steps; a callable gets every `gpy_iterative.progress.ProgressReport`.
-        callback: gets every `HistoryRow`.
+        callback: gets every `HistoryRow`; the model may be one step ahead of it.
         generator: for solvers that draw; a generator or a seed, None is seed 0. Probes come from the mll's own.
 
     Returns:
@@ -94,9 +95,12 @@ def fit(
         raise ValueError(f"start must be 'current' or 'subsets', got {start!r}.")
     path = None if checkpoint is None else Path(checkpoint)
     is_new = path is None or not path.exists()
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"The folder of checkpoint={str(path)!r} does not exist: make it first.")
     random = torch.Generator().manual_seed(0) if generator is None else make_generator(generator)
     if start == "subsets" and is_new:
         initialize_from_subsets(mll.model, mll.likelihood, generator=random, progress=progress, **SUBSETS)
+    before = {name: tensor.clone() for name, tensor in mll.state_dict().items()}
     state, history = (None, []) if is_new else read_checkpoint(path, mll, chosen)
     loop = (
         _Adam(AdamSteps(mll, num_steps=steps, batches=batches), history, steps)
@@ -104,15 +108,20 @@ def fit(
         else _Information(AverageInformation(mll, generator=random), history, steps)
     )
     if state is not None:
-        loop.load_state(state)
+        try:
+            loop.load_state(state)
+        except ValueError:
+            mll.load_state_dict(before)
+            raise
     return loop.run(path, progress, callback)
 
 
 def _chosen(mll: Any, method: Method, batches: Batches | None) -> Literal["average_information", "adam"]:
     """The method that is taken. Raises TypeError for what is no mll, ValueError for options that do not go together."""
-    if not isinstance(mll, MarginalLogLikelihood):
+    if not isinstance(mll, Resumable):
         raise TypeError(
-            f"fit needs a marginal log likelihood such as gpi.mlls.HutchinsonMarginalLogLikelihood, got {mll!r}."
+            "fit needs a marginal log likelihood of this package such as gpi.mlls.HutchinsonMarginalLogLikelihood, got "
+            f"{type(mll).__name__}. Fit the members of a sum one by one."
         )
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
@@ -166,19 +175,20 @@ class _Loop(ABC):
             status = None
             while status is None:
                 known = len(self.history)
+                self.mll.train()  # a callback may have predicted
                 try:
                     status = self.advance()
+                    for row in self.history[known:]:
+                        logger.info("%s", row)
+                        tell(row.step, row.figures())
+                        if callback is not None:
+                            callback(row)
+                    if status is None and path is not None:
+                        write_checkpoint(path, self.mll, self.method, self.state(), self.history)
                 except KeyboardInterrupt:
                     if not self.history:
                         raise
                     status = FitStatus.BUDGET
-                for row in self.history[known:]:
-                    logger.info("%s", row)
-                    tell(row.step, row.figures())
-                    if callback is not None:
-                        callback(row)
-                if status is None and path is not None:
-                    write_checkpoint(path, self.mll, self.method, self.state(), self.history)
         return self._result(status)
 
     def _result(self, status: FitStatus) -> FitResult:
@@ -205,7 +215,7 @@ class _Information(_Loop):
         self._seen: list[bool] = []
         self._best: tuple[float, Tensor] | None = None  # what was left to gain at the best point, and its position
         self._last: Step | None = None
-        self._assessed: Assessment | None = None
+        self._assessed: Assessment | None = None  # of the current point
 
     @property
     def steps(self) -> int:
@@ -228,8 +238,9 @@ class _Information(_Loop):
             return _ended(found, max(found.left, found.noise), limit)
         if self._steps >= self.max_steps:
             return FitStatus.BUDGET
-        self._last = self._optimiser.step()
+        self._last, assessed, self._assessed = self._optimiser.step(), self._assessed, None
         if self._last is None:
+            self._assessed = assessed
             return FitStatus.STAGNATED
         self._steps += 1
         return None
@@ -323,8 +334,9 @@ class _Adam(_Loop):
         self.history.append(
             HistoryRow(self.steps + 1, value, sem, None, None, length, epochs, time.perf_counter() - start)
         )
-        if has_stalled([row.value for row in self.history], self._optimiser.steps_per_pass):
-            return FitStatus.NOISE if self._optimiser.is_sampled or sem else FitStatus.CONVERGED
+        # Values of mini-batches rise and fall long before the end, and a schedule is made for all of its steps.
+        if not self._optimiser.is_sampled and has_stalled([row.value for row in self.history]):
+            return FitStatus.NOISE if sem else FitStatus.CONVERGED
         return None
 
     def state(self) -> dict[str, Any]:

@@ -124,7 +124,10 @@ class FitResult:
             "step      value",
             *map(str, self.history),
             "",
-            *map(str, self.hyperparameters[:MAX_LISTED]),
+            *(
+                str(part) if self.method != "adam" else f"{part.name} {part.value:.4g}"
+                for part in self.hyperparameters[:MAX_LISTED]
+            ),
         ]
         if len(self.hyperparameters) > MAX_LISTED:
             lines.append(f"and {len(self.hyperparameters) - MAX_LISTED} more")
@@ -136,7 +139,7 @@ class FitResult:
 
 
 def estimated(
-    coordinates: Coordinates, position: Tensor, matrix: Tensor, ridge: float, held: Tensor
+    coordinates: Coordinates, position: Tensor, matrix: Tensor, ridge: Tensor, held: Tensor
 ) -> tuple[Estimated, ...]:
     """Every hyperparameter with the standard error that the average information gives it.
 
@@ -144,13 +147,13 @@ def estimated(
         coordinates: t.
         position: [p], where they are.
         matrix: A without ridge [p, p].
-        ridge: added to its diagonal before it is inverted.
+        ridge: [p], added to its diagonal before it is inverted.
         held: [p], coordinates at a bound; the others are determined at fixed values of these.
     """
     free = ~held
     variances = torch.full_like(position, torch.nan)
     if free.any():
-        kept = matrix[free][:, free] + ridge * torch.eye(int(free.sum()), dtype=matrix.dtype)
+        kept = matrix[free][:, free] + torch.diag(ridge[free])
         variances[free] = torch.linalg.inv(kept).diagonal()
     errors = variances.sqrt()
     is_log = torch.cat([torch.full((part.parameter.numel(),), part.kind != "identity") for part in coordinates.parts])

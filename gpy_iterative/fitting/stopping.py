@@ -41,7 +41,7 @@ class FitStatus(Enum):
 
 def has_converged(left: float, noise: float) -> bool:
     """Whether so little is left to gain, in nats, that a step is not worth its cost."""
-    return left < LEFT + noise
+    return 0 <= left < LEFT + noise
 
 
 def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float) -> bool:
@@ -58,19 +58,16 @@ def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float) -> bo
     return is_blind and NEAR * limit > min(lefts[-DROWNED:]) > min(lefts[:-DROWNED]) / 2
 
 
-def has_stalled(values: Sequence[float], steps_per_pass: int = 1) -> bool:
+def has_stalled(values: Sequence[float]) -> bool:
     """Whether the smoothed value of a run has not gained its own standard error in the last steps.
 
     Args:
         values: by step; noisy.
-        steps_per_pass: of mini-batches; a pass is compared with the pass before it.
     """
-    patience = max(PATIENCE, steps_per_pass)
-    smoothed = patience * SMOOTHED // PATIENCE
-    recent = values[-patience - smoothed :]
-    if len(values) < patience + 2 * smoothed:
+    recent = values[-PATIENCE - SMOOTHED :]
+    if len(values) < PATIENCE + 2 * SMOOTHED:
         return False
     mean = lambda part: sum(part) / len(part)
     # Differences between neighbours: a trend adds little to them, noise its variance twice.
     variance = mean([(b - a) ** 2 for a, b in pairwise(recent)]) / 2
-    return mean(recent[-smoothed:]) - mean(recent[:smoothed]) < math.sqrt(2 * variance / smoothed)
+    return mean(recent[-SMOOTHED:]) - mean(recent[:SMOOTHED]) < math.sqrt(2 * variance / SMOOTHED)

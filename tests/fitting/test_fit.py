@@ -396,9 +396,73 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], message: s
         gpi.fit(regression(20), **options)
 
 
-def test_no_mll() -> None:
-    with pytest.raises(TypeError, match="HutchinsonMarginalLogLikelihood"):
-        gpi.fit(regression(20).model)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", [None, ITERATIVE])
+def test_targets_far_from_zero(dtype: torch.dtype, solver: gpi.solvers.Solver | None) -> None:
+    """The mean's constant is in their units: its step is not clipped, and it is determined."""
+    x, y = data(200)
+    generator = torch.Generator().manual_seed(1)
+    noisy = y + 0.3 * torch.randn(200, generator=generator, dtype=torch.float64)
+    ends = []
+    for shift in (0.0, 300.0):
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=2.5))
+        model = Regression(x, noisy + shift, likelihood, kernel).to(dtype)
+        model.set_train_data(x.to(dtype), (noisy + shift).to(dtype), strict=False)
+        result = gpi.fit(
+            gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, solver=solver, generator=0), progress=False
+        )
+        assert result.status in (FitStatus.CONVERGED, FitStatus.NOISE)
+        constant = next(part for part in result.hyperparameters if part.name == "mean_module.constant")
+        assert constant.standard_error is not None
+        ends.append((result.history[-1].value, constant.value - shift, constant.standard_error))
+    (value, constant, error), (shifted_value, shifted_constant, _) = ends
+    assert shifted_value == pytest.approx(value, abs=0.01)
+    assert abs(shifted_constant - constant) < 0.5 * error
+
+
+def test_a_callback_may_predict() -> None:
+    mll = regression(60)
+    x = mll.model.train_inputs[0][:3]
+    predicted: list[torch.Tensor] = []
+    gpi.fit(mll, progress=False, max_steps=2, callback=lambda _: predicted.append(mll.posterior()(x).mean.detach()))
+    assert len(predicted) == 3
+
+
+def test_ctrl_c_in_a_callback_ends_the_fit() -> None:
+    def interrupt(_: gpi.fitting.HistoryRow) -> None:
+        raise KeyboardInterrupt
+
+    result = gpi.fit(regression(60), progress=False, callback=interrupt)
+    assert (result.status, len(result.history)) == (FitStatus.BUDGET, 1)
+
+
+def test_a_checkpoint_of_other_data_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    gpi.fit(regression(60), progress=False, max_steps=1, checkpoint=file)
+    other = regression(70)
+    before = [parameter.detach().clone() for parameter in other.parameters()]
+    with pytest.raises(ValueError, match="another run"):
+        gpi.fit(other, progress=False, checkpoint=file)
+    assert all(map(torch.equal, other.parameters(), before))
+
+
+def test_a_folder_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist: make it first"):
+        gpi.fit(regression(20), checkpoint=tmp_path / "nowhere" / "run.pt")
+
+
+def test_batches_that_can_be_read_once() -> None:
+    with pytest.raises(ValueError, match="passed over only once"):
+        gpi.fit(regression(20), method="adam", batches=iter([torch.arange(5)]))
+
+
+def test_other_marginal_log_likelihoods() -> None:
+    mll = regression(20)
+    stock = gpytorch.mlls.ExactMarginalLogLikelihood(mll.likelihood, mll.model)
+    for other in (stock, mll.model):
+        with pytest.raises(TypeError, match="of this package"):
+            gpi.fit(other)  # pyright: ignore[reportArgumentType]
 
 
 def test_empty_batches() -> None:

@@ -35,12 +35,6 @@ def test_adam_goes_on_while_it_gains() -> None:
     assert any(has_stalled(noisy(0.0, 0.1, steps)) for steps in range(40, 60))
 
 
-def test_mini_batches_are_compared_by_the_pass() -> None:
-    values = noisy(0.01, 0.5, 900)
-    assert any(has_stalled(values[:steps]) for steps in range(100, 200))
-    assert not any(has_stalled(values[:steps], steps_per_pass=200) for steps in range(0, 900, 50))
-
-
 @pytest.mark.parametrize("status", FitStatus)
 def test_every_status_has_advice(status: FitStatus) -> None:
     assert status.advice.endswith(".")
