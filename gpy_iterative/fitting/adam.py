@@ -84,14 +84,12 @@ class AdamSteps:
 
     def state(self) -> dict[str, Any]:
         """What resumes the steps exactly, beside the parameters and the order of batches."""
-        run = self.mll.training_state() if hasattr(self.mll, "training_state") else {}
-        return {"done": self._done, "optimizer": self._optimizer.state_dict(), "run": run}
+        return {"done": self._done, "optimizer": self._optimizer.state_dict(), "run": self.mll.training_state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Takes what `state()` gave, after the parameters have been loaded."""
         self._done = state["done"]
-        if state["run"]:
-            self.mll.load_training_state(state["run"])
+        self.mll.load_training_state(state["run"])
         self._optimizer.load_state_dict(state["optimizer"])
 
     def _own_optimizer(self) -> torch.optim.Optimizer:

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpytorch.likelihoods.noise_models import HeteroskedasticNoise, MultitaskHomoskedasticNoise
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
@@ -24,12 +23,12 @@ from gpy_iterative.fitting.curvature import (
     NOISE_SAMPLES,
     Curvature,
     average_information,
-    conjugate_gradients,
     gradient_noise,
 )
+from gpy_iterative.linear_operators.from_gpytorch import noise_depends_on_inputs
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import Solver
-from gpy_iterative.linear_solvers.default import EXACT_BELOW
+from gpy_iterative.linear_solvers.default import EXACT_BELOW, conjugate_gradients
 from gpy_iterative.linear_solvers.solution import SolveStatus
 
 logger = logging.getLogger(__name__)
@@ -366,6 +365,4 @@ def rounding_error(evaluation: Evaluation) -> Tensor:
 
 def likelihood_arguments(mll: Any) -> tuple[Any, ...]:
     """The training inputs, for likelihoods whose noise depends on them."""
-    noise_model = getattr(mll.likelihood, "noise_covar", None)
-    needs_inputs = isinstance(noise_model, HeteroskedasticNoise | MultitaskHomoskedasticNoise)
-    return tuple(mll.model.train_inputs) if needs_inputs else ()
+    return tuple(mll.model.train_inputs) if noise_depends_on_inputs(mll.likelihood) else ()

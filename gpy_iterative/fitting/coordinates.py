@@ -174,6 +174,10 @@ class Coordinates:
         """What the user sees, by parameter, in its shape."""
         return [part.user_values(entries) for part, entries in zip(self.parts, self._split(coordinates), strict=True)]
 
+    def user_entries(self, coordinates: Tensor) -> list[float]:
+        """What the user sees, by entry."""
+        return self._joined(self.user_values(coordinates)).tolist()
+
     def slopes(self) -> Tensor:
         """The derivatives [p] of the coordinates with respect to the raw parameters."""
         raws = [part.parameter.detach().double().requires_grad_() for part in self.parts]

@@ -6,22 +6,20 @@ where H is linear in t. Parameters b of the mean have the information M^T H^-1 M
 part of their own curvature.
 """
 
-import time
 from dataclasses import dataclass
 
 import gpytorch
 import torch
-from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
 
 from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
 from gpy_iterative.exact.estimates import DensityEstimate
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.directional import directional_product, tangents
+from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.default import MAX_FALLBACK_RANK, ROWS_PER_COLUMN
+from gpy_iterative.linear_solvers.default import conjugate_gradients
 from gpy_iterative.linear_solvers.solution import ColumnGroup
-from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 from gpy_iterative.training.surrogate import surrogate
 
 #: Relative residual of the solve. The error of A is of second order in it.
@@ -43,7 +41,6 @@ class Curvature:
         linear: [p], coordinates that the mean alone depends on. They are in units of the targets.
         solutions: H^-1 Q [*b, n, c], a start for the next point; None of a Cholesky factor.
         epochs: passes over the kernel matrix that the solve took.
-        seconds: wall-clock time.
     """
 
     matrix: Tensor
@@ -51,7 +48,6 @@ class Curvature:
     linear: Tensor
     solutions: Tensor | None
     epochs: float
-    seconds: float
 
 
 def average_information(
@@ -75,15 +71,14 @@ def average_information(
 
     Cost for a radial kernel with d lengthscales: one product with 1 + 2d columns, and a solve with p columns.
     """
-    start = time.perf_counter()
     estimate = evaluation.estimate
     assert isinstance(estimate, DensityEstimate)
     columns = _Columns.of(evaluation, coordinates)
     rhs = columns.joined
     if estimate.right is None:
         # H^-1 is in the exact gradient's weights too, beside a a^T, in which targets far from zero would drown it.
-        factor = psd_safe_cholesky(evaluation.system.operator.to_dense().detach().double())
-        solutions, residual, epochs = torch.cholesky_solve(rhs.double(), factor), torch.zeros_like(rhs), 0.0
+        solutions = Cholesky().factorize(evaluation.system.operator).solve(rhs)
+        residual, epochs = torch.zeros_like(rhs), 0.0
     else:
         # Others leave, at the same residual, a matrix that may be too small by half: the energy of their error is larger.
         solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else conjugate_gradients(rhs.shape[-2])
@@ -102,7 +97,7 @@ def average_information(
     kept = None if estimate.right is None else solutions
     linear = torch.zeros(len(coordinates), dtype=torch.bool)
     linear[[number for number in columns.of_mean if number not in columns.of_matrix]] = True
-    return Curvature(matrix, correction, linear, kept, epochs, time.perf_counter() - start)
+    return Curvature(matrix, correction, linear, kept, epochs)
 
 
 @dataclass(frozen=True)
@@ -178,12 +173,6 @@ def _energies(q: Tensor, v: Tensor, rest: Tensor) -> Tensor:
     inverse = torch.where(values > LEAST_EIGENVALUE, 1 / values, 0.0)
     projected = vectors.mT @ cross
     return projected.mT @ (inverse.unsqueeze(-1) * projected)
-
-
-def conjugate_gradients(size: int) -> ConjugateGradients:
-    """Conjugate gradients with a preconditioner for systems of so many rows."""
-    rank = min(max(size // ROWS_PER_COLUMN, 1), MAX_FALLBACK_RANK)
-    return ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=rank))
 
 
 def log_prior(mll: gpytorch.mlls.MarginalLogLikelihood, batch_shape: torch.Size) -> Tensor:

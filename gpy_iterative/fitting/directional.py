@@ -17,6 +17,7 @@ from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperat
 from torch import Tensor
 
 from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.linear_operators.extensions import rebuilt
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
@@ -209,10 +210,10 @@ def _doubled(part: Any) -> Any:
 
 def _in_float64(operator: LinearOperator) -> LinearOperator:
     """The same operator in float64, which keeps no tiles and leaves those that others keep."""
-    options = {name: _doubled(part) for name, part in operator._kwargs.items()}
+    changes: dict[str, Any] = {}
     if isinstance(operator, TiledLinearOperator):
         products = replace(operator.products, cache_memory=0, precision="native")
-        options |= {"products": products, "cache": TileCache()}
-    if "dtype" in options:
-        options["dtype"] = torch.float64
-    return type(operator)(*map(_doubled, operator._args), **options)
+        changes |= {"products": products, "cache": TileCache()}
+    if "dtype" in operator._kwargs:
+        changes["dtype"] = torch.float64
+    return rebuilt(operator, _doubled, **changes)

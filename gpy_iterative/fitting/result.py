@@ -159,9 +159,7 @@ def estimated(
     is_log = torch.cat([torch.full((part.parameter.numel(),), part.kind != "identity") for part in coordinates.parts])
     unknown = (variances * ridge > RIDGE_PART) | (is_log & (errors > WIDEST)) | ~errors.isfinite()
     ends = (position, position - WIDTH * errors.nan_to_num(), position + WIDTH * errors.nan_to_num())
-    values, lows, highs = (
-        torch.cat([part.reshape(-1).cpu() for part in coordinates.user_values(end)]).tolist() for end in ends
-    )
+    values, lows, highs = map(coordinates.user_entries, ends)
     return tuple(
         Estimated(name, value, None, None, None, at_bound=bool(at_bound))
         if is_unknown
@@ -174,7 +172,7 @@ def estimated(
 
 def without_errors(coordinates: Coordinates) -> tuple[Estimated, ...]:
     """Every hyperparameter where no curvature is known."""
-    values = torch.cat([part.reshape(-1).cpu() for part in coordinates.user_values(coordinates.read())]).tolist()
+    values = coordinates.user_entries(coordinates.read())
     return tuple(
         Estimated(name, value, None, None, None) for name, value in zip(coordinates.names, values, strict=True)
     )

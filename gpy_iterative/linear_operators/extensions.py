@@ -33,10 +33,8 @@ def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
     """
     if hasattr(operator, "rows_matmul"):
         return operator.rows_matmul(rows, rhs)
-    if isinstance(operator, SumLinearOperator):
-        return sum(rows_matmul(term, rows, rhs) for term in operator.linear_ops)
-    if isinstance(operator, ConstantMulLinearOperator):
-        return operator._constant * rows_matmul(operator.base_linear_op, rows, rhs)
+    if isinstance(operator, SumLinearOperator | ConstantMulLinearOperator):
+        return _of_parts(operator, lambda part: rows_matmul(part, rows, rhs))
     if isinstance(operator, KroneckerProductLinearOperator):
         # Its slices would be interpolated: the same product, and sparse matrices on top.
         return operator._matmul(rhs)[rows]
@@ -58,10 +56,8 @@ def columns_matmul(operator: LinearOperator, columns: slice, rhs: Tensor) -> Ten
     """
     if hasattr(operator, "columns_matmul"):
         return operator.columns_matmul(columns, rhs)
-    if isinstance(operator, SumLinearOperator):
-        return sum(columns_matmul(term, columns, rhs) for term in operator.linear_ops)
-    if isinstance(operator, ConstantMulLinearOperator):
-        return operator._constant * columns_matmul(operator.base_linear_op, columns, rhs)
+    if isinstance(operator, SumLinearOperator | ConstantMulLinearOperator):
+        return _of_parts(operator, lambda part: columns_matmul(part, columns, rhs))
     return operator[:, columns] @ rhs
 
 
@@ -69,11 +65,18 @@ def principal_block(operator: LinearOperator, block: slice) -> Tensor:
     """operator[block, block] as a dense tensor that the caller may overwrite."""
     if hasattr(operator, "principal_block"):
         return operator.principal_block(block)
-    if isinstance(operator, SumLinearOperator):
-        return sum(principal_block(term, block) for term in operator.linear_ops)
-    if isinstance(operator, ConstantMulLinearOperator):
-        return operator._constant * principal_block(operator.base_linear_op, block)
+    if isinstance(operator, SumLinearOperator | ConstantMulLinearOperator):
+        return _of_parts(operator, lambda part: principal_block(part, block))
     return to_dense(operator[block, block]).clone()
+
+
+def _of_parts(
+    operator: SumLinearOperator | ConstantMulLinearOperator, operation: Callable[[LinearOperator], Tensor]
+) -> Tensor:
+    """A linear operation on a sum or a multiple, from that on its parts."""
+    if isinstance(operator, SumLinearOperator):
+        return sum(map(operation, operator.linear_ops))
+    return operator._constant * operation(operator.base_linear_op)
 
 
 def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:

@@ -250,6 +250,12 @@ def added_diagonal(covariance: AddedDiagLinearOperator) -> Tensor:
 # The likelihood's noise, and the data that are observed
 
 
+def noise_depends_on_inputs(likelihood: Any) -> bool:
+    """Whether the likelihood has to be called with the inputs."""
+    noise_model = getattr(likelihood, "noise_covar", None)
+    return isinstance(noise_model, HeteroskedasticNoise | MultitaskHomoskedasticNoise)
+
+
 def noise_operator(
     likelihood: Likelihood, function_dist: MultivariateNormal, *params: Any, **kwargs: Any
 ) -> LinearOperator:
@@ -261,7 +267,7 @@ def noise_operator(
     num_data = function_dist.loc.shape[-1]
     noise_model = getattr(likelihood, "noise_covar", None)
     is_given = kwargs.get("noise") is not None
-    if not (params or is_given) and isinstance(noise_model, (HeteroskedasticNoise, MultitaskHomoskedasticNoise)):
+    if not (params or is_given) and noise_depends_on_inputs(likelihood):
         raise ValueError(
             f"The noise of {type(likelihood).__name__} depends on the inputs (or task indices) of the data, which were "
             "not passed: call the marginal log likelihood as mll(model(x), y, x), as with GPyTorch's own."

@@ -30,8 +30,13 @@ def default_solver(operator: LinearOperator) -> Solver:
     kernel = operator.kernel if isinstance(operator, NoisyLinearOperator) else operator
     if not _is_tiled(kernel):
         return ConjugateGradients()
-    rank = min(operator.shape[-1] // ROWS_PER_COLUMN, MAX_FALLBACK_RANK)
-    return AlternatingProjections(fallback=ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=rank)))
+    return AlternatingProjections(fallback=conjugate_gradients(operator.shape[-1]))
+
+
+def conjugate_gradients(size: int) -> ConjugateGradients:
+    """Conjugate gradients with a preconditioner for matrices in tiles of so many rows."""
+    rank = min(max(size // ROWS_PER_COLUMN, 1), MAX_FALLBACK_RANK)
+    return ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=rank))
 
 
 def _is_tiled(operator: LinearOperator) -> bool:
