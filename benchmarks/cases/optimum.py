@@ -1,0 +1,135 @@
+"""Where `gpi.fit` ends, against the optimum of the exact log marginal likelihood by L-BFGS in float64."""
+
+from typing import Annotated
+
+import gpytorch
+import numpy as np
+import torch
+import typer
+from scipy.optimize import minimize
+
+import gpy_iterative as gpi
+from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
+from benchmarks.datasets import Split, load
+from benchmarks.models import MaternRegression
+from benchmarks.runner import Outcome, contender
+from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.linear_solvers.default import conjugate_gradients
+
+EXACT, FROM_ONES, FROM_SUBSETS, BY_PROBES = "L-BFGS", "fit from ones", "fit from subsets", "fit from ones, probes"
+CONTENDERS = [EXACT, FROM_ONES, FROM_SUBSETS, BY_PROBES]
+DATASETS = ["elevators", "pol", "protein", "kin40k", "bike"]
+#: Iterations of L-BFGS at the most; it ends before.
+ITERATIONS = 2000
+
+
+class _ExactValue:
+    """The log marginal likelihood in total nats and its gradient by GPyTorch's Cholesky factor, in log coordinates."""
+
+    def __init__(self, data: Split) -> None:
+        self.model = MaternRegression(data)
+        self.mll = gpytorch.mlls.ExactMarginalLogLikelihood(self.model.likelihood, self.model)
+        self.coordinates = Coordinates(self.mll)
+        self._data = data
+
+    def __call__(self, position: np.ndarray) -> tuple[float, np.ndarray]:
+        self.coordinates.write(torch.from_numpy(position))
+        data = self._data
+        with gpytorch.settings.max_cholesky_size(len(data.train_x) + 1):
+            total = self.mll(self.model(data.train_x), data.train_y) * len(data.train_x)
+            return total.item(), self.coordinates.gradient(total).numpy()
+
+
+@contender("optimum", EXACT)
+def climb(*, dataset: str, split: int, rows: int) -> Outcome:
+    """The exact value at the end, in total nats."""
+    exact = _ExactValue(load(dataset, split, rows=rows, dtype=torch.float64))
+    coordinates = exact.coordinates
+    bounds = list(zip(coordinates.lower.tolist(), coordinates.upper.tolist(), strict=True))
+    found = minimize(
+        lambda position: tuple(-part for part in exact(position)),
+        coordinates.read().numpy(),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=bounds,
+        options={"maxiter": ITERATIONS, "maxfun": 2 * ITERATIONS, "ftol": 1e-9, "gtol": 1e-3},
+    )
+    return {
+        "status": found.message,
+        "steps": found.nit,
+        "value": -found.fun,
+        "noise": exact.model.likelihood.noise.item(),
+    }
+
+
+@contender("optimum", FROM_ONES)
+def fit_from_ones(*, dataset: str, split: int, rows: int) -> Outcome:
+    """How the fit ended, and the exact value there, in total nats."""
+    return _fitted(dataset, split, rows)
+
+
+@contender("optimum", FROM_SUBSETS)
+def fit_from_subsets(*, dataset: str, split: int, rows: int) -> Outcome:
+    """The same with the start on subsets."""
+    return _fitted(dataset, split, rows, start="subsets")
+
+
+@contender("optimum", BY_PROBES)
+def fit_by_probes(*, dataset: str, split: int, rows: int) -> Outcome:
+    """The same from ones in float32, with the solver and the probes that larger data take."""
+    return _fitted(dataset, split, rows, solver=conjugate_gradients(rows), dtype=torch.float32)
+
+
+def _fitted(
+    dataset: str,
+    split: int,
+    rows: int,
+    *,
+    start: str = "current",
+    solver: gpi.solvers.Solver | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Outcome:
+    model = MaternRegression(load(dataset, split, rows=rows, dtype=dtype))
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, solver=solver, generator=0)
+    found = gpi.fit(mll, start=start, progress=False)  # pyright: ignore[reportArgumentType]
+    exact = _ExactValue(load(dataset, split, rows=rows, dtype=torch.float64))
+    value, _ = exact(Coordinates(mll).read().numpy())
+    return {
+        "status": found.status.name,
+        "steps": found.steps,
+        "value": value,
+        "noise": model.likelihood.noise.item(),
+        "left_to_gain": [row.left_to_gain for row in found.history],
+    }
+
+
+@app.command()
+def optimum(
+    datasets: Annotated[list[str], typer.Argument()] = DATASETS,
+    split: int = 0,
+    rows: int = 2000,
+    threads: Threads = DEFAULT_THREADS,
+) -> None:
+    """How many nats a fit leaves below the exact optimum, and in how many steps, on rows where Cholesky can say it."""
+    options = {"split": split, "rows": rows}
+    outcomes = {
+        dataset: succeeded_or_exit(run_contenders("optimum", CONTENDERS, threads=threads, dataset=dataset, **options))
+        for dataset in datasets
+    }
+    show(
+        f"{rows} rows: total nats below the optimum of L-BFGS",
+        ["", "", "ended", "steps", "nats below", "noise variance"],
+        [
+            [
+                dataset,
+                name,
+                outcome["status"],
+                str(outcome["steps"]),
+                f"{by_name[EXACT]['value'] - outcome['value']:.3f}",
+                f"{outcome['noise']:.2e}",
+            ]
+            for dataset, by_name in outcomes.items()
+            for name, outcome in by_name.items()
+        ],
+    )
+    finish("optimum", options, threads, outcomes=outcomes)
