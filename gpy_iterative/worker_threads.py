@@ -135,6 +135,12 @@ class _Work(Generic[Result]):
         with self._lock:
             self.error = self.error or error
 
+    def outcome(self) -> tuple[dict[int, Result], BaseException | None]:
+        """Results and error, handed out: the pool's queue holds this object until a worker gets to see its cancellation."""
+        results, error = self.results, self.error
+        self._next, self.results, self.error = iter(()), {}, None
+        return results, error
+
 
 def run(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
     """What the tasks return, in their order, run on the calling thread and on as many workers as there is use for.
@@ -160,6 +166,7 @@ def run(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
             for worker in workers:
                 if not worker.cancel():  # one that has not begun is not waited for
                     worker.result()
-    if work.error is not None:
-        raise work.error
-    return [work.results[number] for number in range(len(tasks))]
+    results, error = work.outcome()
+    if error is not None:
+        raise error
+    return [results[number] for number in range(len(tasks))]

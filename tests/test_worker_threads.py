@@ -1,13 +1,17 @@
 """Work that several threads share: who computes what, torch's setting, exceptions."""
 
+import gc
 import multiprocessing
+import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from gpy_iterative import worker_threads
 from gpy_iterative.worker_threads import PARTS_PER_THREAD, divided, num_threads, run, shares
 
 
@@ -107,6 +111,27 @@ def test_several_threads_divide_their_work_at_once():
         thread.join()
     assert found == [[*range(9)]] * 8
     assert torch.get_num_threads() == in_another_thread(torch.get_num_threads) == 2
+
+
+class Large:
+    """Stands for an operator with its tiles."""
+
+
+def test_workers_that_never_get_to_run_keep_nothing_alive():
+    end = threading.Event()
+    busy = [worker_threads._pool.workers.submit(end.wait, 60) for _ in range(max(os.cpu_count() or 1, 2))]
+    gc.disable()
+    try:
+        large = Large()
+        alive = weakref.ref(large)
+        assert run([lambda large=large: id(large)] * 3) == [id(large)] * 3
+        del large
+        assert alive() is None
+    finally:
+        gc.enable()
+        end.set()
+        for worker in busy:
+            worker.result()
 
 
 def test_shares_are_neighbours_of_nearly_the_same_number():
