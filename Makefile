@@ -40,6 +40,7 @@ check: .venv/ready
 
 docs: .venv/ready
 	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m tests.documentation.site site
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks run --preset quick
