@@ -16,8 +16,8 @@ from tests.documentation.browser import BROWSER, too_wide
 NOT_PROSE = {"code", "pre", "script", "style"}
 #: Addresses of other sites are not asked.
 ELSEWHERE = re.compile(r"\w+:|//")
-#: A command, or a raised or lowered group.
-TEX = re.compile(r"\S*(?:\\\S|[\^_]\{)\S*")
+#: A command, or a raised group; docstrings, read in a terminal too, have indices like `m_{k-1}`.
+TEX = re.compile(r"\S*(?:\\\S|\^\{)\S*")
 
 
 class Page(HTMLParser):
