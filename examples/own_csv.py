@@ -20,12 +20,11 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm import trange
 
 import gpy_iterative as gpi
 
-#: Up to here a step is one small Cholesky factor; beyond, it pays to begin near the end.
-ROWS_OF_CHEAP_STEPS = 3000
+#: Up to here float64 is cheap, and a few more steps on all rows cost less than a start from fits to subsets.
+ROWS_OF_CHEAP_STEPS = 20_000
 
 
 class Regression(gpytorch.models.ExactGP):
@@ -42,6 +41,11 @@ class Regression(gpytorch.models.ExactGP):
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
+def regression(x: Tensor, y: Tensor) -> Regression:
+    """The model and its likelihood, in the dtype of the data."""
+    return Regression(x, y, gpytorch.likelihoods.GaussianLikelihood()).to(x)
+
+
 @dataclass(frozen=True)
 class Units:
     """Mean and standard deviation of a column [1] or of several [d]: what the model sees has mean 0 and variance 1."""
@@ -56,8 +60,8 @@ class Units:
         return cls(values.mean(0), torch.where(scale > 0, scale, 1.0))
 
     def standardise(self, values: Tensor) -> Tensor:
-        """In float32, in which products are twice as fast; means are taken off in float64."""
-        return ((values - self.mean) / self.scale).float()
+        """In float64; the model may round it."""
+        return (values - self.mean) / self.scale
 
 
 def written_beside(path: Path) -> tuple[Path, Path]:
@@ -122,35 +126,36 @@ def read(path: Path, target: str, dropped: Sequence[str], drop_incomplete: bool)
     return table.drop(columns=target), table[target]
 
 
-def train(
-    model: Regression, likelihood: gpytorch.likelihoods.GaussianLikelihood, steps: int | None
-) -> gpi.prediction.PathwisePosterior:
-    """Adam on the marginal log likelihood; the posterior of what was learned."""
-    is_large = len(model.train_targets) > ROWS_OF_CHEAP_STEPS
+def train(mll: gpi.mlls.HutchinsonMarginalLogLikelihood, max_steps: int | None) -> gpi.fitting.FitResult:
+    """Trains to the optimum; prints how that ended."""
+    is_large = len(mll.model.train_targets) > ROWS_OF_CHEAP_STEPS
     if is_large:
-        print("many rows: hyperparameters start from fits to two neighbourhoods of 1,000 rows")
-        gpi.initialize_from_subsets(model, likelihood, subset_size=1000, num_subsets=2, optimizer_steps=30, generator=0)
-    if steps is None:
-        steps = 20 if is_large else 100
-    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    bar = trange(steps, desc="training")
-    for _ in bar:
-        optimizer.zero_grad()
-        loss = -mll(model(*model.train_inputs), model.train_targets)
-        loss.backward()
-        optimizer.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
-    print(mll.report)
-    return mll.posterior()
+        print("many rows: hyperparameters start from fits to small subsets")
+    result = gpi.fit(mll, start="subsets" if is_large else "current", max_steps=max_steps)
+    value = result.history[-1].value
+    print(f"{result.status.name} after {result.steps} steps, log marginal likelihood {value:.4f} a datum")
+    print(result.status.advice)
+    return result
+
+
+def print_hyperparameters(result: gpi.fitting.FitResult, inputs: Sequence[str]) -> None:
+    """The hyperparameters with their 95 % intervals, lengthscales under the names of their inputs."""
+    print("hyperparameters of the standardised columns, with 95 % intervals (a short lengthscale: the input matters)")
+    lengthscales = [each for each in result.hyperparameters if "lengthscale" in each.name]
+    columns = {each.name: name for each, name in zip(lengthscales, inputs, strict=True)}
+    for each in result.hyperparameters:
+        print(f"  {columns.get(each.name, each.name)}:{str(each).removeprefix(each.name)}")
+    if result.irrelevant:
+        print(f"the data may do without the inputs {', '.join(columns[name] for name in result.irrelevant)}")
 
 
 def predicted(
     posterior: gpi.prediction.PathwisePosterior, x: Tensor, x_units: Units, y_units: Units
 ) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of observations [t] at inputs [t, d], all in the file's units."""
+    like_training = posterior.model.train_targets
     with torch.no_grad():
-        prediction = posterior.likelihood(posterior(x_units.standardise(x)))
+        prediction = posterior.likelihood(posterior(x_units.standardise(x).to(like_training)))
     return prediction.mean * y_units.scale + y_units.mean, prediction.stddev * y_units.scale
 
 
@@ -166,10 +171,9 @@ def predict(path: Path, new_path: Path) -> None:
             f"Missing or infinite values in {', '.join(inputs.columns[inputs.isna().any()])}: fill them in."
         )
 
-    likelihood = gpytorch.likelihoods.GaussianLikelihood()
-    model = Regression(*saved["train_inputs"], saved["train_targets"], likelihood)
+    model = regression(*saved["train_inputs"], saved["train_targets"])
     model.load_state_dict(saved["model"])
-    posterior = gpi.prediction.PathwisePosterior(model, likelihood, generator=0)
+    posterior = gpi.prediction.PathwisePosterior(model, model.likelihood, generator=0)
     x_units, y_units = Units(**saved["x_units"]), Units(**saved["y_units"])
     mean, deviation = predicted(posterior, torch.tensor(inputs.to_numpy()), x_units, y_units)
 
@@ -179,7 +183,14 @@ def predict(path: Path, new_path: Path) -> None:
     print(f"wrote {predictions_path}")
 
 
-def main(path: Path, target: str, dropped: Sequence[str], drop_incomplete: bool, steps: int | None) -> None:
+def main(
+    path: Path,
+    target: str,
+    dropped: Sequence[str],
+    drop_incomplete: bool,
+    steps: int | None,
+    double: bool = False,
+) -> None:
     """Reads, trains, tests, writes."""
     inputs, targets = read(path, target, dropped, drop_incomplete)
     shuffled = np.random.default_rng(0).permutation(len(targets))
@@ -188,10 +199,12 @@ def main(path: Path, target: str, dropped: Sequence[str], drop_incomplete: bool,
     x_units, y_units = Units.of(x[kept]), Units.of(y[kept])
     print(f"{len(kept)} rows to learn from, {len(held_out)} held out, {x.shape[1]} inputs")
 
-    likelihood = gpytorch.likelihoods.GaussianLikelihood()
-    model = Regression(x_units.standardise(x[kept]), y_units.standardise(y[kept]), likelihood)
-    posterior = train(model, likelihood, steps)
-    mean, deviation = predicted(posterior, x[held_out], x_units, y_units)
+    dtype = torch.float64 if double or len(kept) <= ROWS_OF_CHEAP_STEPS else torch.float32
+    model = regression(x_units.standardise(x[kept]).to(dtype), y_units.standardise(y[kept]).to(dtype))
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, generator=0)
+    result = train(mll, steps)
+    print_hyperparameters(result, inputs.columns)
+    mean, deviation = predicted(mll.posterior(), x[held_out], x_units, y_units)
 
     error = (y[held_out] - mean).abs()
     print(f"root mean square error on held-out rows: {error.square().mean().sqrt():.4g}, in units of {target}")
@@ -199,9 +212,6 @@ def main(path: Path, target: str, dropped: Sequence[str], drop_incomplete: bool,
     print(
         f"held-out rows within 1.96 standard deviations: {(error < 1.96 * deviation).double().mean():.0%} (95% expected)"
     )
-    lengthscales = pd.Series(model.covar_module.base_kernel.lengthscale[0].tolist(), index=inputs.columns).sort_values()
-    print("lengthscales, in standard deviations of the input (short: it matters)")
-    print(lengthscales.to_string(float_format="{:.2f}".format))
 
     predictions = inputs.iloc[held_out].assign(
         **{target: targets, f"{target}_predicted": mean.numpy(), f"{target}_deviation": deviation.numpy()}
@@ -222,11 +232,21 @@ if __name__ == "__main__":
     task.add_argument("--predict", type=Path, metavar="NEW", help="a file whose rows the trained model is to predict")
     parser.add_argument("--drop", nargs="+", default=[], metavar="COLUMN", help="columns to leave out")
     parser.add_argument("--drop-incomplete", action="store_true", help="leave rows with missing values out")
-    parser.add_argument("--steps", type=int, help="of Adam, at least 1; 100 where they are cheap, else 20")
+    parser.add_argument("--steps", type=int, help="at the most, at least 1; a fit stops by itself, 30 by default")
+    parser.add_argument(
+        "--double", action="store_true", help="float64 for many rows, too: slower; for data with little noise"
+    )
     arguments = parser.parse_args()
     if arguments.steps is not None and arguments.steps < 1:
         parser.error(f"--steps has to be at least 1, got {arguments.steps}.")
     if arguments.predict is not None:
         predict(arguments.path, arguments.predict)
     else:
-        main(arguments.path, arguments.target, arguments.drop, arguments.drop_incomplete, arguments.steps)
+        main(
+            arguments.path,
+            arguments.target,
+            arguments.drop,
+            arguments.drop_incomplete,
+            arguments.steps,
+            arguments.double,
+        )

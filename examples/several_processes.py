@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/several_processes.py
 
 Every process runs the whole script. What makes them share the work is one option, `KernelProducts(process_group="world")`;
-the rest is what any script for torchrun has: the same data and the same seeds everywhere, and rank 0 alone prints and
-writes. When a process dies, the others end with an error: started again, the script goes on from its last checkpoint.
+the rest is what any script for torchrun has: the same data and the same seeds everywhere, and rank 0 alone prints. When a
+process dies, the others end with an error: started again, the script goes on from its last checkpoint.
 """
 
 import argparse
@@ -41,8 +41,13 @@ def make_data(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return x.to(device), y.to(device)
 
 
+def show_row(row: gpi.fitting.HistoryRow) -> None:
+    """A line for each step, at once."""
+    print(f"step {row}", flush=True)
+
+
 def main(rows: int, steps: int, checkpoint: Path) -> None:
-    """Trains up to so many steps, from the checkpoint on where there is one, and predicts."""
+    """Fits in at most so many steps, from the checkpoint on where there is one, and predicts."""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -62,26 +67,12 @@ def main(rows: int, steps: int, checkpoint: Path) -> None:
         products=gpi.linear_operators.KernelProducts(process_group="world"),  # the one change
         generator=0,
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-
-    done = 0
-    if checkpoint.exists():  # where every process can read it
-        state = torch.load(checkpoint, weights_only=True, map_location=device)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        mll.load_training_state(state["mll"])
-        done = state["done"]
-    for step in range(done + 1, steps + 1):
-        optimizer.zero_grad()
-        loss = -mll(model(train_x), train_y)
-        loss.backward()
-        optimizer.step()
-        if is_first:
-            print(f"step {step}: {mll.report}", flush=True)
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "mll": mll.training_state()}
-            unfinished = checkpoint.with_suffix(".unfinished")
-            torch.save(state | {"done": step}, unfinished)
-            unfinished.replace(checkpoint)  # a process that dies while it writes leaves the last one whole
+    # Every process writes the same checkpoint, in one piece, and reads it at a restart: all need access to its folder.
+    result = gpi.fit(
+        mll, max_steps=steps, checkpoint=checkpoint, progress=False, callback=show_row if is_first else None
+    )
+    if is_first:
+        print(f"{result.status.name}: {result.status.advice}", flush=True)
 
     posterior = mll.posterior()
     with torch.no_grad():  # by all processes: predictions are products, too

@@ -1,5 +1,6 @@
 """The example script on CSV files as people have them."""
 
+import re
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+
+from gpy_iterative.fitting import FitStatus
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "own_csv.py"))
 
@@ -18,8 +22,9 @@ def run(
     drop_incomplete: bool = False,
     target: str = "price",
     steps: int | None = None,
+    double: bool = False,
 ) -> None:
-    SCRIPT["main"](path, target, dropped, drop_incomplete, steps)
+    SCRIPT["main"](path, target, dropped, drop_incomplete, steps, double)
 
 
 @pytest.fixture
@@ -40,6 +45,12 @@ def test_learns_predicts_in_the_targets_units_and_writes_both(
     printed = capsys.readouterr().out
     assert "constant, and left out: floors" in printed
     assert "360 rows to learn from, 40 held out, 2 inputs" in printed
+    assert "CONVERGED after" in printed
+    assert FitStatus.CONVERGED.advice in printed
+    ((low, high),) = re.findall(r"noise_covar\.noise: .* \((.*) to (.*)\)", printed)
+    noise = (2 / table["price"].std(ddof=0)) ** 2  # of the standardised prices
+    assert float(low) < 1.2 * noise
+    assert noise / 1.2 < float(high) < 1.5 * float(low)
 
     predictions = pd.read_csv(tmp_path / "homes_predictions.csv", index_col=0)
     columns = ["area", "age", "price"]
@@ -83,14 +94,34 @@ def test_columns_and_rows_that_do_not_fit_can_be_left_out(
     )
 
 
+def test_inputs_are_named_by_their_columns_and_those_of_no_use_are_told(
+    table: pd.DataFrame, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "homes.csv"
+    table.assign(luck=np.random.default_rng(1).uniform(size=len(table))).to_csv(path, index=False)
+    run(path)
+    printed = capsys.readouterr().out
+    assert re.search(r"^  area: [\d.e+]+ \(", printed, re.MULTILINE)
+    assert "the data may do without the inputs luck\n" in printed
+
+
+@pytest.mark.parametrize("double", [False, True])
 def test_many_rows_start_from_fits_to_few(
-    table: pd.DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    double: bool,
+    table: pd.DataFrame,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(SCRIPT["train"].__globals__, "ROWS_OF_CHEAP_STEPS", 300)
     path = tmp_path / "homes.csv"
     table.to_csv(path, index=False)
-    run(path, steps=1)  # without the start, hyperparameters would still be near 1
-    assert "start from fits" in capsys.readouterr().out
+    run(path, steps=1, double=double)  # without the start, hyperparameters would still be near 1
+    printed = capsys.readouterr().out
+    assert "start from fits" in printed
+    assert "after 1 steps" in printed
+    saved = torch.load(tmp_path / "homes_model.pt", weights_only=True)
+    assert saved["train_targets"].dtype == (torch.float64 if double else torch.float32)
     predictions = pd.read_csv(tmp_path / "homes_predictions.csv", index_col=0)
     assert np.sqrt(np.mean((predictions["price_predicted"] - predictions["price"]) ** 2)) < 8
     assert predictions["price_deviation"].max() < 50

@@ -44,10 +44,11 @@ def test_two_processes_do_what_one_does(
     environment = os.environ | {"KEOPS_CACHE_FOLDER": str(tmp_path / "keops")}  # rewritten as processes end
     together = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, check=False)
     assert together.returncode == 0, together.stderr
-    assert together.stdout.count("step ") == 2  # rank 0 alone prints
+    assert together.stdout.count("step ") == 3  # the start and two steps: rank 0 alone prints
+    assert together.stdout.count("BUDGET: ") == 1
     alone(tmp_path / "one.pt", monkeypatch)
     torch.testing.assert_close(predictions(together.stdout), predictions(capsys.readouterr().out), rtol=1e-2, atol=1e-2)
     ours, theirs = (torch.load(tmp_path / name, weights_only=True) for name in ("two.pt", "one.pt"))
-    assert ours["done"] == theirs["done"] == 2
-    for name, value in theirs["model"].items():
-        torch.testing.assert_close(ours["model"][name], value, rtol=1e-3, atol=1e-4)
+    assert ours["state"]["steps"] == theirs["state"]["steps"] == 2
+    for name, value in theirs["parameters"].items():
+        torch.testing.assert_close(ours["parameters"][name], value, rtol=1e-3, atol=1e-4)
