@@ -23,7 +23,7 @@ from benchmarks.datasets import Split, airport_weather, standardise
 from benchmarks.metrics import regression_scores
 from benchmarks.plots import plt, save_figure
 from benchmarks.runs import progress_bar
-from benchmarks.training import posterior_scores, start_from_neighbourhoods, take_step
+from benchmarks.training import posterior_scores, start_from_neighbourhoods
 from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
 
 #: Longitude and latitude in degrees.
@@ -71,7 +71,7 @@ def weather() -> tuple[Split, pd.DataFrame, pd.DataFrame]:
     return split, frame[~held_out], frame[held_out]
 
 
-def run(*, steps: int, out: Path, with_svgp: bool, console: Console) -> dict[str, tuple[float, float]]:
+def run(*, max_steps: int, out: Path, with_svgp: bool, console: Console) -> dict[str, tuple[float, float]]:
     """Trains, predicts, compares and plots. Returns RMSE and log-likelihood of each contender."""
     split, train_frame, test_frame = weather()
     console.print(f"{len(split.train_y):,} training rows, {len(split.test_y):,} rows of held-out days")
@@ -79,26 +79,20 @@ def run(*, steps: int, out: Path, with_svgp: bool, console: Console) -> dict[str
     likelihood.noise = 0.05
     model = WeatherRegression(split.train_x, split.train_y, likelihood)
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 
     start = time.perf_counter()
     with console.status("start: fits to two neighbourhoods of 1,500 rows"):
         start_from_neighbourhoods(model)
     started = time.perf_counter()
-    with progress_bar(console) as bar:
-        task = bar.add_task("ours", total=steps, figures="")
-        for _ in range(steps):
-            loss = take_step(model, mll, optimizer, split)
-            assert mll.report is not None
-            bar.update(
-                task,
-                advance=1,
-                figures=f"loss {loss:.4f}  {mll.report.epochs:.1f} epochs  residual {mll.report.residual_targets:.1g}",
-            )
+    result = gpi.fit(mll, max_steps=max_steps, callback=lambda row: console.print(str(row)), progress=False)
     trained = time.perf_counter() - started
     posterior = mll.posterior()
     results = {"ours": posterior_scores(model, posterior, split)}
     seconds = time.perf_counter() - start
+    console.print(f"{result.status.name}: {result.status.advice}")
+    console.print(*map(str, result.hyperparameters), sep="\n")
+    if result.irrelevant:
+        console.print(f"The data may do without the inputs of {', '.join(result.irrelevant)}.")
     console.print(
         f"started in {started - start:.0f} s, trained in {trained:.0f} s, "
         f"predicted in {seconds - trained - (started - start):.0f} s"
@@ -166,7 +160,9 @@ def plot(
 
 @app.command()
 def demo(
-    steps: int = 5, out: Path = Path("out"), svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True
+    max_steps: Annotated[int, typer.Option(help="Of the fit at the most.")] = 5,
+    out: Path = Path("out"),
+    svgp: Annotated[bool, typer.Option(help="Train the rival too.")] = True,
 ) -> None:
     """Hourly weather of three airports: train, predict, compare, plot."""
-    run(steps=steps, out=out, with_svgp=svgp, console=console)
+    run(max_steps=max_steps, out=out, with_svgp=svgp, console=console)
