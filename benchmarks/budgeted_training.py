@@ -6,7 +6,9 @@ and everything that the next one needs is saved after each, so that an interrupt
 
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from benchmarks.devices import peak_process_memory
 from benchmarks.models import MaternRegression
 from benchmarks.training import take_step
 from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.fitting import FitResult
 from gpy_iterative.linear_operators import KernelProducts
 
 #: Options that saved steps do not depend on.
@@ -76,15 +79,7 @@ class Training:
         content = checkpoint.load()
         if content is None:
             return
-        different = [
-            name
-            for name, value in asdict(options).items()
-            if name not in NOT_OF_TRAINING and value != content["options"].get(name)
-        ]
-        if different:
-            raise ValueError(
-                f"{checkpoint.path} is of a run with another {', '.join(different)}: remove it, or name another folder."
-            )
+        check_options(checkpoint, content["options"], options)
         self.mll.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         self.mll.load_training_state(content["training"])
@@ -95,6 +90,17 @@ class Training:
         seconds = time.perf_counter() - start
         self.seconds += seconds
         self.steps.append({"seconds": seconds, "peak_memory_mb": peak_process_memory(), **figures})
+
+
+def check_options(checkpoint: Checkpoint, found: Mapping[str, Any], options: Options) -> None:
+    """Raises ValueError where what was found in the checkpoint is of a training with other options."""
+    different = [
+        name for name, value in asdict(options).items() if name not in NOT_OF_TRAINING and value != found.get(name)
+    ]
+    if different:
+        raise ValueError(
+            f"{checkpoint.path} is of a run with another {', '.join(different)}: remove it, or name another folder."
+        )
 
 
 def solver_of(options: Options) -> gpi.solvers.AlternatingProjections:
@@ -108,10 +114,10 @@ def solver_of(options: Options) -> gpi.solvers.AlternatingProjections:
     )
 
 
-def train(data: Split, checkpoint: Checkpoint, options: Options) -> Training:
-    """The start and all steps, or those that are missing in the file."""
+def mll_of(data: Split, options: Options) -> gpi.mlls.HutchinsonMarginalLogLikelihood:
+    """The marginal log likelihood of a new model, on the budget."""
     model = MaternRegression(data)
-    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
+    return gpi.mlls.HutchinsonMarginalLogLikelihood(
         model.likelihood,
         model,
         num_probes=options.num_probes,
@@ -120,18 +126,57 @@ def train(data: Split, checkpoint: Checkpoint, options: Options) -> Training:
         products=KernelProducts(cache_memory=0, compile=options.compiled),
         generator=0,
     )
+
+
+def start_from_subsets(mll: gpi.mlls.HutchinsonMarginalLogLikelihood, options: Options) -> None:
+    """Sets the hyperparameters to averages over fits to neighbourhoods."""
+    gpi.initialize_from_subsets(
+        mll.model,
+        mll.likelihood,
+        subset_size=options.subset_size,
+        num_subsets=options.num_subsets,
+        optimizer_steps=options.subset_steps,
+    )
+
+
+def fit(
+    data: Split, folder: Path, options: Options
+) -> tuple[gpi.mlls.HutchinsonMarginalLogLikelihood, float, FitResult]:
+    """The same start, and `gpi.fit` with at most so many steps; goes on where a call was interrupted.
+
+    Returns the mll, the seconds of all calls' finished steps and of the start, and the result.
+    """
+    mll, start = mll_of(data, options), Checkpoint(folder / "start.pt")
+    content = start.load()
+    if content is None:
+        begin = time.perf_counter()
+        start_from_subsets(mll, options)
+        content = {"options": asdict(options), "model": mll.model.state_dict(), "seconds": time.perf_counter() - begin}
+        start.save(content)
+    check_options(start, content["options"], options)
+    mll.model.load_state_dict(content["model"])
+    with (folder / "fit.log").open("a") as log, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        result = gpi.fit(
+            mll,
+            max_steps=options.steps,
+            checkpoint=folder / "fit.pt",
+            progress=False,
+            callback=lambda row: print(row, file=log, flush=True),
+        )
+    return mll, content["seconds"] + result.seconds, result
+
+
+def train(data: Split, checkpoint: Checkpoint, options: Options) -> Training:
+    """The start and all steps, or those that are missing in the file."""
+    mll = mll_of(data, options)
+    model = mll.model
     training = Training(mll, torch.optim.Adam(model.parameters(), lr=options.rate), [])
     training.load(checkpoint, options)
     log = checkpoint.path.with_suffix(".log")
     if not training.steps:
         start = time.perf_counter()
-        gpi.initialize_from_subsets(
-            model,
-            model.likelihood,
-            subset_size=options.subset_size,
-            num_subsets=options.num_subsets,
-            optimizer_steps=options.subset_steps,
-        )
+        start_from_subsets(mll, options)
         training.record(start)
         training.save(checkpoint, options)
         log.write_text(f"start: {training.seconds:.0f} s\n")

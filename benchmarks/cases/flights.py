@@ -14,10 +14,11 @@ import gpytorch
 import typer
 from torch import Tensor
 
-from benchmarks.budgeted_training import Options, solver_of, train
+import gpy_iterative as gpi
+from benchmarks.budgeted_training import Options, fit, solver_of, train
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, run_and_show
-from benchmarks.datasets import load_flights
+from benchmarks.datasets import Split, load_flights
 from benchmarks.metrics import prediction_scores
 from benchmarks.models import matern_kernel
 from benchmarks.runner import RESULTS, Outcome, contender
@@ -28,6 +29,9 @@ from benchmarks.training import posterior_scores
 from benchmarks.variational import VariationalGP, VariationalTraining, cluster_centres
 
 CASE = "flights"
+FIT = "gpi.fit"
+#: Steps of a fit at the most.
+FIT_STEPS = 4
 #: Where every step is saved.
 FOLDER = Path("out") / "flights"
 #: The mean's solve may take so many times the budget of a training step: it has one column only.
@@ -53,25 +57,43 @@ def ours(*, folder: str, keep_steps: bool, **given: Any) -> Outcome:
     options, checkpoint = Options(**given), Checkpoint(Path(folder) / "ours.pt")
     data = load_flights(rows=options.rows)
     training = train(data, checkpoint, options)
-    start = time.perf_counter()
-    posterior = training.mll.posterior(
-        solver=replace(solver_of(options), max_epochs=PREDICTION_BUDGETS * options.max_epochs), rank=options.rank
-    )
-    rmse, log_likelihood = posterior_scores(training.mll.model, posterior, data)
-    solves = posterior.solves
-    predicted = time.perf_counter() - start
+    outcome = tested(training.mll, training.seconds, data, options)
     if not keep_steps:
         checkpoint.remove()
+    return outcome | {"steps": training.steps}
+
+
+@contender(CASE, FIT)
+def fitted(*, folder: str, keep_steps: bool, **given: Any) -> Outcome:
+    """The same by `gpi.fit`, from the same start; `steps` is the most that it takes. Its rows are printed in fit.log."""
+    options, place = Options(**given), Path(folder)
+    data = load_flights(rows=options.rows)
+    mll, seconds, result = fit(data, place, options)
+    outcome = tested(mll, seconds, data, options)
+    if not keep_steps:
+        for name in ("start.pt", "fit.pt"):
+            Checkpoint(place / name).remove()
+    return outcome | {"status": result.status.name, "history": [asdict(row) for row in result.history]}
+
+
+def tested(mll: gpi.mlls.HutchinsonMarginalLogLikelihood, seconds: float, data: Split, options: Options) -> Outcome:
+    """Scores of predictions on the budget, after so many seconds of training."""
+    start = time.perf_counter()
+    posterior = mll.posterior(
+        solver=replace(solver_of(options), max_epochs=PREDICTION_BUDGETS * options.max_epochs), rank=options.rank
+    )
+    rmse, log_likelihood = posterior_scores(mll.model, posterior, data)
+    solves = posterior.solves
+    predicted = time.perf_counter() - start
     return {
         "rmse": rmse,
         "log_likelihood": log_likelihood,
-        "seconds": training.seconds + predicted,
+        "seconds": seconds + predicted,
         "seconds_prediction": predicted,
         "prediction": {"status": solves.status.name, "epochs": solves.stats.epochs}
         | {"residual_targets": solves.stats.residual_norms["targets"]},
         "target_scale": data.target_scale,
         "training_rows": len(data.train_y),
-        "steps": training.steps,
     }
 
 
@@ -125,11 +147,14 @@ def rival(*, rows: int | None, seconds: float, num_inducing: int, rates: Sequenc
     }
 
 
-def planned_runs(options: Options, of_rival: RivalOptions, folder: Path, *, keep_steps: bool) -> list[Run]:
-    """Ours, and SVGP with its time. Each number of rows has a folder of its own in the folder."""
+def planned_runs(
+    options: Options, of_rival: RivalOptions, folder: Path, *, fit_steps: int = FIT_STEPS, keep_steps: bool
+) -> list[Run]:
+    """Ours by Adam and by `gpi.fit`, and SVGP with the time of the first. Each number of rows has a folder of its own."""
     piece = {"folder": str(steps_folder(folder, options.rows)), "keep_steps": keep_steps}
     first = Run(CASE, "ours", asdict(options), piece=piece)
-    return [first, Run(CASE, "SVGP", {"rows": options.rows, **asdict(of_rival)}, same_time_as=first)]
+    of_fit = Run(CASE, FIT, asdict(replace(options, steps=fit_steps)), piece=piece)
+    return [first, of_fit, Run(CASE, "SVGP", {"rows": options.rows, **asdict(of_rival)}, same_time_as=first)]
 
 
 def steps_folder(folder: Path, rows: int | None) -> Path:
@@ -149,6 +174,7 @@ def flights(
     num_subsets: int = Options.num_subsets,
     subset_steps: int = Options.subset_steps,
     rank: Annotated[int, typer.Option(help="Of the predictive variances.")] = Options.rank,
+    fit_steps: Annotated[int, typer.Option(help="Of gpi.fit at the most, after the start.")] = FIT_STEPS,
     compiled: Annotated[
         bool, typer.Option(help="Compile the tiles' arithmetic; needs a C++ compiler.")
     ] = Options.compiled,
@@ -173,14 +199,15 @@ def flights(
     )
     of_rival = RivalOptions(num_inducing, tuple(rates) if rates else RivalOptions.rates)
     console.print(f"every step of ours is saved in {steps_folder(folder, rows)}, and printed in its ours.log")
-    runs = planned_runs(options, of_rival, folder, keep_steps=True)
+    runs = planned_runs(options, of_rival, folder, fit_steps=fit_steps, keep_steps=True)
     run_and_show(RESULTS / "flights.json", runs, threads, tables)
 
 
 def tables(found: Sequence[Measured]) -> list[Table]:
-    """The predictions, and the steps of ours."""
+    """The predictions, the steps of ours, and those of its fit."""
     steps = [step_table(measured.outcome["steps"]) for measured in found if measured.run.contender == "ours"]
-    return [prediction_table(found), *steps] if found else []
+    history = [history_table(measured.outcome) for measured in found if measured.run.contender == FIT]
+    return [prediction_table(found), *steps, *history] if found else []
 
 
 def prediction_table(found: Sequence[Measured]) -> Table:
@@ -229,6 +256,24 @@ def step_table(steps: list[dict[str, Any]]) -> Table:
     )
 
 
+def history_table(outcome: Outcome) -> Table:
+    """What `gpi.fit` said after every step; 0 is after the start."""
+    rows = [
+        [
+            str(row["step"]),
+            f"{row['seconds']:.0f}",
+            f"{row['epochs']:.2f}",
+            f"{row['value']:.4f}",
+            f"{row['value_sem']:.1g}",
+            f"{row['left_to_gain']:.3g}",
+            f"{row['noise']:.2g}",
+        ]
+        for row in outcome["history"]
+    ]
+    columns = ["step", "s", "epochs", "mll", "error", "nats left to gain", "noise of that"]
+    return Table(f"Steps of gpi.fit, which ended {outcome['status']}", columns, rows)
+
+
 #: What the presets train with.
 SIZES: dict[Preset, list[tuple[Options, RivalOptions]]] = {
     Preset.SMOKE: [
@@ -245,7 +290,7 @@ SIZES: dict[Preset, list[tuple[Options, RivalOptions]]] = {
 
 
 def preset_runs(preset: Preset) -> list[Run]:
-    """Ours and its rival on a few hundred flights, or on all."""
+    """Ours, by both ways, and its rival on a few hundred flights, or on all."""
     return [run for sizes in SIZES[preset] for run in planned_runs(*sizes, FOLDER / preset.value, keep_steps=False)]
 
 

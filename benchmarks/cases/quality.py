@@ -1,98 +1,104 @@
-"""What a trained model predicts: root mean square error and log-likelihood on the held-out rows."""
+"""What a trained model predicts: RMSE and log-likelihood on the held-out rows, after Adam's steps and at the optimum."""
 
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
-import torch
 import typer
 
 import gpy_iterative as gpi
 from benchmarks import published
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, run_contenders, show, succeeded_or_exit
-from benchmarks.datasets import load
-from benchmarks.models import MaternRegression
-from benchmarks.runner import Outcome, contender
-from benchmarks.training import posterior_scores, take_step
-
-MakeMll = Callable[..., gpi.mlls.IterativeMarginalLogLikelihood]
-
-
-def train_and_predict(
-    make: MakeMll, *, dataset: str, split: int, rows: int | None, steps: int, rate: float, scales: bool
-) -> Outcome:
-    """Adam from the papers' start, then the posterior on the test rows of the split.
-
-    Args:
-        make: the marginal log likelihood.
-        dataset, split, rows: training data.
-        steps, rate: of Adam.
-        scales: whether Adam moves the scales of signal and noise, as in the paper, or their variances, as in GPyTorch.
-    """
-    data = load(dataset, split, rows=rows)
-    model = MaternRegression(data, scales=scales)
-    mll = make(model.likelihood, model, generator=0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    start = time.perf_counter()
-    for _ in range(steps):
-        take_step(model, mll, optimizer, data)
-    trained = time.perf_counter()
-    posterior = mll.posterior()
-    rmse, log_likelihood = posterior_scores(model, posterior, data)
-    return {
-        "rmse": rmse,
-        "log_likelihood": log_likelihood,
-        "seconds_training": trained - start,
-        "seconds_prediction": time.perf_counter() - trained,
-        "variance_error": posterior.variance_error(data.test_x).median,
-    }
-
-
-contender("quality", "ours")(partial(train_and_predict, gpi.mlls.HutchinsonMarginalLogLikelihood))
-contender("quality", "pathwise")(
-    partial(train_and_predict, partial(gpi.mlls.PathwiseMarginalLogLikelihood, num_probes=64, num_frequencies=1000))
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    FirstRows,
+    Threads,
+    app,
+    finish,
+    names_of,
+    run_contenders,
+    show,
+    succeeded_or_exit,
 )
+from benchmarks.datasets import Split, load
+from benchmarks.runner import Outcome, contender
+from benchmarks.training import MakeMll, Train, by_adam, by_fit, train_and_test
+
+ADAM, FIT = "Adam", "gpi.fit"
+#: Before the way of training in the names of contenders.
+PATHWISE = "pathwise, "
+COLUMNS = ["split", "ended", "steps", "RMSE", "published", "log-likelihood", "published", "s training", "s prediction"]
+COLUMNS += ["variance error"]
+
+
+def stepped(
+    make: MakeMll, *, dataset: str, split: int, rows: int | None, scales: bool, steps: int, rate: float
+) -> Outcome:
+    """Scores after so many steps of Adam from the papers' start."""
+    data = load(dataset, split, rows=rows)
+    return _tested(data, partial(by_adam, data=data, steps=steps, rate=rate), make, scales)
+
+
+def fitted(make: MakeMll, *, dataset: str, split: int, rows: int | None, scales: bool) -> Outcome:
+    """Scores at the optimum, from the same start."""
+    return _tested(load(dataset, split, rows=rows), by_fit, make, scales)
+
+
+def _tested(data: Split, train: Train, make: MakeMll, scales: bool) -> Outcome:
+    """Scores, and the error of the predictive variances."""
+    outcome, posterior = train_and_test(data, train, make=make, scales=scales)
+    return outcome | {"variance_error": posterior.variance_error(data.test_x).median}
+
+
+_pathwise = partial(gpi.mlls.PathwiseMarginalLogLikelihood, num_probes=64, num_frequencies=1000)
+contender("quality", ADAM)(partial(stepped, gpi.mlls.HutchinsonMarginalLogLikelihood))
+contender("quality", FIT)(partial(fitted, gpi.mlls.HutchinsonMarginalLogLikelihood))
+contender("quality", PATHWISE + ADAM)(partial(stepped, _pathwise))
+contender("quality", PATHWISE + FIT)(partial(fitted, _pathwise))
 
 
 @app.command()
 def quality(
     dataset: str = "elevators",
     splits: int = 1,
-    rows: int | None = None,
-    steps: int = 100,
-    rate: float = 0.1,
+    rows: FirstRows = None,
+    steps: Annotated[int, typer.Option(help="Of Adam.")] = 100,
+    rate: Annotated[float, typer.Option(help="Of Adam.")] = 0.1,
+    only: Annotated[list[str] | None, names_of((ADAM, FIT), f"One of {ADAM} and {FIT}; both by default.")] = None,
     pathwise: Annotated[
         bool, typer.Option("--pathwise", help="Pathwise probes, saved under a name of their own.")
     ] = False,
     scales: Annotated[
-        bool, typer.Option("--scales", help="Adam moves the scales of signal and noise, as in the paper.")
+        bool, typer.Option("--scales", help="The parameters are the scales of signal and noise, as in the paper.")
     ] = False,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """RMSE and log-likelihood after training, split by split, beside the published means of exact gradients."""
+    of_adam = {"steps": steps, "rate": rate}
     outcomes: dict[str, Outcome] = {}
-    name = "pathwise" if pathwise else "ours"
     for split in range(splits):
-        options = {"dataset": dataset, "split": split, "rows": rows, "steps": steps, "rate": rate, "scales": scales}
-        outcomes[str(split)] = run_contenders("quality", [name], threads=threads, **options)[name]
+        options = {"dataset": dataset, "split": split, "rows": rows, "scales": scales}
+        for way in only or (ADAM, FIT):
+            name = PATHWISE + way if pathwise else way
+            given = options | of_adam if way == ADAM else options
+            outcomes[f"{split}, {way}"] = run_contenders("quality", [name], threads=threads, **given)[name]
     theirs = published.LIN.get(dataset, {}).get("CG", {}).get("standard, cold")
     show(
-        f"{dataset}, {steps} steps",
-        ["split", "RMSE", "published", "log-likelihood", "published", "s training", "s prediction", "variance error"],
+        f"{dataset}; published: 100 steps of Adam",
+        COLUMNS,
         [
             [
-                split,
+                name,
+                o["status"],
+                str(o["steps"]),
                 f"{o['rmse']:.4f}",
                 f"{theirs.rmse:.4f}" if theirs else "",
                 f"{o['log_likelihood']:.4f}",
                 f"{theirs.log_likelihood:.4f}" if theirs else "",
-                f"{o['seconds_training']:.0f}",
+                f"{o['seconds']:.0f}",
                 f"{o['seconds_prediction']:.0f}",
                 f"{o['variance_error']:.3f}",
             ]
-            for split, o in succeeded_or_exit(outcomes).items()
+            for name, o in succeeded_or_exit(outcomes).items()
         ],
     )
     file = f"quality_pathwise_{dataset}" if pathwise else f"quality_{dataset}"
-    finish(file, {"steps": steps, "rate": rate, "rows": rows, "scales": scales}, threads, outcomes=outcomes)
+    finish(file, of_adam | {"rows": rows, "scales": scales}, threads, outcomes=outcomes)

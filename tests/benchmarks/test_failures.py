@@ -37,7 +37,7 @@ def test_an_unknown_name_ends_a_command_before_anything_runs(command: str, monke
     result = CliRunner(env={"COLUMNS": "2000"}).invoke(app, [command, "--only", "ours?", "--only", "theirs?"])
     assert result.exit_code == 2
     assert "ours?; theirs?: no such name. There are: " in result.output
-    assert any(name in result.output for name in ("ours", "Laplace", "standard, cold", "CG"))
+    assert any(name in result.output for name in ("ours", "Adam", "Laplace", "standard, cold", "CG"))
     assert ran == []
 
 
@@ -57,7 +57,7 @@ def test_missing_data_end_a_command_with_the_reason(
 def test_a_process_hands_on_what_data_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GPY_ITERATIVE_DATA", str(tmp_path))
     options = {"dataset": "pol", "split": 0, "rows": 9, "steps": 1, "rate": 0.1, "scales": False}
-    outcome = runner.run_apart("quality", "ours", threads=1, **options)
+    outcome = runner.run_apart("quality", "Adam", threads=1, **options)
     assert outcome["error"] == [f"There is no pol/data.csv.gz in {tmp_path}, the folder that GPY_ITERATIVE_DATA names."]
 
 
@@ -91,15 +91,21 @@ def test_total_compares_training_and_prediction_together(failing: dict, tmp_path
     failing["GPyTorch, CG"] = {"seconds": 70.0, "seconds_prediction": 5.0, "way": stock, **scores}
     failing["ours"] = {"seconds": 20.0, "seconds_prediction": 10.0, "way": [(20, 8.1, [3.0])], **scores}
     failing[total.PREPARED] = {"seconds": 5.0, "seconds_prediction": 10.0, "way": [(6, 4.2, [4.0])], **scores}
-    failing[total.EXACT_SCORES] = {"log_likelihoods": [-0.211, -0.2, -0.30, -0.205]}  # in the order of the rows
+    failing[total.FIT] = {"seconds": 2.5, "seconds_prediction": 10.0, "way": [(9, 2.4, [5.0])], **scores}
+    failing[total.FIT_PREPARED] = {"seconds": 2.0, "seconds_prediction": 10.0, "way": [(5, 1.9, [6.0])], **scores}
+    found = [-0.211, -0.201, -0.202, -0.2, -0.30, -0.205]  # in the order of the rows
+    failing[total.EXACT_SCORES] = {"log_likelihoods": found}
     result = CliRunner().invoke(app, ["total", "--dataset", "pol"])
     assert result.exit_code == 0
     assert "2.5" in result.output  # 75 seconds over 30
     assert "5.0" in result.output  # and over 15
+    assert "6.0" in result.output  # and over 12.5
     assert "0.0750" in result.output  # the published RMSE
     ways = [line.split("│")[1:-1] for line in result.output.splitlines() if line.count("│") == 6]
     assert [[cell.strip() for cell in line] for line in ways] == [
         [total.PREPARED, "6", "4", "-0.2110", "0.0110"],
+        [total.FIT, "9", "2", "-0.2010", "0.0010"],
+        [total.FIT_PREPARED, "5", "2", "-0.2020", "0.0020"],
         ["ours", "20", "8", "-0.2000", "0.0000"],
         ["GPyTorch, CG", "20", "14", "-0.3000", "0.1000"],
         ["GPyTorch, CG", "100", "70", "-0.2050", "0.0050"],
@@ -107,7 +113,7 @@ def test_total_compares_training_and_prediction_together(failing: dict, tmp_path
     assert set(json.loads((tmp_path / "total_pol.json").read_text())["outcomes"]) == {
         "ours",
         "GPyTorch, CG",
-        total.PREPARED,
+        *total.OWN,
         total.EXACT_SCORES,
     }
 

@@ -129,6 +129,24 @@ def test_ours_says_how_the_solve_for_predictions_ended(
     assert not (tmp_path / "ours.pt").exists()
 
 
+def test_a_fit_goes_on_where_it_was_interrupted(data: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(case, "load_flights", lambda rows: {300: data}[rows])
+    options = asdict(replace(OPTIONS, steps=2, max_epochs=20.0))
+    whole = case.fitted(folder=str(tmp_path / "whole"), keep_steps=True, **options)
+    assert [row["step"] for row in whole["history"]] == [0, 1, 2]
+    assert whole["status"] == "BUDGET"
+    assert whole["seconds"] > sum(row["seconds"] for row in whole["history"])  # the start is counted
+    parts = str(tmp_path / "parts")
+    first = case.fitted(folder=parts, keep_steps=True, **options | {"steps": 1})
+    last = case.fitted(folder=parts, keep_steps=False, **options)
+    assert last["history"][0] == first["history"][0]
+    assert [row["value"] for row in last["history"]] == [row["value"] for row in whole["history"]]
+    assert not list((tmp_path / "parts").glob("*.pt"))
+    with pytest.raises(ValueError, match="of a run with another num_probes: remove"):
+        case.fitted(folder=str(tmp_path / "whole"), keep_steps=True, **options | {"num_probes": 5})
+    json.dumps(whole)
+
+
 @pytest.fixture
 def fixed_batches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The rival takes sixty batches whatever its time is; the times that it was given."""
@@ -181,12 +199,14 @@ STEPS = [
     {"seconds": 2.0, "peak_memory_mb": 6.0, "status": "BUDGET_EXHAUSTED", "epochs": 5.0, "residual_targets": 0.1}
     | {"residual_probes": 0.2, "value": -1.25, "value_sem": 0.01},
 ]
+ROW = {"step": 1, "seconds": 2.0, "epochs": 7.0, "value": -1.25, "value_sem": 0.01, "left_to_gain": 3.5, "noise": 0.1}
+FITTED = FIGURES | {"status": "BUDGET", "history": [ROW]}
 
 
 def test_the_rival_has_the_time_that_ours_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
-    answers = {"ours": FIGURES | {"steps": STEPS}, "SVGP": FIGURES}
-    fails = {"ours", "SVGP"}
+    answers = {"ours": FIGURES | {"steps": STEPS}, case.FIT: FITTED | {"seconds": 60.0}, "SVGP": FIGURES}
+    fails = {"ours", case.FIT, "SVGP"}
 
     def run_apart(_: str, name: str, **options: Any) -> dict[str, Any]:
         asked.append((name, options))
@@ -197,42 +217,48 @@ def test_the_rival_has_the_time_that_ours_took(tmp_path: Path, monkeypatch: pyte
     folder = tmp_path / "steps"
     arguments = ["flights", "--rows", "500", "--rates", "0.1", "--rates", "0.2", "--folder", str(folder)]
     assert CliRunner().invoke(app, arguments).exit_code == 1
-    fails.remove("ours")
+    fails.difference_update(("ours", case.FIT))
     assert CliRunner().invoke(app, arguments).exit_code == 1
     fails.clear()
     last = CliRunner().invoke(app, arguments)
     assert last.exit_code == 0
     # Without ours there is no time for the rival, and what was done is not done again.
-    assert [name for name, _ in asked] == ["ours", "ours", "SVGP", "SVGP"]
+    assert [name for name, _ in asked] == ["ours", case.FIT, "ours", case.FIT, "SVGP", "SVGP"]
+    asked = [run for run in asked if run[0] != case.FIT]
     assert asked[1][1]["folder"] == str(folder / "flights_500")
     assert asked[1][1]["keep_steps"]
     assert asked[1][1]["rows"] == asked[3][1]["rows"] == 500
     assert asked[3][1]["seconds"] == 123
     assert list(asked[3][1]["rates"]) == [0.1, 0.2]
     saved = json.loads((tmp_path / "flights.json").read_text())
-    assert [outcome["contender"] for outcome in saved["runs"].values()] == ["ours", "SVGP"]
+    assert [outcome["contender"] for outcome in saved["runs"].values()] == ["ours", case.FIT, "SVGP"]
     assert "500 flights" in last.output
 
 
 def test_tables_have_minutes_peaks_and_steps() -> None:
-    ours, rival = case.preset_runs(Preset.SMOKE)
-    predictions, steps = case.tables([Measured(ours, FIGURES | {"steps": STEPS}), Measured(rival, FIGURES)])
+    ours, fitted, rival = case.preset_runs(Preset.SMOKE)
+    found = [Measured(ours, FIGURES | {"steps": STEPS}), Measured(fitted, FITTED), Measured(rival, FIGURES)]
+    predictions, steps, history = case.tables(found)
     assert predictions.rows == [
         ["ours", "0.9000", "36.00", "-1.0000", "123", "1", "7"],
+        [case.FIT, "0.9000", "36.00", "-1.0000", "123", "1", "5"],
         ["SVGP", "0.9000", "36.00", "-1.0000", "123", "1", "5"],
     ]
     assert steps.rows == [
         ["0", "1", "7", *[""] * 6],
         ["1", "2", "6", "budget exhausted", "5.00", "0.100", "0.200", "-1.2500", "0.01"],
     ]
-    assert {len(row) for row in steps.rows} == {len(steps.columns)}
+    assert history.rows == [["1", "2", "7.00", "-1.2500", "0.01", "3.5", "0.1"]]
+    for table in (steps, history):
+        assert {len(row) for row in table.rows} == {len(table.columns)}
     assert case.tables([]) == []
 
 
 def test_the_presets_are_a_few_hundred_flights_or_all() -> None:
     assert CASES["flights"].runs(Preset.QUICK) == []
     for preset, rows in ((Preset.SMOKE, 400), (Preset.PAPER, None)):
-        ours, rival = CASES["flights"].runs(preset)
+        ours, fitted, rival = CASES["flights"].runs(preset)
+        assert fitted.options == ours.options | {"steps": case.FIT_STEPS}
         assert (ours.options["rows"], rival.options["rows"], rival.same_time_as) == (rows, rows, ours)
         assert not ours.piece["keep_steps"]
     assert {name: ours.options[name] for name in ("steps", "max_epochs", "num_probes")} == {

@@ -80,7 +80,7 @@ def test_unfinished_and_failed_runs_go_on(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_process_that_fails_says_all_of_why() -> None:
     options = {"dataset": "nothing", "split": 0, "rows": None, "steps": 1, "rate": 0.1, "scales": False}
-    outcome = run_apart("quality", "ours", threads=1, **options)
+    outcome = run_apart("quality", "Adam", threads=1, **options)
     (line,) = outcome["error"]
     assert line.startswith("ValueError: Unknown data set 'nothing'; known are airfoil, ")
     assert line.endswith("wine, yacht.")
