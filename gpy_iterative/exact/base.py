@@ -51,7 +51,13 @@ from gpy_iterative.training.report import MarginalLogLikelihoodReport
 from gpy_iterative.training.run import Resumable, Run
 from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
-from gpy_iterative.training.training_system import TrainingSystem, check_hyperparameters, check_inputs, linear_system
+from gpy_iterative.training.training_system import (
+    TrainingSystem,
+    check_hyperparameters,
+    check_inputs,
+    linear_system,
+    num_training_data,
+)
 from gpy_iterative.worker_threads import divided
 
 logger = logging.getLogger(__name__)
@@ -209,8 +215,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
     def _prediction_solver(self) -> Solver | None:
         """The solver of the posterior's means and sample paths."""
-        inputs = self.model.train_inputs
-        if self.solver is not None or inputs is None or inputs[0].shape[-2] <= EXACT_BELOW:
+        has_data = self.model.train_inputs is not None and self.model.train_targets is not None
+        if self.solver is not None or not has_data or num_training_data(self.model) <= EXACT_BELOW:
             return self.solver
         return ConjugateGradients(tolerance=1e-4)
 

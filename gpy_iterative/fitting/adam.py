@@ -1,6 +1,8 @@
 """Adam with a decaying rate, for what average information does not serve: networks, mini-batches, other likelihoods."""
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -8,10 +10,13 @@ from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
 from gpy_iterative.fitting.average_information import likelihood_arguments
-from gpy_iterative.fitting.coordinates import network_parameter
+from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
+from gpy_iterative.fitting.prior_support import is_in_supports
 
 #: First rates, for hyperparameters alone and where a network is among them; the last rate is a part of the first.
 RATE, NETWORK_RATE, LAST = 0.1, 0.01, 0.05
+#: Times that a step which leaves the support of a prior is halved, before it is undone.
+MAX_HALVINGS = 20
 
 Batches = Iterable[Any]
 
@@ -46,6 +51,7 @@ class AdamSteps:
         if batches is not None and iter(batches) is batches:
             raise ValueError("batches= is an iterator that can be passed over only once: pass a list or a DataLoader.")
         mll.train()
+        self._taken = 0  # batches of the present pass
         self._source: Iterator[Any] = iter(())
         self._optimizer = self._own_optimizer()
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -53,23 +59,26 @@ class AdamSteps:
     def step(self) -> tuple[float, float, float]:
         """One step: the value before it, that value's standard error (0 where it is not known), and the largest move.
 
-        Raises whatever the mll raises; parameters and optimiser are then as they were.
+        Before the first step, parameters outside of their bounds are moved inside. A step that leaves a prior's support is
+        halved. Raises whatever the mll raises; parameters and optimiser are then as they were.
         """
         parameters = self._parameters()
-        before = [parameter.detach().clone() for parameter in parameters]
-        state = self._optimizer.state_dict()
+        before = _copied(parameters)
+        state = copy.deepcopy(self._optimizer.state_dict())  # whose tensors a step changes in place
         if not isinstance(self.mll, HasOptimizer):
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * LAST ** (self._done / self._num_steps)
         try:
+            if not self._done:
+                Coordinates(self.mll).enter_bounds()
+            begun = _copied(parameters)
             self._optimizer.zero_grad()
             value = self._value().mean()
             (-value).backward()
             self._optimizer.step()
+            self._keep_in_supports(parameters, begun)
         except BaseException:  # Ctrl-C among them
-            with torch.no_grad():
-                for parameter, known in zip(parameters, before, strict=True):
-                    parameter.copy_(known)
+            _restore(parameters, before)
             self._optimizer.load_state_dict(state)
             raise
         self._done += 1
@@ -84,13 +93,20 @@ class AdamSteps:
 
     def state(self) -> dict[str, Any]:
         """What resumes the steps exactly, beside the parameters and the order of batches."""
-        return {"done": self._done, "optimizer": self._optimizer.state_dict(), "run": self.mll.training_state()}
+        optimizer, run = self._optimizer.state_dict(), self.mll.training_state()
+        return {"done": self._done, "taken": self._taken, "optimizer": optimizer, "run": run}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state()` gave, after the parameters have been loaded."""
-        self._done = state["done"]
+        """Takes what `state()` gave, before or after the parameters are loaded.
+
+        The batches that were taken of a pass are passed over: a DataLoader that shuffles draws another order for the rest.
+        Raises ValueError, and changes nothing, for the state of another marginal log likelihood.
+        """
         self.mll.load_training_state(state["run"])
         self._optimizer.load_state_dict(state["optimizer"])
+        self._done, self._taken = state["done"], state["taken"]
+        if self._batches is not None:
+            self._source = islice(iter(self._batches), self._taken, None)
 
     def _own_optimizer(self) -> torch.optim.Optimizer:
         if isinstance(self.mll, HasOptimizer):
@@ -118,11 +134,33 @@ class AdamSteps:
         return mll(model(x), y)
 
     def _next_batch(self) -> Any:
-        for batch in self._source:
-            return batch
-        self._source = iter(self._batches)
-        for batch in self._source:
-            return batch
-        raise ValueError(
-            "batches= is empty, or an iterator that can be passed over only once: pass a list or a DataLoader."
-        )
+        batch = next(self._source, None)
+        if batch is None:
+            self._source, self._taken = iter(self._batches or ()), 0
+            batch = next(self._source, None)
+        if batch is None:
+            raise ValueError(
+                "batches= is empty, or an iterator that can be passed over only once: pass a list or a DataLoader."
+            )
+        self._taken += 1
+        return batch
+
+    @torch.no_grad()
+    def _keep_in_supports(self, parameters: list[Tensor], before: list[Tensor]) -> None:
+        """Halves the step until every prior knows the values."""
+        for _ in range(MAX_HALVINGS):
+            if is_in_supports(self.mll.model):
+                return
+            for parameter, known in zip(parameters, before, strict=True):
+                parameter.lerp_(known, 0.5)
+        _restore(parameters, before)
+
+
+def _copied(parameters: list[Tensor]) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+@torch.no_grad()
+def _restore(parameters: list[Tensor], known: list[Tensor]) -> None:
+    for parameter, value in zip(parameters, known, strict=True):
+        parameter.copy_(value)

@@ -25,11 +25,13 @@ from gpy_iterative.fitting.curvature import (
     average_information,
     gradient_noise,
 )
+from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.linear_operators.from_gpytorch import noise_depends_on_inputs
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, conjugate_gradients
 from gpy_iterative.linear_solvers.solution import SolveStatus
+from gpy_iterative.training.training_system import num_training_data
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +118,7 @@ class Step:
         gained: nats; the difference of the two values where `seen`, else by the trapezoidal rule from the two gradients.
         seen: whether the predicted gain was larger than the noise of the values.
         trials: evaluations, those that were undone among them.
-        epochs: passes over the kernel matrix, curvature included.
+        epochs: passes over the kernel matrix of all trials; those of the curvature are in the assessment.
         seconds: wall-clock time.
     """
 
@@ -166,14 +168,21 @@ class AverageInformation:
         self._guess: Tensor | None = None
         self._point: Point | None = None
         self._assessment: Assessment | None = None
+        self._is_inside = False  # whether the parameters are known to lie inside of their bounds
         mll.train()
-        self._enter_bounds()
 
     @property
     def point(self) -> Point:
-        """The current point; evaluated where it is not known."""
+        """The current point; evaluated where it is not known. A first one outside of its bounds is moved inside."""
         if self._point is None:
-            self._point = self._evaluated()
+            parameters = self._parameters()
+            try:
+                if not self._is_inside:
+                    self.coordinates.enter_bounds()
+                self._point, self._is_inside = self._evaluated(), True
+            except BaseException:
+                self._restore(parameters)
+                raise
         return self._point
 
     def assess(self) -> Assessment:
@@ -190,8 +199,7 @@ class AverageInformation:
         Raises NonFiniteError, NotPositiveDefiniteError: at the first point. Later ones that fail are undone.
         """
         point, found = self.point, self.assess()
-        parameters = [parameter.detach().clone() for parameter in self.coordinates.parameters]
-        state = self.mll.training_state()
+        parameters, state = self._parameters(), self.mll.training_state()
         try:
             return self._stepped(point, found, partial(self._undo, parameters, state))
         except BaseException:  # Ctrl-C among them
@@ -200,7 +208,7 @@ class AverageInformation:
 
     def _stepped(self, point: Point, found: Assessment, undo: Callable[[], None]) -> Step | None:
         """Tries shorter and shorter steps, undone by `undo` where they gain too little."""
-        start, epochs = time.perf_counter(), found.curvature.epochs
+        start, epochs = time.perf_counter(), 0.0
         for trial in range(1, MAX_TRIALS + 1):
             move = self._move(point, found)
             predicted = float(found.gradient @ move - 0.5 * move @ found.matrix @ move)
@@ -238,22 +246,18 @@ class AverageInformation:
         return {"damping": damping, "num_probes": probes, "generator": self._generator.get_state(), **guess, **before}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state()` gave, after the parameters have been loaded."""
-        self._damping, self._guess = float(state["damping"]), state.get("guess")
-        self._generator.set_state(state["generator"])
-        self.mll = self.mll.variant(num_probes=int(state["num_probes"]))
-        self.mll.load_training_state(
+        """Takes what `state()` gave, before or after the parameters are loaded.
+
+        Raises ValueError, and changes nothing, for a state of another marginal log likelihood.
+        """
+        mll = self.mll.variant(num_probes=int(state["num_probes"]))
+        mll.load_training_state(
             {name.removeprefix("mll."): tensor for name, tensor in state.items() if name.startswith("mll.")}
         )
+        self.mll, self._damping, self._guess = mll, float(state["damping"]), state.get("guess")
+        self._generator.set_state(state["generator"])
         self._point = self._assessment = None
-
-    def _enter_bounds(self) -> None:
-        """Moves parameters that lie at or beyond a bound inside it; leaves all others as they are."""
-        coordinates = self.coordinates
-        position = coordinates.read()
-        inside = position.clamp(coordinates.lower, coordinates.upper)
-        if not torch.equal(position, inside):
-            coordinates.write(inside)
+        self._is_inside = True
 
     def _evaluated(self) -> Point:
         mll, model, coordinates = self.mll, self.mll.model, self.coordinates
@@ -303,18 +307,26 @@ class AverageInformation:
         return (point.position + move).clamp(self.coordinates.lower, self.coordinates.upper) - point.position
 
     def _tried(self, position: Tensor) -> Point | None:
-        """The point at a position; None where the evaluation fails."""
+        """The point at a position; None where a prior excludes it, or the evaluation fails."""
         self.coordinates.write(position)
+        if not is_in_supports(self.mll.model):
+            return None
         try:
             point = self._evaluated()
         except (NanError, NotPSDError):
             return None
         return None if point.evaluation.estimate.status in _FAILED else point
 
+    def _parameters(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.coordinates.parameters]
+
+    @torch.no_grad()
+    def _restore(self, parameters: list[Tensor]) -> None:
+        for parameter, value in zip(self.coordinates.parameters, parameters, strict=True):
+            parameter.copy_(value)
+
     def _undo(self, parameters: list[Tensor], state: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for parameter, value in zip(self.coordinates.parameters, parameters, strict=True):
-                parameter.copy_(value)
+        self._restore(parameters)
         self.mll.load_training_state(state)
 
 
@@ -324,9 +336,8 @@ def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
     At the same residual they leave less error in the energy of H, and what is left to gain is measured in that: on 4,000
     rows of elevators .5 nats, where alternating projections leave 12.
     """
-    if mll.solver is not None or mll.model.train_targets.shape[-1] <= EXACT_BELOW:
-        return mll.solver
-    return conjugate_gradients(mll.model.train_targets.shape[-1])
+    size = num_training_data(mll.model)
+    return mll.solver if mll.solver is not None or size <= EXACT_BELOW else conjugate_gradients(size)
 
 
 def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predicted: float) -> tuple[float, float, bool]:

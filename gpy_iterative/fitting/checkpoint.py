@@ -3,17 +3,35 @@
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import gpytorch
 import torch
+from torch import Tensor
 
 from gpy_iterative.fitting.result import HistoryRow
 
 #: Raised whenever older files cannot be read any more.
-FORMAT = 1
+FORMAT = 2
+#: Buffers that training does not change.
+_FIXED = ("active_dims", "lower_bound", "upper_bound")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a fit goes on from.
+
+    Attributes:
+        parameters: the `state_dict()` of the marginal log likelihood.
+        state: of the steps.
+        history: rows of the steps that were made.
+    """
+
+    parameters: dict[str, Tensor]
+    state: dict[str, Any]
+    history: list[HistoryRow]
 
 
 def write_checkpoint(
@@ -27,6 +45,7 @@ def write_checkpoint(
     content = {
         "format": FORMAT,
         "method": method,
+        "parts": described_parts(mll),
         "parameters": {name: tensor.detach().clone() for name, tensor in mll.state_dict().items()},
         "state": dict(state),
         "history": [astuple(row) for row in history],
@@ -43,18 +62,16 @@ def write_checkpoint(
         raise
 
 
-def read_checkpoint(
-    path: Path, mll: gpytorch.mlls.MarginalLogLikelihood, method: str
-) -> tuple[dict[str, Any], list[HistoryRow]]:
-    """Loads the parameters into the mll; returns the state of the steps and the history.
+def read_checkpoint(path: Path, mll: gpytorch.mlls.MarginalLogLikelihood, method: str) -> Checkpoint:
+    """The content of a file, which is checked and not yet loaded.
 
-    Raises ValueError, and changes nothing, for a file that is no checkpoint, or one of another method or model.
+    Raises ValueError for a file that is no checkpoint, or one of another method or model.
     """
     try:
         content = torch.load(path, weights_only=True)
         if content["format"] != FORMAT:
             raise ValueError
-        parameters, history = content["parameters"], [HistoryRow(*row) for row in content["history"]]
+        found = Checkpoint(content["parameters"], content["state"], [HistoryRow(*row) for row in content["history"]])
     except Exception as error:  # whatever torch.load makes of a foreign file
         raise ValueError(
             f"{path} is no checkpoint of gpi.fit in this version: remove the file, or give another checkpoint=."
@@ -64,15 +81,37 @@ def read_checkpoint(
             f"{path} is the checkpoint of a fit by method={content['method']!r}, and this one is by {method!r}: give "
             "another checkpoint=, or the same method=."
         )
-    own = mll.state_dict()
-    differing = [
-        name
-        for name in own | parameters
-        if name not in own or name not in parameters or own[name].shape != parameters[name].shape
-    ]
-    if differing:
-        raise ValueError(
-            f"{path} is the checkpoint of another model: {differing[0]} differs. Give another checkpoint=, or that model."
-        )
-    mll.load_state_dict(parameters)
-    return content["state"], history
+    shapes = lambda tensors: {name: str(tuple(tensor.shape)) for name, tensor in tensors.items()}
+    _check_same(path, content["parts"], described_parts(mll))
+    _check_same(path, shapes(found.parameters), shapes(mll.state_dict()))
+    return found
+
+
+def described_parts(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, str]:
+    """Class and options of each module by name, without what is trained.
+
+    Options are the numbers and texts among the attributes of GPyTorch's own classes, such as the nu of a Matern kernel, and
+    active dims and bounds of constraints wherever they are. Modules of users may count calls in their attributes.
+    """
+    return {name: _described(module) for name, module in mll.named_modules()}
+
+
+def _described(module: torch.nn.Module) -> str:
+    kind, own = type(module), {}
+    if kind.__module__.startswith("gpytorch."):
+        own = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
+    fixed = {name: buffer.tolist() for name, buffer in module.named_buffers(recurse=False) if name in _FIXED}
+    options = sorted((own | fixed).items())
+    shown = (f"{name}={value}" for name, value in options if name != "training" and not name.startswith("_"))
+    return f"{kind.__name__}({', '.join(shown)})"
+
+
+def _check_same(path: Path, saved: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Raises ValueError, which names the first difference."""
+    for name in {**own, **saved}:
+        if saved.get(name) != own.get(name):
+            raise ValueError(
+                f"{path} is the checkpoint of another model: {name or 'the marginal log likelihood'} is "
+                f"{saved.get(name, 'missing')} in it and {own.get(name, 'missing')} here. Give another checkpoint=, or "
+                "that model."
+            )

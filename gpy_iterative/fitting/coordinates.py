@@ -1,7 +1,7 @@
 """Free hyperparameters as one vector of unconstrained coordinates: logarithms of positive ones, logits of intervals.
 
 Values are read and written through GPyTorch's constraints, so the coordinates do not depend on the transforms of raw
-parameters. A bound that a coordinate can reach, such as the least noise, is a bound of the coordinate.
+parameters. Ends of a constraint and of a prior's support, such as the least noise, are bounds of the coordinate.
 """
 
 import math
@@ -15,9 +15,12 @@ from gpytorch.constraints import Interval
 from torch import Tensor
 from torch.nn import Parameter
 
+from gpy_iterative.fitting.prior_support import Range, support_of
+
 Kind = Literal["log", "logit", "identity"]
 
-#: Distance that a coordinate keeps from its bound: at the bound itself, raw parameters are infinite.
+#: Distance that a coordinate keeps from its bound: at the bound itself, raw parameters are infinite. It is relative to
+#: positive values, and a part of an interval that has both signs.
 MARGIN = 1e-3
 
 
@@ -30,17 +33,22 @@ class Coordinate:
         parameter: the raw parameter.
         constraint: its constraint; None for none.
         kind: "log" of values that are positive, "logit" of other values in a finite interval, "identity" of all others.
+        support: the least and the largest value, shaped as the parameter, that its priors allow.
     """
 
     name: str
     parameter: Parameter
     constraint: Interval | None
     kind: Kind
+    support: Range
 
     @classmethod
-    def of(cls, name: str, parameter: Parameter, constraint: Interval | None) -> "Coordinate":
-        """The coordinates of a parameter and its constraint."""
-        return cls(_shown_name(name), parameter, constraint, _kind(constraint))
+    def of(cls, module: gpytorch.Module, name: str, parameter: Parameter, constraint: Interval | None) -> "Coordinate":
+        """The coordinates of a module's parameter and its constraint."""
+        raw = parameter.detach()
+        values = raw if constraint is None else constraint.transform(raw)
+        support = support_of(module, parameter, values)
+        return cls(_shown_name(name), parameter, constraint, _kind(constraint), support)
 
     def names(self) -> list[str]:
         """One name for each entry, "lengthscale[2]"; the indices skip dimensions of length 1."""
@@ -72,18 +80,29 @@ class Coordinate:
         low, high = self._limits(coordinates)
         return low + (high - low) * coordinates.sigmoid()
 
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        """The least and the largest coordinates [entries], in float64; infinite where there are none."""
-        like = self.parameter.detach().double()
-        low, high = torch.full_like(like, -math.inf), torch.full_like(like, math.inf)
-        if self.kind == "logit" or self.constraint is None:
-            return low.reshape(-1), high.reshape(-1)
-        least, most = self._limits(like)
-        if self.kind == "log":
-            return (least.log() + MARGIN).reshape(-1), (most.log() - MARGIN).reshape(-1)
-        margin = lambda bound: MARGIN * bound.abs().clamp_min(1.0)
-        inner = lambda bound, sign: torch.where(bound.isfinite(), bound + sign * margin(bound), bound)
-        return inner(least, 1).reshape(-1), inner(most, -1).reshape(-1)
+    def bounds(self) -> Range:
+        """The least and the largest coordinates [entries], in float64; infinite where there are none.
+
+        Raises ValueError where constraint and prior have no value in common.
+        """
+        low, high = (self.coordinates(end).reshape(-1) for end in self._domain())
+        if self.kind == "logit":
+            low, high = low.clamp_min(math.log(MARGIN)), high.clamp_max(-math.log(MARGIN))
+        scale = lambda bound: bound.abs().clamp_min(1.0) if self.kind == "identity" else torch.ones_like(bound)
+        margin = lambda bound: torch.where(bound.isfinite(), MARGIN * scale(bound).minimum(high - low), 0.0)
+        return low + margin(low), high - margin(high)
+
+    def _domain(self) -> Range:
+        """The least and the largest value that constraint and priors allow."""
+        low, high = (end.double() for end in self.support)
+        if self.constraint is not None:
+            least, most = self._limits(low)
+            low, high = low.maximum(least), high.minimum(most)
+        if not (low < high).all():
+            raise ValueError(
+                f"The prior and the constraint of {self.name} have no value in common: change one of them."
+            )
+        return low, high
 
     def _limits(self, like: Tensor) -> tuple[Tensor, Tensor]:
         assert self.constraint is not None
@@ -100,7 +119,7 @@ def _kind(constraint: Interval | None) -> Kind:
     if constraint is None:
         return "identity"
     low, high = float(constraint.lower_bound.min()), float(constraint.upper_bound.max())
-    if low > 0 or (low == 0 and high == math.inf):
+    if low >= 0:
         return "log"
     return "logit" if math.isfinite(low) and math.isfinite(high) else "identity"
 
@@ -130,7 +149,7 @@ class Coordinates:
             stay as they are.
 
     Raises:
-        ValueError: nothing is free.
+        ValueError: nothing is free, or a prior and a constraint have no value in common.
 
     Attributes:
         parts: by parameter.
@@ -139,7 +158,7 @@ class Coordinates:
     """
 
     def __init__(self, module: gpytorch.Module) -> None:
-        self.parts = [Coordinate.of(*found) for found in free_parameters(module)]
+        self.parts = [Coordinate.of(module, *found) for found in free_parameters(module)]
         if not self.parts:
             raise ValueError(
                 "There is nothing to fit: no parameter of the model or the likelihood requires a gradient."
@@ -169,6 +188,13 @@ class Coordinates:
         for part, values in zip(self.parts, self.user_values(coordinates), strict=True):
             raw = values if part.constraint is None else part.constraint.inverse_transform(values)
             part.parameter.copy_(raw)
+
+    def enter_bounds(self) -> None:
+        """Moves parameters that lie at or beyond a bound inside it; leaves all others as they are."""
+        position = self.read()
+        inside = position.clamp(self.lower, self.upper)
+        if not torch.equal(position, inside):
+            self.write(inside)
 
     def user_values(self, coordinates: Tensor) -> list[Tensor]:
         """What the user sees, by parameter, in its shape."""

@@ -185,7 +185,7 @@ def directional_product(operator: LinearOperator, vector: Tensor) -> Directional
     if isinstance(operator, GenericKernelLinearOperator) and operator._kwargs["leaves"]:
         raise NotImplementedError(
             f"There is no average information for a {type(operator.kernel).__name__} that uses tensors which require a "
-            "gradient and are not its own parameters: register them, or take method='adam'."
+            "gradient and are not its own parameters: register them as parameters of the kernel."
         )
     return _Differences(operator, vector)
 

@@ -7,30 +7,28 @@ from collections.abc import Callable
 from dataclasses import astuple
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
+from gpytorch.likelihoods import _GaussianLikelihoodBase
 from gpytorch.mlls import MarginalLogLikelihood
+from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
 from gpy_iterative.exact.initialization import initialize_from_subsets
 from gpy_iterative.fitting.adam import AdamSteps, Batches
 from gpy_iterative.fitting.average_information import Assessment, AverageInformation, Point, Step
-from gpy_iterative.fitting.checkpoint import read_checkpoint, write_checkpoint
-from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
+from gpy_iterative.fitting.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from gpy_iterative.fitting.choice import Choice, Method, choose
+from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
-from gpy_iterative.fitting.stopping import NOISE, FitStatus, has_converged, has_stalled, is_drowned
+from gpy_iterative.fitting.stopping import LEFT, NOISE, FitStatus, has_converged, has_stalled, is_drowned
 from gpy_iterative.training.progress import Progress, check_progress, reporting
-from gpy_iterative.training.run import Resumable, make_generator
+from gpy_iterative.training.run import make_generator
 
 logger = logging.getLogger(__name__)
 
-Method = Literal["auto", "average_information", "adam"]
-
-#: Free hyperparameters up to which "auto" takes average information.
-MOST_HYPERPARAMETERS = 60
 #: Steps at the most where nothing else is said.
 MAX_STEPS = {"average_information": 30, "adam": 300}
 #: Rows and number of the subsets of start="subsets", and steps on each.
@@ -57,14 +55,14 @@ def fit(
         method: "average_information" takes steps with the curvature of the log marginal likelihood, some ten of them;
             "adam" is Adam with a decaying rate (quadruply stochastic models: their own optimiser). "auto" is the first for
             `HutchinsonMarginalLogLikelihood` and `PathwiseMarginalLogLikelihood` with at most 60 free hyperparameters, none
-            of which belongs to a network, and else the second.
+            of which belongs to a network or is an inducing point, and else the second; `result.reason` says why.
         max_steps: at the most; None is 30, or 300 of Adam.
         batches: for mini-batches by Adam: pairs (x, y), or row numbers for mlls that take `indices=`; a list or a
             DataLoader. None passes all training data in every step, of which mini-batch methods draw their rows.
         start: "current" is the hyperparameters as they are; "subsets" fits small subsets first, see
             `gpy_iterative.initialize_from_subsets`.
         checkpoint: a file that is written after each step, in one piece. Where it exists, the same call goes on from it, on
-            the same trajectory.
+            the same trajectory. `batches` go on where their pass was left; those that are shuffled are drawn again.
         progress: True shows a bar of steps; a callable gets every `gpy_iterative.progress.ProgressReport`.
         callback: gets every `HistoryRow`; the model may be one step ahead of it.
         generator: for solvers that draw; a generator or a seed, None is seed 0. Probes come from the mll's own.
@@ -74,7 +72,8 @@ def fit(
         last step has reached, and status BUDGET.
 
     Raises:
-        ValueError: an option outside its range, nothing to fit, a checkpoint of another fit.
+        ValueError: an option outside its range, nothing to fit, a checkpoint of another fit, average information for a
+            kernel that has none, subsets of a model that is no exact Gaussian process.
         TypeError: average information for an mll that has none.
         NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are as they were.
 
@@ -87,51 +86,55 @@ def fit(
         >>> result.steps < 15
         True
     """
-    chosen = _chosen(mll, method, batches)
-    steps = MAX_STEPS[chosen] if max_steps is None else max_steps
+    choice = choose(mll, method, batches)
+    steps = MAX_STEPS[choice.method] if max_steps is None else max_steps
     check_count("max_steps", steps)
     check_progress(progress)
     if start not in ("current", "subsets"):
         raise ValueError(f"start must be 'current' or 'subsets', got {start!r}.")
     path = None if checkpoint is None else Path(checkpoint)
-    is_new = path is None or not path.exists()
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"The folder of checkpoint={str(path)!r} does not exist: make it first.")
     random = torch.Generator().manual_seed(0) if generator is None else make_generator(generator)
-    if start == "subsets" and is_new:
-        initialize_from_subsets(mll.model, mll.likelihood, generator=random, progress=progress, **SUBSETS)
+    known = None if path is None or not path.exists() else read_checkpoint(path, mll, choice.method)
+    if start == "subsets":
+        _check_subsets(mll)
+    logger.info("fit by %s: %s", choice.method, choice.reason)
+    loop = _loop(mll, choice, known, steps, batches, random)
     before = {name: tensor.clone() for name, tensor in mll.state_dict().items()}
-    state, history = (None, []) if is_new else read_checkpoint(path, mll, chosen)
-    loop = (
-        _Adam(AdamSteps(mll, num_steps=steps, batches=batches), history, steps)
-        if chosen == "adam"
-        else _Information(AverageInformation(mll, generator=random), history, steps)
-    )
-    if state is not None:
-        try:
-            loop.load_state(state)
-        except ValueError:
+    try:
+        if known is None and start == "subsets":
+            initialize_from_subsets(mll.model, mll.likelihood, generator=random, progress=progress, **SUBSETS)
+        return loop.run(path, progress, callback)
+    except BaseException:
+        if not loop.history:
             mll.load_state_dict(before)
-            raise
-    return loop.run(path, progress, callback)
+        raise
 
 
-def _chosen(mll: Any, method: Method, batches: Batches | None) -> Literal["average_information", "adam"]:
-    """The method that is taken. Raises TypeError for what is no mll, ValueError for options that do not go together."""
-    if not isinstance(mll, Resumable):
-        raise TypeError(
-            "fit needs a marginal log likelihood of this package such as gpi.mlls.HutchinsonMarginalLogLikelihood, got "
-            f"{type(mll).__name__}. Fit the members of a sum one by one."
+def _loop(
+    mll: Any, choice: Choice, known: Checkpoint | None, steps: int, batches: Batches | None, random: torch.Generator
+) -> "_Loop":
+    """The loop of the chosen method, where a checkpoint left it."""
+    history = [] if known is None else known.history
+    loop = (
+        _Adam(AdamSteps(mll, num_steps=steps, batches=batches), history, steps, choice.reason)
+        if choice.method == "adam"
+        else _Information(AverageInformation(mll, generator=random), history, steps, choice.reason)
+    )
+    if known is not None:
+        loop.load_state(known.state)  # which checks it
+        mll.load_state_dict(known.parameters)
+    return loop
+
+
+def _check_subsets(mll: MarginalLogLikelihood) -> None:
+    """Raises ValueError where subsets have no exact Gaussian process to be fitted by."""
+    if not isinstance(mll.model, ExactGP) or not isinstance(mll.likelihood, _GaussianLikelihoodBase):
+        raise ValueError(
+            "start='subsets' fits exact Gaussian processes with a Gaussian likelihood, and this model is a "
+            f"{type(mll.model).__name__} with a {type(mll.likelihood).__name__}: leave start='current'."
         )
-    if method not in get_args(Method):
-        raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
-    if method == "average_information" and batches is not None:
-        raise ValueError("Average information takes all data in every step: leave batches=None, or take method='adam'.")
-    if method != "auto":
-        return method
-    size = len(Coordinates(mll))
-    is_small = size <= MOST_HYPERPARAMETERS and network_parameter(mll) is None and batches is None
-    return "average_information" if is_small and isinstance(mll, IterativeMarginalLogLikelihood) else "adam"
 
 
 class _Loop(ABC):
@@ -141,12 +144,13 @@ class _Loop(ABC):
         mll: that is fitted.
         history: rows of the steps that a checkpoint has made.
         max_steps: of the whole fit.
+        reason: for the method.
     """
 
     method: ClassVar[str]
 
-    def __init__(self, mll: MarginalLogLikelihood, history: list[HistoryRow], max_steps: int) -> None:
-        self.mll, self.history, self.max_steps = mll, history, max_steps
+    def __init__(self, mll: MarginalLogLikelihood, history: list[HistoryRow], max_steps: int, reason: str) -> None:
+        self.mll, self.history, self.max_steps, self.reason = mll, history, max_steps, reason
 
     @abstractmethod
     def advance(self) -> FitStatus | None:
@@ -199,6 +203,7 @@ class _Loop(ABC):
             hyperparameters=self.hyperparameters(),
             irrelevant=self.irrelevant(),
             method=self.method,
+            reason=self.reason,
             seconds=sum(row.seconds for row in self.history),
         )
 
@@ -208,8 +213,10 @@ class _Information(_Loop):
 
     method = "average_information"
 
-    def __init__(self, optimiser: AverageInformation, history: list[HistoryRow], max_steps: int) -> None:
-        super().__init__(optimiser.mll, history, max_steps)
+    def __init__(
+        self, optimiser: AverageInformation, history: list[HistoryRow], max_steps: int, reason: str = ""
+    ) -> None:
+        super().__init__(optimiser.mll, history, max_steps, reason)
         self._optimiser = optimiser
         self._steps, self._has_raised = 0, False
         self._seen: list[bool] = []
@@ -249,11 +256,12 @@ class _Information(_Loop):
         """What is known of the current point, which gets a row."""
         start = time.perf_counter()
         point, found = self._optimiser.point, self._optimiser.assess()
+        evaluated = point.epochs if self._last is None else self._last.epochs
         self._assessed = found
         if self._best is None or found.left < self._best[0]:
             self._best = found.left, point.position
         self._seen.append(self._last is None or self._last.seen)
-        self.history.append(self._row(point, found, found.curvature.epochs + point.epochs, time.perf_counter() - start))
+        self.history.append(self._row(point, found, found.curvature.epochs + evaluated, time.perf_counter() - start))
         return found
 
     def _row(self, point: Point, found: Assessment, epochs: float, seconds: float) -> HistoryRow:
@@ -281,7 +289,7 @@ class _Information(_Loop):
         return {**own, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes what `state()` gave, after the parameters have been loaded."""
+        """Takes what `state()` gave. Raises ValueError, and changes nothing, where it does not fit."""
         self._steps, self._has_raised, self._seen = state["steps"], state["has_raised"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]
@@ -317,8 +325,8 @@ class _Adam(_Loop):
 
     method = "adam"
 
-    def __init__(self, optimiser: AdamSteps, history: list[HistoryRow], max_steps: int) -> None:
-        super().__init__(optimiser.mll, history, max_steps)
+    def __init__(self, optimiser: AdamSteps, history: list[HistoryRow], max_steps: int, reason: str) -> None:
+        super().__init__(optimiser.mll, history, max_steps, reason)
         self._optimiser = optimiser
 
     @property
@@ -335,7 +343,8 @@ class _Adam(_Loop):
             HistoryRow(self.steps + 1, value, sem, None, None, length, epochs, time.perf_counter() - start)
         )
         # Values of mini-batches rise and fall long before the end, and a schedule is made for all of its steps.
-        if not self._optimiser.is_sampled and has_stalled([row.value for row in self.history]):
+        values = [row.value for row in self.history]
+        if not self._optimiser.is_sampled and has_stalled(values, LEFT / self.mll.model.train_targets.numel()):
             return FitStatus.NOISE if sem else FitStatus.CONVERGED
         return None
 
@@ -343,7 +352,7 @@ class _Adam(_Loop):
         return self._optimiser.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes what `state()` gave, after the parameters have been loaded."""
+        """Takes what `state()` gave. Raises ValueError, and changes nothing, where it does not fit."""
         self._optimiser.load_state(state)
 
     def hyperparameters(self) -> tuple[Estimated, ...]:

@@ -94,6 +94,7 @@ class FitResult:
         hyperparameters: with standard errors, in the order of the mll's parameters; without for Adam.
         irrelevant: names of lengthscales whose value changes nothing: the data do not need these inputs.
         method: "average_information" or "adam".
+        reason: why this method was taken.
         seconds: of the whole fit.
     """
 
@@ -103,6 +104,7 @@ class FitResult:
     hyperparameters: tuple[Estimated, ...]
     irrelevant: tuple[str, ...]
     method: str
+    reason: str
     seconds: float
 
     @property
@@ -120,6 +122,7 @@ class FitResult:
             f"{self.status.name.lower()} after {self.steps} steps of {self.method.replace('_', ' ')} "
             f"({self.seconds:.1f} s): log marginal likelihood {last.value:.4f} a datum",
             self.status.advice,
+            *([f"Adam: {self.reason}"] if self.method == "adam" else []),
             "",
             "step      value",
             *map(str, self.history),

@@ -11,7 +11,7 @@ LEFT = 0.05
 NOISE = 0.1
 #: Steps without a visible gain after which what is left to gain should have halved, and how near the end this counts.
 DROWNED, NEAR = 2, 5.0
-#: Steps without a gain of one standard error that end Adam, and the steps over which its value is smoothed.
+#: Steps without a gain of one standard error, or of `LEFT`, that end Adam, and the steps over which its value is smoothed.
 PATIENCE, SMOOTHED = 20, 10
 
 
@@ -58,11 +58,12 @@ def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float) -> bo
     return is_blind and NEAR * limit > min(lefts[-DROWNED:]) > min(lefts[:-DROWNED]) / 2
 
 
-def has_stalled(values: Sequence[float]) -> bool:
-    """Whether the smoothed value of a run has not gained its own standard error in the last steps.
+def has_stalled(values: Sequence[float], least: float) -> bool:
+    """Whether the smoothed value of a run has gained neither its own standard error nor the least gain in the last steps.
 
     Args:
-        values: by step; noisy.
+        values: by step; noisy or not.
+        least: gain, in the units of the values, that is worth so many steps.
     """
     recent = values[-PATIENCE - SMOOTHED :]
     if len(values) < PATIENCE + 2 * SMOOTHED:
@@ -70,4 +71,4 @@ def has_stalled(values: Sequence[float]) -> bool:
     mean = lambda part: sum(part) / len(part)
     # Differences between neighbours: a trend adds little to them, noise its variance twice.
     variance = mean([(b - a) ** 2 for a, b in pairwise(recent)]) / 2
-    return mean(recent[-SMOOTHED:]) - mean(recent[:SMOOTHED]) < math.sqrt(2 * variance / SMOOTHED)
+    return mean(recent[-SMOOTHED:]) - mean(recent[:SMOOTHED]) < max(math.sqrt(2 * variance / SMOOTHED), least)

@@ -62,6 +62,17 @@ def check_hyperparameters(model: torch.nn.Module) -> None:
             )
 
 
+def num_training_data(model: ExactGP) -> int:
+    """Rows of H for the training data, observed or not: n, or n T where each input has targets of T tasks.
+
+    The targets are [*b, n] or [*b, n, T]; a model with as many tasks as inputs counts as one with a single task.
+    """
+    assert model.train_inputs is not None
+    assert model.train_targets is not None
+    targets, rows = model.train_targets.shape, model.train_inputs[0].shape[-2]
+    return rows if targets[-1] == rows else rows * targets[-1]
+
+
 @torch.no_grad()
 def training_system(
     model: ExactGP,

@@ -38,7 +38,7 @@ CONSTRAINTS = {
     "raw": (GreaterThan(0.025, transform=None), "log"),
     "positive interval": (Interval(0.1, 10.0), "log"),
     "interval": (Interval(-1.0, 3.0), "logit"),
-    "unit interval": (Interval(0.0, 1.0), "logit"),
+    "unit interval": (Interval(0.0, 1.0), "log"),
     "at most": (LessThan(2.0), "identity"),
     "at least, negative": (GreaterThan(-3.0), "identity"),
 }

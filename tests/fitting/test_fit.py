@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import gpy_iterative as gpi
-from gpy_iterative.fitting import FitStatus
-from gpy_iterative.fitting.fit import _chosen, _Information
+from gpy_iterative.fitting import FitStatus, average_information
+from gpy_iterative.fitting.fit import _Information
 from tests.exact.gaussian_models import CASES, Case, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_information, dense_optimum, dense_value, regression
 
@@ -144,7 +144,7 @@ def test_stagnated() -> None:
 
     def fails_later(x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
         calls.append(x)
-        if len(calls) > 2:
+        if len(calls) > 3:  # the choice of the method, the start, a step
             raise gpi.errors.NonFiniteError("no")
         return forward(x)
 
@@ -191,6 +191,32 @@ def test_ctrl_c_keeps_what_the_last_step_has_reached() -> None:
 # What it tells
 
 
+def test_the_history_counts_the_epochs_of_trials_that_were_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimiser = gpi.fitting.AverageInformation(regression(100, solver=ITERATIVE))
+    evaluated, judged = [], []
+    evaluate, gain = optimiser.mll.evaluate, average_information._gain
+
+    def counting(*args: Any) -> Any:
+        evaluated.append(evaluate(*args))
+        return evaluated[-1]
+
+    def refusing_the_second(*args: Any) -> tuple[float, float, bool]:
+        judged.append(gain(*args))
+        return (-1.0, 0.0, True) if len(judged) == 2 else judged[-1]
+
+    optimiser.mll.evaluate = counting
+    monkeypatch.setattr(average_information, "_gain", refusing_the_second)
+    loop = _Information(optimiser, [], 2)
+    while loop.advance() is None:
+        pass
+    assert (len(loop.history), len(evaluated)) == (3, 4)
+    counted = [each.estimate.stats.epochs for each in evaluated]
+    found = [row.epochs or 0.0 for row in loop.history]
+    curvature = 1.0  # one block solve at each point, at this size in one epoch
+    assert found == [counted[0] + curvature, counted[1] + curvature, sum(counted[2:]) + curvature]
+    assert f"{found[2]:.1f} epochs" in str(loop.history[2])
+
+
 def test_progress_callback_and_log(caplog: pytest.LogCaptureFixture) -> None:
     reports: list[gpi.progress.ProgressReport] = []
     rows: list[gpi.fitting.HistoryRow] = []
@@ -201,7 +227,8 @@ def test_progress_callback_and_log(caplog: pytest.LogCaptureFixture) -> None:
         ("fit", row.step, "steps", 3) for row in rows
     ]
     assert {*reports[0].figures} == {"value", "left to gain"}
-    assert sum(record.name.startswith("gpy_iterative.fitting") for record in caplog.records) == len(rows)
+    assert sum(record.name.startswith("gpy_iterative.fitting") for record in caplog.records) == 1 + len(rows)
+    assert "fit by average_information" in caplog.records[0].message
 
 
 def test_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,83 +260,16 @@ def test_predictions_continue_from_the_fit() -> None:
     assert posterior.report.epochs <= 3
 
 
-# Checkpoints
-
-
-@pytest.mark.parametrize("solver", [None, ITERATIVE], ids=["exact", "iterative"])
-@pytest.mark.parametrize("method", ["average_information", "adam"])
-def test_a_resumed_fit_is_the_same(method: Any, solver: gpi.solvers.Solver | None, tmp_path: Path) -> None:
-    file, steps = tmp_path / "run.pt", 6
-    whole, first, second = (regression(120, solver=solver) for _ in range(3))
-    expected = quiet(whole, method=method, max_steps=steps, generator=1)
-    done = 0
-
-    def kill(row: gpi.fitting.HistoryRow) -> None:
-        nonlocal done
-        done += 1
-        if done == 4:
-            raise SystemExit
-
-    with pytest.raises(SystemExit):
-        quiet(first, method=method, max_steps=steps, checkpoint=file, generator=1, callback=kill)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
-    resumed = quiet(second, method=method, max_steps=steps, checkpoint=file, generator=1)
-    assert all(map(torch.equal, whole.parameters(), second.parameters()))
-    told = lambda result: [(row.step, row.value, row.left_to_gain, row.step_length) for row in result.history]
-    assert told(resumed) == told(expected)
-    assert resumed.status is expected.status
-
-
-def test_a_resumed_fit_keeps_its_raised_probes(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"solver": ITERATIVE, "num_probes": 2, "probes": "rademacher"}
-    file, steps = tmp_path / "run.pt", 30
-    whole, first, second = (regression(100, **options) for _ in range(3))
-    expected = quiet(whole, max_steps=steps)
-    most = len(expected.history) - 1
-    seen: list[gpi.fitting.HistoryRow] = []
-
-    def kill(row: gpi.fitting.HistoryRow) -> None:
-        seen.append(row)
-        if len(seen) == most:
-            raise SystemExit
-
-    with pytest.raises(SystemExit):
-        quiet(first, max_steps=steps, checkpoint=file, callback=kill)
-    resumed = quiet(second, max_steps=steps, checkpoint=file)
-    assert [row.value for row in resumed.history] == [row.value for row in expected.history]
-    assert all(map(torch.equal, whole.parameters(), second.parameters()))
-
-
-def test_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "run.pt"
-    file.write_text("no checkpoint")
-    mll = regression(40)
-    before = [parameter.detach().clone() for parameter in mll.parameters()]
-    with pytest.raises(ValueError, match=r"no checkpoint of gpi\.fit"):
-        quiet(mll, checkpoint=file)
-    file.unlink()
-    quiet(regression(40), checkpoint=file, max_steps=1)
-    with pytest.raises(ValueError, match="method='average_information'"):
-        quiet(mll, checkpoint=file, method="adam")
-    with pytest.raises(ValueError, match="another model"):
-        quiet(regression(40, covariance=gpytorch.kernels.RBFKernel()), checkpoint=file)
-    with pytest.raises(ValueError, match="another run"):
-        quiet(regression(41), checkpoint=file)
-    assert all(map(torch.equal, mll.parameters(), before))
-
-
 # Methods
 
 
-def test_auto_chooses_by_mll_and_parameters() -> None:
-    case = CASES["deep"]()
-    deep = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model)
-    many = regression(20, covariance=gpytorch.kernels.RBFKernel(ard_num_dims=3))
-    many.model.mean_module.register_parameter("more", torch.nn.Parameter(torch.zeros(70)))
-    roulette = gpi.mlls.RussianRouletteMarginalLogLikelihood(case.likelihood, case.model)
-    pathwise = gpi.mlls.PathwiseMarginalLogLikelihood(*(lambda m: (m.likelihood, m.model))(regression(20)))
-    chosen = [_chosen(mll, "auto", None) for mll in (regression(20), pathwise, deep, many, roulette)]
-    assert chosen == ["average_information"] * 2 + ["adam"] * 3
+def test_adam_with_exact_values_stops_where_twenty_steps_gain_little() -> None:
+    mll = regression(60, covariance=gpytorch.kernels.RBFKernel())
+    result = quiet(mll, method="adam", max_steps=1000)
+    assert result.status is FitStatus.CONVERGED
+    assert result.steps < 500
+    assert 60 * (result.history[-1].value - result.history[-20].value) < 0.05
+    assert "Adam: method='adam'." in str(result)
 
 
 def test_adam_stops_where_nothing_is_gained() -> None:
@@ -377,6 +337,14 @@ def test_a_start_on_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert begun.history[0].value > plain.history[0].value
 
 
+def test_subsets_of_a_model_that_is_no_exact_process_are_refused_before_work() -> None:
+    x, y = data(80)
+    model = Classes(x, (y > 0.5).long()).double()
+    mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
+    with pytest.raises(ValueError, match=r"Classes with a BernoulliLikelihood: leave start='current'"):
+        quiet(mll, start="subsets")
+
+
 # Bad input
 
 
@@ -435,16 +403,6 @@ def test_ctrl_c_in_a_callback_ends_the_fit() -> None:
 
     result = gpi.fit(regression(60), progress=False, callback=interrupt)
     assert (result.status, len(result.history)) == (FitStatus.BUDGET, 1)
-
-
-def test_a_checkpoint_of_other_data_changes_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "run.pt"
-    gpi.fit(regression(60), progress=False, max_steps=1, checkpoint=file)
-    other = regression(70)
-    before = [parameter.detach().clone() for parameter in other.parameters()]
-    with pytest.raises(ValueError, match="another run"):
-        gpi.fit(other, progress=False, checkpoint=file)
-    assert all(map(torch.equal, other.parameters(), before))
 
 
 def test_a_folder_that_is_missing(tmp_path: Path) -> None:

@@ -160,3 +160,13 @@ def test_other_mlls_are_refused() -> None:
     other = gpi.mlls.RussianRouletteMarginalLogLikelihood(mll.likelihood, mll.model)
     with pytest.raises(TypeError, match=r"RussianRoulette.*method='adam'"):
         AverageInformation(other)
+
+
+def test_the_solver_of_large_multitask_models_is_conjugate_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their targets [n, T] have as many entries as H has rows."""
+    case = CASES["multitask"]()  # 25 rows, two tasks
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
+    monkeypatch.setattr("gpy_iterative.fitting.average_information.EXACT_BELOW", 40)
+    assert isinstance(AverageInformation(mll).mll.solver, gpi.solvers.ConjugateGradients)
+    monkeypatch.setattr("gpy_iterative.fitting.average_information.EXACT_BELOW", 50)
+    assert AverageInformation(mll).mll.solver is None

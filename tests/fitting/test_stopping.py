@@ -30,9 +30,15 @@ def noisy(trend: float, noise: float, steps: int, seed: int = 0) -> list[float]:
 
 
 def test_adam_goes_on_while_it_gains() -> None:
-    assert not any(has_stalled(noisy(0.1, 0.1, steps)) for steps in range(1, 100))
-    assert not has_stalled([1 - math.exp(-step / 50) for step in range(100)])
-    assert any(has_stalled(noisy(0.0, 0.1, steps)) for steps in range(40, 60))
+    assert not any(has_stalled(noisy(0.1, 0.1, steps), 0.0) for steps in range(1, 100))
+    assert not has_stalled([1 - math.exp(-step / 50) for step in range(100)], 0.01)
+    assert any(has_stalled(noisy(0.0, 0.1, steps), 0.0) for steps in range(40, 60))
+
+
+def test_values_without_noise_stop_where_twenty_steps_gain_little() -> None:
+    values = [1e-6 * step for step in range(100)]
+    assert not has_stalled(values, 19e-6)
+    assert has_stalled(values, 21e-6)
 
 
 @pytest.mark.parametrize("status", FitStatus)

@@ -1,0 +1,99 @@
+"""Which method fits a marginal log likelihood, with the reason; decided before the first step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from gpytorch.kernels import InducingPointKernel
+
+from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
+from gpy_iterative.exact.validation import check_data
+from gpy_iterative.fitting.average_information import likelihood_arguments
+from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
+from gpy_iterative.fitting.directional import directional_product
+from gpy_iterative.training.run import Resumable
+from gpy_iterative.training.training_system import linear_system
+
+Method = Literal["auto", "average_information", "adam"]
+
+#: Free hyperparameters up to which "auto" takes average information.
+MOST_HYPERPARAMETERS = 60
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method.
+
+    Attributes:
+        method: that is taken.
+        reason: why, as a sentence.
+    """
+
+    method: Literal["average_information", "adam"]
+    reason: str
+
+
+def choose(mll: Any, method: Method, batches: object | None) -> Choice:
+    """The method that is taken.
+
+    Raises:
+        TypeError: no mll of the package, or average information for one that has none.
+        ValueError: options that do not go together, or average information for a kernel that has none.
+    """
+    if not isinstance(mll, Resumable):
+        raise TypeError(
+            "fit needs a marginal log likelihood of this package such as gpi.mlls.HutchinsonMarginalLogLikelihood, got "
+            f"{type(mll).__name__}. Fit the members of a sum one by one."
+        )
+    if method not in get_args(Method):
+        raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
+    if method == "average_information" and batches is not None:
+        raise ValueError("Average information takes all data in every step: leave batches=None, or take method='adam'.")
+    if method == "adam":
+        return Choice("adam", "method='adam'.")
+    obstacle = next(_obstacles(mll, batches), None) if method == "auto" else _missing_information(mll)
+    if obstacle is None:
+        return Choice("average_information", "The curvature of this model is known.")
+    if method == "auto":
+        return Choice("adam", obstacle)
+    raise ValueError(f"{obstacle} Take method='adam'.")
+
+
+def _obstacles(mll: Any, batches: object | None) -> Iterator[str]:
+    """What keeps "auto" from average information."""
+    if not isinstance(mll, IterativeMarginalLogLikelihood):
+        yield f"There is no average information of a {type(mll).__name__}."
+    if batches is not None:
+        yield "Average information takes all data in every step, and batches= were given."
+    size = len(Coordinates(mll))
+    if size > MOST_HYPERPARAMETERS:
+        yield f"{size} free hyperparameters are more than the {MOST_HYPERPARAMETERS} that average information is meant for."
+    network = network_parameter(mll)
+    if network is not None:
+        yield f"{network} belongs to a network."
+    missing = _missing_information(mll)
+    if missing is not None:
+        yield missing
+
+
+def _missing_information(mll: Any) -> str | None:
+    """Why the model of an exact marginal log likelihood has no average information; None where it has one, or for others.
+
+    The operator of all training data is made, and no product.
+    """
+    if not isinstance(mll, IterativeMarginalLogLikelihood):
+        return None
+    for name, module in mll.model.named_modules():
+        if isinstance(module, InducingPointKernel) and module.inducing_points.requires_grad:
+            return f"Average information does not describe the inducing points of {name}, which are trained."
+    mll.train()
+    model: Any = mll.model
+    prior, targets = model(*model.train_inputs), model.train_targets
+    check_data(model, prior, targets)
+    system = linear_system(mll.likelihood, prior, targets, likelihood_arguments(mll), {}, products=mll.products)
+    try:
+        directional_product(system.operator, torch.zeros_like(system.residual))
+    except NotImplementedError as error:
+        return str(error)
+    return None

@@ -1,0 +1,67 @@
+"""Supports of priors: the values outside of which a prior's density is zero, or its evaluation an error of PyTorch."""
+
+import math
+
+import gpytorch
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+Range = tuple[Tensor, Tensor]
+
+
+@torch.no_grad()
+def is_in_supports(module: gpytorch.Module) -> bool:
+    """Whether all values that have a prior are in its support, where their density is not zero."""
+    return all(_is_in_support(prior, closure(owner)) for _, owner, prior, closure, _ in module.named_priors())
+
+
+@torch.enable_grad()
+def support_of(module: gpytorch.Module, parameter: Parameter, values: Tensor) -> Range:
+    """The least and the largest value, each broadcast to the parameter's shape, that its own priors allow.
+
+    Args:
+        module: whose priors are asked.
+        parameter: raw.
+        values: of the parameter as the user sees them.
+
+    A prior on something else, such as a product of two parameters, bounds none of them.
+    """
+    low, high = torch.full_like(values, -math.inf), torch.full_like(values, math.inf)
+    for _, owner, prior, closure, _ in module.named_priors():
+        seen = closure(owner)
+        if getattr(prior, "_transform", None) is None and _is_value_of(seen, parameter, values):
+            least, most = _range(prior)
+            low, high = low.maximum(least.to(low)), high.minimum(most.to(high))
+    return low, high
+
+
+def _is_value_of(seen: Tensor, parameter: Parameter, values: Tensor) -> bool:
+    if not seen.requires_grad or seen.shape != values.shape:
+        return False
+    (gradient,) = torch.autograd.grad(seen.sum(), [parameter], allow_unused=True)
+    return gradient is not None and torch.allclose(seen.detach().to(values), values)
+
+
+def _range(prior: gpytorch.priors.Prior) -> Range:
+    support = _support(prior)
+    while isinstance(support, torch.distributions.constraints.independent):
+        support = support.base_constraint
+    ends = (getattr(support, "lower_bound", -math.inf), getattr(support, "upper_bound", math.inf))
+    low, high = map(torch.as_tensor, ends)
+    return low, high
+
+
+def _is_in_support(prior: gpytorch.priors.Prior, values: Tensor) -> bool:
+    support = _support(prior)
+    if support is not None and not support.check(prior.transform(values)).all():
+        return False
+    return bool((prior.log_prob(values) > -math.inf).all())  # a uniform density is zero at its upper end
+
+
+def _support(prior: gpytorch.priors.Prior) -> torch.distributions.constraints.Constraint | None:
+    """None for priors that do not say."""
+    try:
+        return prior.support
+    except NotImplementedError:
+        return None

@@ -1,0 +1,175 @@
+"""The file that a fit goes on from."""
+
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.constraints import GreaterThan
+from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
+
+import gpy_iterative as gpi
+from gpy_iterative.fitting.adam import AdamSteps
+from tests.exact.gaussian_models import Regression
+from tests.fitting.problems import ITERATIVE, data, regression
+
+
+def quiet(mll: Any, **options: Any) -> gpi.fitting.FitResult:
+    return gpi.fit(mll, progress=False, **options)
+
+
+@pytest.mark.parametrize("solver", [None, ITERATIVE], ids=["exact", "iterative"])
+@pytest.mark.parametrize("method", ["average_information", "adam"])
+def test_a_resumed_fit_is_the_same(method: Any, solver: gpi.solvers.Solver | None, tmp_path: Path) -> None:
+    file, steps = tmp_path / "run.pt", 6
+    whole, first, second = (regression(120, solver=solver) for _ in range(3))
+    expected = quiet(whole, method=method, max_steps=steps, generator=1)
+    done = 0
+
+    def kill(row: gpi.fitting.HistoryRow) -> None:
+        nonlocal done
+        done += 1
+        if done == 4:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        quiet(first, method=method, max_steps=steps, checkpoint=file, generator=1, callback=kill)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+    resumed = quiet(second, method=method, max_steps=steps, checkpoint=file, generator=1)
+    assert all(map(torch.equal, whole.parameters(), second.parameters()))
+    told = lambda result: [(row.step, row.value, row.left_to_gain, row.step_length) for row in result.history]
+    assert told(resumed) == told(expected)
+    assert resumed.status is expected.status
+
+
+def test_a_resumed_fit_keeps_its_raised_probes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"solver": ITERATIVE, "num_probes": 2, "probes": "rademacher"}
+    file, steps = tmp_path / "run.pt", 30
+    whole, first, second = (regression(100, **options) for _ in range(3))
+    expected = quiet(whole, max_steps=steps)
+    most = len(expected.history) - 1
+    seen: list[gpi.fitting.HistoryRow] = []
+
+    def kill(row: gpi.fitting.HistoryRow) -> None:
+        seen.append(row)
+        if len(seen) == most:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        quiet(first, max_steps=steps, checkpoint=file, callback=kill)
+    resumed = quiet(second, max_steps=steps, checkpoint=file)
+    assert [row.value for row in resumed.history] == [row.value for row in expected.history]
+    assert all(map(torch.equal, whole.parameters(), second.parameters()))
+
+
+def test_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    file.write_text("no checkpoint")
+    mll = regression(40)
+    before = [parameter.detach().clone() for parameter in mll.parameters()]
+    with pytest.raises(ValueError, match=r"no checkpoint of gpi\.fit"):
+        quiet(mll, checkpoint=file)
+    file.unlink()
+    quiet(regression(40), checkpoint=file, max_steps=1)
+    with pytest.raises(ValueError, match="method='average_information'"):
+        quiet(mll, checkpoint=file, method="adam")
+    with pytest.raises(ValueError, match="another model"):
+        quiet(regression(40, covariance=gpytorch.kernels.RBFKernel()), checkpoint=file)
+    with pytest.raises(ValueError, match="another run"):
+        quiet(regression(41), checkpoint=file)
+    assert all(map(torch.equal, mll.parameters(), before))
+
+
+def test_a_checkpoint_of_other_data_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    gpi.fit(regression(60), progress=False, max_steps=1, checkpoint=file)
+    other = regression(70)
+    before = [parameter.detach().clone() for parameter in other.parameters()]
+    with pytest.raises(ValueError, match="another run"):
+        gpi.fit(other, progress=False, checkpoint=file)
+    assert all(map(torch.equal, other.parameters(), before))
+
+
+OTHERS = {
+    "class": (lambda: ScaleKernel(RBFKernel(ard_num_dims=3)), "covar_module.base_kernel is MaternKernel"),
+    "smoothness": (lambda: ScaleKernel(MaternKernel(nu=2.5, ard_num_dims=3)), "nu=1.5"),
+    "dimensions": (lambda: ScaleKernel(MaternKernel(nu=1.5, ard_num_dims=3, active_dims=(2, 1, 0))), "active_dims"),
+    "constraint": (
+        lambda: ScaleKernel(MaternKernel(nu=1.5, ard_num_dims=3, lengthscale_constraint=GreaterThan(0.1))),
+        "GreaterThan",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_that_differ_in_what_is_not_trained_are_refused(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    quiet(regression(40), checkpoint=file, max_steps=1)
+    kernel, message = OTHERS[name]
+    mll = regression(40, covariance=kernel())
+    before = {key: tensor.clone() for key, tensor in mll.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"another model: .*{message}"):
+        quiet(mll, checkpoint=file)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in mll.state_dict().items())
+
+
+def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are loaded when the state has been checked: nothing has to be put back."""
+    file = tmp_path / "run.pt"
+    quiet(regression(60), max_steps=1, checkpoint=file)
+    other, generator = regression(70), torch.Generator().manual_seed(3)
+    position = generator.get_state()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("parameters were loaded")
+
+    monkeypatch.setattr(type(other), "load_state_dict", refuse)
+    with pytest.raises(ValueError, match="another run"):
+        quiet(other, checkpoint=file, generator=generator)
+    assert torch.equal(generator.get_state(), position)
+
+
+# Adam
+
+
+def test_a_step_of_adam_that_fails_leaves_the_optimiser() -> None:
+    mll = regression(40)
+    steps = AdamSteps(mll, num_steps=10)
+    steps.step()
+    optimizer = steps._optimizer
+    before = [tensor.clone() for state in optimizer.state.values() for tensor in state.values()]
+    step = optimizer.step
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    optimizer.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        steps.step()
+    after = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    assert all(map(torch.equal, before, after))
+
+
+def features(n: int = 200) -> gpi.mlls.VariationalFeatureMarginalLogLikelihood:
+    x, y = data(n)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.LinearKernel())
+    model = Regression(x, y, likelihood, kernel).double()
+    return gpi.mlls.VariationalFeatureMarginalLogLikelihood(likelihood, model, batch_size=50, generator=0)
+
+
+def test_batches_go_on_where_a_pass_was_left(tmp_path: Path) -> None:
+    batches = list(torch.arange(200).split(30))
+    whole, parted, file = features(), features(), tmp_path / "run.pt"
+    expected = quiet(whole, batches=batches, max_steps=16)
+
+    def kill(row: gpi.fitting.HistoryRow) -> None:
+        if row.step == 11:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        quiet(parted, batches=batches, max_steps=16, checkpoint=file, callback=kill)
+    resumed = quiet(features(), batches=batches, max_steps=16, checkpoint=file)
+    assert [row.value for row in resumed.history] == [row.value for row in expected.history]
