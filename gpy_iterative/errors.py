@@ -67,3 +67,7 @@ class BiasWarning(NumericalWarning):
 
 class ApproximationWarning(NumericalWarning):
     """An approximation is too coarse, or is used in a way, for its numbers to mean what they seem to."""
+
+
+class DataWarning(NumericalWarning):
+    """Training data have a scale, copies or constant columns that a fit cannot do much with; the text says what to do."""

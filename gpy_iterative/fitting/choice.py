@@ -7,13 +7,13 @@ from typing import Any, Literal, get_args
 import torch
 from gpytorch.kernels import InducingPointKernel
 
-from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
+from gpy_iterative.exact.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
 from gpy_iterative.exact.validation import check_data
 from gpy_iterative.fitting.average_information import likelihood_arguments
 from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
 from gpy_iterative.fitting.directional import directional_product
 from gpy_iterative.training.run import Resumable
-from gpy_iterative.training.training_system import linear_system
+from gpy_iterative.training.training_system import TrainingSystem, linear_system
 
 Method = Literal["auto", "average_information", "adam"]
 
@@ -87,13 +87,21 @@ def _missing_information(mll: Any) -> str | None:
     for name, module in mll.model.named_modules():
         if isinstance(module, InducingPointKernel) and module.inducing_points.requires_grad:
             return f"Average information does not describe the inducing points of {name}, which are trained."
-    mll.train()
-    model: Any = mll.model
-    prior, targets = model(*model.train_inputs), model.train_targets
-    check_data(model, prior, targets)
-    system = linear_system(mll.likelihood, prior, targets, likelihood_arguments(mll), {}, products=mll.products)
+    system = system_now(mll)
     try:
         directional_product(system.operator, torch.zeros_like(system.residual))
     except NotImplementedError as error:
         return str(error)
     return None
+
+
+def system_now(mll: GaussianMarginalLogLikelihood) -> TrainingSystem:
+    """The linear system of the training data at the present hyperparameters; raises ValueError for data that do not fit.
+
+    Cost: the mean at all training inputs.
+    """
+    mll.train()
+    model: Any = mll.model
+    prior, targets = model(*model.train_inputs), model.train_targets
+    check_data(model, prior, targets)
+    return linear_system(mll.likelihood, prior, targets, likelihood_arguments(mll), {}, products=mll.products)

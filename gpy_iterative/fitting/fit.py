@@ -16,14 +16,16 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
+from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.exact.initialization import initialize_from_subsets
 from gpy_iterative.fitting.adam import AdamSteps, Batches
 from gpy_iterative.fitting.average_information import Assessment, AverageInformation, Point, Step
 from gpy_iterative.fitting.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from gpy_iterative.fitting.choice import Choice, Method, choose
+from gpy_iterative.fitting.choice import Choice, Method, choose, system_now
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
 from gpy_iterative.fitting.stopping import LEFT, NOISE, FitStatus, has_converged, has_stalled, is_drowned
+from gpy_iterative.training.data_advice import warn_of_data, warn_of_inputs
 from gpy_iterative.training.progress import Progress, check_progress, reporting
 from gpy_iterative.training.run import make_generator
 
@@ -77,6 +79,9 @@ def fit(
         TypeError: average information for an mll that has none.
         NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are as they were.
 
+    Warns:
+        DataWarning: data whose scale is far from the start's, constant inputs, copies of rows. One sentence for each.
+
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)
         >>> mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
@@ -99,6 +104,8 @@ def fit(
     known = None if path is None or not path.exists() else read_checkpoint(path, mll, choice.method)
     if start == "subsets":
         _check_subsets(mll)
+    if known is None:
+        _warn_of_data(mll)
     logger.info("fit by %s: %s", choice.method, choice.reason)
     loop = _loop(mll, choice, known, steps, batches, random)
     before = {name: tensor.clone() for name, tensor in mll.state_dict().items()}
@@ -126,6 +133,14 @@ def _loop(
         loop.load_state(known.state)  # which checks it
         mll.load_state_dict(known.parameters)
     return loop
+
+
+def _warn_of_data(mll: Any) -> None:
+    """Warns of data that the fit cannot do much with from where it starts."""
+    if isinstance(mll, GaussianMarginalLogLikelihood):
+        warn_of_data(mll.model, mll.likelihood, system_now(mll))
+    else:
+        warn_of_inputs(mll.model)
 
 
 def _check_subsets(mll: MarginalLogLikelihood) -> None:

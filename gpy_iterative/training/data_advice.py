@@ -1,0 +1,188 @@
+"""Training data that a fit cannot do much with from where it starts: a warning for each kind, before any work.
+
+Lengthscales, outputscale, noise and mean begin near one or zero. Data of another scale leave a kernel matrix that is the
+identity, or ones throughout, and a gradient of zero.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import gpytorch
+import torch
+from gpytorch.models import ExactGP
+from linear_operator import LinearOperator
+from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
+from torch import Tensor
+
+from gpy_iterative.errors import DataWarning, warn
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
+from gpy_iterative.training.training_system import TrainingSystem
+
+#: Lengthscales between nearest inputs from which on an RBF kernel's values are too small for a fit to begin with.
+FAR = 6.0
+#: Standard deviation, in lengthscales, of a column that a kernel does not see.
+FLAT = 1e-3
+#: Rows whose nearest neighbours are looked for.
+CENTRES = 64
+#: Standard deviations of targets over that of the prior, or the other way round, that a fit starts from without a warning;
+#: and distance of their mean from the prior's, in the larger of the two.
+SPREAD, SHIFT = 20.0, 10.0
+#: Share of rows that may be copies of others by chance, as rounded data are.
+COPIES = 0.05
+#: Standard deviations of the noise that equal inputs with different targets may be apart.
+UNEXPLAINED = 6.0
+#: Noise within this factor of its least value is at it.
+AT_FLOOR = 1.01
+
+
+def warn_of_inputs(model: Any) -> None:
+    """Warns of columns that are constant where each has a lengthscale."""
+    _warn(_constant_columns(model))
+
+
+@torch.no_grad()
+def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, system: TrainingSystem) -> None:
+    """Warns of training data of an exact Gaussian process that do not fit its hyperparameters, once for each kind.
+
+    Args:
+        model: with its training data.
+        likelihood: the model's.
+        system: at the present hyperparameters.
+
+    Cost: 64 rows of distances, and a sort of the rows.
+    """
+    warn_of_inputs(model)
+    operator = system.operator
+    if not isinstance(operator, NoisyLinearOperator) or operator.shape[-1] < 2:
+        return
+    _warn(_inputs_of_another_scale(operator.kernel))
+    _warn(_targets_of_another_scale(operator, system.residual))
+    _warn(_equal_rows(model, likelihood, operator.noise))
+
+
+def _warn(sentences: Iterator[str]) -> None:
+    for sentence in sentences:
+        warn(sentence, DataWarning)
+
+
+def _constant_columns(model: Any) -> Iterator[str]:
+    lengthscales = [getattr(module, "lengthscale", None) for module in model.modules()]
+    if not any(isinstance(lengthscale, Tensor) and lengthscale.shape[-1:] > (1,) for lengthscale in lengthscales):
+        return
+    for x in getattr(model, "train_inputs", None) or ():
+        columns = x.reshape(-1, x.shape[-1])
+        constant = (columns == columns[0]).all(0).nonzero().reshape(-1).tolist()
+        if constant and len(columns) > 1:
+            yield f"Constant inputs have no lengthscale that data could determine: leave out {_named(constant)}."
+
+
+def _inputs_of_another_scale(kernel: LinearOperator) -> Iterator[str]:
+    terms = list(_terms(kernel))
+    inputs = [
+        term.x1.reshape(-1, *term.x1.shape[-2:])[0] for term in terms if isinstance(term, RadialKernelLinearOperator)
+    ]
+    nearest = min(map(_least_distance, inputs), default=0.0)
+    if len(inputs) == len(terms) and nearest > FAR:
+        yield (
+            f"The nearest training inputs are {nearest:.3g} lengthscales apart, so the kernel matrix is diagonal and says "
+            "nothing about lengthscales: standardise the inputs, or set larger lengthscales before the fit."
+        )
+    for x in inputs:
+        spread = x.double().std(0)
+        flat = ((spread < FLAT) & (x != x[0]).any(0)).nonzero().reshape(-1).tolist()
+        if flat:
+            yield (
+                f"A kernel does not see inputs that vary by {float(spread[flat].max()):.1g} lengthscales: standardise "
+                f"{_named(flat)}, or set smaller lengthscales before the fit."
+            )
+
+
+def _terms(kernel: LinearOperator) -> Iterator[LinearOperator]:
+    """The summands of a covariance, without their factors."""
+    if isinstance(kernel, ConstantMulLinearOperator):
+        yield from _terms(kernel.base_linear_op)
+    elif isinstance(kernel, SumLinearOperator):
+        for part in kernel.linear_ops:
+            yield from _terms(part)
+    else:
+        yield kernel
+
+
+def _least_distance(x: Tensor) -> float:
+    """Between some rows of x [n, d] and their nearest others that are not equal."""
+    centres = x[:: max(len(x) // CENTRES, 1)]
+    exact = "donot_use_mm_for_euclid_dist"
+    distances = [torch.cdist(centre.unsqueeze(0), x, compute_mode=exact) for centre in centres]
+    return min(float(row.where(row > 0, torch.inf).min()) for row in distances)
+
+
+def _targets_of_another_scale(operator: NoisyLinearOperator, residual: Tensor) -> Iterator[str]:
+    variance = (operator.kernel._diagonal() + operator.noise).double().mean(-1).expand(residual.shape[:-1])
+    prior, spread, shift = variance.sqrt(), residual.double().std(-1), residual.double().mean(-1).abs()
+    is_scaled = (spread > SPREAD * prior) | (spread < prior / SPREAD)
+    if is_scaled.any():
+        index = int(is_scaled.reshape(-1).nonzero()[0])
+        yield (
+            f"The targets have a standard deviation of {float(spread.reshape(-1)[index]):.3g}, and the prior one of "
+            f"{float(prior.reshape(-1)[index]):.3g}: standardise the targets, or set outputscale and noise before the fit."
+        )
+    distance = (shift / spread.maximum(prior)).reshape(-1).max()
+    if distance > SHIFT:
+        yield (
+            f"The targets lie {float(distance):.3g} standard deviations away from the prior's mean: subtract their mean, "
+            "or set that of the model before the fit."
+        )
+
+
+def _equal_rows(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, noise: Tensor) -> Iterator[str]:
+    x, y = _rows(model), model.train_targets
+    if x is None or y is None or not y.shape == noise.shape == x.shape[:1]:
+        return
+    first, second = _neighbours_that_are_equal(x)
+    differences = (y[first] - y[second]).double()
+    copies = int((differences == 0).sum())
+    if copies > COPIES * len(y):
+        yield (
+            f"{copies} of {len(y)} rows are exact copies of others, targets included, which look like data without noise: "
+            "remove them."
+        )
+    is_unexplained = differences.square() > UNEXPLAINED**2 * (noise[first] + noise[second])
+    if is_unexplained.any() and _is_at_floor(likelihood):
+        yield (
+            f"{int(is_unexplained.sum())} rows have inputs of others and targets that noise of {float(noise.min()):.1g} "
+            "does not explain, and the noise is at its least value or fixed: start with larger noise."
+        )
+
+
+def _rows(model: ExactGP) -> Tensor | None:
+    """All inputs side by side, [n, d]; None for batches of inputs."""
+    inputs = [x for x in model.train_inputs or () if x.dim() == 2]
+    return (
+        torch.cat([x.double() for x in inputs], dim=-1)
+        if inputs and len(inputs) == len(model.train_inputs or ())
+        else None
+    )
+
+
+def _neighbours_that_are_equal(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs of equal rows, one for each row that has another before it: sorted by a projection, they are neighbours."""
+    weights = torch.arange(1, x.shape[-1] + 1).to(x).cos()
+    order = (x * weights).sum(-1).argsort()
+    first, second = order[:-1], order[1:]
+    is_equal = (x[first] == x[second]).all(-1)
+    return first[is_equal], second[is_equal]
+
+
+def _is_at_floor(likelihood: gpytorch.likelihoods.Likelihood) -> bool:
+    """Whether the noise of a likelihood cannot become less, or is not trained."""
+    covariance = getattr(likelihood, "noise_covar", None)
+    raw, constraint = getattr(covariance, "raw_noise", None), getattr(covariance, "raw_noise_constraint", None)
+    if raw is None or constraint is None:
+        return not any(parameter.requires_grad for parameter in likelihood.parameters())
+    return not raw.requires_grad or bool((constraint.transform(raw) <= AT_FLOOR * constraint.lower_bound).any())
+
+
+def _named(columns: list[int]) -> str:
+    shown = ", ".join(map(str, columns[:5])) + (" and others" if len(columns) > 5 else "")
+    return f"column {shown} of the inputs" if len(columns) == 1 else f"columns {shown} of the inputs"

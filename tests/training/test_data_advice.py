@@ -1,0 +1,188 @@
+"""Warnings of data that a fit cannot do much with from where it starts."""
+
+import warnings
+from collections.abc import Callable
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.kernels import MaternKernel, PeriodicKernel, RBFKernel, ScaleKernel
+
+import gpy_iterative as gpi
+from gpy_iterative.errors import DataWarning
+from gpy_iterative.fitting.choice import system_now
+from gpy_iterative.training.data_advice import warn_of_data, warn_of_inputs
+from tests.exact.gaussian_models import CASES, Regression, data
+
+Data = tuple[torch.Tensor, torch.Tensor]
+
+
+def standardised(n: int = 200, d: int = 18) -> Data:
+    """Correlated inputs of many columns, some of them rounded, as those of elevators are."""
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(4, d, generator=generator, dtype=torch.float64)
+    x = torch.randn(n, 4, generator=generator, dtype=torch.float64) @ mixing
+    x = x + 0.3 * torch.randn(n, d, generator=generator, dtype=torch.float64)
+    x[:, ::3] = x[:, ::3].round()
+    y = torch.sin(x[:, 0]) + x[:, 1] + 0.3 * torch.randn(n, generator=generator, dtype=torch.float64)
+    return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
+
+
+def advice(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    kernel: gpytorch.kernels.Kernel | None = None,
+    likelihood: gpytorch.likelihoods.Likelihood | None = None,
+) -> list[str]:
+    """The sentences, in order."""
+    likelihood = gpytorch.likelihoods.GaussianLikelihood() if likelihood is None else likelihood
+    kernel = ScaleKernel(MaternKernel(nu=1.5, ard_num_dims=x.shape[-1])) if kernel is None else kernel
+    model = Regression(x, y, likelihood, kernel).to(x.dtype)
+    return advice_on(model, likelihood)
+
+
+def advice_on(model: gpytorch.models.ExactGP, likelihood: gpytorch.likelihoods.Likelihood) -> list[str]:
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_data(model, likelihood, system_now(mll))
+    assert all(each.category is DataWarning for each in caught)
+    return [str(each.message) for each in caught]
+
+
+# Data without a warning
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", [RBFKernel, MaternKernel])
+def test_standardised_data(kernel: Callable[..., gpytorch.kernels.Kernel], dtype: torch.dtype) -> None:
+    x, y = (tensor.to(dtype) for tensor in standardised())
+    for ard_num_dims in (None, x.shape[-1]):
+        assert advice(x, y, ScaleKernel(kernel(ard_num_dims=ard_num_dims))) == []
+
+
+@pytest.mark.parametrize("name", ["rbf", "batch", "multitask", "deep", "periodic", "additive", "fixed-noise"])
+def test_models_of_every_kind(name: str) -> None:
+    case = CASES[name]() if name != "periodic" else None
+    if case is None:
+        assert advice(*data(), ScaleKernel(PeriodicKernel())) == []
+    else:
+        assert advice_on(case.model, case.likelihood) == []
+
+
+def test_a_time_series_in_days() -> None:
+    days = torch.arange(500, dtype=torch.float64).unsqueeze(-1)
+    assert advice(days, torch.sin(days[:, 0] / 20)) == []
+
+
+def test_replicates_that_noise_explains() -> None:
+    x, y = standardised(100)
+    generator = torch.Generator().manual_seed(1)
+    again = y + 0.1 * torch.randn(100, generator=generator, dtype=torch.float64)
+    noise = torch.full((200,), 0.01, dtype=torch.float64)
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise)
+    assert advice(torch.cat([x, x]), torch.cat([y, again]), likelihood=likelihood) == []
+
+
+# Data with one
+
+
+def test_inputs_that_are_too_far_apart() -> None:
+    x, y = standardised()
+    (sentence,) = advice(1e3 * x, y)
+    assert "lengthscales apart, so the kernel matrix is diagonal" in sentence
+    assert "standardise the inputs, or set larger lengthscales" in sentence
+
+
+def test_inputs_too_far_apart_for_one_kernel_of_two() -> None:
+    x, y = standardised()
+    long, short = MaternKernel(nu=1.5), MaternKernel(nu=1.5)
+    short.lengthscale = 1e-3
+    assert advice(x, y, ScaleKernel(long) + ScaleKernel(short)) == []
+
+
+def test_columns_that_the_kernel_does_not_see() -> None:
+    x, y = standardised()
+    x = x.clone()
+    x[:, 3] *= 1e-6
+    (sentence,) = advice(x, y)
+    assert "standardise column 3 of the inputs, or set smaller lengthscales" in sentence
+    (sentence,) = advice(1e-6 * x, y)
+    assert "columns 0, 1, 2, 3, 4 and others" in sentence
+
+
+def test_constant_columns() -> None:
+    x, y = standardised()
+    x = x.clone()
+    x[:, 2], x[:, 5] = 1.7, 0.0
+    assert advice(x, y) == [
+        "Constant inputs have no lengthscale that data could determine: leave out columns 2, 5 of the inputs."
+    ]
+    assert advice(x, y, ScaleKernel(RBFKernel())) == []  # all columns share a lengthscale
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_targets_of_another_scale(scale: float) -> None:
+    x, y = standardised()
+    (sentence,) = advice(x, scale * y)
+    assert f"The targets have a standard deviation of {scale:.3g}, and the prior one of 1.18" in sentence
+
+
+def test_targets_far_from_the_mean() -> None:
+    x, y = standardised()
+    (sentence,) = advice(x, y + 50)
+    assert "The targets lie 42.5 standard deviations away from the prior's mean" in sentence
+
+
+def test_copies_of_rows() -> None:
+    x, y = standardised(100)
+    mixed = torch.randperm(120, generator=torch.Generator().manual_seed(0))
+    (sentence,) = advice(torch.cat([x, x[:20]])[mixed], torch.cat([y, y[:20]])[mixed])
+    assert sentence.startswith("20 of 120 rows are exact copies of others, targets included")
+
+
+@pytest.mark.parametrize("kind", ["at its floor", "fixed", "not trained"])
+def test_equal_inputs_with_targets_that_the_noise_does_not_explain(kind: str) -> None:
+    x, y = standardised(100)
+    x, y = torch.cat([x, x[:10]]), torch.cat([y, y[:10] + 0.5])
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(
+        noise_constraint=gpytorch.constraints.GreaterThan(1e-4, initial_value=1.001e-4)
+    )
+    if kind == "fixed":
+        likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.full((110,), 1e-4, dtype=torch.float64))
+    if kind == "not trained":
+        likelihood.noise = 2e-4
+        assert advice(x, y, likelihood=likelihood) == []
+        likelihood.requires_grad_(False)
+    (sentence,) = advice(x, y, likelihood=likelihood)
+    assert sentence.startswith("10 rows have inputs of others and targets that noise of ")
+
+
+def test_every_kind_has_a_warning_of_its_own_before_the_first_step() -> None:
+    x, y = standardised(60)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(1e3 * x, 1e3 * y, likelihood, ScaleKernel(RBFKernel())).double()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
+    evaluated = []
+    evaluate = mll.evaluate
+    mll.evaluate = lambda *args: evaluated.append(args) or evaluate(*args)
+
+    def stop(message: Warning | str, *_: object, **__: object) -> None:
+        assert not evaluated
+        told.append(str(message))
+
+    told: list[str] = []
+    with warnings.catch_warnings():
+        warnings.showwarning = stop
+        warnings.simplefilter("always")
+        gpi.fit(mll, progress=False, max_steps=1)
+    assert len(told) == 2
+
+
+def test_other_marginal_log_likelihoods_know_of_constant_columns() -> None:
+    x, y = standardised(40)
+    x = x.clone()
+    x[:, 1] = 3.0
+    model = Regression(x, y, gpytorch.likelihoods.GaussianLikelihood(), RBFKernel(ard_num_dims=18))
+    with pytest.warns(DataWarning, match="leave out column 1 of the inputs"):
+        warn_of_inputs(model)
