@@ -68,7 +68,7 @@ def read_checkpoint(path: Path, mll: gpytorch.mlls.MarginalLogLikelihood, method
     Raises ValueError for a file that is no checkpoint, or one of another method or model.
     """
     try:
-        content = torch.load(path, weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
             raise ValueError
         found = Checkpoint(content["parameters"], content["state"], [HistoryRow(*row) for row in content["history"]])

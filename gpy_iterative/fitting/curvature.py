@@ -87,7 +87,7 @@ def average_information(
             evaluation.system.operator,
             rhs,
             groups=(ColumnGroup("curvature", rhs.shape[-1], tolerance),),
-            initial_guess=initial_guess if is_fitting else None,
+            initial_guess=initial_guess.to(rhs.device) if is_fitting else None,
             generator=generator,
         )
         solutions, residual, epochs = solution.value, solution.residual, solution.stats.epochs

@@ -4,7 +4,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -108,10 +108,11 @@ def fit(
         _warn_of_data(mll)
     logger.info("fit by %s: %s", choice.method, choice.reason)
     loop = _loop(mll, choice, known, steps, batches, random)
-    before = {name: tensor.clone() for name, tensor in mll.state_dict().items()}
+    before, begun = {name: tensor.clone() for name, tensor in mll.state_dict().items()}, time.perf_counter()
     try:
         if known is None and start == "subsets":
             initialize_from_subsets(mll.model, mll.likelihood, generator=random, progress=progress, **SUBSETS)
+            loop.preparation = time.perf_counter() - begun
         return loop.run(path, progress, callback)
     except BaseException:
         if not loop.history:
@@ -160,9 +161,13 @@ class _Loop(ABC):
         history: rows of the steps that a checkpoint has made.
         max_steps: of the whole fit.
         reason: for the method.
+
+    Attributes:
+        preparation: seconds that the start took, which count in the first row.
     """
 
     method: ClassVar[str]
+    preparation = 0.0
 
     def __init__(self, mll: MarginalLogLikelihood, history: list[HistoryRow], max_steps: int, reason: str) -> None:
         self.mll, self.history, self.max_steps, self.reason = mll, history, max_steps, reason
@@ -197,6 +202,9 @@ class _Loop(ABC):
                 self.mll.train()  # a callback may have predicted
                 try:
                     status = self.advance()
+                    if not known:
+                        first = self.history[0]
+                        self.history[0] = replace(first, seconds=first.seconds + self.preparation)
                     for row in self.history[known:]:
                         logger.info("%s", row)
                         tell(row.step, row.figures())

@@ -15,8 +15,8 @@ WIDTH = 1.96
 #: A coordinate is not determined where the ridge has made more than this part of its variance, or where the interval of a
 #: positive parameter spans more than e^(2 * 1.96 * 3).
 RIDGE_PART, WIDEST = 0.1, 3.0
-#: Hyperparameters that `print` lists one by one.
-MAX_LISTED = 40
+#: Hyperparameters, and rows of the history, that `print` lists one by one.
+MAX_LISTED, MOST_ROWS = 40, 40
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class HistoryRow:
         noise: nats by which the probes' noise blurs `left_to_gain`; None for Adam.
         step_length: the largest move of a coordinate in the last step, in log units for positive parameters.
         epochs: passes over the kernel matrix since the row before; None where the method counts none.
-        seconds: wall-clock time since the row before.
+        seconds: wall-clock time since the row before; of the first row with the start on subsets.
     """
 
     step: int
@@ -125,7 +125,7 @@ class FitResult:
             *([f"Adam: {self.reason}"] if self.method == "adam" else []),
             "",
             "step      value",
-            *map(str, self.history),
+            *_shortened(list(map(str, self.history))),
             "",
             *(
                 str(part) if self.method != "adam" else f"{part.name} {part.value:.4g}"
@@ -139,6 +139,14 @@ class FitResult:
                 f"The data may do without the inputs of {', '.join(self.irrelevant)}: these values change nothing."
             )
         return "\n".join(lines)
+
+
+def _shortened(rows: list[str]) -> list[str]:
+    """The first and the last rows of a long history."""
+    if len(rows) <= MOST_ROWS:
+        return rows
+    shown = MOST_ROWS // 2
+    return [*rows[:shown], f"({len(rows) - 2 * shown} more)", *rows[-shown:]]
 
 
 def estimated(

@@ -27,7 +27,10 @@ class FitStatus(Enum):
         "The optimum lies at or beyond a bound, and a parameter is held there. Noise at its least value means data without "
         "noise, or duplicates: lower the bound only if the solver still converges. Otherwise move the constraint."
     )
-    BUDGET = "The steps ran out, or the fit was interrupted. The same call goes on from here; raise max_steps."
+    BUDGET = (
+        "The steps ran out, or the fit was interrupted. The same call goes on from here. With checkpoint=, max_steps "
+        "counts the steps of all calls: raise it."
+    )
     STAGNATED = (
         "No step gains anything, though the gradient says that there is something to gain: value and gradient disagree. "
         "Use float64, lower the solver's tolerance, or keep the noise away from zero (a noise constraint)."
@@ -52,10 +55,13 @@ def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float) -> bo
         seen: whether the gain of the step to each point could be seen.
         limit: nats of noise with which the fit counts as converged.
 
-    True where steps whose gain nobody sees have not halved it.
+    True where steps whose gain nobody sees leave more to gain than the best point before; near the end, not half as much
+    is asked for.
     """
-    is_blind = len(lefts) > DROWNED and not any(seen[-DROWNED:])
-    return is_blind and NEAR * limit > min(lefts[-DROWNED:]) > min(lefts[:-DROWNED]) / 2
+    if len(lefts) <= DROWNED or any(seen[-DROWNED:]):
+        return False
+    recent, best = min(lefts[-DROWNED:]), min(lefts[:-DROWNED])
+    return recent > best or NEAR * limit > recent > best / 2
 
 
 def has_stalled(values: Sequence[float], least: float) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,11 @@ def test_adam_with_exact_values_stops_where_twenty_steps_gain_little() -> None:
     assert result.status is FitStatus.CONVERGED
     assert result.steps < 500
     assert 60 * (result.history[-1].value - result.history[-20].value) < 0.05
-    assert "Adam: method='adam'." in str(result)
+    printed = str(result)
+    assert "Adam: method='adam'." in printed
+    assert f"({result.steps - 40} more)" in printed
+    assert str(result.history[19]) in printed
+    assert str(result.history[20]) not in printed
 
 
 def test_adam_stops_where_nothing_is_gained() -> None:
@@ -337,6 +342,13 @@ def test_a_start_on_subsets(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     plain, begun = quiet(regression(150), max_steps=1), quiet(regression(150), start="subsets", max_steps=1)
     assert begun.history[0].value > plain.history[0].value
+
+
+def test_the_first_row_counts_the_time_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpy_iterative.fitting.fit.initialize_from_subsets", lambda *_, **__: time.sleep(0.3))
+    result = quiet(regression(60), start="subsets", max_steps=1)
+    assert result.history[0].seconds >= 0.3
+    assert result.seconds == sum(row.seconds for row in result.history)
 
 
 def test_subsets_of_a_model_that_is_no_exact_process_are_refused_before_work() -> None:
