@@ -25,6 +25,7 @@ from gpy_iterative.linear_solvers.logdet.lanczos import (
     stochastic_logdet,
 )
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, SolveStats, SolveStatus
+from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Part
 from gpy_iterative.training.surrogate import surrogate
@@ -172,6 +173,8 @@ def stochastic_estimate(
         operator,
         rhs,
         groups=groups,
+        # That of the solver's own recipe, see `gpy_iterative.exact.probes.suited_to`.
+        preconditioner=probes.covariance if isinstance(probes.covariance, SparseInverseCholesky) else None,
         initial_guess=initial_guess,
         guess_product=guess_product,
         generator=generator,
