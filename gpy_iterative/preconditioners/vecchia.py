@@ -120,7 +120,8 @@ def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[
         return jitter
 
     parts = blocks(size, max(ENTRIES // (count + 1) ** 2, 1), head)
-    found = run([partial(fill, rows) for rows in parts]) if entries.device.type == "cpu" else map(fill, parts)
+    is_divided = entries.device.type == "cpu"
+    found = run([partial(fill, rows) for rows in parts]) if is_divided else list(map(fill, parts))
     return entries[:, :-1].contiguous(), entries[:, -1].contiguous(), max([jitter, *found])
 
 
