@@ -11,8 +11,8 @@ from gpy_iterative.worker_threads import num_threads
 
 #: Each tree holds so many times the points of the one before.
 GROWTH = 1.5
-#: Points whose neighbours are asked for at a time.
-QUERIES = 65_536
+#: Neighbours that are asked for at a time, of all points together.
+FOUND = 2**22
 
 
 def random_order(size: int, generator: torch.Generator) -> Tensor:
@@ -24,12 +24,13 @@ def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
     """A permutation [n] of points [n, d] in which early points lie far apart, coarse before fine.
 
     The exact order takes the point that is farthest from all before it, one by one. Here whole groups are taken off the
-    end: of the closest half of the points, one of each pair that are each other's nearest neighbours, until one point is
-    left. Cost: O(n log n).
+    end, until one point is left: repeated points, and then again and again those of the closest half that have their
+    nearest neighbour before them in a random order. Cost: O(n log n).
     """
     coordinates = points.double().cpu().numpy()
     left = random_order(len(coordinates), generator).numpy()
-    groups = []
+    first = np.sort(np.unique(coordinates[left], axis=0, return_index=True)[1])
+    groups, left = [np.delete(left, first)], left[first]
     while len(left) > 1:
         is_taken, distances = _finest(coordinates[left])
         groups.append(left[is_taken][np.argsort(-distances[is_taken], kind="stable")])
@@ -38,14 +39,10 @@ def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _finest(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which points are taken off, and the distance from each to its nearest neighbour."""
-    distances, found = cKDTree(points).query(points, k=2, workers=num_threads())
-    own = np.arange(len(points))
-    nearest, distances = np.where(found[:, 0] == own, found[:, 1], found[:, 0]), distances[:, 1]
-    is_second = (nearest[nearest] == own) & (nearest < own)
-    if not is_second.any():  # equal points may each be the nearest of the next
-        is_second = own == distances.argmin()
-    return is_second & (distances <= np.median(distances[is_second])), distances
+    """Which of the points, all different, are taken off; and the distance from each to its nearest neighbour."""
+    distances, nearest = cKDTree(points).query(points, k=[2], workers=num_threads())
+    distances, nearest = distances[:, 0], nearest[:, 0]
+    return (nearest < np.arange(len(points))) & (distances <= np.median(distances)), distances
 
 
 def previous_neighbours(points: Tensor, count: int) -> Tensor:
@@ -62,26 +59,28 @@ def previous_neighbours(points: Tensor, count: int) -> Tensor:
     start = count
     while start < size:
         stop = min(size, math.ceil(GROWTH * start))
-        tree = cKDTree(coordinates[:stop])
-        for begin in range(start, stop, QUERIES):
-            rows = np.arange(begin, min(begin + QUERIES, stop))
-            result[rows] = _nearest_before(tree, coordinates, rows, count)
+        _fill(result, cKDTree(coordinates[:stop]), coordinates, np.arange(start, stop))
         start = stop
     return torch.from_numpy(result)
 
 
-def _nearest_before(tree: cKDTree, points: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
-    """The nearest points before each of these rows [r, count], from a tree of all points up to them and some beyond."""
-    result = np.empty((len(rows), count), dtype=np.int64)
-    open_rows, asked = np.arange(len(rows)), math.ceil(GROWTH * count) + 8
-    while len(open_rows):
+def _fill(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarray) -> None:
+    """The nearest points before each of these rows, from a tree of all points up to them and some beyond."""
+    asked = math.ceil(GROWTH * result.shape[1]) + 8
+    while len(rows):
         asked = min(asked, tree.n)
-        numbers = rows[open_rows]
-        _, found = tree.query(points[numbers], k=np.arange(1, asked + 1), workers=num_threads())
-        is_before = found < numbers[:, None]
-        place = is_before.cumsum(1)
-        has_enough = place[:, -1] >= count
-        is_taken = (is_before & (place <= count))[has_enough]
-        result[open_rows[has_enough]] = found[has_enough][is_taken].reshape(-1, count)
-        open_rows, asked = open_rows[~has_enough], 2 * asked
-    return result
+        parts = np.array_split(rows, math.ceil(len(rows) * asked / FOUND))
+        rows = np.concatenate([_fill_from(result, tree, points, part, asked) for part in parts])
+        asked *= 2
+
+
+def _fill_from(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarray, asked: int) -> np.ndarray:
+    """The rows for which too few of the nearest `asked` points are before them; the others are filled."""
+    count = result.shape[1]
+    _, found = tree.query(points[rows], k=np.arange(1, asked + 1), workers=num_threads())
+    is_before = found < rows[:, None]
+    place = is_before.cumsum(1)
+    has_enough = place[:, -1] >= count
+    is_taken = (is_before & (place <= count))[has_enough]
+    result[rows[has_enough]] = found[has_enough][is_taken].reshape(-1, count)
+    return rows[~has_enough]

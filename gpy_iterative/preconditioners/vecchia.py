@@ -42,6 +42,14 @@ class Vecchia(PreconditionerRecipe):
 
     Raises:
         ValueError: num_neighbours below 1, or another ordering.
+
+    Examples:
+        >>> solver = gpi.solvers.ConjugateGradients(preconditioner=gpi.preconditioners.Vecchia(num_neighbours=20))
+        >>> model = MyExactGP(train_x, train_y, likelihood)
+        >>> mll = gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model, solver=solver, generator=0)
+        >>> (-mll(model(train_x), train_y)).backward()
+        >>> mll.report.status.name
+        'CONVERGED'
     """
 
     num_neighbours: int = 30

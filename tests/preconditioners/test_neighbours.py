@@ -13,11 +13,11 @@ def points(n: int, d: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize(("n", "d", "count"), [(1, 2, 1), (2, 1, 1), (50, 1, 49), (300, 2, 7), (300, 3, 40)])
-@pytest.mark.parametrize("queries", [16, 65_536])
+@pytest.mark.parametrize("at_a_time", [1000, 2**22])
 def test_neighbours_are_the_nearest_before(
-    n: int, d: int, count: int, queries: int, monkeypatch: pytest.MonkeyPatch
+    n: int, d: int, count: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neighbours, "QUERIES", queries)
+    monkeypatch.setattr(neighbours, "FOUND", at_a_time)
     x = points(n, d)
     found = previous_neighbours(x, count)
     assert found.shape == (n, count)
@@ -41,7 +41,20 @@ def test_equal_points() -> None:
     found = previous_neighbours(x, 5)
     assert (found < torch.arange(100).clamp_min(1).unsqueeze(-1)).all()
     assert all(len(row.unique()) == 5 for row in found[5:])
-    assert torch.equal(maximin_order(x, torch.Generator().manual_seed(0)).sort().values, torch.arange(100))
+
+
+@pytest.mark.parametrize("kind", ["equal", "grid", "repeated"])
+def test_maximin_order_of_ties(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A permutation, in few rounds."""
+    rounds, finest = [], neighbours._finest
+    monkeypatch.setattr(neighbours, "_finest", lambda x: rounds.append(len(x)) or finest(x))
+    grid = torch.cartesian_prod(torch.arange(20.0), torch.arange(20.0))
+    x = {"equal": torch.zeros(400, 2), "grid": grid, "repeated": points(4).repeat(100, 1)}[kind]
+    order = maximin_order(x, torch.Generator().manual_seed(0))
+    assert torch.equal(order.sort().values, torch.arange(400))
+    assert len(rounds) < 50
+    if kind == "repeated":
+        assert len(x[order[:4]].unique(dim=0)) == 4
 
 
 def spacing(x: Tensor) -> Tensor:
