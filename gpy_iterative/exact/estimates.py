@@ -169,12 +169,12 @@ def stochastic_estimate(
     num_probes = probes.vectors.shape[-1]
     groups = (ColumnGroup("targets", 1, tolerances[0]), ColumnGroup("probes", num_probes, tolerances[1]))
     rhs = torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1)
+    covariance = logdet_probes.covariance  # a Vecchia factor is the solver's own, see `exact.probes.suited_to`
     solution = solver.solve(
         operator,
         rhs,
         groups=groups,
-        # That of the solver's own recipe, see `gpy_iterative.exact.probes.suited_to`.
-        preconditioner=probes.covariance if isinstance(probes.covariance, SparseInverseCholesky) else None,
+        preconditioner=covariance if isinstance(covariance, SparseInverseCholesky) else None,
         initial_guess=initial_guess,
         guess_product=guess_product,
         generator=generator,

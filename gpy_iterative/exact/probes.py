@@ -215,7 +215,8 @@ class Whitened(ProbeDistribution):
     def draw(
         self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
-        order = self.recipe.order(operator, generator) if others is None else others["order"]
+        order = (others or {}).get("order")
+        order = self.recipe.order(operator, generator) if order is None else order
         return {"order": order, "base": random_signs(operator, operator.shape[-1], self.num_probes, generator)}
 
     @divided()

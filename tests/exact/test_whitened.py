@@ -86,10 +86,18 @@ def test_other_kernels(kernel: kernels.Kernel) -> None:
 
 
 @pytest.mark.parametrize("warm_start", ["extrapolated", False])
-def test_one_factor_a_step_serves_probes_value_and_solver(warm_start, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("probes", ["preconditioned", "rademacher", "features"])
+def test_one_factor_a_step_serves_probes_value_and_solver(
+    probes: str, warm_start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case, built, rows = plane(300), [], vecchia._rows
     monkeypatch.setattr(vecchia, "_rows", lambda *inputs: built.append(1) or rows(*inputs))
-    mll = hutchinson(case, warm_start=warm_start)
+    if probes == "features":
+        mll = gpi.mlls.PathwiseMarginalLogLikelihood(
+            case.likelihood, case.model, solver=SOLVER, num_frequencies=20, warm_start=warm_start, generator=0
+        )
+    else:
+        mll = hutchinson(case, warm_start=warm_start, probes=probes)
     for step in range(1, 4):
         value_and_gradients(mll, case)
         assert len(built) == step
