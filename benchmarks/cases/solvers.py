@@ -1,9 +1,8 @@
-"""Epochs to tolerance: conjugate gradients under every preconditioner, and every other solver, on three kernel systems."""
+"""Epochs to tolerance: conjugate gradients under every preconditioner, and every other solver, on five kernel systems."""
 
 from typing import Annotated
 
 import torch
-from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from benchmarks.command_line import app, console, finish, names_of, show
@@ -11,7 +10,7 @@ from benchmarks.datasets import load
 from benchmarks.runner import Outcome
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import MATERN32
-from gpy_iterative.preconditioners import Nystrom, PivotedCholesky, RandomlyPivotedCholesky
+from gpy_iterative.preconditioners import Nystrom, PivotedCholesky, RandomlyPivotedCholesky, Vecchia
 from gpy_iterative.solvers import (
     AcceleratedSketchAndProject,
     AlternatingProjections,
@@ -21,26 +20,35 @@ from gpy_iterative.solvers import (
     StochasticGradientDescent,
 )
 
-#: name -> data set, noise variance, lengthscale; Matern-3/2, outputscale 1, standardised inputs.
-SYSTEMS: dict[str, tuple[str, float, float]] = {
+#: name -> data set, noise variance, lengthscale; Matern-3/2, outputscale 1, standardised inputs. A number instead
+#: of a data set is the dimension of uniform points in [-2, 2]^d.
+SYSTEMS: dict[str, tuple[str | int, float, float]] = {
     "easy": ("elevators", 0.1, 1.0),
     "small noise": ("kin40k", 0.001, 1.0),
     "hard": ("pol", 0.01, 3.0),
+    "plane": (2, 0.001, 0.5),
+    "space": (3, 0.01, 0.3),
 }
 #: Signs beside the targets.
 PROBES = 15
 
 
 def system(name: str, rows: int) -> tuple[NoisyLinearOperator, Tensor]:
-    """H [n, n], dense since only epochs are compared, and its right-hand sides [n, 16] in float64."""
+    """H [n, n] and its right-hand sides [n, 16], in float64."""
     dataset, noise, lengthscale = SYSTEMS[name]
-    data = load(dataset, rows=rows, dtype=torch.float64)
-    x, y = data.train_x[:rows], data.train_y[:rows]
+    x, y = _data(dataset, rows)
     kernel = RadialKernelLinearOperator(x / lengthscale, torch.tensor(1.0).to(x), function=MATERN32)
     signs = torch.randint(0, 2, (len(y), PROBES), generator=torch.Generator().manual_seed(0)).to(y) * 2 - 1
-    return NoisyLinearOperator(DenseLinearOperator(kernel.to_dense()), torch.full_like(y, noise)), torch.cat(
-        [y.unsqueeze(-1), signs], dim=-1
-    )
+    return NoisyLinearOperator(kernel, torch.full_like(y, noise)), torch.cat([y.unsqueeze(-1), signs], dim=-1)
+
+
+def _data(dataset: str | int, rows: int) -> tuple[Tensor, Tensor]:
+    """Inputs [n, d] and targets [n]."""
+    if isinstance(dataset, int):
+        x = torch.rand(rows, dataset, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4 - 2
+        return x, torch.sin(3 * x[:, 0]) + torch.cos(2 * x[:, 1] + x[:, 0])
+    data = load(dataset, rows=rows, dtype=torch.float64)
+    return data.train_x[:rows], data.train_y[:rows]
 
 
 def _solvers(tolerance: float, max_epochs: float, block_size: int) -> dict[str, IterativeSolver]:
@@ -53,6 +61,9 @@ def _solvers(tolerance: float, max_epochs: float, block_size: int) -> dict[str, 
         "PivotedCholesky(500)": PivotedCholesky(500),
         "RandomlyPivotedCholesky(500)": RandomlyPivotedCholesky(500),
         "Nystrom(500)": Nystrom(500),
+        "Vecchia(10)": Vecchia(10),
+        "Vecchia(30)": Vecchia(30),
+        "Vecchia(30), maximin": Vecchia(30, ordering="maximin"),
     }
     solvers: dict[str, IterativeSolver] = {
         f"CG, {name}": ConjugateGradients(preconditioner=recipe, **common) for name, recipe in recipes.items()
@@ -102,7 +113,7 @@ def solvers(
     block_size: int = 250,
     only: Annotated[list[str] | None, names_of(NAMES, "Solvers, by name; all by default.")] = None,
 ) -> None:
-    """Epochs to tolerance of every solver and preconditioner, on three kernel systems; some minutes."""
+    """Epochs to tolerance of every solver and preconditioner, on five kernel systems; some minutes."""
     options = {"rows": rows, "tolerance": tolerance, "max_epochs": max_epochs, "block_size": block_size}
     outcomes: dict[str, dict[str, Outcome]] = {}
     for name in only or NAMES:

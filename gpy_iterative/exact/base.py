@@ -34,7 +34,7 @@ from gpy_iterative.exact.estimates import (
     updated,
 )
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior
-from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, RandomFeatures
+from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, RandomFeatures, Whitened, suited_to
 from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_data, check_likelihood
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
@@ -307,26 +307,26 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if isinstance(solver, Cholesky):
             return exact_estimate(operator, residual, solver), run
 
-        run = run.for_system(operator)
+        distribution, logdet_distribution = suited_to(self.probes, solver), suited_to(self.logdet_probes, solver)
+        run = _with_draws_of(run.for_system(operator), logdet_distribution)
         parts, generator = run.parts, run.generator()
         terms = system.terms() if self.probes.needs_terms else None
-        draws = parts.get("probes") if self._warm_start else None
-        draws = self.probes.draw(operator, terms, generator) if draws is None else dict(draws)
-        probes = self.probes.probes(operator, terms, draws)
-        probe_tolerance, residual_of_one = solver.probe_tolerance or solver.tolerance, self.probes.residual_of_one
+        draws, logdet_draws = parts.get("probes") if self._warm_start else None, parts.get("logdet")
+        draws = distribution.draw(operator, terms, generator, others=logdet_draws) if draws is None else dict(draws)
+        probes = distribution.probes(operator, terms, draws)
+        probe_tolerance, residual_of_one = solver.probe_tolerance or solver.tolerance, distribution.residual_of_one
         if solver.probe_tolerance is None and residual_of_one is not None:
             # The solver's error of the probes is a bias of the gradient: below the probes' noise of 1 / sqrt(num_probes).
             probe_tolerance = max(probe_tolerance, min(0.05, residual_of_one / math.sqrt(self.probes.num_probes)))
         learned = parts.get("quadrature")
         with divided(), reporting_solve(self.progress) as callback:
-            logdet_draws = parts.get("logdet")
             if logdet_draws is None:
-                logdet_draws = self.logdet_probes.draw(operator, None, generator)
+                logdet_draws = logdet_distribution.draw(operator, None, generator, others=draws)
             estimate, solutions, positions = stochastic_estimate(
                 operator,
                 residual,
                 probes,
-                self.logdet_probes.probes(operator, None, dict(logdet_draws), others=probes),
+                logdet_distribution.probes(operator, None, dict(logdet_draws), others=probes),
                 solver,
                 tolerances=(solver.tolerance, probe_tolerance),
                 initial_guess=initial_guess(self._warm_start, parts.get("warm_start")),
@@ -341,3 +341,11 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             warm_start=updated(self._warm_start, parts.get("warm_start"), solutions),
         )
         return estimate, run
+
+
+def _with_draws_of(run: Run, logdet_distribution: ProbeDistribution) -> Run:
+    """The run without its draws, and what was learned from them, where the solver of its last step asked for others."""
+    part = run.part("logdet")
+    if part is None or ("order" in part) == isinstance(logdet_distribution, Whitened):
+        return run
+    return run.having(probes=None, logdet=None, quadrature=None, warm_start=None)

@@ -25,6 +25,7 @@ from gpy_iterative.linear_solvers.logdet.lanczos import (
     stochastic_logdet,
 )
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, SolveStats, SolveStatus
+from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Part
 from gpy_iterative.training.surrogate import surrogate
@@ -168,10 +169,12 @@ def stochastic_estimate(
     num_probes = probes.vectors.shape[-1]
     groups = (ColumnGroup("targets", 1, tolerances[0]), ColumnGroup("probes", num_probes, tolerances[1]))
     rhs = torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1)
+    covariance = logdet_probes.covariance  # a Vecchia factor is the solver's own, see `exact.probes.suited_to`
     solution = solver.solve(
         operator,
         rhs,
         groups=groups,
+        preconditioner=covariance if isinstance(covariance, SparseInverseCholesky) else None,
         initial_guess=initial_guess,
         guess_product=guess_product,
         generator=generator,

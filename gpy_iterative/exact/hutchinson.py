@@ -31,8 +31,8 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
         model: a `gpytorch.models.ExactGP`.
         num_probes: probe vectors. The gradient's variance falls as 1 / num_probes.
-        probes: "preconditioned" (covariance of a rank-100 pivoted Cholesky factor plus noise, lowest variance),
-            "rademacher" or "gaussian" (identity covariance).
+        probes: "preconditioned" (covariance of a rank-100 pivoted Cholesky factor plus noise, or of the solver's
+            preconditioner where that is `Vecchia`; lowest variance), "rademacher" or "gaussian" (identity covariance).
         solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
         warm_start: "extrapolated" starts each solve at twice the last solution less the one before, "previous"
             at the last; both keep the probes frozen. False draws new probes and starts at zero, every step.

@@ -24,9 +24,14 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
+from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
+from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky, PivotedCholeskyFactor
+from gpy_iterative.preconditioners.preconditioner import Preconditioner
+from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
+from gpy_iterative.preconditioners.vecchia import Vecchia
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.worker_threads import divided
@@ -41,12 +46,12 @@ class Probes:
     Attributes:
         vectors: xi [*b, n, s].
         dual: S^-1 xi [*b, n, s]; None where S = H, whose dual is the solution itself.
-        covariance: S, where it is low rank plus diagonal.
+        covariance: S, where it is a preconditioner.
     """
 
     vectors: Tensor
     dual: Tensor | None
-    covariance: LowRankPlusDiagonal | None = None
+    covariance: Preconditioner | None = None
 
     @classmethod
     def of(cls, covariance: LowRankPlusDiagonal, factor_base: Tensor, diagonal_base: Tensor) -> Self:
@@ -58,7 +63,8 @@ class Probes:
 def probe_jitter(*probes: Probes) -> float | None:
     """The largest jitter of the probes' covariances; None where there is none."""
     factors = (each.covariance for each in probes)
-    jitter = max((float(f.jitter.max()) for f in factors if isinstance(f, PivotedCholeskyFactor)), default=0.0)
+    kinds = PivotedCholeskyFactor, SparseInverseCholesky
+    jitter = max((float(factor.jitter.max()) for factor in factors if isinstance(factor, kinds)), default=0.0)
     return jitter or None
 
 
@@ -89,22 +95,36 @@ class ProbeDistribution(ABC):
         return None
 
     @abstractmethod
-    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
-        """Randomness for a system H [*b, n, n] and the kernels of its prior."""
+    def draw(
+        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+    ) -> Draws:
+        """Randomness for a system H [*b, n, n] and the kernels of its prior.
+
+        `others` are draws for the same system, for a distribution that makes its covariance S from draws that it shares.
+        """
 
     @abstractmethod
-    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
-        """The probes of these draws at the operator's hyperparameters."""
+    def probes(
+        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
+    ) -> Probes:
+        """The probes of these draws at the operator's hyperparameters.
+
+        `others` are probes of the same operator, with which they may share what S is made of.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rademacher(ProbeDistribution):
     """Independent signs: S = I with the least variance of all product distributions."""
 
-    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+    def draw(
+        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+    ) -> Draws:
         return {"base": random_signs(operator, operator.shape[-1], self.num_probes, generator)}
 
-    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+    def probes(
+        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
+    ) -> Probes:
         return Probes(draws["base"], draws["base"])
 
 
@@ -112,10 +132,14 @@ class Rademacher(ProbeDistribution):
 class Gaussian(ProbeDistribution):
     """Independent normal numbers: S = I."""
 
-    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+    def draw(
+        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+    ) -> Draws:
         return {"base": standard_normal(operator, operator.shape[-1], self.num_probes, generator)}
 
-    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+    def probes(
+        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
+    ) -> Probes:
         return Probes(draws["base"], draws["base"])
 
 
@@ -141,7 +165,9 @@ class Preconditioned(ProbeDistribution):
         return 0.12
 
     @divided()
-    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+    def draw(
+        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+    ) -> Draws:
         factor = self._factor_recipe.build(operator, correct_diagonal=self.correct_diagonal, generator=generator)
         return {
             "pivots": factor.pivots,
@@ -153,7 +179,6 @@ class Preconditioned(ProbeDistribution):
     def probes(
         self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
     ) -> Probes:
-        """See `ProbeDistribution.probes`; `others`, of the same operator, may share their factor."""
         known = others.covariance if others is not None else None
         factor = self._factor_recipe.build(
             operator,
@@ -166,6 +191,53 @@ class Preconditioned(ProbeDistribution):
     @cached_property
     def _factor_recipe(self) -> PivotedCholesky:
         return PivotedCholesky(rank=self.rank) if self.recipe is None else self.recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whitened(ProbeDistribution):
+    """S = (B^T B)^-1 of Vecchia's approximation, H^-1 ~ B^T B; from signs z: xi = B^-1 z and S^-1 xi = B^T z.
+
+    With M = B H B^T this is Hutchinson's estimator of the whitened trace, tr(H^-1 dH) = E[w^T B dH B^T z], M w = z.
+
+    Args:
+        recipe: of the factor.
+
+    The order of elimination is frozen with the signs. Cost: see `Vecchia.build`; 4 n (m + 1) s multiply-adds.
+    """
+
+    recipe: Vecchia
+
+    @property
+    def residual_of_one(self) -> float | None:
+        return 0.12
+
+    @divided()
+    def draw(
+        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+    ) -> Draws:
+        order = (others or {}).get("order")
+        order = self.recipe.order(operator, generator) if order is None else order
+        return {"order": order, "base": random_signs(operator, operator.shape[-1], self.num_probes, generator)}
+
+    @divided()
+    def probes(
+        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
+    ) -> Probes:
+        factor = others.covariance if others is not None else None
+        if not (isinstance(factor, SparseInverseCholesky) and torch.equal(factor.order, draws["order"])):
+            factor = self.recipe.build(operator, order=draws["order"])
+        return Probes(factor.sample(draws["base"]), factor.dual_sample(draws["base"]), factor)
+
+
+def suited_to(distribution: ProbeDistribution, solver: Solver) -> ProbeDistribution:
+    """The distribution, or probes with the covariance of the solver's preconditioner where that is Vecchia's.
+
+    It replaces the low rank of `Preconditioned`, which resembles H less. One factor then serves solver and probes.
+    """
+    recipe = solver.preconditioner if isinstance(solver, ConjugateGradients) else None
+    if isinstance(distribution, Preconditioned) and isinstance(recipe, Vecchia):
+        return Whitened(num_probes=distribution.num_probes, recipe=recipe)
+    return distribution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +266,9 @@ class RandomFeatures(ProbeDistribution):
     def residual_of_one(self) -> float | None:
         return 0.2 if self.corrected else None
 
-    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+    def draw(
+        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+    ) -> Draws:
         noisy, terms = _prior(operator, terms)
         features = RandomFourierFeatures(self.num_frequencies)
         draws = {f"features.{name}": tensor for name, tensor in features.draw(terms, generator).items()}
@@ -203,7 +277,9 @@ class RandomFeatures(ProbeDistribution):
             "noise_base": standard_normal(noisy, noisy.shape[-1], self.num_probes, generator),
         }
 
-    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+    def probes(
+        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
+    ) -> Probes:
         noisy, terms = _prior(operator, terms)
         noise = noisy.noise.detach()
         if not self.corrected:
@@ -224,13 +300,17 @@ class RandomFeatures(ProbeDistribution):
 class ExactPrior(ProbeDistribution):
     """Exact samples of the prior and its noise: S = H. Factors the dense matrix in float64, for small n."""
 
-    def draw(self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator) -> Draws:
+    def draw(
+        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+    ) -> Draws:
         return {
             "base": standard_normal(operator, operator.shape[-1], self.num_probes, generator),
             "noise_base": standard_normal(operator, operator.shape[-1], self.num_probes, generator),
         }
 
-    def probes(self, operator: LinearOperator, terms: Terms | None, draws: Draws) -> Probes:
+    def probes(
+        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
+    ) -> Probes:
         noisy, _ = _prior(operator, ())
         # Kernel matrices are often singular to rounding: half of the noise goes into the factor, and no jitter is needed.
         half = noisy.noise.detach() / 2

@@ -70,6 +70,32 @@ def principal_block(operator: LinearOperator, block: slice) -> Tensor:
     return to_dense(operator[block, block]).clone()
 
 
+def principal_blocks(operator: LinearOperator, rows: Tensor) -> Tensor:
+    """operator[rows_i, rows_i] for sets of rows [c, k], without repetition in a set: [c, k, k]."""
+    if hasattr(operator, "principal_blocks"):
+        return operator.principal_blocks(rows)
+    if isinstance(operator, SumLinearOperator | ConstantMulLinearOperator):
+        return _of_parts(operator, lambda part: principal_blocks(part, rows))
+    shape = (*rows.shape, rows.shape[-1])
+    left, right = rows.unsqueeze(-1).expand(shape), rows.unsqueeze(-2).expand(shape)
+    return operator._get_indices(left.contiguous(), right.contiguous())
+
+
+def kernel_inputs(operator: LinearOperator) -> Tensor | None:
+    """Points [n, d], one for each row, of which near ones are strongly correlated; None where no kernel tells them.
+
+    They are the kernel's inputs in units of its lengthscales. Of a sum of kernels, the inputs of all are put together.
+    """
+    if hasattr(operator, "kernel_inputs"):
+        return operator.kernel_inputs()
+    if isinstance(operator, ConstantMulLinearOperator):
+        return kernel_inputs(operator.base_linear_op)
+    if not isinstance(operator, SumLinearOperator):
+        return None
+    found = [inputs for part in operator.linear_ops if (inputs := kernel_inputs(part)) is not None]
+    return torch.cat(found, dim=-1) if found else None
+
+
 def _of_parts(
     operator: SumLinearOperator | ConstantMulLinearOperator, operation: Callable[[LinearOperator], Tensor]
 ) -> Tensor:

@@ -22,6 +22,8 @@ from gpy_iterative.linear_operators.tiles.tiles import Tiles, blocks
 
 #: Points of a block of which only the diagonal is wanted; entries that are evaluated for one wanted entry, at the most.
 DIAGONAL_BLOCK = 256
+#: Entries that one call for many blocks may differ by from those of one call each.
+SAME_ENTRIES = {"rtol": 1e-3, "atol": 1e-6}
 
 
 class KernelTiles(Tiles):
@@ -314,6 +316,41 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             diagonal = diagonal.expand(whole)
         return self._of_members(diagonal, whole[-1:])
 
+    @torch.no_grad()
+    def principal_blocks(self, rows: Tensor) -> Tensor:
+        """operator[rows_i, rows_i] for sets of rows [c, k].
+
+        The kernel is called once for all sets where it takes a batch of inputs, which is tried on two sets; else once for
+        each set.
+        """
+        if self._outputs > 1 or self.members:
+            return torch.stack([self._block_of(block) for block in rows])
+        points = self.x1[rows]
+        if len(rows) > 2:
+            one_by_one = torch.stack([self.evaluate(x, x) for x in points[:2]])
+            found = self._in_one_batch(points[:2])
+            if found is not None and torch.allclose(found, one_by_one, **SAME_ENTRIES):
+                return self._function(self._named(self.parameters), points, points).to(self.dtype)
+        return torch.stack([self.evaluate(x, x) for x in points]).clone()
+
+    def _in_one_batch(self, points: Tensor) -> Tensor | None:
+        """The kernel of sets of points [c, k, d] by one call, [c, k, k]; None where its code takes no batch."""
+        try:
+            values = self._function(self._named(self.parameters), points, points).to(self.dtype)
+        except (RuntimeError, ValueError, IndexError):
+            return None
+        return values if values.shape == (*points.shape[:-1], points.shape[-2]) else None
+
+    def _block_of(self, rows: Tensor) -> Tensor:
+        """operator[rows, rows] [k, k]."""
+        shape = (len(rows), len(rows))
+        return self._entries(rows.repeat_interleave(len(rows)), rows.repeat(len(rows))).view(shape)
+
+    def kernel_inputs(self) -> Tensor:
+        """The inputs, one for each row, in units of the shortest lengthscale of each; see `extensions.kernel_inputs`."""
+        inputs = self.x1.detach() / _lengthscales(self.kernel, self.x1.detach())
+        return inputs.repeat_interleave(self._outputs, dim=-2)
+
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         outputs = self._outputs
         if not all(isinstance(index, slice) and index == slice(None) for index in batch_indices):
@@ -353,6 +390,20 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def to_dense(self) -> Tensor:
         """The matrix [*b, n, m]; O(n m) memory, differentiable."""
         return self.evaluate(self.x1, self.columns)
+
+
+def _lengthscales(kernel: Kernel, inputs: Tensor) -> Tensor:
+    """The shortest lengthscale [d] of each input among the kernel's parts; 1 for an input without one."""
+    size = inputs.shape[-1]
+    found = torch.full((size,), torch.inf, dtype=torch.float64, device=inputs.device)
+    for part in kernel.modules():
+        if isinstance(part, Kernel) and part.has_lengthscale:
+            # The active dims of the whole kernel have been selected.
+            dims = torch.arange(size) if part is kernel or part.active_dims is None else part.active_dims
+            if len(dims) and dims.max() < size:
+                lengthscale = part.lengthscale.detach().flatten(0, -2).amin(0).to(found)
+                found[dims] = torch.minimum(found[dims], lengthscale)
+    return torch.where(torch.isfinite(found), found, 1.0)
 
 
 def _leaves(tensor: Tensor) -> list[Tensor]:

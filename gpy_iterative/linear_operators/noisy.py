@@ -10,8 +10,10 @@ from gpy_iterative.linear_operators.extensions import (
     Rows,
     columns_matmul,
     dense_rows,
+    kernel_inputs,
     matrix_derivative,
     principal_block,
+    principal_blocks,
     rows_matmul,
 )
 
@@ -99,6 +101,16 @@ class NoisyLinearOperator(LinearOperator):
         result = principal_block(self.kernel, block)
         result.diagonal().add_(self.noise[block])
         return result
+
+    def principal_blocks(self, rows: Tensor) -> Tensor:
+        """operator[rows_i, rows_i] for sets of rows [c, k]."""
+        result = principal_blocks(self.kernel, rows)
+        result.diagonal(dim1=-2, dim2=-1).add_(self.noise[rows])
+        return result
+
+    def kernel_inputs(self) -> Tensor | None:
+        """Points [n, d] of the kernel, see `extensions.kernel_inputs`."""
+        return kernel_inputs(self.kernel)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
         """operator[..., rows, :]."""

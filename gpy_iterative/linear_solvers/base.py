@@ -20,7 +20,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_fraction
 from gpy_iterative.linear_solvers.columns import Columns, Iterate, LinearSystem
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
+from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.worker_threads import divided
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Solver(ABC):
         rhs: Tensor,
         *,
         groups: Sequence[ColumnGroup] | None = None,
-        preconditioner: LowRankPlusDiagonal | None = None,
+        preconditioner: Preconditioner | None = None,
         initial_guess: Tensor | None = None,
         guess_product: Tensor | None = None,
         generator: torch.Generator | None = None,
@@ -101,7 +101,7 @@ class Solver(ABC):
 class SolveInputs:
     """Inputs of a solve that an iteration may use: a preconditioner of this operator, and a generator to draw from."""
 
-    preconditioner: LowRankPlusDiagonal | None = None
+    preconditioner: Preconditioner | None = None
     generator: torch.Generator | None = None
 
 

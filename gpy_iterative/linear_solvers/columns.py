@@ -26,7 +26,7 @@ from torch import Tensor
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import low_precision_copy, rows_matmul
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
+from gpy_iterative.preconditioners.preconditioner import Preconditioner
 
 #: Rows, evenly spread, on which a running residual is compared with the true one; a smaller system is compared as a whole.
 VERIFIED_ROWS = 256
@@ -62,7 +62,7 @@ class LinearSystem:
     operator: LinearOperator  # H [*b, n, n]
     rhs: Tensor  # B [*b, n, s]
     groups: Sequence[ColumnGroup]  # of all s columns
-    preconditioner: LowRankPlusDiagonal | None = None
+    preconditioner: Preconditioner | None = None
     initial_guess: Tensor | None = None  # [*b, n, s]
     generator: torch.Generator | None = None
     callback: Callable[[SolveProgress], None] | None = None

@@ -14,8 +14,8 @@ from torch import Tensor
 from gpy_iterative.checks import check_instance
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.columns import Iterate
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, PreconditionerRecipe
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
+from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class ConjugateDirections:
 
     direction: Tensor  # d [n, s]
     product: Tensor  # r^T P^-1 r [s]
-    preconditioner: LowRankPlusDiagonal | None  # P; None is the identity
+    preconditioner: Preconditioner | None  # P; None is the identity
 
     @classmethod
-    def begin(cls, residual: Tensor, preconditioner: LowRankPlusDiagonal | None) -> Self:
+    def begin(cls, residual: Tensor, preconditioner: Preconditioner | None) -> Self:
         """The first directions, for residuals [n, s]."""
         # Preconditioned, unlike in the printed algorithm, which diverges. Cloned: a step overwrites the residual.
         direction = (residual if preconditioner is None else preconditioner.solve(residual)).clone()

@@ -1,13 +1,14 @@
-"""Preconditioners: low rank plus diagonal approximations of the system, which are cheap to solve and to sample.
+"""Preconditioners: approximations of the system that are cheap to solve and to sample.
 
-Begin with `low_rank_plus_diagonal.py`; `pivoted_cholesky.py` and `nystrom.py` have the recipes that build them.
+Begin with `preconditioner.py`. Of low rank plus a diagonal are those of `pivoted_cholesky.py` and `nystrom.py`; the
+inverse of `vecchia.py` has a sparse factor.
 The room may import `linear_operators` and all below it.
 """
 
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import (
     LowRankPlusDiagonal,
+    LowRankRecipe,
     NystromFactor,
-    PreconditionerRecipe,
 )
 from gpy_iterative.preconditioners.nystrom import Nystrom
 from gpy_iterative.preconditioners.pivoted_cholesky import (
@@ -15,13 +16,20 @@ from gpy_iterative.preconditioners.pivoted_cholesky import (
     PivotedCholeskyFactor,
     RandomlyPivotedCholesky,
 )
+from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
+from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
+from gpy_iterative.preconditioners.vecchia import Vecchia
 
 __all__ = [
     "LowRankPlusDiagonal",
+    "LowRankRecipe",
     "Nystrom",
     "NystromFactor",
     "PivotedCholesky",
     "PivotedCholeskyFactor",
+    "Preconditioner",
     "PreconditionerRecipe",
     "RandomlyPivotedCholesky",
+    "SparseInverseCholesky",
+    "Vecchia",
 ]

@@ -1,7 +1,7 @@
 """Preconditioners S = L L^T + diag(d), through one k x k Cholesky factor, and the recipes that build them."""
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Self
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 
 #: Up to this many columns a product is computed as the transpose of one with rows: a third of the time on a CPU.
 FEW_COLUMNS = 8
@@ -22,7 +23,7 @@ COLUMNS = 256
 ROUNDING = 0.1
 
 
-class LowRankPlusDiagonal:
+class LowRankPlusDiagonal(Preconditioner):
     """A covariance of low rank plus a positive diagonal: a preconditioner, or the covariance of probes.
 
     Args:
@@ -53,8 +54,12 @@ class LowRankPlusDiagonal:
         """k, the number of columns of L."""
         return self.factor.shape[-1]
 
+    @property
+    def smallest(self) -> Tensor:
+        """S is nowhere smaller than its diagonal."""
+        return self.diagonal.amin(-1)
+
     def __getitem__(self, index: int | tuple[int, ...]) -> Self:
-        """One member of a batch; nothing is computed again."""
         member = copy.copy(self)
         for name, value in vars(self).items():
             if torch.is_tensor(value):
@@ -62,7 +67,7 @@ class LowRankPlusDiagonal:
         return member
 
     def to(self, dtype: torch.dtype) -> Self:
-        """The same for vectors of another dtype; the inner factor stays in float64."""
+        """The inner factor stays in float64."""
         converted = copy.copy(self)
         for name in ("factor", "diagonal"):
             setattr(converted, name, getattr(self, name).to(dtype))
@@ -133,17 +138,11 @@ def _inner_matrix(factor: Tensor, diagonal: Tensor) -> Tensor:
     return inner
 
 
-class PreconditionerRecipe(ABC):
-    """Options from which a preconditioner is built for any system."""
+class LowRankRecipe(PreconditionerRecipe):
+    """Options from which a low rank plus diagonal preconditioner is built for any system."""
 
     @abstractmethod
-    def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> LowRankPlusDiagonal:
-        """The preconditioner of a system H [*b, n, n].
-
-        Args:
-            operator: K plus noise, or any other symmetric positive definite operator.
-            generator: for recipes that draw; None is seed 0.
-        """
+    def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> LowRankPlusDiagonal: ...
 
 
 def kernel_and_noise(operator: LinearOperator) -> tuple[LinearOperator, Tensor, Tensor | None]:

@@ -11,12 +11,12 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor, PreconditionerRecipe, kernel_and_noise
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe, NystromFactor, kernel_and_noise
 from gpy_iterative.preconditioners.pivoted_cholesky import factor_on
 
 
 @dataclass(frozen=True)
-class Nystrom(PreconditionerRecipe):
+class Nystrom(LowRankRecipe):
     """Recipe for K C (C^T K C)^-1 C^T K plus the noise, for a random subspace C of dimension `rank`.
 
     The paper scales the complement of the subspace by the smallest eigenvalue that was found; here it is the noise, which

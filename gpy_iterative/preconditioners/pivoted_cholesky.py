@@ -22,7 +22,7 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import (
     LowRankPlusDiagonal,
-    PreconditionerRecipe,
+    LowRankRecipe,
     kernel_and_noise,
 )
 
@@ -42,7 +42,7 @@ class PivotedCholeskyFactor(LowRankPlusDiagonal):
 
 
 @dataclass(frozen=True)
-class PivotedCholesky(PreconditionerRecipe):
+class PivotedCholesky(LowRankRecipe):
     """Recipe for a pivoted Cholesky factor with greedy pivots.
 
     Args:

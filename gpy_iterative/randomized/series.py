@@ -30,8 +30,8 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
+from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.randomized.solver_series import Series, conjugate_gradient_series
 from gpy_iterative.randomized.truncation import (
     AutomaticTruncation,
@@ -196,7 +196,7 @@ class _Member:
     residual: Tensor  # [n]
     vectors: Tensor  # of the probes, [n, s]
     dual: Tensor  # S^-1 xi, [n, s]
-    covariance: LowRankPlusDiagonal | None  # S, the preconditioner; None for the identity
+    covariance: Preconditioner | None  # S, the preconditioner; None for the identity
     target_stops: Tensor  # [M]
     probe_stops: Tensor  # [s]
 

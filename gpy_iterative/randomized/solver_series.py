@@ -17,8 +17,8 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_solvers.columns import LinearSystem
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateDirections
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveStats, SolveStatus
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, PreconditionerRecipe
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
+from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 from gpy_iterative.randomized.truncation import Truncation, check_truncation, draw_stops, survival_table, within
 from gpy_iterative.worker_threads import divided
 
@@ -77,7 +77,7 @@ def conjugate_gradient_series(
     stops: Tensor,
     log_survival: Tensor,
     *,
-    preconditioner: LowRankPlusDiagonal | None,
+    preconditioner: Preconditioner | None,
     tolerance: float | None = None,
 ) -> Series:
     """Runs once, from zero, for all columns and all truncations of each.
@@ -186,7 +186,7 @@ def russian_roulette_solve(
     rhs: Tensor,
     truncation: Truncation,
     *,
-    preconditioner: LowRankPlusDiagonal | PreconditionerRecipe | None = PivotedCholesky(rank=5),  # noqa: B008 (frozen)
+    preconditioner: Preconditioner | PreconditionerRecipe | None = PivotedCholesky(rank=5),  # noqa: B008 (frozen)
     tolerance: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Solution:

@@ -76,7 +76,7 @@ class MarginalLogLikelihoodReport(Report):
         truncation: of the methods that truncate at random, what was drawn.
         probe_jitter: where rounding left the frozen pivots of the probes' covariance without a Cholesky factor, the jitter
             that it took, relative to the kernel's largest variance; else None. Such pivots weigh less: the gradient stays
-            unbiased, with more variance.
+            unbiased, with more variance. The same holds for blocks of a `Vecchia` factor.
     """
 
     status: SolveStatus

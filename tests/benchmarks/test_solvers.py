@@ -36,9 +36,10 @@ def test_what_does_not_converge_shows_what_was_left() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_systems_are_what_they_are_said_to_be() -> None:
-    for name, (_, noise, lengthscale) in solvers.SYSTEMS.items():
+    for name, (dataset, noise, lengthscale) in solvers.SYSTEMS.items():
         operator, rhs = solvers.system(name, 30)
         assert rhs.shape == (30, 16)
-        scaled = 3**0.5 * torch.cdist(problem(30)[0], problem(30)[0]) / lengthscale
+        x = problem(30)[0] if isinstance(dataset, str) else solvers._data(dataset, 30)[0]
+        scaled = 3**0.5 * torch.cdist(x, x) / lengthscale
         expected = (1 + scaled) * torch.exp(-scaled) + noise * torch.eye(30).double()
         torch.testing.assert_close(operator.to_dense(), expected)

@@ -111,6 +111,7 @@ def _quadruply(basis: str, **options: Any) -> Callable[[int], Run]:
 
 
 CG = ConjugateGradients(tolerance=1e-3)
+VECCHIA = ConjugateGradients(tolerance=1e-3, preconditioner=gpi.preconditioners.Vecchia(5))
 SMALL = {"solver": CG, "num_probes": 4}
 RUNS: dict[str, Callable[[int], Run]] = {
     "hutchinson": _gaussian(gpi.mlls.HutchinsonMarginalLogLikelihood, **SMALL),
@@ -124,6 +125,10 @@ RUNS: dict[str, Callable[[int], Run]] = {
         gpi.mlls.HutchinsonMarginalLogLikelihood,
         solver=StochasticGradientDescent(batch_size=10, max_epochs=2000, tolerance=0.1),
         num_probes=4,
+    ),
+    "hutchinson-vecchia": _gaussian(gpi.mlls.HutchinsonMarginalLogLikelihood, solver=VECCHIA, num_probes=4),
+    "hutchinson-vecchia-cold": _gaussian(
+        gpi.mlls.HutchinsonMarginalLogLikelihood, solver=VECCHIA, num_probes=4, warm_start=False
     ),
     "hutchinson-batch": _gaussian(gpi.mlls.HutchinsonMarginalLogLikelihood, "batch", **SMALL),
     "hutchinson-exact": _gaussian(gpi.mlls.HutchinsonMarginalLogLikelihood),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gpytorch.kernels import RBFKernelGrad
+from gpytorch.kernels import Kernel, MaternKernel, PeriodicKernel, RBFKernel, RBFKernelGrad
 from linear_operator import LinearOperator
 from linear_operator.operators import (
     BlockInterleavedLinearOperator,
@@ -24,6 +24,7 @@ from gpy_iterative.linear_operators import (
     principal_block,
     rows_matmul,
 )
+from gpy_iterative.linear_operators.extensions import kernel_inputs, principal_blocks
 from gpy_iterative.linear_operators.radial.functions import MATERN32, RBF
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles import tiles as tiles_module
@@ -31,6 +32,15 @@ from gpy_iterative.linear_operators.tiles.tiles import Tiles
 from tests.linear_operators.radial.test_operator import inputs
 
 N = 21
+
+
+class _OneByOne(Kernel):
+    """Takes two lists of points, and no batches of them."""
+
+    has_lengthscale = True
+
+    def forward(self, x1: torch.Tensor, x2: torch.Tensor, **params) -> torch.Tensor:
+        return torch.exp(-(x1[:, None] - x2[None]).abs().sum(-1) / self.lengthscale)
 
 
 def radial(cache_memory: int | None = None) -> RadialKernelLinearOperator:
@@ -106,6 +116,54 @@ def test_parts_equal_the_dense_ones(name: str, block: slice) -> None:
         rows = torch.tensor([7, 0, 20, 13])
         torch.testing.assert_close(rows_matmul(operator, rows, rhs), matrix[rows] @ rhs)
         torch.testing.assert_close(dense_rows(operator, rows), matrix[rows])
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_principal_blocks_of_sets_of_rows(name: str) -> None:
+    operator = OPERATORS[name]()
+    rows = torch.tensor([[7, 0, 20, 13], [1, 2, 3, 4], [20, 19, 0, 7]])
+    with torch.no_grad():
+        matrix = operator.to_dense()
+        found = principal_blocks(operator, rows)
+    torch.testing.assert_close(found, matrix[rows.unsqueeze(-1), rows.unsqueeze(-2)])
+
+
+def test_blocks_of_neighbours_far_from_the_origin_keep_their_digits() -> None:
+    x = (inputs(N, 2) + torch.tensor([3000.0, 0.0])).double()
+    single = RadialKernelLinearOperator(x.float(), torch.tensor(1.7), function=RBF)
+    rows = torch.arange(N).view(3, 7)
+    exact = RadialKernelLinearOperator(x.float().double(), torch.tensor(1.7).double(), function=RBF)
+    torch.testing.assert_close(
+        principal_blocks(single, rows).double(), principal_blocks(exact, rows), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("kernel", [RBFKernel() * PeriodicKernel(), _OneByOne()], ids=["takes a batch", "takes none"])
+def test_blocks_of_a_kernel_that_may_take_no_batch(kernel: Kernel) -> None:
+    operator = GenericKernelLinearOperator.of_kernel(kernel.double(), inputs(N, 2).double())
+    rows = torch.arange(N).view(7, 3)  # as many points in a set as sets that are tried together, and more
+    for sets in (rows, rows[:2], torch.arange(20).view(10, 2)):
+        with torch.no_grad():
+            expected = operator.to_dense()[sets.unsqueeze(-1), sets.unsqueeze(-2)]
+        torch.testing.assert_close(principal_blocks(operator, sets), expected)
+
+
+def test_inputs_that_tell_which_points_are_near() -> None:
+    x, operator = inputs(N, 2).double(), radial()
+    assert kernel_inputs(dense_operator()) is None
+    noise = torch.ones(N).double()
+    torch.testing.assert_close(kernel_inputs(NoisyLinearOperator(operator, noise)), operator.x1)
+    both = SumLinearOperator(
+        operator, dense_operator(), ConstantMulLinearOperator(operator, torch.tensor(0.3).double())
+    )
+    torch.testing.assert_close(kernel_inputs(both), torch.cat([operator.x1, operator.x1], dim=-1))
+    kernel = (RBFKernel() * MaternKernel(ard_num_dims=2)).double()
+    kernel.kernels[0].lengthscale = 0.5
+    kernel.kernels[1].lengthscale = torch.tensor([[0.1, 3.0]])
+    generic = GenericKernelLinearOperator.of_kernel(kernel, x)
+    torch.testing.assert_close(kernel_inputs(generic), x / torch.tensor([0.1, 0.5]).double(), rtol=1e-6, atol=0)
+    several = several_outputs()
+    assert kernel_inputs(several).shape == (several.shape[-1], 2)
 
 
 def test_several_outputscales_share_the_rows_of_one_matrix() -> None:

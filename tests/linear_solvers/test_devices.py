@@ -7,7 +7,7 @@ import torch
 
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.products import Precision
-from gpy_iterative.preconditioners import Nystrom, PivotedCholesky, RandomlyPivotedCholesky
+from gpy_iterative.preconditioners import Nystrom, PivotedCholesky, RandomlyPivotedCholesky, Vecchia
 from gpy_iterative.solvers import (
     AcceleratedSketchAndProject,
     AlternatingProjections,
@@ -29,6 +29,7 @@ SOLVERS = [
     ConjugateGradients(preconditioner=PivotedCholesky(rank=20)),
     ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=20)),
     ConjugateGradients(preconditioner=Nystrom(rank=20)),
+    ConjugateGradients(preconditioner=Vecchia(10)),
     AlternatingProjections(block_size=10, fallback=None),
     AlternatingProjections(block_size=10),
     StochasticGradientDescent(batch_size=30),
@@ -48,7 +49,7 @@ def on(device: torch.device, operator: NoisyLinearOperator) -> NoisyLinearOperat
 @pytest.mark.parametrize(
     ("solver", "precision"),
     [(solver, "native") for solver in SOLVERS]
-    + [(solver, "float32") for solver in (SOLVERS[1], SOLVERS[5], SOLVERS[8])],
+    + [(solver, "float32") for solver in (SOLVERS[1], SOLVERS[4], SOLVERS[6], SOLVERS[9])],
     ids=lambda part: part if isinstance(part, str) else type(part).__name__,
 )
 def test_every_promise_is_kept(solver: IterativeSolver, precision: Precision, device: torch.device) -> None:
@@ -95,6 +96,7 @@ def test_log_determinants(device: torch.device) -> None:
     [
         (ConjugateGradients(preconditioner=None), 0.3),
         (ConjugateGradients(preconditioner=PivotedCholesky(rank=20)), 0.3),
+        (ConjugateGradients(preconditioner=Vecchia(2)), 0.3),
         (AlternatingProjections(block_size=10, fallback=None), 0.6),  # norms, and which blocks come next
         (StochasticGradientDescent(batch_size=30), 0.6),  # norms, and whether they grow
         (StochasticDualDescent(batch_size=30), 0.6),

@@ -23,7 +23,7 @@ from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolution, LaplaceS
 from gpy_iterative.laplace.newton.basis import ActionBasis, GalerkinSystem
 from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
 from gpy_iterative.laplace.newton.preconditioning import LatentFactor, NewtonPreconditioner, latent_factor
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import PreconditionerRecipe
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe
 from gpy_iterative.worker_threads import divided
 
 #: Up to so many latent values (points times functions) dense factors cost little, and are exact.
@@ -64,7 +64,7 @@ class LaplaceNewton(LaplaceSolver):
 
     max_inner: int = 20
     forcing: float = 0.1
-    preconditioner: PreconditionerRecipe | None = None
+    preconditioner: LowRankRecipe | None = None
     max_rank: int = 300
     num_covariance_actions: int = 0
 
@@ -79,7 +79,7 @@ class LaplaceNewton(LaplaceSolver):
         check_count("max_rank", self.max_rank)
         check_fraction("forcing", self.forcing)
         check_count("num_covariance_actions", self.num_covariance_actions, least=0)
-        check_instance("preconditioner", self.preconditioner, PreconditionerRecipe, "RandomlyPivotedCholesky(rank=100)")
+        check_instance("preconditioner", self.preconditioner, LowRankRecipe, "RandomlyPivotedCholesky(rank=100)")
 
     def _step_solver(self, problem: Problem) -> StepSolver:
         return _SubspaceSteps(problem, self)

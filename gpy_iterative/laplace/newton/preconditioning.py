@@ -16,7 +16,7 @@ from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.linear_operators.latent import LatentPrior, RepeatedKernelLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import BlockFactor, block_cholesky
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, PreconditionerRecipe
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, LowRankRecipe
 
 #: Columns of a factor that are weighted at a time.
 WEIGHTED_COLUMNS = 32
@@ -85,7 +85,7 @@ class NewtonPreconditioner:
 
 
 def latent_factor(
-    recipe: PreconditionerRecipe, prior: LatentPrior, curvature: Curvature, generator: torch.Generator
+    recipe: LowRankRecipe, prior: LatentPrior, curvature: Curvature, generator: torch.Generator
 ) -> LatentFactor:
     """The factor of a prior by a recipe, whose noise is that of the curvature."""
     operator, latents = prior.operator, prior.num_latents
@@ -106,7 +106,7 @@ def latent_factor(
 
 
 def _built(
-    recipe: PreconditionerRecipe, kernel: LinearOperator, noise: float, generator: torch.Generator
+    recipe: LowRankRecipe, kernel: LinearOperator, noise: float, generator: torch.Generator
 ) -> LowRankPlusDiagonal:
     diagonal = kernel.diagonal(dim1=-1, dim2=-2).detach()
     return recipe.build(NoisyLinearOperator(kernel, torch.full_like(diagonal, noise)), generator=generator)

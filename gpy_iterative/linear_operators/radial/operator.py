@@ -13,7 +13,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.keops import RadialKeOps
-from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances
+from gpy_iterative.linear_operators.radial.squared_distances import SquaredDistances, differentiable_squared_distances
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
@@ -131,6 +131,22 @@ class RadialKernelLinearOperator(TiledLinearOperator):
             return self.outputscale.unsqueeze(-1).expand(self.shape[:-1]).clone()
         u = (self.x1 - self.x2).square().sum(-1, keepdim=True) * self.function.scale(self.alpha)
         return self.outputscale.unsqueeze(-1) * self.function.value(u, self.alpha).squeeze(-1)
+
+    @torch.no_grad()
+    def principal_blocks(self, rows: Tensor) -> Tensor:
+        """operator[rows_i, rows_i] for sets of rows [c, k], c k^2 entries."""
+        points = self.x1[rows]
+        # Around a point of each set: rounding errors are then those of the distances inside of a set.
+        points = points - points[:, :1]
+        function, everything = self.function, slice(None)
+        distances = SquaredDistances(points, points, function.scale(self.alpha), has_kink=function.has_kink)
+        u = distances.block(everything, everything)
+        u.diagonal(dim1=-2, dim2=-1).zero_()
+        return function.value_(u, torch.empty_like(u), self.alpha).mul_(self.tile_scale)
+
+    def kernel_inputs(self) -> Tensor:
+        """The scaled inputs, see `extensions.kernel_inputs`."""
+        return self.x1.detach()
 
     def _full_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """x1, outputscale, x2 and alpha with all batch dimensions."""

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import is_negative
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, NystromFactor
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
+from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.worker_threads import divided
 
 #: u^T log(M) u by Gauss' rule and by Gauss and Radau's, [*b, s] each: an upper and a lower bound.
@@ -141,7 +142,7 @@ class LogDeterminant:
 def stochastic_logdet(
     operator: LinearOperator,
     probes: Tensor,
-    preconditioner: LowRankPlusDiagonal,
+    preconditioner: Preconditioner,
     *,
     max_iterations: int = MAX_LOGDET_PRODUCTS,
     tolerance: float | None = None,
@@ -209,15 +210,17 @@ class _Lanczos:
         self,
         operator: LinearOperator,
         probes: Tensor,
-        preconditioner: LowRankPlusDiagonal,
+        preconditioner: Preconditioner,
         first_product: Tensor | None,
     ) -> None:
         self.bounds: list[Bounds] = []
         self._operator, self._preconditioner, self._first_product = operator, preconditioner, first_product
         # A pivoted Cholesky factor, as Nystrom's, has K >= L L^T, so that H >= L L^T + noise >= min(noise / d) P.
-        is_below = isinstance(preconditioner, NystromFactor | PivotedCholeskyFactor)
-        is_noisy = isinstance(operator, NoisyLinearOperator)
-        self._floor = (operator.noise / preconditioner.diagonal).amin(-1) if is_noisy and is_below else None
+        self._floor: Tensor | None = None
+        if isinstance(operator, NoisyLinearOperator) and isinstance(
+            preconditioner, NystromFactor | PivotedCholeskyFactor
+        ):
+            self._floor = (operator.noise / preconditioner.diagonal).amin(-1)
         self._residual, self._solved, self._previous = probes, preconditioner.solve(probes), torch.zeros_like(probes)
         self._squared_norm = (probes * self._solved).sum(-2).clamp_min(0)
         self._beta = self._squared_norm.sqrt()
@@ -257,8 +260,8 @@ class _Lanczos:
     def log_determinant(self, samples: Tensor, error: Tensor, positions: BracketPositions) -> LogDeterminant:
         """The estimate from u^T log(M) u [*b, s], and the error [*b] of its mean."""
         matrix = _tridiagonal(self._diagonals, self._offdiagonals)
-        # A Ritz value is x^T H x / x^T P x, and P nowhere smaller than its diagonal.
-        smallest = torch.linalg.eigvalsh(matrix)[..., 0].amin(-1) * self._preconditioner.diagonal.amin(-1)
+        # A Ritz value is x^T H x / x^T P x.
+        smallest = torch.linalg.eigvalsh(matrix)[..., 0].amin(-1) * self._preconditioner.smallest
         return LogDeterminant(
             self._preconditioner.logdet() + samples.mean(-1),
             torch.hypot(_sem(samples), error),
