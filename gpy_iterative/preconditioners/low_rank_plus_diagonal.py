@@ -2,6 +2,7 @@
 
 import copy
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Self
 
 import torch
@@ -19,7 +20,7 @@ CHUNK = 4096
 #: Columns of the inner matrix that are computed at a time, from the diagonal downwards.
 COLUMNS = 256
 #: The inner matrix has eigenvalues of 1 and more. Where the norm of its rounding may be larger than this, it is multiplied
-#: in float64.
+#: in float64, and so are the factor's products in a solve.
 ROUNDING = 0.1
 
 
@@ -36,13 +37,15 @@ class LowRankPlusDiagonal(Preconditioner):
 
     With W = d^-1/2 L, S = d^1/2 (I + W W^T) d^1/2; the inner matrix I + W^T W is as ill conditioned as S over its
     noise. Construction costs n k^2 / 2 multiply-adds, in float64 where the factor's own dtype cannot hold the inner
-    matrix, which is factored in float64 in any case; a solve with s columns 2 n k s in the factor's own dtype.
+    matrix, which is factored in float64 in any case; a solve with s columns 2 n k s, in float64 too where the
+    difference of two large vectors would be left with their rounding.
     """
 
     def __init__(self, factor: Tensor, diagonal: Tensor, build_epochs: float | None = None) -> None:
         self.factor, self.diagonal = factor, diagonal
         self.build_epochs = factor.shape[-1] / factor.shape[-2] if build_epochs is None else build_epochs
-        self._cholesky, info = torch.linalg.cholesky_ex(_inner_matrix(factor, diagonal))
+        self._norm = _inner_norm(factor, diagonal)
+        self._cholesky, info = torch.linalg.cholesky_ex(_inner_matrix(factor, diagonal, self._working_dtype))
         if info.any():  # I + W^T W is positive definite whenever it is finite
             raise NonFiniteError(
                 "A low rank plus diagonal matrix has entries that are not finite, or a diagonal that is not positive: "
@@ -79,8 +82,22 @@ class LowRankPlusDiagonal(Preconditioner):
 
     def solve(self, rhs: Tensor) -> Tensor:
         """S^-1 rhs for [*b, n, s], by Woodbury's identity."""
+        if self._working_dtype != rhs.dtype:
+            return self._solve_in_float64(rhs)
         diagonal = self.diagonal.unsqueeze(-1)
         return (rhs - _times(self.factor, self._inner_solve(_times(self.factor.mT, rhs / diagonal)))) / diagonal
+
+    def _solve_in_float64(self, rhs: Tensor) -> Tensor:
+        """Conjugate gradients wander without end where S^-1 rhs has an error along the largest eigenvectors of H."""
+        tensors = (self.factor, self.diagonal.unsqueeze(-1), rhs)
+        parts = list(zip(*(tensor.split(CHUNK, dim=-2) for tensor in tensors), strict=True))
+        inner = sum(
+            (rows.double().mT @ (vectors.double() / diagonal) for rows, diagonal, vectors in parts),
+            start=torch.zeros(()),
+        )
+        inner = torch.cholesky_solve(inner, self._cholesky)
+        found = [((vectors - rows.double() @ inner) / diagonal).to(rhs.dtype) for rows, diagonal, vectors in parts]
+        return torch.cat(found, dim=-2)
 
     def logdet(self) -> Tensor:
         """The log-determinant of S, [*b]."""
@@ -102,6 +119,13 @@ class LowRankPlusDiagonal(Preconditioner):
         inner = self._inner_solve(factor_base - _times(self.factor.mT, whitened))
         return whitened + _times(self.factor, inner) / self.diagonal.unsqueeze(-1)
 
+    @property
+    def _working_dtype(self) -> torch.dtype:
+        """In which the factor's products are computed."""
+        # The rounding of an entry is random, eps sqrt(g_ii g_jj): its matrix has a norm of about eps sqrt(k) mean(g_ii).
+        is_lost = torch.finfo(self.factor.dtype).eps * self._norm > ROUNDING
+        return torch.float64 if is_lost else self.factor.dtype
+
     def _inner_solve(self, rhs: Tensor) -> Tensor:
         """(I + W^T W)^-1 rhs for [*b, k, s]."""
         return torch.cholesky_solve(rhs.double(), self._cholesky).to(rhs.dtype)
@@ -119,17 +143,24 @@ def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
     return (vectors.mT @ matrix.mT).mT if vectors.shape[-1] <= FEW_COLUMNS else matrix @ vectors
 
 
-def _inner_matrix(factor: Tensor, diagonal: Tensor) -> Tensor:
-    """I + W^T W [*b, k, k] in float64, of which only the lower triangle counts."""
-    rank, dtype = factor.shape[-1], factor.dtype
+def _whitened_parts(factor: Tensor, diagonal: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of L and of d^1/2, some at a time."""
+    return zip(factor.split(CHUNK, dim=-2), diagonal.sqrt().unsqueeze(-1).split(CHUNK, dim=-2), strict=True)
+
+
+def _inner_norm(factor: Tensor, diagonal: Tensor) -> float:
+    """The norm of the diagonal of W^T W, the largest of a batch."""
+    squares = sum(
+        ((rows / root).square().sum(-2) for rows, root in _whitened_parts(factor, diagonal)), factor.new_zeros(())
+    )
+    return float(torch.linalg.vector_norm(squares, dim=-1).amax())
+
+
+def _inner_matrix(factor: Tensor, diagonal: Tensor, dtype: torch.dtype) -> Tensor:
+    """I + W^T W [*b, k, k] in float64, multiplied in a dtype; only the lower triangle counts."""
+    rank = factor.shape[-1]
     inner = factor.new_zeros(*factor.shape[:-2], rank, rank, dtype=torch.float64)
-    roots = diagonal.sqrt().unsqueeze(-1)
-    parts = list(zip(factor.split(CHUNK, dim=-2), roots.split(CHUNK, dim=-2), strict=True))
-    squares = sum(((rows / root).square().sum(-2) for rows, root in parts), factor.new_zeros(()))
-    # The rounding of an entry is random, eps sqrt(g_ii g_jj): its matrix has a norm of about eps sqrt(k) mean(g_ii).
-    if torch.finfo(dtype).eps * torch.linalg.vector_norm(squares, dim=-1).amax() > ROUNDING:
-        dtype = torch.float64
-    for rows, root in parts:
+    for rows, root in _whitened_parts(factor, diagonal):
         rows = (rows / root).to(dtype)
         for start in range(0, rank, COLUMNS):
             columns = slice(start, start + COLUMNS)

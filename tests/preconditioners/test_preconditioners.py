@@ -7,7 +7,7 @@ from linear_operator.operators import DenseLinearOperator
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import NoisyLinearOperator
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, RandomlyPivotedCholesky
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import COLUMNS
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import CHUNK, COLUMNS
 from gpy_iterative.preconditioners.pivoted_cholesky import PartialCholesky
 from tests.monte_carlo import assert_mean_within
 from tests.oracles import pivoted_cholesky, problem
@@ -34,6 +34,18 @@ def test_woodbury(dtype: torch.dtype, batch: tuple[int, ...]) -> None:
     torch.testing.assert_close(covariance.matmul(rhs.to(dtype)).double(), dense @ rhs, **tolerance)
     torch.testing.assert_close(covariance.solve(rhs.to(dtype)).double(), torch.linalg.solve(dense, rhs), **tolerance)
     torch.testing.assert_close(covariance.logdet().double(), torch.logdet(dense), **tolerance)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_float32_solves_are_rounded_once_where_one_eigenvalue_is_large(batch: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = CHUNK + 100
+    columns = torch.full((*batch, rows, 1), 8.0), torch.rand(*batch, rows, 40, generator=generator)
+    covariance = LowRankPlusDiagonal(torch.cat(columns, dim=-1), torch.full((*batch, rows), 0.05))
+    rhs = torch.randn(*batch, rows, 17, generator=generator)
+    found, exact = covariance.solve(rhs), covariance.to(torch.float64).solve(rhs.double())
+    assert found.dtype == torch.float32
+    assert (found - exact).norm() < 1e-7 * exact.norm()  # ten times that by products in float32
 
 
 def test_samples_have_the_covariance() -> None:
