@@ -9,11 +9,11 @@ from gpy_iterative.linear_solvers.alternating_projections import AlternatingProj
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
+from gpy_iterative.preconditioners.suited import LowRankOrVecchia
 
 #: Up to here a dense factor costs less than an iterative solve, and is exact.
 EXACT_BELOW = 3000
-#: The fallback's preconditioner has a sixteenth as many columns as the matrix, and no more than 500. Its cost is then about
+#: The fallback's low rank has a sixteenth as many columns as the matrix, and no more than 500. Its cost is then about
 #: that of two passes over the matrix with the default number of probes.
 ROWS_PER_COLUMN = 16
 MAX_FALLBACK_RANK = 500
@@ -36,7 +36,7 @@ def default_solver(operator: LinearOperator) -> Solver:
 def conjugate_gradients(size: int) -> ConjugateGradients:
     """Conjugate gradients with a preconditioner for matrices in tiles of so many rows."""
     rank = min(max(size // ROWS_PER_COLUMN, 1), MAX_FALLBACK_RANK)
-    return ConjugateGradients(preconditioner=RandomlyPivotedCholesky(rank=rank))
+    return ConjugateGradients(preconditioner=LowRankOrVecchia(rank))
 
 
 def _is_tiled(operator: LinearOperator) -> bool:

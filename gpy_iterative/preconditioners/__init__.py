@@ -1,7 +1,7 @@
 """Preconditioners: approximations of the system that are cheap to solve and to sample.
 
 Begin with `preconditioner.py`. Of low rank plus a diagonal are those of `pivoted_cholesky.py` and `nystrom.py`; the
-inverse of `vecchia.py` has a sparse factor.
+inverse of `vecchia.py` has a sparse factor, and `suited.py` chooses.
 The room may import `linear_operators` and all below it.
 """
 
@@ -18,9 +18,11 @@ from gpy_iterative.preconditioners.pivoted_cholesky import (
 )
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
+from gpy_iterative.preconditioners.suited import LowRankOrVecchia
 from gpy_iterative.preconditioners.vecchia import Vecchia
 
 __all__ = [
+    "LowRankOrVecchia",
     "LowRankPlusDiagonal",
     "LowRankRecipe",
     "Nystrom",

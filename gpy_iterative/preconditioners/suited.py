@@ -1,0 +1,61 @@
+"""The preconditioner that suits a system: low rank where that leaves little, else Vecchia's sparse inverse factor."""
+
+from dataclasses import dataclass
+
+import torch
+from linear_operator import LinearOperator
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.linear_operators.extensions import kernel_inputs
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, kernel_and_noise
+from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
+from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
+from gpy_iterative.preconditioners.vecchia import Vecchia
+
+#: Mean variance that the low rank leaves, in units of the noise, from which on neighbours say more.
+LEFT_OVER = 4.0
+#: Inputs up to which a tree finds neighbours quickly.
+MOST_INPUTS = 8
+
+
+@dataclass(frozen=True)
+class LowRankOrVecchia(PreconditionerRecipe):
+    """`RandomlyPivotedCholesky(rank)`; `Vecchia()` where the low rank leaves more than four times the noise.
+
+    That is so for data that span many lengthscales, such as maps and time series. Vecchia's factor is taken for one system
+    (no batch) of a kernel with at most eight inputs.
+
+    Args:
+        rank: of the low rank.
+
+    Raises:
+        ValueError: a rank below 1.
+
+    Cost: that of the low rank, and that of Vecchia's factor where it is taken.
+    """
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+
+    @torch.no_grad()
+    def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> Preconditioner:
+        factor = RandomlyPivotedCholesky(self.rank).build(operator, generator=generator)
+        if _left_over(operator, factor) > LEFT_OVER and _has_neighbours(operator):
+            return Vecchia().build(operator, generator=generator)
+        return factor
+
+
+def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:
+    """The mean of diag(K - L L^T) over the noise; 0 for a batch, or without a noise."""
+    _, diagonal, noise = kernel_and_noise(operator)
+    if noise is None or operator.batch_shape:
+        return 0.0
+    rest = diagonal.sum() - torch.linalg.vector_norm(factor.factor).square()
+    return float(rest / noise.sum())
+
+
+def _has_neighbours(operator: LinearOperator) -> bool:
+    points = kernel_inputs(operator)
+    return points is not None and points.shape[-1] <= MOST_INPUTS

@@ -1,0 +1,46 @@
+"""The choice between low rank and neighbours."""
+
+import gpytorch
+import pytest
+import torch
+from linear_operator import to_linear_operator
+
+from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, operator_of_kernel
+from gpy_iterative.preconditioners import LowRankOrVecchia, PivotedCholeskyFactor, SparseInverseCholesky
+
+
+def system(lengthscale: float, inputs: int = 2, batch: tuple[int, ...] = ()) -> NoisyLinearOperator:
+    x = torch.rand(*batch, 500, inputs, generator=torch.Generator().manual_seed(0)).double()
+    kernel = gpytorch.kernels.MaternKernel(nu=1.5).double()
+    kernel.lengthscale = lengthscale
+    return NoisyLinearOperator(operator_of_kernel(kernel, x, None, KernelProducts()).detach(), torch.full((*batch, 500), 0.01).double())
+
+
+def test_long_lengthscales_take_low_rank_and_short_ones_neighbours() -> None:
+    recipe = LowRankOrVecchia(40)
+    assert isinstance(recipe.build(system(1.0)), PivotedCholeskyFactor)
+    assert isinstance(recipe.build(system(0.1)), SparseInverseCholesky)
+
+
+@pytest.mark.parametrize("case", [{"inputs": 9}, {"batch": (2,)}])
+def test_many_inputs_and_batches_take_low_rank(case: dict[str, int]) -> None:
+    assert isinstance(LowRankOrVecchia(40).build(system(0.1, **case)), PivotedCholeskyFactor)
+
+
+def test_a_matrix_without_inputs_takes_low_rank() -> None:
+    operator = system(0.1)
+    dense = NoisyLinearOperator(to_linear_operator(operator.kernel.to_dense()), operator.noise)
+    assert isinstance(LowRankOrVecchia(40).build(dense), PivotedCholeskyFactor)
+
+
+def test_the_generator_decides() -> None:
+    operator, recipe = system(0.1), LowRankOrVecchia(40)
+    first, again, other = (recipe.build(operator, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
+    assert all(isinstance(each, SparseInverseCholesky) for each in (first, again, other))
+    assert torch.equal(first.order, again.order)
+    assert not torch.equal(first.order, other.order)
+
+
+def test_a_rank_below_one() -> None:
+    with pytest.raises(ValueError, match="rank"):
+        LowRankOrVecchia(0)
