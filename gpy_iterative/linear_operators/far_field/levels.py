@@ -1,8 +1,8 @@
 """A kernel matrix as a sum over the levels of a tree, K ~ sum_l E_l^T K_l E_l, and its products.
 
 E_0 takes a vector to the leaves, where K_0 are the near blocks as they are. E_(l+1) = U_l^T E_l takes it on to the
-skeletons of the nodes, leaves first, where K_(l+1) are the blocks of pairs that are far on this level. A vector of s columns
-has at each level the shape [nodes, s, points of a node]: each block then multiplies contiguous memory.
+skeletons of the nodes, leaves first, where K_(l+1) are the blocks of pairs that are far on this level. s columns have
+at each level the shape [nodes, s, points of a node]: every block then multiplies contiguous memory.
 """
 
 from collections.abc import Callable, Sequence
