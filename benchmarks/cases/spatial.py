@@ -82,7 +82,7 @@ def measure(
         found: Outcome = {"setup": setup, "measured_error": error, "entries": _entries(field)}
         if error is None:
             return found
-        found |= {"error": _error(field, problem, lengthscale), **peak_memory()}
+        found |= {"product_error": _error(field, problem, lengthscale), **peak_memory()}
         times = _turns(problem, field, rows, repeats)
     scale = (n / rows) ** 2
     times["tiles"] = [seconds * scale for seconds in times["tiles"]]
@@ -91,10 +91,8 @@ def measure(
 
 def _turns(problem: Problem, field: RadialKernelLinearOperator, rows: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of every repetition, after one that is not measured."""
-    n = len(problem.x)
     tiles, v = problem.operator(rows, cache_memory=0), problem.v
     gradient, other = problem.operator(learns=True, far_field=field.products.far_field, cache_memory=0), v.roll(1, 0)
-    gradient.tiles().cache.structure(lambda: field.tiles().far_field())  # the same points: built once
     kept = problem.operator(far_field=field.products.far_field)
     computed: dict[str, Callable[[], object]] = {
         "product": lambda: field._matmul(v),
@@ -103,12 +101,10 @@ def _turns(problem: Problem, field: RadialKernelLinearOperator, rows: int, repea
     }
     if 4 * _entries(field) <= KernelProducts().cache_budget(v.device):
         computed["kept"] = lambda: kept._matmul(v)
-    seconds: dict[str, list[float]] = {name: [] for name in computed}
-    for repetition in range(repeats + 1):
-        for name, compute in computed.items():
-            if repetition or n < 10**6 or name == "kept":
-                seconds[name].append(_seconds(compute)[0])
-    return {name: every[1:] if len(every) > repeats else every for name, every in seconds.items()}
+    for compute in computed.values():
+        compute()
+    every = [{name: _seconds(compute)[0] for name, compute in computed.items()} for _ in range(repeats)]
+    return {name: [seconds[name] for seconds in every] for name in computed}
 
 
 def _seconds(compute: Callable[[], Any]) -> tuple[float, Any]:
@@ -147,7 +143,7 @@ def table(outcomes: Mapping[int, Outcome], title: str) -> Table:
         mark = "~" if outcome.get("is_extrapolated") else ""
         cells = [f"{n:,}", f"{outcome['setup']:.2f}", f"{product:.3g}", f"{best(outcome, 'kept'):.3g}"]
         cells += [f"{best(outcome, 'gradient') / product:.2f}", f"{mark}{best(outcome, 'tiles'):.3g}"]
-        cells += [f"{mark}{ratio(outcome):.1f}", f"{slope:.2f}", f"{outcome.get('error', math.nan):.1e}"]
+        cells += [f"{mark}{ratio(outcome):.1f}", f"{slope:.2f}", f"{outcome.get('product_error', math.nan):.1e}"]
         rows.append([*cells, f"{2 * outcome['entries'] / n:,.0f}", memory_cell(outcome)])
     heads = ["n", "setup s", "product s", "kept s", "gradient / product", "tiles s", "tiles / product", "slope"]
     return Table(title, [*heads, "error", "entries / n", "MB"], rows)

@@ -23,7 +23,7 @@ def test_points_lie_in_the_cube(layout: str) -> None:
 @pytest.mark.parametrize("layout", list(spatial.Layout))
 def test_what_is_measured(layout: str) -> None:
     outcome = spatial.measure(n=2000, d=2, layout=layout, tiles_rows=1000, **OPTIONS)
-    assert outcome["error"] < 2e-4
+    assert outcome["product_error"] < 2e-4
     assert outcome["is_extrapolated"]
     assert outcome["entries"] < 2000**2 / 2
     assert all(len(outcome[name]) == 2 for name in ("product", "kept", "tiles", "gradient"))
@@ -41,7 +41,7 @@ def test_slopes_and_ratios() -> None:
         times = {name: [scale, 2 * scale] for name in ("product", "kept", "gradient")} | {
             "tiles": [4 * scale, 4 * scale]
         }
-        return {"setup": 1.0, "entries": 5, "error": 1e-6, "peak_memory_mb": 10.0, **times}
+        return {"setup": 1.0, "entries": 5, "product_error": 1e-6, "peak_memory_mb": 10.0, **times}
 
     assert spatial.ratio(outcome(1.0)) == 3.0
     shown = spatial.table({100: outcome(1.0), 1000: outcome(10.0)}, "title")

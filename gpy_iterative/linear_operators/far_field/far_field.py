@@ -8,6 +8,7 @@ from gpy_iterative.linear_operators.far_field.entries import Entries
 from gpy_iterative.linear_operators.far_field.levels import Levels
 from gpy_iterative.linear_operators.far_field.measured import measured_error
 from gpy_iterative.linear_operators.far_field.plan import RANK_STEP, Plan, make_plan, with_measured_ranks
+from gpy_iterative.worker_threads import divided
 
 #: The tolerance that "auto" takes up to so many rows. Beyond, it falls with their number, as the matrix's largest
 #: eigenvalue grows and the noise does not; but not below what float32 can resolve.
@@ -33,6 +34,7 @@ class FarField:
     error: float
 
 
+@divided()
 def far_field(entries: Entries, wanted: float | Literal["auto"]) -> FarField | None:
     """The far field of a symmetric matrix of these entries; None where it would not pay, or would miss its tolerance."""
     n = len(entries)

@@ -11,6 +11,7 @@ from gpy_iterative.linear_operators.far_field.pairs import LevelPairs, level_pai
 from gpy_iterative.linear_operators.far_field.proxies import sampled_proxies
 from gpy_iterative.linear_operators.far_field.skeletons import needed_rank
 from gpy_iterative.linear_operators.far_field.tree import Nodes, balanced_tree
+from gpy_iterative.worker_threads import run
 
 #: Rows of a leaf, at the least.
 SMALLEST_LEAF = 32
@@ -22,7 +23,7 @@ SAMPLED_NODES, SAMPLED_ROWS, SAMPLED_PROXIES = 24, 192, 384
 SAMPLED_ENTRIES = 2**16
 #: The error of far entries that ranks are measured for, which adds up over the levels, and entries that count as zero: in
 #: parts of the error that is allowed.
-AIM, NEGLIGIBLE = 0.12, 0.03
+AIM, NEGLIGIBLE = 0.08, 0.03
 #: Ranks are multiples of this number: matrix products are faster.
 RANK_STEP = 8
 
@@ -85,8 +86,10 @@ def make_plan(entries: Entries, tolerance: float) -> Plan:
 
 def with_measured_ranks(plan: Plan, entries: Entries) -> Plan:
     """The plan with the ranks that its error takes, and with its leaves at the depth of least cost."""
-    generator, double = torch.Generator().manual_seed(1), entries.double()
-    plan = replace(plan, ranks=[_rank(double, nodes, plan.error, generator) for nodes in plan.levels])
+    double = entries.double()
+    # The root first: large nodes take longest.
+    ranks = run([partial(_rank, double, nodes, plan.error) for nodes in plan.levels])
+    plan = replace(plan, ranks=ranks)
     return min((plan.cut(depth) for depth in range(len(plan.levels))), key=lambda other: other.cost)
 
 
@@ -98,8 +101,9 @@ def entries_size(entries: Entries) -> float:
     return math.sqrt(float(found + diagonal / n))
 
 
-def _rank(entries: Entries, nodes: Nodes, error: float, generator: torch.Generator) -> int:
+def _rank(entries: Entries, nodes: Nodes, error: float) -> int:
     """The rank that a level needs for this error; the nodes' size where there is none."""
+    generator = torch.Generator().manual_seed(1)
     chosen = torch.randperm(len(nodes), generator=generator)[:SAMPLED_NODES].to(nodes.rows.device)
     proxies = sampled_proxies(nodes, chosen, SAMPLED_PROXIES, generator)
     if not len(proxies.rows):

@@ -15,7 +15,7 @@ from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
-from gpy_iterative.worker_threads import run
+from gpy_iterative.worker_threads import divided, run
 
 _ALL = slice(None)
 
@@ -63,6 +63,7 @@ class RadialFarField(RadialTiles):
         field = self.far_field() if is_whole else None
         return super().product(rows, columns, rhs, tile) if field is None else self._product(field, rhs, self._values)
 
+    @divided()
     def _product(self, field: FarField, rhs: Tensor, values: Callable[[Batch], Tensor]) -> Tensor:
         """The matrix of these blocks times rhs [*b, n, s]."""
         columns = rhs.movedim(-2, 0)
@@ -125,6 +126,7 @@ class RadialFarField(RadialTiles):
 
     # Derivative
 
+    @divided()
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
         """The derivative for W = weights, with the interpolation held fixed: exact for the matrix of the products."""
         field = self.far_field() if isinstance(weights, BilinearWeights) else None
