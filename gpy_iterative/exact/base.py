@@ -36,6 +36,7 @@ from gpy_iterative.exact.estimates import (
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior
 from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, RandomFeatures, Whitened, suited_to
 from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_data, check_likelihood
+from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 from gpy_iterative.linear_solvers.base import Solver
@@ -172,6 +173,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             seconds=time.perf_counter() - start,
             truncation=estimate.truncation,
             probe_jitter=estimate.probe_jitter,
+            # A matrix that was factored was made of exact entries.
+            far_field_error=far_field_error(system.operator) if estimate.stats.epochs else None,
         )
         logger.info("%s: %s", type(self).__name__, self.report)
         self._run, self._params = run, likelihood_params  # only now: a step that fails changes nothing

@@ -5,7 +5,13 @@ Begin with `products.py` (options of the products), `radial/operator.py` (statio
 has the operations beyond those of `LinearOperator`. The room may import `errors`, `checks`, `changes` and `worker_threads`.
 """
 
-from gpy_iterative.linear_operators.extensions import columns_matmul, dense_rows, principal_block, rows_matmul
+from gpy_iterative.linear_operators.extensions import (
+    columns_matmul,
+    dense_rows,
+    far_field_error,
+    principal_block,
+    rows_matmul,
+)
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, noisy_operator, operator_of_kernel
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.latent import RepeatedKernelLinearOperator, latent_prior
@@ -21,6 +27,7 @@ __all__ = [
     "RepeatedKernelLinearOperator",
     "columns_matmul",
     "dense_rows",
+    "far_field_error",
     "kernel_operator",
     "latent_prior",
     "noisy_operator",

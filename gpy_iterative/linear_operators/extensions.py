@@ -137,6 +137,18 @@ def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
     return operator._bilinear_derivative(weights, identity.expand(*weights.shape[:-2], *identity.shape))
 
 
+# Far fields
+
+
+def far_field_error(operator: LinearOperator) -> float | None:
+    """The largest of the measured relative errors of products that pass through far fields; None where none does."""
+    if hasattr(operator, "far_field_error"):
+        return operator.far_field_error()
+    parts = (*operator._args, *operator._kwargs.values())
+    found = [far_field_error(part) for part in parts if isinstance(part, LinearOperator)]
+    return max((error for error in found if error is not None), default=None)
+
+
 # Precision
 
 

@@ -154,13 +154,16 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
     function = _radial_function(kernel)
     if function is not None:
         x1, x2 = (x if x is None or x.is_floating_point() else x.to(kernel.dtype) for x in (x1, x2))
+        # Inputs that are learned, by a feature extractor for example, need derivatives point by point: a far field has only
+        # those of all points together.
+        products = replace(place.products, far_field=None) if x1.requires_grad else place.products
         # Distances do not depend on the centre; without it float32 loses their digits far from the origin. That of the
         # columns: the same data meet new points rounded as they met one another, where inputs span thousands of
         # lengthscales.
         centre = (x1 if x2 is None else x2).detach().mean(dim=-2, keepdim=True)
         x1, x2 = (None if x is None else (x - centre) / kernel.lengthscale for x in (x1, x2))
         alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
-        options = {"function": function, "products": place.products, "cache": place.take()}
+        options = {"function": function, "products": products, "cache": place.take()}
         return RadialKernelLinearOperator(x1, x1.new_ones(()), x2=x2, alpha=alpha, **options)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
         # It calls its data kernel's forward, past the data kernel's active dims; so do predictions with model(x).

@@ -3,6 +3,7 @@
 from linear_operator import LinearOperator
 from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
 
+from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from gpy_iterative.linear_solvers.alternating_projections import AlternatingProjections
@@ -23,13 +24,16 @@ def default_solver(operator: LinearOperator) -> Solver:
     """Solver of a system [*b, n, n] for which none was chosen.
 
     Cholesky up to 3,000 rows. Beyond, alternating projections for matrices that are evaluated in tiles (few epochs, served
-    from kept tiles), and conjugate gradients for structured operators, whose products are cheap as a whole.
+    from kept tiles), and conjugate gradients for structured operators and those with a far field, whose products are cheap
+    as a whole.
     """
     if operator.shape[-1] <= EXACT_BELOW:
         return Cholesky()
     kernel = operator.kernel if isinstance(operator, NoisyLinearOperator) else operator
     if not _is_tiled(kernel):
         return ConjugateGradients()
+    if far_field_error(kernel) is not None:
+        return conjugate_gradients(operator.shape[-1])
     return AlternatingProjections(fallback=conjugate_gradients(operator.shape[-1]))
 
 

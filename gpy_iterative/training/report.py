@@ -77,6 +77,7 @@ class MarginalLogLikelihoodReport(Report):
         probe_jitter: where rounding left the frozen pivots of the probes' covariance without a Cholesky factor, the jitter
             that it took, relative to the kernel's largest variance; else None. Such pivots weigh less: the gradient stays
             unbiased, with more variance. The same holds for blocks of a `Vecchia` factor.
+        far_field_error: where products passed through far fields, their measured relative error; else None.
     """
 
     status: SolveStatus
@@ -89,14 +90,16 @@ class MarginalLogLikelihoodReport(Report):
     seconds: float
     truncation: Report | None = None
     probe_jitter: float | None = None
+    far_field_error: float | None = None
 
     def __str__(self) -> str:
         value, sem = self.value.mean().item(), self.value_sem.mean().item()
         probes = "" if self.residual_probes is None else f", probes {self.residual_probes:.2g}"
         jitter = "" if self.probe_jitter is None else f"; probes' covariance took a jitter of {self.probe_jitter:.1g}"
+        far = "" if self.far_field_error is None else f"; far field to {self.far_field_error:.1g}"
         return (
             f"mll {value:.4f} ± {sem:.1g}; {self.status.name.lower()} after {self.epochs:.1f} epochs; "
-            f"residuals: targets {self.residual_targets:.2g}{probes}{jitter}; {self.seconds:.2f} s"
+            f"residuals: targets {self.residual_targets:.2g}{probes}{jitter}{far}; {self.seconds:.2f} s"
         )
 
 

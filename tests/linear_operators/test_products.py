@@ -58,3 +58,19 @@ def test_work_is_fused_on_cuda_where_triton_is_installed(is_installed: bool, mon
     assert not KernelProducts().is_fused(CPU)
     assert KernelProducts(compile=True).is_fused(CPU)
     assert not KernelProducts(compile=False).is_fused(CUDA)
+
+
+@pytest.mark.parametrize("wanted", [None, "auto", 1e-5])
+def test_far_fields(wanted: object) -> None:
+    assert KernelProducts(far_field=wanted).far_field == wanted
+
+
+@pytest.mark.parametrize("wanted", ["never", 0.0, 0.5, -1e-3, float("nan"), True])
+def test_far_fields_that_are_none_of_these(wanted: object) -> None:
+    with pytest.raises(ValueError, match=f"'auto' or a tolerance from 1e-09 to 0.1, got {wanted!r}"):
+        KernelProducts(far_field=wanted)
+
+
+def test_keops_has_no_far_field() -> None:
+    with pytest.raises(ValueError, match="KeOps evaluates all entries"):
+        KernelProducts(backend="keops", far_field="auto")

@@ -10,6 +10,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.keops import RadialKeOps
@@ -59,6 +60,9 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         self.tile_scale = outputscale.detach().unsqueeze(-1).unsqueeze(-1)  # tiles know nothing of it
 
     def _make_tiles(self) -> RadialTiles:
+        is_batched = self.x1.dim() > 2 or (self.alpha is not None and self.alpha.dim() > 1)
+        if self.products.far_field is not None and self.symmetric and not is_batched:
+            return RadialFarField(self.x1, self.function, self.alpha, self.products, self.cache)
         engine = RadialKeOps if self.products.backend == "keops" else RadialTiles
         return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
 
@@ -106,6 +110,12 @@ class RadialKernelLinearOperator(TiledLinearOperator):
             gradients[name].sum_to_size(tensor.shape).to(tensor.dtype) if name in wanted else None
             for name, tensor in tensors.items()
         )
+
+    def far_field_error(self) -> float | None:
+        """The measured relative error of products through a far field; None where everything is made of tiles."""
+        tiles = self.tiles()
+        field = tiles.far_field() if isinstance(tiles, RadialFarField) else None
+        return None if field is None else field.error
 
     # Directional derivatives of a product, which information about the hyperparameters is made of
 

@@ -62,6 +62,8 @@ class TileCache:
     def __init__(self, pool: _Pool | None = None, *, precedence: Precedence = Precedence.NATIVE) -> None:
         self._pool, self.precedence = _Pool() if pool is None else pool, precedence
         self._users = 0  # products that are being made
+        self._structure: list[object] = []
+        self._making = threading.RLock()
         self.derivatives = self.low_precision = None
         if precedence is Precedence.NATIVE:
             self.derivatives = TileCache(self._pool, precedence=Precedence.DERIVATIVE)
@@ -72,6 +74,7 @@ class TileCache:
     def clear(self) -> None:
         """Forgets everything and gives the memory back."""
         self._owner = SeenVersions()
+        self._structure = []
         self.tiles: dict[Key, Tensor] = {}
         self._spare: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
         self._in_float32 = WeakTensorKeyDictionary()
@@ -95,6 +98,7 @@ class TileCache:
                 self._spare_all()
                 if self.derivatives is not None:
                     self.derivatives._spare_all()
+                self._structure = []
                 self._owner = SeenVersions.of(tensors)
             self._users += 1
         try:
@@ -103,6 +107,13 @@ class TileCache:
             with self._pool.changed:
                 self._users -= 1
                 self._pool.changed.notify_all()
+
+    def structure(self, make: Callable[[], object]) -> object:
+        """What `make` returned for the tensors that are served now; it is called where there is nothing of them yet."""
+        with self._making:
+            if not self._structure:
+                self._structure = [make()]
+            return self._structure[0]
 
     def evaluate(
         self, key: Key, shape: torch.Size, like: Tensor, budget: int, evaluate: Callable[[Tensor], object]

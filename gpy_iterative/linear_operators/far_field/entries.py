@@ -1,0 +1,137 @@
+"""Entries of a kernel matrix for batches of pairs of nodes, by row number."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.linear_operators.radial.functions import RadialFunction
+
+#: So many coordinates, those of the widest spread, are subtracted one by one. One matrix product serves all others.
+MOST_DIFFERENCES = 3
+#: Interpolations reproduce derivatives, too, at one in so many proxies.
+DERIVATIVE_PART = 4
+
+
+class Entries(ABC):
+    """The entries K_ij of a symmetric kernel matrix that is never stored.
+
+    Attributes:
+        positions: points [n, d] by whose distances rows are near or far.
+        dtype: of the entries.
+    """
+
+    positions: Tensor
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the entries."""
+        return self.positions.device
+
+    def are_below(self, bound: float, distances: Tensor) -> Tensor:
+        """Whether entries at these distances [p] of positions, and beyond, are known to be below a bound, [p]."""
+        return torch.zeros_like(distances, dtype=torch.bool)
+
+    @abstractmethod
+    def blocks(self, left: Tensor, right: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+        """K at rows left [b, m] and columns right [b, p]: [b, m, p]. `out` and `scratch` are overwritten."""
+
+    def at_proxies(self, rows: Tensor, proxies: Tensor) -> Tensor:
+        """What an interpolation of the rows [b, m] has to reproduce: K at far rows [b, p], by default, [b, m, p]."""
+        return self.blocks(rows, proxies)
+
+    @abstractmethod
+    def double(self) -> "Entries":
+        """The same in float64."""
+
+
+class RadialEntries(Entries):
+    """f(|x_i - x_j|^2) without the outputscale.
+
+    Distances are differences, or are taken around a point of the left node: so they are exact relative to the nodes' size,
+    and not only to that of the whole data.
+
+    Args:
+        x: scaled inputs [n, d].
+        function, alpha: the radial function, and its alpha [1] or None.
+    """
+
+    def __init__(self, x: Tensor, function: RadialFunction, alpha: Tensor | None) -> None:
+        self.positions, self.dtype, self._original, self.alpha = x, x.dtype, function, alpha
+        root = torch.as_tensor(function.scale(alpha), dtype=x.dtype, device=x.device).sqrt().reshape(())
+        by_spread = x.std(0, correction=0).argsort(descending=True)
+        apart, together = by_spread[:MOST_DIFFERENCES], by_spread[MOST_DIFFERENCES:]
+        scaled = x * root
+        self._apart = [column.contiguous() for column in scaled[:, apart].unbind(1)]
+        self._together = scaled[:, together].contiguous() if len(together) else None
+        self.function = function.at_exact_distances() if self._together is None else function
+
+    def double(self) -> "RadialEntries":
+        alpha = None if self.alpha is None else self.alpha.double()
+        return RadialEntries(self.positions.double(), self._original, alpha)
+
+    def blocks(self, left: Tensor, right: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+        u, scratch = self._squared_distances(left, right, out, scratch)
+        return self.function.value_(u, scratch, self.alpha)
+
+    def are_below(self, bound: float, distances: Tensor) -> Tensor:
+        u = distances.double().square().view(1, -1) * torch.as_tensor(
+            self._original.scale(self.alpha)
+        ).double().reshape(())
+        alpha = None if self.alpha is None else self.alpha.double()
+        return self._original.value_(u, torch.empty_like(u), alpha).view(-1) < bound
+
+    def blocks_and_derivatives(
+        self, left: Tensor, right: Tensor, value: Tensor, derivative: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """K and df/dq over the function's factor, [b, m, p], which overwrite `value` and `derivative`."""
+        u, scratch = self._squared_distances(left, right, value, derivative)
+        return self.function.value_and_derivative_(u, scratch, self.alpha)
+
+    def at_proxies(self, rows: Tensor, proxies: Tensor) -> Tensor:
+        """K at most of the proxies, and its derivative by the logarithm of a lengthscale at the last ones.
+
+        An interpolation of K alone need not serve the derivative: exp(-r) on a line is interpolated from a single point.
+        """
+        first, last = proxies.tensor_split([len(proxies[0]) - len(proxies[0]) // DERIVATIVE_PART], dim=1)
+        u, scratch = self._squared_distances(rows, last)
+        squares = u.clone()
+        derivatives = self.function.value_and_derivative_(u, scratch, self.alpha)[1].mul_(squares)
+        factor = 2 * self.function.derivative_factor / self._original.scale(self.alpha)
+        return torch.cat([self.blocks(rows, first), derivatives.mul_(factor)], dim=2)
+
+    def alpha_derivatives(self, left: Tensor, right: Tensor) -> Tensor:
+        """df/dalpha, [b, m, p]."""
+        return self.function.alpha_derivative(self._squared_distances(left, right)[0], self.alpha)
+
+    def _squared_distances(
+        self, left: Tensor, right: Tensor, out: Tensor | None = None, scratch: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Squared distances times the function's scale, and the scratch tensor."""
+        u = self.positions.new_empty(*left.shape, right.shape[1]) if out is None else out
+        scratch = torch.empty_like(u) if scratch is None else scratch
+        first, *others = self._apart
+        torch.sub(_picked(first, left).unsqueeze(-1), _picked(first, right).unsqueeze(-2), out=u)
+        u.square_()
+        for column in others:
+            torch.sub(_picked(column, left).unsqueeze(-1), _picked(column, right).unsqueeze(-2), out=scratch)
+            u.addcmul_(scratch, scratch)
+        if self._together is not None:
+            self._add_by_product(u, self._together[left], self._together[right])
+        return u, scratch
+
+    def _add_by_product(self, u: Tensor, left: Tensor, right: Tensor) -> None:
+        """Adds |left - right|^2 of points [b, m, d] and [b, p, d] around a point of the left ones."""
+        centre = left[:, :1]
+        left, right = left - centre, right - centre
+        u.add_(left.square().sum(-1, keepdim=True)).add_(right.square().sum(-1).unsqueeze(1))
+        u.baddbmm_(left, right.mT, alpha=-2)
+
+
+def _picked(column: Tensor, rows: Tensor) -> Tensor:
+    """column[rows], which index_select copies several times as fast."""
+    return column.index_select(0, rows.flatten()).view(rows.shape)

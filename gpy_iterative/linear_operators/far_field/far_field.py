@@ -1,0 +1,59 @@
+"""The far field of a kernel matrix: its levels, and the error that was measured."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gpy_iterative.linear_operators.far_field.build import build_levels
+from gpy_iterative.linear_operators.far_field.entries import Entries
+from gpy_iterative.linear_operators.far_field.levels import Levels
+from gpy_iterative.linear_operators.far_field.measured import measured_error
+from gpy_iterative.linear_operators.far_field.plan import RANK_STEP, Plan, make_plan, with_measured_ranks
+from gpy_iterative.worker_threads import divided
+
+#: The tolerance that "auto" takes up to so many rows. Beyond, it falls with their number, as the matrix's largest
+#: eigenvalue grows and the noise does not; but not below what float32 can resolve.
+TOLERANCE, ROWS, SMALLEST_TOLERANCE = 1e-5, 10_000, 1e-7
+#: A far field pays where it evaluates less than this part of the entries of tiles: for "auto", and for a tolerance.
+AUTO_PART, GIVEN_PART = 0.5, 1.0
+#: After a far field that missed its tolerance ranks are measured for so much of the error that would have reached it.
+LOWER_AIM = 0.2
+
+
+@dataclass(frozen=True)
+class FarField:
+    """A kernel matrix that is compressed.
+
+    Attributes:
+        levels: near blocks and skeletons.
+        tolerance: the relative error of products with random vectors that was asked for.
+        error: that which was measured, on random far entries of each level.
+    """
+
+    levels: Levels
+    tolerance: float
+    error: float
+
+
+@divided()
+def far_field(entries: Entries, wanted: float | Literal["auto"]) -> FarField | None:
+    """The far field of a symmetric matrix of these entries; None where it would not pay, or would miss its tolerance."""
+    n = len(entries)
+    tolerance = max(TOLERANCE * min(1, ROWS / n), SMALLEST_TOLERANCE) if wanted == "auto" else wanted
+    plan = make_plan(entries, tolerance)
+    limit = (AUTO_PART if wanted == "auto" else GIVEN_PART) * n**2 / 2
+    for _ in range(2):
+        if plan.cost >= limit:
+            return None
+        levels = build_levels(plan, entries)
+        error = measured_error(plan, levels, entries)
+        if error <= tolerance:
+            return FarField(levels, tolerance, error)
+        plan = _with_higher_ranks(plan, entries, tolerance / error)
+    return None
+
+
+def _with_higher_ranks(plan: Plan, entries: Entries, ratio: float) -> Plan:
+    """The plan for an error that is lower by this ratio and some more."""
+    other = with_measured_ranks(replace(plan, error=plan.error * LOWER_AIM * ratio), entries)
+    ranks = [max(rank, before + RANK_STEP) for rank, before in zip(other.ranks, plan.ranks, strict=False)]
+    return replace(other, ranks=ranks)

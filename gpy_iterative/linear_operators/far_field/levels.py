@@ -1,0 +1,204 @@
+"""A kernel matrix as a sum over the levels of a tree, K ~ sum_l E_l^T K_l E_l, and its products.
+
+E_0 takes a vector to the leaves, where K_0 are the near blocks as they are. E_(l+1) = U_l^T E_l takes it on to the
+skeletons of the nodes, leaves first, where K_(l+1) are the blocks of pairs that are far on this level. s columns have
+at each level the shape [nodes, s, points of a node]: every block then multiplies contiguous memory.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.linear_operators.tiles.tiles import blocks
+from gpy_iterative.worker_threads import run, shares
+
+Item = TypeVar("Item")
+
+#: Entries of blocks that are evaluated and multiplied at a time: on a CPU they stay in its cache.
+BATCH_ENTRIES = {"cpu": 2**17, "cuda": 2**25}
+#: Nodes whose vectors are interpolated at a time.
+BATCH_NODES = 512
+#: Columns that are multiplied together: the sums that each thread makes have so many.
+MOST_COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class PairBlocks:
+    """The blocks of some pairs of nodes i <= j, all of one size, in batches.
+
+    Attributes:
+        points: the row numbers of the nodes' points, [nodes, size].
+        pairs: [2, p], either with i = j throughout or with i < j throughout.
+        is_diagonal: which of these.
+        step: the step of the vectors that the blocks multiply: 0 at the leaves, l + 1 at skeletons.
+    """
+
+    points: Tensor
+    pairs: Tensor
+    is_diagonal: bool
+    step: int
+
+    @cached_property
+    def batches(self) -> list[slice]:
+        """The pairs that are evaluated together."""
+        entries = BATCH_ENTRIES.get(self.points.device.type, BATCH_ENTRIES["cuda"])
+        return blocks(self.pairs.shape[1], max(entries // self.points.shape[1] ** 2, 1))
+
+    @property
+    def num_entries(self) -> int:
+        """Entries that are evaluated."""
+        return self.pairs.shape[1] * self.points.shape[1] ** 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Blocks that are evaluated together.
+
+    Attributes:
+        part: the blocks that they are among.
+        pairs: their place there.
+        key: their place among all, under which they are kept.
+    """
+
+    part: PairBlocks
+    pairs: slice
+    key: tuple[int, int]
+
+    @property
+    def left(self) -> Tensor:
+        """The numbers of the nodes i, [b]."""
+        return self.part.pairs[0, self.pairs]
+
+    @property
+    def right(self) -> Tensor:
+        """The numbers of the nodes j, [b]."""
+        return self.part.pairs[1, self.pairs]
+
+    # index_select copies several times as fast as indexing.
+
+    @property
+    def rows(self) -> Tensor:
+        """The row numbers of the nodes i, [b, size]."""
+        return self.part.points.index_select(0, self.left)
+
+    @property
+    def columns(self) -> Tensor:
+        """The row numbers of the nodes j, [b, size]."""
+        return self.part.points.index_select(0, self.right)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the blocks, [b, size, size]."""
+        size = self.part.points.shape[1]
+        return torch.Size((self.pairs.stop - self.pairs.start, size, size))
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The sum over the levels.
+
+    Attributes:
+        rows: the row numbers of the leaves, [leaves, leaf].
+        is_own: which slots of the leaves are rows of their own, and not repeated ones.
+        interpolations: the transposed U from the leaves on, [nodes, rank, points of a node].
+        parts: the blocks of all levels.
+    """
+
+    rows: Tensor
+    is_own: Tensor
+    interpolations: list[Tensor]
+    parts: list[PairBlocks]
+
+    @property
+    def num_entries(self) -> int:
+        """Entries that are evaluated for a product; each off the diagonal serves twice."""
+        return sum(part.num_entries for part in self.parts)
+
+    @cached_property
+    def batch_numbers(self) -> list[tuple[int, int]]:
+        """The batches of all parts, in their order: number of the part, number in the part."""
+        return [(i, j) for i, part in enumerate(self.parts) for j in range(len(part.batches))]
+
+    def batch(self, number: tuple[int, int]) -> Batch:
+        """One of `batch_numbers`."""
+        part = self.parts[number[0]]
+        return Batch(part, part.batches[number[1]], (-1 - number[0], number[1]))  # tiles have other keys
+
+    def matmul(
+        self, rhs: Tensor, values: Callable[[Batch], Tensor], numbers: Sequence[tuple[int, int]] | None = None
+    ) -> Tensor:
+        """The sum of some batches, of all where `numbers` is None, times rhs [n, s]: [n, s].
+
+        `values` evaluates a batch, [b, size, size]; what it returns is used before it is called again by the same thread.
+        """
+        numbers = self.batch_numbers if numbers is None else numbers
+        return torch.cat([self._matmul(columns, values, numbers) for columns in rhs.split(MOST_COLUMNS, dim=1)], dim=1)
+
+    def _matmul(self, rhs: Tensor, values: Callable[[Batch], Tensor], numbers: Sequence[tuple[int, int]]) -> Tensor:
+        given = self.up(rhs)
+        first, *others = run([partial(self._share, given, values, share) for share in self.shares(numbers)])
+        for other in others:
+            for total, part in zip(first, other, strict=True):
+                total += part
+        return self.down(first)
+
+    def _share(
+        self, given: list[Tensor], values: Callable[[Batch], Tensor], numbers: Sequence[tuple[int, int]]
+    ) -> list[Tensor]:
+        """The sums over some batches, by step."""
+        sums = [torch.zeros_like(vectors) for vectors in given]
+        for number in numbers:
+            batch = self.batch(number)
+            vectors, total, left, right = given[batch.part.step], sums[batch.part.step], batch.left, batch.right
+            block = values(batch)
+            total.index_add_(0, left, torch.bmm(vectors.index_select(0, right), block.mT))
+            if not batch.part.is_diagonal:
+                total.index_add_(0, right, torch.bmm(vectors.index_select(0, left), block))
+        return sums
+
+    def up(self, rhs: Tensor) -> list[Tensor]:
+        """E_l rhs for every step l, [nodes, s, points]."""
+        vectors = self._at_leaves(rhs)
+        found = [vectors]
+        for weights in self.interpolations:
+            found.append(self._product(vectors, weights.mT))
+            vectors = found[-1].unflatten(0, (-1, 2)).transpose(1, 2).flatten(2) if len(found[-1]) > 1 else found[-1]
+        return found
+
+    def down(self, sums: list[Tensor]) -> Tensor:
+        """sum_l E_l^T sums_l [n, s], for sums [nodes, s, points], which are overwritten."""
+        for step in range(len(self.interpolations), 0, -1):
+            pulled = self._product(sums[step], self.interpolations[step - 1])
+            if step > 1:
+                pulled = pulled.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
+            sums[step - 1] += pulled
+        return sums[0].mT.flatten(0, 1)[self.position]
+
+    def _at_leaves(self, rhs: Tensor) -> Tensor:
+        """Vectors [n, s] at the leaves, [leaves, s, leaf]: zero in slots that repeat a row."""
+        return rhs[self.rows].mul_(self.is_own.unsqueeze(-1)).mT.contiguous()
+
+    def _product(self, vectors: Tensor, matrices: Tensor) -> Tensor:
+        """[nodes, s, p] times [nodes, p, q]."""
+        result = vectors.new_empty(*vectors.shape[:2], matrices.shape[2])
+
+        def multiply(share: Sequence[slice]) -> None:
+            for nodes in share:
+                torch.bmm(vectors[nodes], matrices[nodes], out=result[nodes])
+
+        run([partial(multiply, share) for share in self.shares(blocks(len(vectors), BATCH_NODES))])
+        return result
+
+    @cached_property
+    def position(self) -> Tensor:
+        """The slot of every row among all slots of the leaves, [n]."""
+        own = self.is_own.flatten().nonzero().squeeze(-1)
+        return torch.empty_like(own).scatter_(0, self.rows.flatten()[own], own)
+
+    def shares(self, items: Sequence[Item]) -> list[Sequence[Item]]:
+        """The work of each task; on a device other than a CPU there is one task."""
+        return shares(items) if self.rows.device.type == "cpu" else [items]

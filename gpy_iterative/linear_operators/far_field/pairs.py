@@ -1,0 +1,69 @@
+"""Near and far pairs of nodes of a tree, found from the root downwards."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.linear_operators.far_field.tree import Nodes
+
+#: Two nodes are far from one another where the gap between their boxes is so many times the larger diameter.
+SEPARATION = 0.7
+#: Pairs of a level up to which a tree is refined: 100 bytes each are needed.
+MAX_PAIRS = 2**23
+
+
+@dataclass(frozen=True)
+class LevelPairs:
+    """Pairs of node numbers i <= j of one level, [2, p], sorted by i and then by j.
+
+    Attributes:
+        near: too close to one another. The next level has the pairs of their children.
+        far: far from one another, and in no far pair of a level above.
+        gaps: the distances between the boxes of far pairs.
+    """
+
+    near: Tensor
+    far: Tensor
+    gaps: Tensor
+
+
+def level_pairs(
+    levels: list[Nodes], is_negligible: Callable[[Tensor], Tensor], separation: float = SEPARATION
+) -> list[LevelPairs]:
+    """The pairs of every level of a tree, from the root on. It ends early where a level would have more than `MAX_PAIRS`.
+
+    Every pair of rows is in one far pair of some level, or in one near pair of the last; or its entry is negligible.
+
+    Args:
+        levels: of a tree, the root first.
+        is_negligible: of gaps [p], whether the kernel is so small at this distance, and beyond, that it may count as zero.
+        separation: gap of far nodes in diameters of the larger one.
+    """
+    found: list[LevelPairs] = []
+    pairs = torch.zeros(2, 1, dtype=torch.int64, device=levels[0].rows.device)
+    for nodes in levels:
+        found.append(_divided(nodes, pairs, is_negligible, separation))
+        if 4 * found[-1].near.shape[1] > MAX_PAIRS:
+            break
+        pairs = _of_children(found[-1].near, 2 * len(nodes))
+    return found
+
+
+def _divided(nodes: Nodes, pairs: Tensor, is_negligible: Callable[[Tensor], Tensor], separation: float) -> LevelPairs:
+    left, right = pairs
+    gaps, diameters = nodes.boxes.gaps(left, right), nodes.boxes.diameters()
+    # Boxes of equal points have no diameter: a gap of 0 is near all the same.
+    is_far = (gaps >= separation * torch.maximum(diameters[left], diameters[right])) & (gaps > 0)
+    is_seen = ~is_negligible(gaps)
+    far = is_far & is_seen
+    return LevelPairs(pairs[:, ~is_far & is_seen], pairs[:, far], gaps[far])
+
+
+def _of_children(pairs: Tensor, num_children: int) -> Tensor:
+    """The pairs i <= j of children, for pairs of parents."""
+    left, right = 2 * pairs
+    children = torch.cat([torch.stack([left + a, right + b]) for a in (0, 1) for b in (0, 1)], dim=1)
+    children = children[:, children[0] <= children[1]]
+    return children[:, (children[0] * num_children + children[1]).argsort()]

@@ -1,0 +1,93 @@
+"""Proxies: rows far away from a node, on which its skeleton is chosen; nearer ones more often."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.linear_operators.far_field.pairs import SEPARATION, LevelPairs
+from gpy_iterative.linear_operators.far_field.tree import Nodes
+
+#: The gap that pairs of boxes which nearly touch count with, in diameters.
+SMALLEST_GAP = 0.1
+
+
+@dataclass(frozen=True)
+class Proxies:
+    """Proxies of the nodes of one level.
+
+    Attributes:
+        rows: row numbers, [nodes, p]. Those of a node without a far field mean nothing.
+        have: which nodes have a far field on this level or above, [nodes].
+    """
+
+    rows: Tensor
+    have: Tensor
+
+
+def level_proxies(levels: list[Nodes], pairs: list[LevelPairs], count: int) -> list[Proxies]:
+    """Proxies of all nodes of all levels, the root first. The first of them will do where fewer are needed.
+
+    Half of a node's proxies come from the nodes that are far from it on its level, and half from its parent's, which has
+    half of them from its own level, and so on: each level of distance has half of the one before.
+    """
+    device, generator = levels[0].rows.device, torch.Generator().manual_seed(2)
+    found = [
+        Proxies(
+            torch.zeros(1, count, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.bool, device=device)
+        )
+    ]
+    for nodes, level in zip(levels[1:], pairs[1:], strict=False):
+        found.append(_of_level(nodes, level, found[-1], count, generator))
+    return found
+
+
+def _of_level(nodes: Nodes, level: LevelPairs, parents: Proxies, count: int, generator: torch.Generator) -> Proxies:
+    slots = torch.arange(count, device=nodes.rows.device)
+    own, has_own = _drawn(nodes, level, count, generator)
+    inherited, had = parents.rows.repeat_interleave(2, 0), parents.have.repeat_interleave(2, 0)
+    # Odd slots are the node's own, even ones the first half of its parent's: slots are in no order.
+    mixed = torch.where(slots % 2 == 1, own, inherited[:, slots // 2])
+    is_mixed, is_own = (has_own & had).unsqueeze(-1), (has_own & ~had).unsqueeze(-1)
+    return Proxies(torch.where(is_mixed, mixed, torch.where(is_own, own, inherited)), has_own | had)
+
+
+def _drawn(nodes: Nodes, level: LevelPairs, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows [nodes, count] from the nodes that are far on this level, and which nodes have any."""
+    device = nodes.rows.device
+    node, partner = torch.cat([level.far, level.far.flip(0)], dim=1)
+    diameters = nodes.boxes.diameters()
+    weights = (level.gaps.repeat(2) + SMALLEST_GAP * diameters[node]) ** -float(nodes.boxes.low.shape[1])
+    order = node.argsort(stable=True)
+    partner, weights = partner[order], weights[order].double()
+    sizes = torch.bincount(node, minlength=len(nodes))
+    ends = sizes.cumsum(0)
+    totals = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
+    low, high = totals[ends - sizes].unsqueeze(-1), totals[ends].unsqueeze(-1)
+    uniform = torch.rand(2, len(nodes), count, generator=generator, dtype=torch.float64).to(device)
+    drawn = torch.searchsorted(totals, low + uniform[0] * (high - low), right=True) - 1
+    has_own = sizes > 0
+    if not len(partner):
+        return nodes.rows[:, :1].expand(-1, count), has_own
+    last = (ends - 1).clamp_min(0).unsqueeze(-1)
+    drawn = torch.minimum(drawn, last).clamp_min_(0)
+    chosen = partner[torch.maximum(drawn, torch.minimum((ends - sizes).unsqueeze(-1), last))]
+    slot = (uniform[1] * nodes.counts[chosen]).long()
+    return nodes.rows[chosen, slot], has_own
+
+
+def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.Generator) -> Proxies:
+    """Proxies of some nodes, whose numbers are given, by the gaps to all nodes. `rows` are of those alone that have any."""
+    device, total = nodes.rows.device, len(nodes)
+    other = torch.arange(total, device=device)
+    gaps = nodes.boxes.gaps(chosen.repeat_interleave(total), other.repeat(len(chosen))).view(-1, total)
+    diameters = nodes.boxes.diameters()
+    own = diameters[chosen].unsqueeze(-1)
+    is_far = (gaps >= SEPARATION * torch.maximum(own, diameters)) & (gaps > 0)
+    weights = ((gaps + SMALLEST_GAP * own).double() ** -nodes.boxes.low.shape[1]).masked_fill_(~is_far, 0.0)
+    have = is_far.any(1)
+    if not have.any():
+        return Proxies(nodes.rows[:0, :1], have)
+    partner = torch.multinomial(weights[have].cpu(), count, replacement=True, generator=generator).to(device)
+    slot = torch.rand(partner.shape, generator=generator, dtype=torch.float64).to(device) * nodes.counts[partner]
+    return Proxies(nodes.rows[partner, slot.long()], have)

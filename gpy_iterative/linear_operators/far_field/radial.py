@@ -1,0 +1,189 @@
+"""A radial kernel matrix whose products pass through a far field, and whose parts are tiles."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.linear_operators.far_field.entries import RadialEntries
+from gpy_iterative.linear_operators.far_field.far_field import FarField, far_field
+from gpy_iterative.linear_operators.far_field.levels import Batch
+from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.linear_operators.radial.functions import RadialFunction
+from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
+from gpy_iterative.linear_operators.tiles.cache import TileCache
+from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
+from gpy_iterative.worker_threads import divided, run
+
+_ALL = slice(None)
+
+
+class RadialFarField(RadialTiles):
+    """The tiles of a symmetric matrix f(|x_i - x_j|^2), without batch dimensions.
+
+    Products with all rows and columns, derivatives of bilinear forms and directional derivatives go through the far field;
+    some rows or columns, dense blocks and derivatives for dense weights are made of tiles, and are exact. Where there is no
+    far field that pays, everything is made of tiles.
+
+    Args:
+        x: scaled inputs [n, d].
+        function, alpha, products, cache: those of `RadialTiles`.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        function: RadialFunction,
+        alpha: Tensor | None,
+        products: KernelProducts,
+        cache: TileCache,
+    ) -> None:
+        super().__init__(x, None, function, alpha, products, cache)
+        assert products.far_field is not None
+        self._wanted = products.far_field
+
+    @cached_property
+    def entries(self) -> RadialEntries:
+        """The matrix by row numbers."""
+        return RadialEntries(self.x1, self._function, self.alpha)
+
+    def far_field(self) -> FarField | None:
+        """The far field, made once for the tensors that the cache serves; None where it does not pay."""
+        with self.cache.serving(*self.owner):
+            return cast(FarField | None, self.cache.structure(lambda: far_field(self.entries, self._wanted)))
+
+    # Products
+
+    def product(
+        self, rows: slice, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
+    ) -> Tensor:
+        is_whole = rows == _ALL and columns == _ALL and tile is None
+        field = self.far_field() if is_whole else None
+        return super().product(rows, columns, rhs, tile) if field is None else self._product(field, rhs, self._values)
+
+    @divided()
+    def _product(self, field: FarField, rhs: Tensor, values: Callable[[Batch], Tensor]) -> Tensor:
+        """The matrix of these blocks times rhs [*b, n, s]."""
+        columns = rhs.movedim(-2, 0)
+        with self.cache.serving(*self.owner):
+            product = field.levels.matmul(columns.flatten(1), values, self._own_numbers(field))
+        product = product.view(columns.shape).movedim(0, -2)
+        self.complete([product], [rhs])
+        return product
+
+    def _own_numbers(self, field: FarField) -> list[tuple[int, int]]:
+        """The batches of this process."""
+        numbers = field.levels.batch_numbers
+        return numbers if self.ranks is None else numbers[self.ranks.rank :: self.ranks.size]
+
+    def scale_products(self, rhs: Tensor) -> Tensor:
+        """sum_j G_ij (x_i - x_j)^2 rhs_j by coordinate, as that of the tiles; one product for each coordinate."""
+        field = self.far_field()
+        if field is None:
+            return super().scale_products(rhs)
+        weighted = lambda column, batch: self._values_and_derivatives(batch)[1] * _squares(column, batch)
+        parts = [self._product(field, rhs, partial(weighted, column)) for column in self.x1.unbind(-1)]
+        return torch.cat(parts, dim=-1)
+
+    def alpha_product(self, rhs: Tensor) -> Tensor:
+        field = self.far_field()
+        return super().alpha_product(rhs) if field is None else self._product(field, rhs, self._alpha_derivatives)
+
+    # Blocks of a batch of pairs
+
+    def _values(self, batch: Batch) -> Tensor:
+        kept = self.cache.tiles.get(batch.key)
+        if kept is None and self._budget > 0:
+            evaluate = partial(self._evaluate_batch_to_keep, batch)
+            kept = self.cache.evaluate(batch.key, batch.shape, self._like, self._budget, evaluate)
+        return self._evaluate_batch(batch, self.scratch(batch.shape, 0)) if kept is None else kept
+
+    def _evaluate_batch(self, batch: Batch, out: Tensor) -> Tensor:
+        return self.entries.blocks(batch.rows, batch.columns, out, self.scratch(batch.shape, 1))
+
+    def _evaluate_batch_to_keep(self, batch: Batch, out: Tensor) -> Tensor:
+        if self._keeps_derivatives:
+            evaluate = lambda derivative: self.entries.blocks_and_derivatives(
+                batch.rows, batch.columns, out, derivative
+            )
+            if self.cache.derivatives.evaluate(batch.key, batch.shape, out, self._budget, evaluate) is not None:
+                return out
+        return self._evaluate_batch(batch, out)
+
+    def _values_and_derivatives(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The blocks of f, and those of df/dq over its factor."""
+        if self._keeps_derivatives:
+            value, derivative = self.cache.tiles.get(batch.key), self.cache.derivatives.tiles.get(batch.key)
+            if value is not None and derivative is not None:
+                return value, derivative
+        value, derivative = self.scratch(batch.shape, 0), self.scratch(batch.shape, 1)
+        return self.entries.blocks_and_derivatives(batch.rows, batch.columns, value, derivative)
+
+    def _alpha_derivatives(self, batch: Batch) -> Tensor:
+        return self.entries.alpha_derivatives(batch.rows, batch.columns)
+
+    # Derivative
+
+    @divided()
+    def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
+        """The derivative for W = weights, with the interpolation held fixed: exact for the matrix of the products."""
+        field = self.far_field() if isinstance(weights, BilinearWeights) else None
+        if field is None:
+            return super().derivative(weights, value=value, alpha=alpha)
+        left, right = (side.movedim(-2, 0).flatten(1) for side in (weights.left, weights.right))
+        given = field.levels.up(left), field.levels.up(right)
+        share = partial(self._share_of_derivative, *given, value, alpha)
+        with self.cache.serving(*self.owner):
+            totals, *others = run(
+                [partial(share, field, numbers) for numbers in field.levels.shares(self._own_numbers(field))]
+            )
+        for other in others:
+            for total, part in zip(totals, other, strict=True):
+                total += part
+        self.complete(totals, weights.tensors)
+        inputs, sum_of_values, sum_of_alpha = totals
+        factor = 2 * self.function.derivative_factor
+        return RadialDerivative((factor * inputs).to(self.x1.dtype), sum_of_values, sum_of_alpha)
+
+    def _share_of_derivative(
+        self,
+        left: list[Tensor],
+        right: list[Tensor],
+        value: bool,
+        alpha: bool,
+        field: FarField,
+        numbers: Sequence[tuple[int, int]],
+    ) -> list[Tensor]:
+        """Sums over some batches: of G_ij (x_i - x_j) by row [n, d], of the values, of the derivatives by alpha."""
+        zeros = partial(self.x1.new_zeros, dtype=torch.float64)  # parts of the sums cancel
+        inputs, sum_of_values, sum_of_alpha = zeros(self.x1.shape), zeros(()), zeros(())
+        for number in numbers:
+            batch = field.levels.batch(number)
+            step = batch.part.step
+            weights = torch.bmm(left[step].index_select(0, batch.left).mT, right[step].index_select(0, batch.right))
+            if batch.part.is_diagonal:
+                weights *= 0.5
+            if alpha:
+                sum_of_alpha += (self._alpha_derivatives(batch) * weights).sum(dtype=torch.float64)
+            values, derivatives = self._values_and_derivatives(batch)
+            if value:
+                sum_of_values += torch.linalg.vecdot(values.flatten(1), weights.flatten(1)).sum(dtype=torch.float64)
+            self._add_differences(inputs, batch, weights.mul_(derivatives))
+        return [inputs, sum_of_values, sum_of_alpha]
+
+    def _add_differences(self, inputs: Tensor, batch: Batch, weights: Tensor) -> None:
+        """Adds sum_j W_ij (x_i - x_j) to every row i, and the opposite to every column j."""
+        rows, columns = batch.rows, batch.columns
+        x1, x2 = self.x1[rows], self.x1[columns]
+        centre = x1[:, :1]  # near to both, so that the differences keep their digits
+        for index, own, other, of_own in ((rows, x1, x2, weights), (columns, x2, x1, weights.mT)):
+            own, other = own - centre, torch.nn.functional.pad(other - centre, (0, 1), value=1.0)
+            products, ones = (of_own @ other).split([own.shape[-1], 1], dim=-1)
+            inputs.index_add_(0, index.flatten(), (ones * own - products).flatten(0, 1).double())
+
+
+def _squares(column: Tensor, batch: Batch) -> Tensor:
+    """(x_i - x_j)^2 of one coordinate, [b, size, size]."""
+    return (column[batch.rows].unsqueeze(-1) - column[batch.columns].unsqueeze(-2)).square_()

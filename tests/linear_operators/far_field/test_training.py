@@ -1,0 +1,109 @@
+"""Marginal log likelihoods whose products pass through far fields: gradients, reports, and crude far fields."""
+
+import warnings
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+from torch import Tensor
+
+import gpy_iterative as gpi
+from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.linear_operators import KernelProducts, far_field_error, kernel_operator
+from gpy_iterative.linear_solvers.default import default_solver
+from tests.exact.gaussian_models import DeepKernelRegression, Regression
+
+N = 2000
+TIGHT = gpi.solvers.ConjugateGradients(tolerance=1e-5)
+
+
+def data(n: int = N) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(n, 2, generator=generator, dtype=torch.float64) * 4
+    return x, (3 * x[:, 0]).sin() + 0.3 * torch.randn(n, generator=generator, dtype=torch.float64)
+
+
+def model(kernel: kernels.Kernel) -> Regression:
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = 0.1
+    return Regression(*data(), likelihood, kernel).double()
+
+
+KERNELS = {
+    "scaled, ARD": lambda: kernels.ScaleKernel(kernels.MaternKernel(nu=1.5, ard_num_dims=2)),
+    "sum": lambda: kernels.ScaleKernel(kernels.MaternKernel(nu=0.5)) + kernels.ScaleKernel(kernels.RBFKernel()),
+    "one coordinate": lambda: kernels.ScaleKernel(kernels.RQKernel(active_dims=(0,))),
+}
+
+
+def gradients(kernel: kernels.Kernel, mll_of: object) -> Tensor:
+    """By all hyperparameters."""
+    regression = model(kernel)
+    mll = mll_of(regression)
+    mll(regression(*regression.train_inputs), regression.train_targets).backward()
+    return torch.cat([parameter.grad.reshape(-1) for parameter in regression.parameters()])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_gradients_are_those_of_tiles(name: str) -> None:
+    """With the same probes, and with every probe: the exact gradient."""
+
+    def found(far_field: float | None) -> Tensor:
+        products = KernelProducts(far_field=far_field)
+        options = {"products": products, "solver": TIGHT, "generator": 0, "num_probes": 4}
+        mll = lambda m: gpi.mlls.HutchinsonMarginalLogLikelihood(m.likelihood, m, **options)
+        return gradients(KERNELS[name](), mll)
+
+    tiles = found(None)
+    assert (found(1e-7) - tiles).norm() < 2e-3 * tiles.norm()
+
+
+def test_the_gradient_is_that_of_cholesky() -> None:
+    """Up to the probes' noise, which many probes make small."""
+    exact = gradients(KERNELS["scaled, ARD"](), lambda m: gpytorch.mlls.ExactMarginalLogLikelihood(m.likelihood, m))
+    options = {"products": KernelProducts(far_field=1e-7), "solver": TIGHT, "generator": 0, "num_probes": 64}
+    mll = lambda m: gpi.mlls.HutchinsonMarginalLogLikelihood(m.likelihood, m, **options)
+    assert (gradients(KERNELS["scaled, ARD"](), mll) - exact).norm() < 0.05 * exact.norm()
+
+
+def test_the_report_tells_the_error() -> None:
+    regression = model(KERNELS["scaled, ARD"]())
+    for wanted in (1e-7, None):
+        mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
+            regression.likelihood, regression, products=KernelProducts(far_field=wanted), solver=TIGHT
+        )
+        mll(regression(*regression.train_inputs), regression.train_targets)
+        error = mll.report.far_field_error
+        assert ("far field" in str(mll.report)) == (wanted is not None)
+        assert error is None if wanted is None else 0 < error <= 1e-7
+
+
+def test_a_crude_far_field_is_not_converged() -> None:
+    """True residuals on some rows tell."""
+    regression = model(KERNELS["scaled, ARD"]())
+    for wanted, status in ((0.1, "STAGNATED"), (1e-7, "CONVERGED")):
+        mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
+            regression.likelihood,
+            regression,
+            products=KernelProducts(far_field=wanted),
+            solver=gpi.solvers.ConjugateGradients(tolerance=1e-4),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            mll(regression(*regression.train_inputs), regression.train_targets)
+        assert mll.report.status.name == status
+
+
+def test_conjugate_gradients_are_the_default_solver() -> None:
+    x = data(4000)[0]
+    operator = lambda wanted: kernel_operator(kernels.RBFKernel().double()(x), KernelProducts(far_field=wanted))
+    assert isinstance(default_solver(operator(1e-4)), gpi.solvers.ConjugateGradients)
+    assert isinstance(default_solver(operator(None)), gpi.solvers.AlternatingProjections)
+
+
+def test_learned_inputs_have_tiles() -> None:
+    x, y = data(600)
+    deep = DeepKernelRegression(x, y, gpytorch.likelihoods.GaussianLikelihood()).double()
+    covariance = deep(x).lazy_covariance_matrix
+    assert far_field_error(kernel_operator(covariance, KernelProducts(far_field=1e-3))) is None
