@@ -6,7 +6,7 @@ import torch
 from linear_operator import LinearOperator
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators.extensions import kernel_inputs
+from gpy_iterative.linear_operators.extensions import far_field_error, kernel_inputs
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, kernel_and_noise
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
@@ -23,7 +23,7 @@ class LowRankOrVecchia(PreconditionerRecipe):
     """`RandomlyPivotedCholesky(rank)`; `Vecchia()` where the low rank leaves more than four times the noise.
 
     That is so for data that span many lengthscales, such as maps and time series. Vecchia's factor is taken for one system
-    (no batch) of a kernel with at most eight inputs.
+    (no batch) of a kernel with at most eight inputs; where the kernel has a far field, without a look at the low rank.
 
     Args:
         rank: of the low rank.
@@ -41,21 +41,25 @@ class LowRankOrVecchia(PreconditionerRecipe):
 
     @torch.no_grad()
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> Preconditioner:
+        has_neighbours = _has_neighbours(operator)
+        if has_neighbours and far_field_error(operator) is not None:
+            return Vecchia().build(operator, generator=generator)
         factor = RandomlyPivotedCholesky(self.rank).build(operator, generator=generator)
-        if _left_over(operator, factor) > LEFT_OVER and _has_neighbours(operator):
+        if has_neighbours and _left_over(operator, factor) > LEFT_OVER:
             return Vecchia().build(operator, generator=generator)
         return factor
 
 
 def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:
-    """The mean of diag(K - L L^T) over the noise; 0 for a batch, or without a noise."""
+    """The mean of diag(K - L L^T) over the noise; 0 without a noise."""
     _, diagonal, noise = kernel_and_noise(operator)
-    if noise is None or operator.batch_shape:
+    if noise is None:
         return 0.0
     rest = diagonal.sum() - torch.linalg.vector_norm(factor.factor).square()
     return float(rest / noise.sum())
 
 
 def _has_neighbours(operator: LinearOperator) -> bool:
-    points = kernel_inputs(operator)
+    """Whether this is one system, of inputs among which a tree finds neighbours."""
+    points = None if operator.batch_shape else kernel_inputs(operator)
     return points is not None and points.shape[-1] <= MOST_INPUTS

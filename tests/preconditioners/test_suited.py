@@ -6,20 +6,31 @@ import torch
 from linear_operator import to_linear_operator
 
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, operator_of_kernel
+from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.preconditioners import LowRankOrVecchia, PivotedCholeskyFactor, SparseInverseCholesky
 
 
-def system(lengthscale: float, inputs: int = 2, batch: tuple[int, ...] = ()) -> NoisyLinearOperator:
-    x = torch.rand(*batch, 500, inputs, generator=torch.Generator().manual_seed(0)).double()
+def system(
+    lengthscale: float, inputs: int = 2, batch: tuple[int, ...] = (), rows: int = 500, far_field: float | None = None
+) -> NoisyLinearOperator:
+    x = torch.rand(*batch, rows, inputs, generator=torch.Generator().manual_seed(0)).double()
     kernel = gpytorch.kernels.MaternKernel(nu=1.5).double()
     kernel.lengthscale = lengthscale
-    return NoisyLinearOperator(operator_of_kernel(kernel, x, None, KernelProducts()).detach(), torch.full((*batch, 500), 0.01).double())
+    covariance = operator_of_kernel(kernel, x, None, KernelProducts(far_field=far_field)).detach()
+    return NoisyLinearOperator(covariance, torch.full((*batch, rows), 0.01).double())
 
 
 def test_long_lengthscales_take_low_rank_and_short_ones_neighbours() -> None:
     recipe = LowRankOrVecchia(40)
     assert isinstance(recipe.build(system(1.0)), PivotedCholeskyFactor)
     assert isinstance(recipe.build(system(0.1)), SparseInverseCholesky)
+
+
+def test_a_far_field_takes_neighbours() -> None:
+    tiles, far_field = (system(0.3, rows=3000, far_field=tolerance) for tolerance in (None, 1e-2))
+    assert far_field_error(far_field) is not None
+    assert isinstance(LowRankOrVecchia(300).build(tiles), PivotedCholeskyFactor)
+    assert isinstance(LowRankOrVecchia(300).build(far_field), SparseInverseCholesky)
 
 
 @pytest.mark.parametrize("case", [{"inputs": 9}, {"batch": (2,)}])
