@@ -173,8 +173,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             seconds=time.perf_counter() - start,
             truncation=estimate.truncation,
             probe_jitter=estimate.probe_jitter,
-            # A matrix that was factored was made of exact entries.
-            far_field_error=far_field_error(system.operator) if estimate.stats.epochs else None,
+            far_field_error=far_field_error(system.operator) if estimate.is_of_products else None,
         )
         logger.info("%s: %s", type(self).__name__, self.report)
         self._run, self._params = run, likelihood_params  # only now: a step that fails changes nothing

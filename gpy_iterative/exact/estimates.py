@@ -69,6 +69,11 @@ class Estimate(ABC):
     def __post_init__(self) -> None:
         check_estimated("value", self.value)
 
+    @property
+    def is_of_products(self) -> bool:
+        """Whether products with H have made it."""
+        return False
+
     @abstractmethod
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         """The value [*b], connected with the parameters behind H and the residual."""
@@ -81,6 +86,10 @@ class DensityEstimate(Estimate):
     weights: Tensor  # a = H^-1 residual, [*b, n]
     left: Tensor  # [*b, n, k]; of the exact estimate the weights of all entries of dH, [*b, n, n]
     right: Tensor | None  # [*b, n, k], or None
+
+    @property
+    def is_of_products(self) -> bool:
+        return self.right is not None  # a matrix that was factored was made of exact entries
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         check_estimated("solve for y - mean", self.weights)

@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import psutil
@@ -118,7 +119,7 @@ class KernelProducts:
         if self.far_field is None:
             return
         low, high = FAR_FIELD_TOLERANCES
-        is_number = isinstance(self.far_field, float) and low <= self.far_field <= high
+        is_number = isinstance(self.far_field, Real) and low <= float(self.far_field) <= high
         if self.far_field != "auto" and not is_number:
             raise ValueError(
                 f"far_field must be None, 'auto' or a tolerance from {low:g} to {high:g}, got {self.far_field!r}."

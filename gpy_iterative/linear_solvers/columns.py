@@ -24,7 +24,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.extensions import low_precision_copy, rows_matmul
+from gpy_iterative.linear_operators.extensions import far_field_error, low_precision_copy, rows_matmul
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 
@@ -152,8 +152,12 @@ class Columns:
         # A zero column has the solution zero; its scale only has to be harmless.
         self.scale = torch.where(norms > 0, norms, 1.0)
         self._rhs = rhs / self.scale
+        # Products that pass through a far field differ from those with the exact rows, whatever the iterations.
+        self._is_compressed = len(rhs) > VERIFIED_ROWS and far_field_error(system.operator) is not None
         self.value, self.residual = self._start(system.initial_guess, system.guess_product)
         self.norms = self._norms_of(self.residual, every, iteration=0)
+        if system.initial_guess is not None and self._is_compressed:
+            self.norms = self._with_exact_rows(self.norms, every, self.value, self.residual)
 
     def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
         """Value and residual of the guess, each column scaled to be nearest to the solution in the norm of H.
@@ -277,6 +281,8 @@ class Columns:
         residual = self._rhs[:, columns] - self._matrix._matmul(value)
         self.overhead += 1
         norms = self._norms_of(residual, self._round, iteration)
+        if self._is_compressed:
+            norms = self._with_exact_rows(norms, self._round, value, residual)
         index = (norms < self.norms[self._round]).nonzero().squeeze(-1)
         target = self._round[index]
         self.norms[target] = norms[index]
@@ -296,10 +302,14 @@ class Columns:
         self.overhead += 1
         norms = self._norms_of(residual, self._round, iteration)
         if true is not None:
-            # Products that pass through a far field differ from those with the exact rows, whatever the iterations.
             norms = torch.hypot(norms, self._norms_of_rows(true - residual[self._watched]))
         self.norms[self._round] = norms
         self.residual[:, columns] = residual
+
+    def _with_exact_rows(self, norms: Tensor, columns: Tensor, value: Tensor, residual: Tensor) -> Tensor:
+        """Norms of residuals of some columns, and of their differences to those by the exact watched rows."""
+        true = self._true_rows(columns.to(self._rhs.device), value)
+        return torch.hypot(norms, self._norms_of_rows(true - residual[self._watched]))
 
     def _norms_of_rows(self, residual: Tensor) -> Tensor:
         """Norms of residuals, estimated from those at the watched rows."""

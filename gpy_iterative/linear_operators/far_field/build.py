@@ -14,8 +14,8 @@ from gpy_iterative.linear_operators.far_field.skeletons import skeletons
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.worker_threads import run, shares
 
-#: Proxies for each point of a skeleton.
-PROXIES_PER_POINT = 5
+#: Proxies for each point of a skeleton, and how many at least: of few, those for derivatives may lie on one side.
+PROXIES_PER_POINT, LEAST_PROXIES = 5, 160
 #: The smallest error for which skeletons are picked at once, and not in halves.
 SMALLEST_AT_ONCE = 1e-6
 #: Nodes of which skeletons are picked together.
@@ -34,16 +34,18 @@ def build_levels(plan: Plan, entries: Entries) -> Levels:
         PairBlocks(leaves.rows, pairs.near[:, ~is_same], is_diagonal=False, step=0),
     ]
     interpolations, points, in_halves = [], leaves.rows, plan.error < SMALLEST_AT_ONCE
-    proxies = level_proxies(plan.levels, plan.pairs, PROXIES_PER_POINT * max(plan.ranks[plan.top :], default=0))
+    proxies = level_proxies(plan.levels, plan.pairs, _num_proxies(max(plan.ranks[plan.top :], default=0)))
     for depth in range(len(plan.levels) - 1, plan.top - 1, -1):
         rank = min(plan.ranks[depth], points.shape[1])
-        picked, weights = _skeletons(
-            double, points, proxies[depth].rows[:, : PROXIES_PER_POINT * rank], rank, in_halves
-        )
+        picked, weights = _skeletons(double, points, proxies[depth].rows[:, : _num_proxies(rank)], rank, in_halves)
         interpolations.append(weights.to(entries.dtype))
         parts.append(PairBlocks(picked, plan.pairs[depth].far, is_diagonal=False, step=len(interpolations)))
         points = picked.view(len(picked) // 2, -1) if depth else picked
     return Levels(leaves.rows, leaves.is_own(), interpolations, [part for part in parts if part.pairs.shape[1]])
+
+
+def _num_proxies(rank: int) -> int:
+    return max(PROXIES_PER_POINT * rank, LEAST_PROXIES)
 
 
 def _skeletons(entries: Entries, points: Tensor, proxies: Tensor, rank: int, in_halves: bool) -> tuple[Tensor, Tensor]:
