@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -21,6 +22,7 @@ import torch
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+CPU = torch.device("cpu")
 #: Parts for every thread. With one each, all wait for the slowest; each part of a sum costs a copy of its result.
 PARTS_PER_THREAD = 2
 
@@ -95,11 +97,14 @@ def divided() -> Iterator[None]:
         torch.set_num_threads(number)
 
 
-def shares(items: Sequence[Item]) -> list[Sequence[Item]]:
-    """Neighbouring items together, in as many shares of nearly the same length as `run` has use for: at least one."""
+def shares(items: Sequence[Item], device: torch.device = CPU) -> list[Sequence[Item]]:
+    """Neighbouring items together, in as many shares of nearly the same length as `run` has use for: at least one.
+
+    On a device other than a CPU there is one.
+    """
     number = num_threads()
     count = min(PARTS_PER_THREAD * number, len(items))
-    if number == 1 or count <= 1:
+    if number == 1 or count <= 1 or device.type != "cpu":
         return [items]
     cuts = [len(items) * part // count for part in range(count + 1)]
     return [items[start:stop] for start, stop in pairwise(cuts)]
@@ -170,3 +175,14 @@ def run(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
     if error is not None:
         raise error
     return [results[number] for number in range(len(tasks))]
+
+
+def summed(
+    task: Callable[[Sequence[Item]], list[torch.Tensor]], items: Sequence[Item], device: torch.device
+) -> list[torch.Tensor]:
+    """Sums over all items, from new tensors that `task` finds for each share of them on a device."""
+    totals, *others = run([partial(task, share) for share in shares(items, device)])
+    for other in others:
+        for total, part in zip(totals, other, strict=True):
+            total += part
+    return totals

@@ -157,7 +157,9 @@ class Columns:
         self.value, self.residual = self._start(system.initial_guess, system.guess_product)
         self.norms = self._norms_of(self.residual, every, iteration=0)
         if system.initial_guess is not None and self._is_compressed:
-            self.norms = self._with_exact_rows(self.norms, every, self.value, self.residual)
+            self.norms = self._with_exact_rows(
+                self.norms, self._true_rows(every.to(rhs.device), self.value), self.residual
+            )
 
     def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
         """Value and residual of the guess, each column scaled to be nearest to the solution in the norm of H.
@@ -282,7 +284,7 @@ class Columns:
         self.overhead += 1
         norms = self._norms_of(residual, self._round, iteration)
         if self._is_compressed:
-            norms = self._with_exact_rows(norms, self._round, value, residual)
+            norms = self._with_exact_rows(norms, self._true_rows(columns, value), residual)
         index = (norms < self.norms[self._round]).nonzero().squeeze(-1)
         target = self._round[index]
         self.norms[target] = norms[index]
@@ -302,13 +304,12 @@ class Columns:
         self.overhead += 1
         norms = self._norms_of(residual, self._round, iteration)
         if true is not None:
-            norms = torch.hypot(norms, self._norms_of_rows(true - residual[self._watched]))
+            norms = self._with_exact_rows(norms, true, residual)
         self.norms[self._round] = norms
         self.residual[:, columns] = residual
 
-    def _with_exact_rows(self, norms: Tensor, columns: Tensor, value: Tensor, residual: Tensor) -> Tensor:
-        """Norms of residuals of some columns, and of their differences to those by the exact watched rows."""
-        true = self._true_rows(columns.to(self._rhs.device), value)
+    def _with_exact_rows(self, norms: Tensor, true: Tensor, residual: Tensor) -> Tensor:
+        """Norms of residuals, and of their differences to the true ones at the watched rows."""
         return torch.hypot(norms, self._norms_of_rows(true - residual[self._watched]))
 
     def _norms_of_rows(self, residual: Tensor) -> Tensor:

@@ -58,6 +58,5 @@ def _skeletons(entries: Entries, points: Tensor, proxies: Tensor, rank: int, in_
             found = skeletons(entries.at_proxies(points[nodes], proxies[nodes]), rank, in_halves=in_halves)
             picked[nodes], weights[nodes] = points[nodes].gather(1, found.pivots), found.weights
 
-    tasks = blocks(len(points), BATCH_NODES)
-    run([partial(pick, share) for share in (shares(tasks) if points.device.type == "cpu" else [tasks])])
+    run([partial(pick, share) for share in shares(blocks(len(points), BATCH_NODES), points.device)])
     return picked, weights

@@ -8,15 +8,12 @@ at each level the shape [nodes, s, points of a node]: every block then multiplie
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.linear_operators.tiles.tiles import blocks
-from gpy_iterative.worker_threads import run, shares
-
-Item = TypeVar("Item")
+from gpy_iterative.worker_threads import run, shares, summed
 
 #: Entries of blocks that are evaluated and multiplied at a time: on a CPU they stay in its cache.
 BATCH_ENTRIES = {"cpu": 2**17, "cuda": 2**25}
@@ -139,12 +136,7 @@ class Levels:
         return torch.cat([self._matmul(columns, values, numbers) for columns in rhs.split(MOST_COLUMNS, dim=1)], dim=1)
 
     def _matmul(self, rhs: Tensor, values: Callable[[Batch], Tensor], numbers: Sequence[tuple[int, int]]) -> Tensor:
-        given = self.up(rhs)
-        first, *others = run([partial(self._share, given, values, share) for share in self.shares(numbers)])
-        for other in others:
-            for total, part in zip(first, other, strict=True):
-                total += part
-        return self.down(first)
+        return self.down(summed(partial(self._share, self.up(rhs), values), numbers, self.rows.device))
 
     def _share(
         self, given: list[Tensor], values: Callable[[Batch], Tensor], numbers: Sequence[tuple[int, int]]
@@ -190,7 +182,7 @@ class Levels:
             for nodes in share:
                 torch.bmm(vectors[nodes], matrices[nodes], out=result[nodes])
 
-        run([partial(multiply, share) for share in self.shares(blocks(len(vectors), BATCH_NODES))])
+        run([partial(multiply, share) for share in shares(blocks(len(vectors), BATCH_NODES), self.rows.device)])
         return result
 
     @cached_property
@@ -198,7 +190,3 @@ class Levels:
         """The slot of every row among all slots of the leaves, [n]."""
         own = self.is_own.flatten().nonzero().squeeze(-1)
         return torch.empty_like(own).scatter_(0, self.rows.flatten()[own], own)
-
-    def shares(self, items: Sequence[Item]) -> list[Sequence[Item]]:
-        """The work of each task; on a device other than a CPU there is one task."""
-        return shares(items) if self.rows.device.type == "cpu" else [items]

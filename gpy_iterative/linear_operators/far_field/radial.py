@@ -15,7 +15,7 @@ from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
-from gpy_iterative.worker_threads import divided, run
+from gpy_iterative.worker_threads import divided, summed
 
 _ALL = slice(None)
 
@@ -134,14 +134,9 @@ class RadialFarField(RadialTiles):
             return super().derivative(weights, value=value, alpha=alpha)
         left, right = (side.movedim(-2, 0).flatten(1) for side in (weights.left, weights.right))
         given = field.levels.up(left), field.levels.up(right)
-        share = partial(self._share_of_derivative, *given, value, alpha)
+        share = partial(self._share_of_derivative, *given, value, alpha, field)
         with self.cache.serving(*self.owner):
-            totals, *others = run(
-                [partial(share, field, numbers) for numbers in field.levels.shares(self._own_numbers(field))]
-            )
-        for other in others:
-            for total, part in zip(totals, other, strict=True):
-                total += part
+            totals = summed(share, self._own_numbers(field), self.x1.device)
         self.complete(totals, weights.tensors)
         inputs, sum_of_values, sum_of_alpha = totals
         factor = 2 * self.function.derivative_factor

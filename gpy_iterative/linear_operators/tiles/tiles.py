@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations_with_replacement
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +19,7 @@ from torch import Tensor
 from gpy_iterative.changes import SeenVersions
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
-from gpy_iterative.worker_threads import run, shares
-
-Item = TypeVar("Item")
+from gpy_iterative.worker_threads import run, shares, summed
 
 #: Numbers of columns for which a CPU multiplies tiles by them from the right, and not their transposes from the left.
 FEW_COLUMNS = range(2, 9)
@@ -161,9 +158,9 @@ class Tiles(ABC):
         start, stop, _ = rows.indices(self.shape[-2])
         wanted = _tiles_of(start, stop, self.length)
         given = RowBlocks.of(rhs, self.shape[-1], self.length, columns.indices(self.shape[-1])[0])
-        shares = self.shares(self.visits(wanted, given.numbers))
+        visits = shares(self.visits(wanted, given.numbers), self._like.device)
         with self.cache.serving(*self.owner):
-            result, *others = run([partial(self._share_of_product, wanted, given, tile, share) for share in shares])
+            result, *others = run([partial(self._share_of_product, wanted, given, tile, share) for share in visits])
         for other in others:
             result.data += other.data
         first = wanted.start * self.length
@@ -197,11 +194,7 @@ class Tiles(ABC):
     def sums(self, share: Callable[[Sequence[tuple[int, int]]], list[Tensor]]) -> list[Tensor]:
         """Sums over all tiles of this process, from those that `share` finds for some of the tiles."""
         with self.cache.serving(*self.owner):
-            totals, *others = run([partial(share, visits) for visits in self.shares(self.visits())])
-        for other in others:
-            for total, part in zip(totals, other, strict=True):
-                total += part
-        return totals
+            return summed(share, self.visits(), self._like.device)
 
     def complete(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         """Adds to sums over this process's tiles those of the other processes, in place.
@@ -245,11 +238,8 @@ class Tiles(ABC):
     def _some_columns(self, rows: int, columns: slice) -> list[Sequence[slice]]:
         """The columns of so many rows, some at a time, in shares."""
         entries = PICKED_ENTRIES.get(self._like.device.type, PICKED_ENTRIES["cuda"])
-        return self.shares(blocks(columns.stop, max(entries // max(rows, 1), 1), columns.start))
-
-    def shares(self, items: Sequence[Item]) -> list[Sequence[Item]]:
-        """The work of each task; on a device other than a CPU there is one task."""
-        return shares(items) if self._like.device.type == "cpu" else [items]
+        tasks = blocks(columns.stop, max(entries // max(rows, 1), 1), columns.start)
+        return shares(tasks, self._like.device)
 
     def principal_block(self, block: slice) -> Tensor:
         """The block on the diagonal, as a dense tensor that the caller may overwrite.
