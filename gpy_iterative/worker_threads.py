@@ -43,9 +43,21 @@ class _Pool:
         # The number that new threads of the process start with is the one that was set last, by whichever thread. A
         # thread of its own sets it to what it was whenever another thread has changed its own number.
         self._keeper = ThreadPoolExecutor(1, "gpy_iterative-setting")
-        begin = lambda: self.set_own_number(1)
-        self.workers = ThreadPoolExecutor(max(os.cpu_count() or 1, 2), "gpy_iterative-worker", begin)
-        self._lock = threading.Lock()
+        self._workers: ThreadPoolExecutor | None = None
+        self._lock, self._starting = threading.Lock(), threading.Lock()
+
+    @property
+    def workers(self) -> ThreadPoolExecutor:
+        """All of them started: a thread that begins while a late one changes its number would take that for its own."""
+        with self._starting:
+            if self._workers is None:
+                number = max(os.cpu_count() or 1, 2)
+                workers = ThreadPoolExecutor(number, "gpy_iterative-worker", self.set_own_number, (1,))
+                meeting = threading.Barrier(number)
+                for met in [workers.submit(meeting.wait) for _ in range(number)]:
+                    met.result()
+                self._workers = workers
+        return self._workers
 
     def set_own_number(self, number: int) -> int:
         """Sets how many threads torch's operations take in the calling thread only; returns what it was."""
@@ -161,7 +173,8 @@ def run(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
         return [task() for task in tasks]
     with divided():
         work = _Work(tasks)
-        workers = [_pool.workers.submit(work.take) for _ in range(number - 1)]
+        pool = _pool.workers
+        workers = [pool.submit(work.take) for _ in range(number - 1)]
         try:
             work.take()
         except BaseException as error:  # an interrupt from the keyboard, between two tasks

@@ -113,6 +113,16 @@ def test_several_threads_divide_their_work_at_once():
     assert torch.get_num_threads() == in_another_thread(torch.get_num_threads) == 2
 
 
+def test_all_workers_have_begun_with_the_first_work():
+    worker_threads._forget_pool()  # as in a child process
+    run([lambda: None] * 2)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("gpy_iterative-worker")]
+    started = threading.active_count()
+    run([lambda: time.sleep(0.01)] * 8)
+    assert len(threads) >= 2
+    assert threading.active_count() == started
+
+
 class Large:
     """Stands for an operator with its tiles."""
 

@@ -19,6 +19,7 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ExactGP
+from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_instance
@@ -27,6 +28,7 @@ from gpy_iterative.exact.estimates import (
     DensityEstimate,
     Estimate,
     WarmStart,
+    check_estimated,
     check_warm_start,
     exact_estimate,
     initial_guess,
@@ -73,7 +75,7 @@ class Evaluation:
 
     Attributes:
         value: [*b], what `forward` returns, with the graph of the gradient estimator.
-        system: H, y - mean and the prior, with the graph to the hyperparameters.
+        system: H, y - mean and the prior, with the graph to the hyperparameters; in float64 where a dense factor answers.
         estimate: the log density without priors and added loss terms, a = H^-1 (y - mean) and the gradient's factors.
         num_data: n, by which the value was divided.
     """
@@ -151,6 +153,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         system = linear_system(
             self.likelihood, function_dist, target, params, kwargs, products=self.products, caches=self._caches
         )
+        if self._has_dense_factor(system.operator):  # rounded entries would be all of its error
+            system = system.in_float64()
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():  # later steps could not use inference tensors of the run
             operator = system.operator.clone() if is_inference else system.operator
@@ -159,7 +163,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             )
         result = estimate.with_gradient(system.operator, system.residual)
         num_data = function_dist.event_shape.numel()
-        result = self._add_other_terms(result, params).div_(num_data)
+        result = self._add_other_terms(result, params).div_(num_data).to(function_dist.loc.dtype)
+        check_estimated("value", result)
         likelihood_params = LikelihoodParams(params, self.model, kwargs) if params or kwargs else None
         self._warn_once(estimate)
         self.report = MarginalLogLikelihoodReport(
@@ -169,7 +174,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             residual_targets=estimate.stats.residual_norms["targets"],
             residual_probes=estimate.stats.residual_norms.get("probes"),
             value=result.detach().clone(),
-            value_sem=estimate.value_sem / num_data,
+            value_sem=(estimate.value_sem / num_data).to(result.dtype),
             seconds=time.perf_counter() - start,
             truncation=estimate.truncation,
             probe_jitter=estimate.probe_jitter,
@@ -214,6 +219,10 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         )
         posterior.install()
         return posterior
+
+    def _has_dense_factor(self, operator: LinearOperator) -> bool:
+        """Whether the density of N(0, H) is computed by one, without an estimate."""
+        return False
 
     def _prediction_solver(self) -> Solver | None:
         """The solver of the posterior's means and sample paths."""
@@ -294,6 +303,12 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if variant.probes == self.probes:
             self._run = variant._run
 
+    def _solver(self, operator: LinearOperator) -> Solver:
+        return default_solver(operator) if self.solver is None else self.solver
+
+    def _has_dense_factor(self, operator: LinearOperator) -> bool:
+        return isinstance(self._solver(operator), Cholesky)
+
     def _prediction_solver(self) -> Solver | None:
         return self.solver
 
@@ -304,8 +319,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return self.probes, dict(draws), solutions["latest"][..., 1:]
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
-        operator, residual = system.operator, system.residual
-        solver = default_solver(operator) if self.solver is None else self.solver
+        operator, residual, solver = system.operator, system.residual, self._solver(system.operator)
         if isinstance(solver, Cholesky):
             return exact_estimate(operator, residual, solver), run
 

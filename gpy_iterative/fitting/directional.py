@@ -7,7 +7,6 @@ of the product for every other operator.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,12 +16,10 @@ from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperat
 from torch import Tensor
 
 from gpy_iterative.fitting.coordinates import Coordinates
-from gpy_iterative.linear_operators.extensions import rebuilt
+from gpy_iterative.linear_operators.extensions import in_float64
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
-from gpy_iterative.linear_operators.tiles.cache import TileCache
-from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 
 #: Inputs that move by a scale of their coordinates do so up to this part of the largest move.
 ROUNDING = 1e-4
@@ -159,11 +156,11 @@ class _Differences(DirectionalProduct):
 
     @cached_property
     def _tree(self) -> Any:
-        return _in_float64(self.operator).representation_tree()
+        return in_float64(self.operator, keeps_tiles=False).representation_tree()
 
     def _along(self, tangent: Tangent) -> Tensor:
         step = torch.finfo(torch.float64).eps ** 0.25
-        tensors = [_doubled(tensor) for tensor in self.operator.representation()]
+        tensors = [tensor.detach().double() for tensor in self.operator.representation()]
         moved = lambda sign: [
             tensor if part is None else tensor + sign * step * part
             for tensor, part in zip(tensors, tangent, strict=True)
@@ -199,21 +196,3 @@ def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 @torch.no_grad()
 def _product(operator: LinearOperator, vector: Tensor) -> Tensor:
     return operator._matmul(vector.unsqueeze(-1)).squeeze(-1)
-
-
-def _doubled(part: Any) -> Any:
-    """Floating tensors in float64, without graph; anything else as it is."""
-    if isinstance(part, LinearOperator):
-        return _in_float64(part)
-    return part.detach().double() if isinstance(part, Tensor) and part.is_floating_point() else part
-
-
-def _in_float64(operator: LinearOperator) -> LinearOperator:
-    """The same operator in float64, which keeps no tiles and leaves those that others keep."""
-    changes: dict[str, Any] = {}
-    if isinstance(operator, TiledLinearOperator):
-        products = replace(operator.products, cache_memory=0, precision="native")
-        changes |= {"products": products, "cache": TileCache()}
-    if "dtype" in operator._kwargs:
-        changes["dtype"] = torch.float64
-    return rebuilt(operator, _doubled, **changes)

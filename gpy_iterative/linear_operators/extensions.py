@@ -169,6 +169,25 @@ def native_precision(operator: LinearOperator) -> LinearOperator:
     return _native(operator) if _has_low_precision(operator) else operator
 
 
+def in_float64(operator: LinearOperator, *, keeps_tiles: bool = True) -> LinearOperator:
+    """The same operator, computed in float64 and with the graph to the same tensors. Its kept tiles are its own, if any.
+
+    A kernel whose own code does not allow float64 computes its entries as it did, and they are converted. Nothing but that
+    is evaluated here.
+    """
+
+    def convert(part: Any) -> Any:
+        if hasattr(part, "in_float64"):
+            return part.in_float64(keeps_tiles=keeps_tiles)
+        if isinstance(part, LinearOperator):
+            return rebuilt(part, convert)
+        if isinstance(part, torch.dtype):
+            return torch.float64 if part.is_floating_point else part
+        return part.double() if torch.is_tensor(part) and part.is_floating_point() else part
+
+    return convert(operator)
+
+
 def _has_low_precision(operator: LinearOperator) -> bool:
     if hasattr(operator, "has_low_precision"):
         return operator.has_low_precision

@@ -87,7 +87,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         members: what becomes of the kernel's batch, one step after the other: an index picks some of its members, a
             torch.Size is the batch that it is expanded to.
         leaves: tensors that the kernel uses beside its parameters, by whatever way it finds them.
-        dtype: of the matrix, to which the kernel's buffers are converted; None is the inputs' own, and leaves the buffers.
+        dtype: of the matrix; the kernel's buffers are converted to that of its inputs. None is the inputs' own, and leaves
+            the buffers.
 
     The kernel is called with the batch dimensions of its inputs, and no others: many users' kernels know none.
     A product costs one evaluation of the kernel the first time and n m s multiply-adds once its tiles are kept; the
@@ -124,10 +125,10 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         self.x1, self.x2, self.parameters = x1, x2, tensors[: len(names)]
         self.kernel, self.names, self.products, self.cache, self.members = kernel, names, products, cache, members
         self._tensors, self._leaves = tensors, leaves
-        dtypes = (tensor.dtype for tensor in (x1, *self.parameters) if tensor.is_floating_point())
-        self._dtype = next(dtypes, kernel.dtype) if dtype is None else dtype
+        own = next((tensor.dtype for tensor in (x1, *self.parameters) if tensor.is_floating_point()), None)
+        self._dtype = dtype or own or kernel.dtype
         buffers = () if dtype is None else kernel.named_buffers()
-        self._buffers = {name: buffer.to(dtype) for name, buffer in buffers if buffer.is_floating_point()}
+        self._buffers = {name: buffer.to(own or dtype) for name, buffer in buffers if buffer.is_floating_point()}
         self._function = KernelFunction(kernel, own_buffers=dtype is not None)
         self.symmetric, self.columns = x2 is None, x1 if x2 is None else x2
         self.tile_scale = x1.new_ones((), dtype=self._dtype)  # a kernel's tiles carry its outputscale
@@ -206,18 +207,31 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     def low_precision_copy(self) -> LinearOperator:
         """The same matrix in float32. Its kernel is tried on one pair of inputs."""
-        copy = super().low_precision_copy()
-        copy = type(self)(*copy._args, **copy._kwargs | {"dtype": torch.float32})
+        copy = _with_dtype(super().low_precision_copy(), torch.float32)
+        error = copy._error()
+        if error is None:
+            return copy
+        raise ValueError(
+            f"{type(self.kernel).__name__} cannot be computed in float32, as precision='float32' asks for: leave "
+            "'native'. Where the kernel is your own, register its tensors as buffers (register_buffer), and "
+            f"let it take dtypes from its inputs. What torch says: {error}"
+        ) from error
+
+    def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
+        """The same matrix in float64: computed in it where the kernel's code allows that; one pair of inputs tells."""
+        copy = _with_dtype(super().in_float64(keeps_tiles=keeps_tiles), torch.float64)
+        if copy._error() is None:
+            return copy
+        return _with_dtype(self, torch.float64, **self._of_own_tiles(keeps_tiles))
+
+    @torch.no_grad()
+    def _error(self) -> RuntimeError | None:
+        """What torch says of the kernel's code on the first pair of inputs; None where it gives an entry."""
         try:
-            with torch.no_grad():
-                copy.evaluate(copy.x1[..., :1, :], copy.columns[..., :1, :])
+            self.evaluate(self.x1[..., :1, :], self.columns[..., :1, :])
         except RuntimeError as error:
-            raise ValueError(
-                f"{type(self.kernel).__name__} cannot be computed in float32, as precision='float32' asks for: leave "
-                "'native'. Where the kernel is your own, register its tensors as buffers (register_buffer), and "
-                f"let it take dtypes from its inputs. What torch says: {error}"
-            ) from error
-        return copy
+            return error
+        return None
 
     def _make_tiles(self) -> Tiles:
         return KernelTiles(self, self._outputs)
@@ -404,6 +418,11 @@ def _lengthscales(kernel: Kernel, inputs: Tensor) -> Tensor:
                 lengthscale = part.lengthscale.detach().flatten(0, -2).amin(0).to(found)
                 found[dims] = torch.minimum(found[dims], lengthscale)
     return torch.where(torch.isfinite(found), found, 1.0)
+
+
+def _with_dtype(operator: LinearOperator, dtype: torch.dtype, **changes: Any) -> GenericKernelLinearOperator:
+    """The operator of the same tensors whose matrix has this dtype."""
+    return GenericKernelLinearOperator(*operator._args, **operator._kwargs | {"dtype": dtype} | changes)
 
 
 def _leaves(tensor: Tensor) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.linear_operators.extensions import in_float64
 from gpy_iterative.linear_operators.from_gpytorch import flat_targets, noisy_operator, observed_data
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
@@ -39,6 +40,10 @@ class TrainingSystem:
     def num_train(self) -> int:
         """n, observed or not."""
         return self.prior.event_shape.numel()
+
+    def in_float64(self) -> "TrainingSystem":
+        """H and y - mean computed in float64, with the graph to the same hyperparameters."""
+        return replace(self, operator=in_float64(self.operator), residual=self.residual.double())
 
     def terms(self) -> list[KernelTerm]:
         """The prior's kernels at the observed inputs. Raises SpectralDensityMissingError where it is no sum of kernels."""

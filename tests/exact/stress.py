@@ -28,6 +28,8 @@ STANDARD_ERRORS = 8
 ROUNDING = 0.01
 #: Random residuals by which a gradient's sensitivity to them is measured, and how much larger it may be along others.
 RESIDUALS, WORST = 4, 3.0
+#: Rows of the exact matrix that are differentiated at a time.
+ROWS = 256
 
 KERNELS: dict[str, Callable[[int], kernels.Kernel]] = {
     "RBF": lambda d: kernels.RBFKernel(),
@@ -190,43 +192,55 @@ class Exact:
 
 
 def exact(model: Regression) -> Exact:
-    """By a dense Cholesky factor in float64."""
+    """By a dense Cholesky factor in float64, differentiated some rows at a time: a spectral mixture would fill 20 GB."""
     model = copy.deepcopy(model).double()
-    model.set_train_data(model.train_inputs[0].double(), model.train_targets.double(), strict=False)
-    prior = model.likelihood(model(*model.train_inputs))
-    matrix = prior.lazy_covariance_matrix.to_dense()
-    residual, size = model.train_targets - prior.mean, len(matrix)
+    x, y = model.train_inputs[0].double(), model.train_targets.double()
+    size, named = len(y), dict(model.named_parameters())
+    blocks = torch.arange(size).split(ROWS)
+
+    def rows_of(block: Tensor) -> Tensor:
+        rows = model.covar_module(x[block], x).to_dense()
+        diagonal = model.covar_module(x[block], diag=True) - rows[range(len(block)), block] + model.likelihood.noise
+        return rows + torch.zeros_like(rows).scatter(1, block.unsqueeze(-1), 1.0) * diagonal.unsqueeze(-1)
+
+    residual = y - model.mean_module(x)
     with torch.no_grad():
+        matrix = torch.cat([rows_of(block) for block in blocks])
         lower = torch.linalg.cholesky(matrix)
         inverse = torch.cholesky_inverse(lower)
         weights = inverse @ residual
-        logdet = 2 * lower.diagonal().log().sum()
-        value = -0.5 * (residual @ weights + logdet + size * math.log(2 * math.pi)) / size
+        value = -0.5 * (residual @ weights + 2 * lower.diagonal().log().sum() + size * math.log(2 * math.pi)) / size
         scales = residual.norm(), matrix.diagonal().sum().sqrt()  # of the targets, and of a probe
-    named = dict(model.named_parameters())
-
-    def derivative(part: Tensor) -> Gradient:
-        gradients = torch.autograd.grad(part / size, list(named.values()), retain_graph=True, allow_unused=True)
-        pairs = zip(named.items(), gradients, strict=True)
-        return {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}
-
     # With a = H^-1 r: a residual rho moves a^T dH a / 2 by (H^-1 rho)^T dH a, and a probe's (H^-1 xi)^T dH z / 2 likewise.
-    generator = torch.Generator().manual_seed(0)
-    moved: tuple[list[Gradient], list[Gradient]] = ([], [])
+    generator, zero = torch.Generator().manual_seed(0), torch.zeros(size, dtype=torch.float64)
+    of_matrix, of_residual = [torch.outer(weights, weights) / 2, -inverse / 2], [-weights, zero]
     for _ in range(RESIDUALS):
         rho, base = torch.randn(2, size, 1, generator=generator, dtype=torch.float64)
-        change, dual = (
-            (inverse @ rho).squeeze(-1),
-            torch.linalg.solve_triangular(lower.mT, base, upper=True).squeeze(-1),
-        )
-        moved[0].append(derivative(WORST * scales[0] * (change @ matrix @ weights - change @ residual)))
-        moved[1].append(derivative(WORST * scales[1] * (change @ matrix @ dual) / 2))
-    return Exact(
-        float(value),
-        derivative(0.5 * weights @ matrix @ weights - weights @ residual),
-        derivative(-0.5 * (inverse * matrix).sum()),
-        *({name: _typical([one[name] for one in part]) for name in named} for part in moved),
+        change = (inverse @ rho).squeeze(-1)
+        dual = torch.linalg.solve_triangular(lower.mT, base, upper=True).squeeze(-1)
+        of_matrix += [
+            WORST * scales[0] * torch.outer(change, weights),
+            WORST * scales[1] * torch.outer(change, dual) / 2,
+        ]
+        of_residual += [-WORST * scales[0] * change, zero]
+    gradients = [{name: torch.zeros_like(parameter) for name, parameter in named.items()} for _ in of_matrix]
+
+    def add(output: Tensor, factors: list[Tensor]) -> None:
+        for total, factor in zip(gradients, factors, strict=True):
+            found = torch.autograd.grad(
+                output, list(named.values()), factor / size, retain_graph=True, allow_unused=True
+            )
+            for name, gradient in zip(named, found, strict=True):
+                total[name] += 0 if gradient is None else gradient
+
+    add(residual, of_residual)
+    for block in blocks:
+        add(rows_of(block), [factor[block] for factor in of_matrix])
+    fit, trace, *moved = gradients
+    sensitivities = (
+        {name: _typical([one[name] for one in part]) for name in named} for part in (moved[::2], moved[1::2])
     )
+    return Exact(float(value), fit, trace, *sensitivities)
 
 
 def _typical(changes: list[Tensor]) -> Tensor:

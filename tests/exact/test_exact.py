@@ -1,11 +1,15 @@
 """Small problems: value and every gradient equal GPyTorch's exact marginal log likelihood."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import gpytorch
 import pytest
 import torch
 from gpytorch import kernels
+from gpytorch.likelihoods import GaussianLikelihood
+from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.linear_operators import KernelProducts
@@ -153,3 +157,51 @@ def test_near_points_in_float32(kernel: kernels.Kernel, width: float) -> None:
     exact, single = found
     for name, gradient in single.items():
         assert abs(gradient - exact[name]) <= 0.02 * abs(exact[name]) + 1e-3, name
+
+
+@pytest.mark.parametrize("kernel", [kernels.MaternKernel, kernels.PeriodicKernel], ids=["radial", "any other kernel"])
+def test_exact_values_of_float32_models_are_those_of_float64(kernel: Callable[[], kernels.Kernel]) -> None:
+    """Their entries, weights and derivatives are: with little noise float32 would hold nothing of the gradient."""
+    x = torch.rand(300, 2, generator=torch.Generator().manual_seed(0))
+    y = torch.sin(6 * x[:, 0]) + x[:, 1].square()
+    single = Regression(x, y, GaussianLikelihood(), kernels.ScaleKernel(kernel()))
+    single.covar_module.base_kernel.lengthscale, single.likelihood.noise = 2.0, 2e-4
+    double = copy.deepcopy(single).double()
+    double.set_train_data(x.double(), y.double(), strict=False)
+    found = []
+    for model in (single, double):
+        mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model)
+        value = mll(model(model.train_inputs[0]), model.train_targets)
+        value.backward()
+        assert value.dtype == mll.report.value_sem.dtype == model.train_targets.dtype
+        gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        found.append(torch.cat([value.detach().unsqueeze(0), gradients]).double())
+    low, high = found
+    assert (low - high).norm() <= 2e-5 * high[1:].norm()
+
+
+class OwnCodeInFloat32(kernels.Kernel):
+    """An RBF kernel whose weights are no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.eye(2)
+
+    def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> Tensor:
+        squares = (x1 @ self.weights).unsqueeze(-2).sub((x2 @ self.weights).unsqueeze(-3)).square().sum(-1)
+        values = squares.mul(-0.5).exp()
+        return values.diagonal(dim1=-2, dim2=-1) if diag else values
+
+
+def test_kernels_that_know_float32_alone_are_exact_in_it() -> None:
+    x = torch.rand(30, 2, generator=torch.Generator().manual_seed(0))
+    found = []
+    for kernel in (OwnCodeInFloat32(), kernels.RBFKernel()):
+        model = Regression(x, x.sum(-1), GaussianLikelihood(), kernels.ScaleKernel(kernel))
+        if isinstance(kernel, kernels.RBFKernel):
+            kernel.lengthscale = 1.0
+        mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model)
+        value = mll(model(x), model.train_targets)
+        value.backward()
+        found.append((value.detach(), model.covar_module.raw_outputscale.grad, model.likelihood.raw_noise.grad))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

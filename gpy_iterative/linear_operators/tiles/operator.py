@@ -133,6 +133,15 @@ class TiledLinearOperator(LinearOperator):
         """The same operator in the inputs' dtype only."""
         return rebuilt(self, lambda part: part, products=self._native_products())
 
+    def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
+        """The same operator computed in float64, with the graph to the same tensors and a cache of its own."""
+        double = lambda part: part.double() if torch.is_tensor(part) and part.is_floating_point() else part
+        return rebuilt(self, double, **self._of_own_tiles(keeps_tiles))
+
+    def _of_own_tiles(self, keeps_tiles: bool) -> dict[str, Any]:
+        products = self._native_products()
+        return {"products": products if keeps_tiles else replace(products, cache_memory=0), "cache": TileCache()}
+
     def _native_products(self) -> KernelProducts:
         return replace(self.products, precision="native")
 
