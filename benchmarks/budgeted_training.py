@@ -39,7 +39,6 @@ class Options:
     rate: float = 0.1
     subset_size: int = 3000
     num_subsets: int = 5
-    subset_steps: int = 50
     rank: int = 256
     compiled: bool = False
 
@@ -129,13 +128,12 @@ def mll_of(data: Split, options: Options) -> gpi.mlls.HutchinsonMarginalLogLikel
 
 
 def start_from_subsets(mll: gpi.mlls.HutchinsonMarginalLogLikelihood, options: Options) -> None:
-    """Sets the hyperparameters to averages over fits to neighbourhoods."""
+    """Sets the hyperparameters to what neighbourhoods agree on."""
     gpi.initialize_from_subsets(
         mll.model,
         mll.likelihood,
         subset_size=options.subset_size,
         num_subsets=options.num_subsets,
-        optimizer_steps=options.subset_steps,
     )
 
 

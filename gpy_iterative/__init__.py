@@ -16,8 +16,8 @@ from gpy_iterative import (
     spectral,
     truncation,
 )
-from gpy_iterative.exact.initialization import initialize_from_subsets
 from gpy_iterative.fitting.fit import fit
+from gpy_iterative.fitting.subsets import initialize_from_subsets
 
 #: Semantic version: the one place where it is set.
 __version__ = "0.1.0"

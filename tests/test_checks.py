@@ -95,8 +95,5 @@ def test_parts_of_a_solver(options: Callable, name: str, value: object) -> None:
 
 @pytest.mark.parametrize("rate", [0, -1.0, float("nan"), float("inf")])
 def test_learning_rates(rate: float) -> None:
-    case = regression(kernels.RBFKernel())
     with pytest.raises(ValueError, match="learning_rate"):
         gpi.solvers.StochasticGradientDescent(learning_rate=rate)
-    with pytest.raises(ValueError, match="learning_rate"):
-        gpi.initialize_from_subsets(case.model, case.likelihood, subset_size=10, num_subsets=1, learning_rate=rate)

@@ -172,7 +172,6 @@ def flights(
     rate: float = Options.rate,
     subset_size: Annotated[int, typer.Option(help="Rows of a neighbourhood of the start.")] = Options.subset_size,
     num_subsets: int = Options.num_subsets,
-    subset_steps: int = Options.subset_steps,
     rank: Annotated[int, typer.Option(help="Of the predictive variances.")] = Options.rank,
     fit_steps: Annotated[int, typer.Option(help="Of gpi.fit at the most, after the start.")] = FIT_STEPS,
     compiled: Annotated[
@@ -193,7 +192,6 @@ def flights(
         rate=rate,
         subset_size=subset_size,
         num_subsets=num_subsets,
-        subset_steps=subset_steps,
         rank=rank,
         compiled=compiled,
     )
@@ -278,9 +276,7 @@ def history_table(outcome: Outcome) -> Table:
 SIZES: dict[Preset, list[tuple[Options, RivalOptions]]] = {
     Preset.SMOKE: [
         (
-            Options(
-                rows=400, steps=2, block_size=64, num_probes=4, subset_size=100, num_subsets=1, subset_steps=5, rank=20
-            ),
+            Options(rows=400, steps=2, block_size=64, num_probes=4, subset_size=100, num_subsets=1, rank=20),
             RivalOptions(num_inducing=20, rates=(0.01, 0.03)),
         )
     ],

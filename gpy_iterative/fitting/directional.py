@@ -155,17 +155,18 @@ class _Differences(DirectionalProduct):
     """
 
     @cached_property
-    def _tree(self) -> Any:
-        return in_float64(self.operator, keeps_tiles=False).representation_tree()
+    def _converted(self) -> LinearOperator:
+        return in_float64(self.operator, keeps_tiles=False)
 
     def _along(self, tangent: Tangent) -> Tensor:
         step = torch.finfo(torch.float64).eps ** 0.25
-        tensors = [tensor.detach().double() for tensor in self.operator.representation()]
+        tree = self._converted.representation_tree()
+        tensors = [tensor.detach() for tensor in self._converted.representation()]  # masks of missing data stay bool
         moved = lambda sign: [
             tensor if part is None else tensor + sign * step * part
             for tensor, part in zip(tensors, tangent, strict=True)
         ]
-        above, below = (_product(self._tree(*moved(sign)), self.vector.double()) for sign in (1, -1))
+        above, below = (_product(tree(*moved(sign)), self.vector.double()) for sign in (1, -1))
         return ((above - below) / (2 * step)).to(self.vector.dtype)
 
 

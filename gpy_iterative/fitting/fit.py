@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from gpytorch.likelihoods import _GaussianLikelihoodBase
 from gpytorch.mlls import MarginalLogLikelihood
-from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
-from gpy_iterative.exact.initialization import initialize_from_subsets
 from gpy_iterative.fitting.adam import AdamSteps, Batches
 from gpy_iterative.fitting.average_information import Assessment, AverageInformation, Point, Step
 from gpy_iterative.fitting.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -25,6 +22,7 @@ from gpy_iterative.fitting.choice import Choice, Method, choose, system_now
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
 from gpy_iterative.fitting.stopping import LEFT, NOISE, FitStatus, has_converged, has_stalled, is_drowned
+from gpy_iterative.fitting.subsets import check_subsets, initialize_from_subsets
 from gpy_iterative.training.data_advice import warn_of_data, warn_of_inputs
 from gpy_iterative.training.progress import Progress, check_progress, reporting
 from gpy_iterative.training.run import make_generator
@@ -33,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 #: Steps at the most where nothing else is said.
 MAX_STEPS = {"average_information": 30, "adam": 300}
-#: Rows and number of the subsets of start="subsets", and steps on each.
-SUBSETS = {"subset_size": 1000, "num_subsets": 5, "optimizer_steps": 50}
 
 
 @torch.enable_grad()
@@ -103,7 +99,7 @@ def fit(
     random = torch.Generator().manual_seed(0) if generator is None else make_generator(generator)
     known = None if path is None or not path.exists() else read_checkpoint(path, mll, choice.method)
     if start == "subsets":
-        _check_subsets(mll)
+        check_subsets(mll.model, mll.likelihood)
     if known is None:
         _warn_of_data(mll)
     logger.info("fit by %s: %s", choice.method, choice.reason)
@@ -111,7 +107,7 @@ def fit(
     before, begun = {name: tensor.clone() for name, tensor in mll.state_dict().items()}, time.perf_counter()
     try:
         if known is None and start == "subsets":
-            initialize_from_subsets(mll.model, mll.likelihood, generator=random, progress=progress, **SUBSETS)
+            initialize_from_subsets(mll.model, mll.likelihood, generator=random, progress=progress)
             loop.preparation = time.perf_counter() - begun
         return loop.run(path, progress, callback)
     except BaseException:
@@ -142,15 +138,6 @@ def _warn_of_data(mll: Any) -> None:
         warn_of_data(mll.model, mll.likelihood, system_now(mll))
     else:
         warn_of_inputs(mll.model)
-
-
-def _check_subsets(mll: MarginalLogLikelihood) -> None:
-    """Raises ValueError where subsets have no exact Gaussian process to be fitted by."""
-    if not isinstance(mll.model, ExactGP) or not isinstance(mll.likelihood, _GaussianLikelihoodBase):
-        raise ValueError(
-            "start='subsets' fits exact Gaussian processes with a Gaussian likelihood, and this model is a "
-            f"{type(mll.model).__name__} with a {type(mll.likelihood).__name__}: leave start='current'."
-        )
 
 
 class _Loop(ABC):

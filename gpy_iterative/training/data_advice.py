@@ -4,7 +4,7 @@ Lengthscales, outputscale, noise and mean begin near one or zero. Data of anothe
 identity, or ones throughout, and a gradient of zero.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import gpytorch
@@ -23,6 +23,8 @@ from gpy_iterative.training.training_system import TrainingSystem
 FAR = 6.0
 #: Standard deviation, in lengthscales, of a column that a kernel does not see.
 FLAT = 1e-3
+#: Standard deviation of inputs as they are given, below which their scale is to blame for it.
+SMALL = 0.01
 #: Rows whose nearest neighbours are looked for.
 CENTRES = 64
 #: Standard deviations of targets over that of the prior, or the other way round, that a fit starts from without a warning;
@@ -56,7 +58,7 @@ def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, sy
     operator = system.operator
     if not isinstance(operator, NoisyLinearOperator) or operator.shape[-1] < 2:
         return
-    _warn(_inputs_of_another_scale(operator.kernel))
+    _warn(_inputs_of_another_scale(operator.kernel, model.train_inputs or ()))
     _warn(_targets_of_another_scale(operator, system.residual))
     _warn(_equal_rows(model, likelihood, operator.noise))
 
@@ -77,7 +79,7 @@ def _constant_columns(model: Any) -> Iterator[str]:
             yield f"Constant inputs have no lengthscale that data could determine: leave out {_named(constant)}."
 
 
-def _inputs_of_another_scale(kernel: LinearOperator) -> Iterator[str]:
+def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) -> Iterator[str]:
     terms = list(_terms(kernel))
     inputs = [
         term.x1.reshape(-1, *term.x1.shape[-2:])[0] for term in terms if isinstance(term, RadialKernelLinearOperator)
@@ -88,14 +90,21 @@ def _inputs_of_another_scale(kernel: LinearOperator) -> Iterator[str]:
             f"The nearest training inputs are {nearest:.3g} lengthscales apart, so the kernel matrix is diagonal and says "
             "nothing about lengthscales: standardise the inputs, or set larger lengthscales before the fit."
         )
-    for x in inputs:
-        spread = x.double().std(0)
+    # Lengthscales that a fit has made large, of inputs that the data do not need, are no matter of the inputs' scale.
+    least = min((float(spread[spread > 0].min()) for x in given if (spread := _spread(x)).any()), default=0.0)
+    for x in inputs if least < SMALL else ():
+        spread = _spread(x)
         flat = ((spread < FLAT) & (x != x[0]).any(0)).nonzero().reshape(-1).tolist()
         if flat:
             yield (
                 f"A kernel does not see inputs that vary by {float(spread[flat].max()):.1g} lengthscales: standardise "
                 f"{_named(flat)}, or set smaller lengthscales before the fit."
             )
+
+
+def _spread(x: Tensor) -> Tensor:
+    """The standard deviation of each column, [d]."""
+    return x.double().reshape(-1, x.shape[-1]).std(0)
 
 
 def _terms(kernel: LinearOperator) -> Iterator[LinearOperator]:

@@ -26,9 +26,8 @@ OPTIONS = case.Options(
     max_epochs=1.0,
     block_size=64,
     num_probes=3,
-    subset_size=50,
+    subset_size=200,
     num_subsets=1,
-    subset_steps=2,
     rank=20,
 )
 
@@ -77,7 +76,7 @@ def test_an_interrupted_run_goes_on_exactly(data: Split, tmp_path: Path, monkeyp
 
     def interrupted(optimizer: torch.optim.Adam) -> None:
         taken.append(optimizer)
-        if len(taken) == OPTIONS.subset_steps + 3:
+        if len(taken) == 3:
             raise KeyboardInterrupt
         step(optimizer)
 
@@ -133,7 +132,7 @@ def test_a_fit_goes_on_where_it_was_interrupted(data: Split, tmp_path: Path, mon
     monkeypatch.setattr(case, "load_flights", lambda rows: {300: data}[rows])
     options = asdict(replace(OPTIONS, steps=2, max_epochs=20.0))
     whole = case.fitted(folder=str(tmp_path / "whole"), keep_steps=True, **options)
-    assert [row["step"] for row in whole["history"]] == [0, 1, 2]
+    assert whole["history"][-1]["step"] == 2
     assert whole["status"] == "BUDGET"
     assert whole["seconds"] > sum(row["seconds"] for row in whole["history"])  # the start is counted
     parts = str(tmp_path / "parts")

@@ -206,3 +206,16 @@ def test_float32(covariance: Callable[[], gpytorch.kernels.Kernel]) -> None:
         each.likelihood.noise, each.model.covar_module.outputscale = 0.05, 5.0
     exact = curvature(mll, Coordinates(mll)).matrix
     assert (curvature(single, Coordinates(single)).matrix - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_missing_targets_of_several_outputs() -> None:
+    """The mask of a covariance stays a mask in float64."""
+    case = CASES["multitask"]()
+    targets = case.y.clone()
+    targets[::3, 0] = torch.nan
+    case.model.set_train_data(targets=targets, strict=False)
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
+    with gpytorch.settings.observation_nan_policy("mask"):
+        found = curvature(mll, Coordinates(mll)).matrix
+    assert found.isfinite().all()
+    assert torch.linalg.eigvalsh(found).min() > -1e-8

@@ -53,6 +53,14 @@ def advice_on(model: gpytorch.models.ExactGP, likelihood: gpytorch.likelihoods.L
 # Data without a warning
 
 
+def test_large_lengthscales_of_standardised_inputs() -> None:
+    """A fit has made them large: the data do not need these inputs."""
+    x, y = standardised()
+    kernel = MaternKernel(nu=1.5, ard_num_dims=x.shape[-1])
+    kernel.lengthscale = torch.tensor([1.0] * 16 + [1e5] * 2)
+    assert advice(x, y, ScaleKernel(kernel)) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kernel", [RBFKernel, MaternKernel])
 def test_standardised_data(kernel: Callable[..., gpytorch.kernels.Kernel], dtype: torch.dtype) -> None:

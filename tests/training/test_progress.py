@@ -55,7 +55,7 @@ def _mode_for_predictions(progress: Progress) -> None:
 
 def _subsets(progress: Progress) -> None:
     case = _case()
-    options = {"subset_size": 10, "num_subsets": 3, "optimizer_steps": 2}
+    options = {"subset_size": 10, "num_subsets": 3}
     gpi.initialize_from_subsets(case.model, case.likelihood, progress=progress, **options)
 
 

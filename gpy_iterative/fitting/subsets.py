@@ -1,0 +1,165 @@
+"""Hyperparameters to start from, where training on all data is expensive: what the optima of small neighbourhoods agree on.
+
+Neighbourhoods are those of Lin et al. 2024 ("Improving Linear System Solvers for Hyperparameter Optimisation in Iterative
+Gaussian Processes", arXiv 2405.18457, appendix B), which averages their hyperparameters. Here each optimum counts by its
+information, as in a meta-analysis.
+"""
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood, _GaussianLikelihoodBase
+from gpytorch.models import ExactGP
+from torch import Tensor
+
+from gpy_iterative.checks import check_count
+from gpy_iterative.exact.base import IterativeMarginalLogLikelihood
+from gpy_iterative.exact.hutchinson import HutchinsonMarginalLogLikelihood
+from gpy_iterative.fitting.average_information import AverageInformation
+from gpy_iterative.fitting.choice import choose
+from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.training.progress import Progress, check_progress, reporting
+from gpy_iterative.training.run import make_generator
+from gpy_iterative.training.training_system import check_inputs
+
+logger = logging.getLogger(__name__)
+
+#: A subset's fit ends when fewer nats are left to gain, or after so many steps. Its optimum is a start and no result.
+LEFT, MAX_STEPS = 0.5, 15
+
+
+def initialize_from_subsets(
+    model: ExactGP,
+    likelihood: Likelihood,
+    subset_size: int = 1000,
+    num_subsets: int = 5,
+    generator: torch.Generator | int | None = None,
+    *,
+    progress: Progress = False,
+) -> None:
+    """Sets the hyperparameters of model and likelihood, in place, to what the optima of subsets agree on.
+
+    Each subset is a random training point with its nearest neighbours (Euclidean, standardised inputs). A copy of the model
+    is fitted to it by average information, from the optimum of the subset before. The optima t_k, logarithms of positive
+    hyperparameters, are weighted by their information A_k: (sum_k A_k)^-1 sum_k A_k t_k, and no value leaves the range of
+    the optima. So what a subset does not determine, such as the lengthscale of a column that is constant in it, is left to
+    the others.
+
+    Args:
+        model: with training data; inputs [n, d], targets [*b, n] or [n, T].
+        likelihood: the model's; Gaussian.
+        subset_size: rows of a subset; clamped at n. Up to 3,000 each step is exact (n^3), beyond it is iterative.
+        num_subsets: how many subsets.
+        generator: draws the centres; a generator or the seed of one, None is seed 0.
+        progress: True shows a bar of subsets; a callable gets every `gpy_iterative.progress.ProgressReport`.
+
+    Raises:
+        ValueError: options outside their range, a model without training data or with batches of inputs, inputs that
+            are not finite, a model without average information (a network, more than 60 hyperparameters).
+        NonFiniteError, NotPositiveDefiniteError: a subset cannot be evaluated. The model is as it was after any error.
+
+    Cost: some 10 steps for the first subset and 3 for each other.
+
+    Examples:
+        >>> model = MyExactGP(train_x, train_y, likelihood)
+        >>> gpi.initialize_from_subsets(model, likelihood, subset_size=50, num_subsets=2)
+        >>> likelihood.noise.item() < 0.7  # it began at 0.69
+        True
+    """
+    check_count("subset_size", subset_size)
+    check_count("num_subsets", num_subsets)
+    check_progress(progress)
+    check_subsets(model, likelihood)
+    columns, generator = _standardised_columns(model), make_generator(0 if generator is None else generator)
+    coordinates = Coordinates(HutchinsonMarginalLogLikelihood(likelihood, model))
+    optimum, optima, information = coordinates.read(), [], []
+    with reporting(progress, "subsets", "subsets", num_subsets) as tell:
+        for done in range(num_subsets):
+            rows = _neighbourhood(columns, min(subset_size, columns.shape[0]), generator)
+            subset = _of_rows(model, likelihood, rows, optimum)
+            optimum, matrix, value = _climbed(subset, generator)
+            optima.append(optimum)
+            information.append(matrix)
+            logger.info("subset %d of %d, %d data: value %.4g", done + 1, num_subsets, len(rows), value)
+            tell(done + 1, {"value": value})
+    coordinates.write(_combined(torch.stack(optima), torch.stack(information)))
+    model.prediction_strategy = None
+
+
+def check_subsets(model: Any, likelihood: Any) -> None:
+    """Raises ValueError where subsets have no exact Gaussian process that average information fits."""
+    if not isinstance(model, ExactGP) or not isinstance(likelihood, _GaussianLikelihoodBase):
+        raise ValueError(
+            "Subsets are fitted by exact Gaussian processes with a Gaussian likelihood, and this model is a "
+            f"{type(model).__name__} with a {type(likelihood).__name__}: start from the hyperparameters as they are."
+        )
+    if not model.train_inputs or model.train_targets is None:
+        raise ValueError("The model has no training data: call model.set_train_data(inputs, targets) first.")
+    check_inputs(model)
+    for inputs in model.train_inputs:
+        if inputs.dim() != 2:
+            raise ValueError(f"Subsets need training inputs [n, d], got {tuple(inputs.shape)}.")
+    choice = choose(_of_rows(model, likelihood, torch.arange(min(len(model.train_inputs[0]), 2))), "auto", None)
+    if choice.method != "average_information":
+        raise ValueError(f"{choice.reason} Subsets are fitted by it: start from the hyperparameters as they are.")
+
+
+def _standardised_columns(model: ExactGP) -> Tensor:
+    """All training inputs side by side, [n, d], each column with mean 0 and deviation 1 (or 0)."""
+    assert model.train_inputs is not None
+    assert model.train_targets is not None
+    columns = torch.cat([inputs.detach().to(model.train_targets.dtype) for inputs in model.train_inputs], dim=-1)
+    centred = columns - columns.mean(0)
+    deviation = centred.square().mean(0).sqrt()
+    return centred / torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+
+
+def _neighbourhood(columns: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Rows [size] of a random point and its nearest neighbours."""
+    centre = int(torch.randint(columns.shape[0], (), generator=generator, device=generator.device))
+    distances = (columns - columns[centre]).square().sum(-1)
+    return distances.topk(size, largest=False).indices.sort().values
+
+
+def _of_rows(
+    model: ExactGP, likelihood: Likelihood, rows: Tensor, position: Tensor | None = None
+) -> IterativeMarginalLogLikelihood:
+    """The marginal log likelihood of a copy that has these rows of the training data, at a position of its coordinates."""
+    # Together, so that a likelihood shared by both stays shared.
+    model, likelihood = copy.deepcopy((model, likelihood))
+    _restrict(model.train(), likelihood.train(), rows)
+    mll = HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
+    if position is not None:
+        Coordinates(mll).write(position)
+    return mll
+
+
+def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:
+    """Keeps some rows of the training data, and of a fixed noise."""
+    inputs = tuple(x[rows] for x in model.train_inputs)
+    targets = model.train_targets
+    model.set_train_data(inputs, strict=False)
+    with torch.no_grad():  # a model of few rows, which is all that the prior's layout takes
+        data_dim = targets.dim() - len(model(*inputs).event_shape)
+    model.set_train_data(targets=targets.index_select(data_dim, rows), strict=False)
+    if isinstance(likelihood, FixedNoiseGaussianLikelihood):
+        likelihood.noise = likelihood.noise_covar.noise[..., rows]
+
+
+def _climbed(mll: IterativeMarginalLogLikelihood, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
+    """Position [p] of the optimum, the information there [p, p], and the value a datum."""
+    optimiser = AverageInformation(mll, generator=generator)
+    for _ in range(MAX_STEPS):
+        if optimiser.assess().left < LEFT or optimiser.step() is None:
+            break
+    point = optimiser.point
+    return point.position, optimiser.assess().matrix, float(point.evaluation.value.detach().mean())
+
+
+def _combined(optima: Tensor, information: Tensor) -> Tensor:
+    """(sum_k A_k)^-1 sum_k A_k t_k, inside of the range of the t_k: [k, p] and [k, p, p] give [p]."""
+    weighted = (information @ optima.unsqueeze(-1)).sum(0)
+    found = torch.linalg.solve(information.sum(0), weighted).squeeze(-1)
+    return found.maximum(optima.amin(0)).minimum(optima.amax(0))
