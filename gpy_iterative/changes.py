@@ -1,7 +1,8 @@
 """Whether tensors are still what they were: by version, at no cost, or by value.
 
 A version counts what is written to a tensor by torch's in-place operations. It does not count what goes through `.data`, as
-GPyTorch's `initialize` does: hyperparameters are compared by value.
+GPyTorch's `initialize` does: hyperparameters are compared by value. Inference tensors have no version, and are compared by
+value too.
 """
 
 import weakref
@@ -11,37 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class SeenVersions:
-    """Tensors recognised by identity and version. Keeps none of them alive.
-
-    Attributes:
-        references: to the tensors.
-        states: their versions, and their layouts in the base where views are compared.
-        views: whether another view of the same entries of the same tensor counts as the tensor.
-    """
-
-    references: tuple[weakref.ref[Tensor], ...] = ()
-    states: tuple[object, ...] = ()
-    views: bool = False
-
-    @classmethod
-    def of(cls, tensors: Iterable[Tensor], *, views: bool = False) -> "SeenVersions":
-        """These tensors, as they are now."""
-        seen = [_as_seen(tensor, views) for tensor in tensors]
-        return cls(tuple(weakref.ref(tensor) for tensor, _ in seen), tuple(state for _, state in seen), views)
-
-    def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the same tensors, and nothing has been written to them since."""
-        seen = [_as_seen(tensor, self.views) for tensor in tensors]
-        return self.states == tuple(state for _, state in seen) and all(
-            reference() is tensor for reference, (tensor, _) in zip(self.references, seen, strict=True)
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SeenVersions, ()  # copies and pickles know nothing: versions are not copied with tensors
 
 
 @dataclass(frozen=True)
@@ -58,6 +28,45 @@ class SeenValues:
     def are(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these tensors have the same values. Cost: one pass over them."""
         return len(tensors) == len(self.values) and all(map(same_tensor, self.values, tensors))
+
+
+@dataclass(frozen=True)
+class SeenVersions:
+    """Tensors recognised by identity and version; inference tensors by identity and value. Keeps none of them alive.
+
+    Attributes:
+        references: to the tensors.
+        states: their versions, and their layouts in the base where views are compared.
+        views: whether another view of the same entries of the same tensor counts as the tensor.
+        values: copies of those that are inference tensors.
+    """
+
+    references: tuple[weakref.ref[Tensor], ...] = ()
+    states: tuple[object, ...] = ()
+    views: bool = False
+    values: SeenValues = SeenValues()
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], *, views: bool = False) -> "SeenVersions":
+        """These tensors, as they are now."""
+        seen = [_as_seen(tensor, views) for tensor in tensors]
+        references, states = tuple(weakref.ref(tensor) for tensor, _ in seen), tuple(state for _, state in seen)
+        return cls(references, states, views, SeenValues.of(filter(Tensor.is_inference, tensors)))
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the same tensors, and nothing has been written to them since.
+
+        Cost: one pass over those that are inference tensors.
+        """
+        seen = [_as_seen(tensor, self.views) for tensor in tensors]
+        return (
+            self.states == tuple(state for _, state in seen)
+            and all(reference() is tensor for reference, (tensor, _) in zip(self.references, seen, strict=True))
+            and self.values.are([tensor for tensor in tensors if tensor.is_inference()])
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SeenVersions, ()  # copies and pickles know nothing: versions are not copied with tensors
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ def same_tensor(left: Tensor, right: Tensor) -> bool:
 
 def _as_seen(tensor: Tensor, views: bool) -> tuple[Tensor, object]:
     """The tensor that is recognised (the one behind a view where views are compared), and its state."""
-    version = object() if tensor.is_inference() else tensor._version  # inference tensors count no writes
+    version = None if tensor.is_inference() else tensor._version
     if not views:
         return tensor, version
     layout = tensor.shape, tensor.stride(), tensor.storage_offset()

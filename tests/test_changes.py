@@ -47,11 +47,17 @@ def test_versions_keep_no_tensor_alive_and_are_not_copied() -> None:
     assert not seen.are([torch.zeros(3)])
 
 
-def test_inference_tensors_differ_every_time() -> None:
+def test_inference_tensors_are_compared_by_value() -> None:
     with torch.inference_mode():
-        tensor = torch.zeros(3)
-    assert not SeenVersions.of([tensor]).are([tensor])
-    assert SeenValues.of([tensor]).are([tensor])
+        tensor, other = torch.zeros(3), torch.zeros(3)
+        seen = SeenVersions.of([tensor, torch.ones(2)[:1]])
+        assert not seen.are([tensor])
+        seen = SeenVersions.of([tensor])
+        assert seen.are([tensor])
+        assert not seen.are([other])
+        tensor[1] = 1.0
+        assert not seen.are([tensor])
+    assert SeenVersions.of([tensor]).are([tensor])
 
 
 def test_data_are_the_same_in_other_tensors_and_others_after_a_write() -> None:

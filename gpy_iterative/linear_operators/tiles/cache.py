@@ -5,7 +5,7 @@ A linear operator is often rebuilt from its tensors, so the cache is an object o
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
@@ -144,7 +144,7 @@ class TileCache:
         if not self._makes_room(size, budget):
             return None
         self.own_bytes += size
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return new_memory(shape, like)
 
     def _makes_room(self, size: int, budget: int) -> bool:
         """Whether so many bytes fit into the budget, after tiles of later kinds have left.
@@ -198,6 +198,12 @@ class TileCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TileCache, ()  # copies and pickles start empty: tiles belong to tensors of this process
+
+
+@torch.inference_mode(False)  # outside of it, nothing could be written to inference tensors
+def new_memory(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Memory for entries of the dtype and device of `like`."""
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def _num_bytes(tile: Tensor) -> int:

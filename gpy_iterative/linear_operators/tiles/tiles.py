@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpy_iterative.changes import SeenVersions
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tiles.cache import TileCache
+from gpy_iterative.linear_operators.tiles.cache import TileCache, new_memory
 from gpy_iterative.worker_threads import run, shares, summed
 
 #: Numbers of columns for which a CPU multiplies tiles by them from the right, and not their transposes from the left.
@@ -135,7 +135,7 @@ class Tiles(ABC):
         """Working memory that lives as long as this object: for every thread, one tensor for every shape and number."""
         known, key = self._memory.__dict__, (shape, which)
         if key not in known:
-            known[key] = torch.empty(shape, dtype=self._like.dtype, device=self._like.device)
+            known[key] = new_memory(shape, self._like)
         return known[key]
 
     def visits(self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None) -> list[tuple[int, int]]:

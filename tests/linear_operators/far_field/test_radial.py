@@ -233,6 +233,25 @@ def test_changed_inputs_get_a_new_far_field() -> None:
     assert relative(operator @ v, dense(operator) @ v) < 2e-5
 
 
+@pytest.mark.parametrize("tolerance", [1e-3, None])
+def test_inference_mode_keeps_what_it_has_made(tolerance: float | None) -> None:
+    """The products of an operator share far field and tiles, inside and after it; a write is seen."""
+    with torch.inference_mode():
+        x, v = uniform(1000, 2), vectors(1000, 2)
+        operator = radial(x, far_field=tolerance)
+        products, tiles, kept = [operator @ v], operator.tiles(), dict(operator.cache.tiles)
+        products.append(operator @ v)
+    products.append(operator @ v.clone())
+    assert operator.tiles() is tiles
+    assert kept
+    assert all(operator.cache.tiles[key] is tile for key, tile in kept.items())
+    assert products[0].equal(products[1])
+    assert products[0].equal(products[2])
+    with torch.inference_mode():
+        x *= 1.5
+    assert relative(operator @ v.clone(), dense(operator) @ v) < 3e-3
+
+
 def test_the_float32_copy_has_a_far_field_of_its_own() -> None:
     operator, v = radial(uniform(N, 2), precision="float32"), vectors(N, 2)
     copy = operator.low_precision_copy()
