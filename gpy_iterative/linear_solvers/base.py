@@ -237,7 +237,8 @@ class IterativeSolver(Solver, Generic[State]):
             status = SolveStatus.STAGNATED
         overhead = columns.overhead + work.setup + (0.0 if work.state is None else work.state.setup)
         seconds = time.perf_counter() - start
-        stats = SolveStats(work.iterations, work.epochs, overhead, columns.group_norms(), seconds)
+        limit = None if status is SolveStatus.CONVERGED else columns.far_field_limit()
+        stats = SolveStats(work.iterations, work.epochs, overhead, columns.group_norms(), seconds, limit)
         logger.debug("%s: %s, %s", type(self).__name__, status.name.lower(), stats)
         return Solution(columns.value * columns.scale, columns.residual * columns.scale, status, stats)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import far_field_error, low_precision_copy, rows_matmul
-from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress
+from gpy_iterative.linear_solvers.solution import ColumnGroup, FarFieldLimit, SolveProgress
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 
 #: Rows, evenly spread, on which a running residual is compared with the true one; a smaller system is compared as a whole.
@@ -38,6 +38,10 @@ WORTH_A_COPY = 0.9
 READ_EVERY = 4
 #: A column aims this much lower after its true residual turned out above the tolerance.
 LOWER_AIM = 0.8
+#: A far field is why a solve ends where exact rows add so much of the tolerance to its residual.
+LIMITING_PART = 0.5
+#: Where a far field's error is below so many rounding errors, rounding is why.
+ROUNDING = 4
 #: Rounds at the most, and of iterative refinement.
 MAX_ROUNDS, MAX_REFINEMENTS = 10, 50
 #: Iterations on a low-precision copy between two comparisons with true residuals; and the least work between them, in
@@ -153,13 +157,15 @@ class Columns:
         self.scale = torch.where(norms > 0, norms, 1.0)
         self._rhs = rhs / self.scale
         # Products that pass through a far field differ from those with the exact rows, whatever the iterations.
-        self._is_compressed = len(rhs) > VERIFIED_ROWS and far_field_error(system.operator) is not None
+        self._far_field_error = far_field_error(system.operator) if len(rhs) > VERIFIED_ROWS else None
         self.value, self.residual = self._start(system.initial_guess, system.guess_product)
         self.norms = self._norms_of(self.residual, every, iteration=0)
-        if system.initial_guess is not None and self._is_compressed:
-            self.norms = self._with_exact_rows(
-                self.norms, self._true_rows(every.to(rhs.device), self.value), self.residual
-            )
+        #: Norms of what exact rows add to the residuals of products.
+        self._beside_exact_rows = torch.zeros_like(self.norms)
+        if system.initial_guess is not None and self._far_field_error is not None:
+            true = self._true_rows(every.to(rhs.device), self.value)
+            self._beside_exact_rows = self._norms_of_rows(true - self.residual[self._watched])
+            self.norms = torch.hypot(self.norms, self._beside_exact_rows)
 
     def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
         """Value and residual of the guess, each column scaled to be nearest to the solution in the norm of H.
@@ -283,11 +289,13 @@ class Columns:
         residual = self._rhs[:, columns] - self._matrix._matmul(value)
         self.overhead += 1
         norms = self._norms_of(residual, self._round, iteration)
-        if self._is_compressed:
-            norms = self._with_exact_rows(norms, self._true_rows(columns, value), residual)
+        beside = torch.zeros_like(norms)
+        if self._far_field_error is not None:
+            beside = self._norms_of_rows(self._true_rows(columns, value) - residual[self._watched])
+        norms = torch.hypot(norms, beside)
         index = (norms < self.norms[self._round]).nonzero().squeeze(-1)
         target = self._round[index]
-        self.norms[target] = norms[index]
+        self.norms[target], self._beside_exact_rows[target] = norms[index], beside[index]
         _copy_columns(self.value, target, value, index)
         _copy_columns(self.residual, target, residual, index)
 
@@ -304,13 +312,21 @@ class Columns:
         self.overhead += 1
         norms = self._norms_of(residual, self._round, iteration)
         if true is not None:
-            norms = self._with_exact_rows(norms, true, residual)
+            beside = self._beside_exact_rows[self._round] = self._norms_of_rows(true - residual[self._watched])
+            norms = torch.hypot(norms, beside)
         self.norms[self._round] = norms
         self.residual[:, columns] = residual
 
-    def _with_exact_rows(self, norms: Tensor, true: Tensor, residual: Tensor) -> Tensor:
-        """Norms of residuals, and of their differences to the true ones at the watched rows."""
-        return torch.hypot(norms, self._norms_of_rows(true - residual[self._watched]))
+    def far_field_limit(self) -> FarFieldLimit | None:
+        """The far field, where exact rows alone add so much to the residual of some column that it misses its tolerance."""
+        rounding = ROUNDING * torch.finfo(self._rhs.dtype).eps
+        if self._far_field_error is None or self._far_field_error < rounding or not len(self.norms):
+            return None
+        ratio, worst = (self._beside_exact_rows / self._tolerances).max(0)
+        if ratio < LIMITING_PART:
+            return None
+        residual, tolerance = float(self._beside_exact_rows[worst]), float(self._tolerances[worst])
+        return FarFieldLimit(self._far_field_error, residual, tolerance)
 
     def _norms_of_rows(self, residual: Tensor) -> Tensor:
         """Norms of residuals, estimated from those at the watched rows."""

@@ -1,5 +1,6 @@
 """Result of a solve: solutions, residuals, status and statistics."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning, warn
+from gpy_iterative.linear_operators.products import FAR_FIELD_TOLERANCES
 
 
 class SolveStatus(Enum):
@@ -25,7 +27,8 @@ class SolveStatus(Enum):
     )
     STAGNATED = (
         "The residual stopped falling above the tolerance: the arithmetic allows no more. Loosen the tolerance, "
-        "keep the noise away from zero (a noise constraint), or leave KernelProducts(precision='native')."
+        "keep the noise away from zero (a noise constraint), take a smaller tolerance of the far field where there is "
+        "one, or leave KernelProducts(precision='native')."
     )
     DIVERGED = (
         "The residual grew even at the smallest step size that was tried. Lower learning_rate, or take "
@@ -34,7 +37,8 @@ class SolveStatus(Enum):
     INDEFINITE = (
         "A direction of negative curvature was met: the matrix is not positive definite, and the solution means little. "
         "Either the kernel is not positive definite (some are so in few dimensions only, as CosineKernel is in one), or "
-        "rounding has made its matrix so: keep the noise away from zero (a noise constraint)."
+        "rounding or the error of a far field has made its matrix so: keep the noise away from zero (a noise constraint), "
+        "and take a smaller tolerance of the far field where there is one."
     )
 
     @property
@@ -64,6 +68,38 @@ class ColumnGroup:
 
 
 @dataclass(frozen=True)
+class FarFieldLimit:
+    """A far field whose error keeps a solve from its tolerance.
+
+    Attributes:
+        error: the measured relative error of its products.
+        residual: relative norm of what exact rows add to the residual that products find.
+        tolerance: of the solve; both of the column that misses its tolerance most.
+    """
+
+    error: float
+    residual: float
+    tolerance: float
+
+    @property
+    def suggested_tolerance(self) -> float:
+        """A tolerance of the far field that leaves half of the solve's tolerance to it, to one digit."""
+        wanted = max(0.5 * self.error * self.tolerance / self.residual, FAR_FIELD_TOLERANCES[0])
+        step = 10.0 ** math.floor(math.log10(wanted))
+        return max(math.floor(wanted / step + 1e-9), 1) * step
+
+    @property
+    def advice(self) -> str:
+        """What it does, and what to do about it."""
+        return (
+            f"The cause is the far field, whose products have a measured relative error of {self.error:.1g}: with exact "
+            f"rows of the kernel matrix the residual is larger by {self.residual:.1g}, and the solve's tolerance is "
+            f"{self.tolerance:.1g}. Take a smaller tolerance, KernelProducts(far_field={self.suggested_tolerance:.0e}), or "
+            "far_field=None."
+        )
+
+
+@dataclass(frozen=True)
 class SolveStats:
     """Cost and accuracy of a solve.
 
@@ -75,6 +111,7 @@ class SolveStats:
         residual_norms: true relative residual of every group; the largest of its columns, or their mean
             under stopping="mean".
         seconds: wall-clock time.
+        far_field: where the error of a far field is why the tolerance was not reached, its figures; else None.
     """
 
     iterations: int
@@ -82,6 +119,7 @@ class SolveStats:
     overhead: float
     residual_norms: dict[str, float]
     seconds: float
+    far_field: FarFieldLimit | None = None
 
     @classmethod
     def of_batch(cls, members: Sequence["SolveStats"]) -> "SolveStats":
@@ -94,6 +132,11 @@ class SolveStats:
                 name: max(member.residual_norms[name] for member in members) for name in members[0].residual_norms
             },
             seconds=sum(member.seconds for member in members),
+            far_field=max(
+                (member.far_field for member in members if member.far_field is not None),
+                key=lambda limit: limit.residual / limit.tolerance,
+                default=None,
+            ),
         )
 
 
@@ -130,6 +173,6 @@ def warn_of(what: str, status: SolveStatus, stats: SolveStats, dtype: torch.dtyp
     norms = ", ".join(f"{name} {norm:.2g}" for name, norm in stats.residual_norms.items())
     warn(
         f"{what} ended with status {status.name.lower()} after {stats.epochs:.1f} epochs (relative residuals: {norms}). "
-        f"{status.advice_for(dtype)}",
+        f"{status.advice_for(dtype) if stats.far_field is None else stats.far_field.advice}",
         ConvergenceWarning,
     )

@@ -11,7 +11,9 @@ from torch import Tensor
 import gpy_iterative as gpi
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.linear_operators import KernelProducts, far_field_error, kernel_operator
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.default import default_solver
+from gpy_iterative.linear_solvers.solution import SolveStatus
 from tests.exact.gaussian_models import DeepKernelRegression, Regression
 
 N = 2000
@@ -98,6 +100,51 @@ def test_a_crude_far_field_is_not_converged_however_often_it_is_solved(precision
                 reports.append(mll.report)
         assert {report.status.name for report in reports} == statuses
         assert all(report.far_field_error is not None for report in reports)
+
+
+def test_the_warning_names_a_crude_far_field() -> None:
+    regression = model(KERNELS["scaled, ARD"]())
+    for wanted, cause in (
+        (0.1, r"The cause is the far field.*measured relative error.*far_field=\d"),
+        (None, "max_epochs"),
+    ):
+        mll = gpi.mlls.HutchinsonMarginalLogLikelihood(
+            regression.likelihood,
+            regression,
+            products=KernelProducts(far_field=wanted),
+            solver=gpi.solvers.ConjugateGradients(tolerance=1e-4, max_epochs=300 if wanted else 2),
+        )
+        with pytest.warns(ConvergenceWarning, match=cause) as found:
+            mll(regression(*regression.train_inputs), regression.train_targets)
+        assert ("The cause is the far field" in str(found[0].message)) == (wanted is not None)
+
+
+def test_the_tolerance_that_is_suggested_converges() -> None:
+    y, solver = data()[1], gpi.solvers.ConjugateGradients(tolerance=1e-4)
+    crude = system(0.1)
+    solution = solver.solve(crude, y)
+    limit = solution.stats.far_field
+    assert solution.status is SolveStatus.STAGNATED
+    assert limit is not None
+    assert limit.error == far_field_error(crude)
+    assert limit.residual > limit.tolerance == 1e-4
+    solution = solver.solve(system(limit.suggested_tolerance), y)
+    assert solution.status is SolveStatus.CONVERGED
+    assert solution.stats.far_field is None
+
+
+def test_rounding_is_not_the_far_fields_fault() -> None:
+    solution = gpi.solvers.ConjugateGradients(tolerance=1e-9).solve(system(1e-7, torch.float32), data()[1].float())
+    assert solution.status is SolveStatus.STAGNATED
+    assert solution.stats.far_field is None
+
+
+def system(far_field: float, dtype: torch.dtype = torch.float64) -> NoisyLinearOperator:
+    """A kernel matrix with noise, without gradients."""
+    kernel = kernel_operator(
+        kernels.MaternKernel(nu=1.5).to(dtype)(data()[0].to(dtype)), KernelProducts(far_field=far_field)
+    )
+    return NoisyLinearOperator(kernel.detach(), torch.full((N,), 0.1, dtype=dtype))
 
 
 def test_derivatives_keep_the_tolerance_where_few_points_serve_for_values() -> None:
