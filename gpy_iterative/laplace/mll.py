@@ -28,6 +28,7 @@ from gpy_iterative.laplace.newton.newton import default_laplace_solver
 from gpy_iterative.laplace.prediction.fit import check_targets_fit, observed_params, observed_points
 from gpy_iterative.laplace.prediction.posterior import LaplacePosterior
 from gpy_iterative.laplace.report import LaplaceReport
+from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, num_latents
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
@@ -160,6 +161,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
             value=value.detach().clone(),
             value_sem=estimate.value_sem / target.numel(),
             seconds=time.perf_counter() - start,
+            far_field_error=None if isinstance(solver, LaplaceCholesky) else far_field_error(prior.operator),
         )
         logger.info("%s: %s", type(self).__name__, self.report)
         self._params = LikelihoodParams.given(params, self.model)

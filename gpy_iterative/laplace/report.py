@@ -22,6 +22,8 @@ class LaplaceReport(Report):
         value: [], what `forward` returned.
         value_sem: [], its standard error from the log-determinant's probes (0 where there are none).
         seconds: wall-clock time of the forward pass.
+        far_field_error: where products passed through far fields, their measured relative error; else None. The mode is
+            that of the compressed prior: no exact rows are compared.
     """
 
     status: SolveStatus
@@ -33,12 +35,14 @@ class LaplaceReport(Report):
     value: Tensor
     value_sem: Tensor
     seconds: float
+    far_field_error: float | None = None
 
     def __str__(self) -> str:
+        far = "" if self.far_field_error is None else f"; far field to {self.far_field_error:.1g}"
         return (
             f"mll {self.value.item():.4f} ± {self.value_sem.item():.1g}; {self.status.name.lower()} after "
             f"{self.iterations} Newton steps, {self.epochs:.0f} kernel products and {self.probe_epochs:.0f} with probes; "
-            f"relative gradient {self.stationarity:.1g}; {self.seconds:.2f} s"
+            f"relative gradient {self.stationarity:.1g}{far}; {self.seconds:.2f} s"
         )
 
 

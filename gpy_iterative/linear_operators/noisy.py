@@ -58,8 +58,13 @@ class NoisyLinearOperator(LinearOperator):
             return super()._getitem(row_index, col_index, *batch_indices)
         kernel, noise = self.kernel, self.noise
         if batch_indices:
-            kernel, noise = kernel.expand(self.shape), noise.expand(self.shape[:-1])[batch_indices]
-        return NoisyLinearOperator(kernel._getitem(row_index, col_index, *batch_indices), noise[..., row_index])
+            noise = noise.expand(self.shape[:-1])[batch_indices]
+        if batch_indices and kernel.batch_shape:
+            kernel = kernel.expand(self.shape)._getitem(row_index, col_index, *batch_indices)
+        elif row_index != slice(None):
+            kernel = kernel._getitem(row_index, col_index)
+        # A kernel matrix that all members share keeps its tiles.
+        return NoisyLinearOperator(kernel, noise[..., row_index])
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
         kernel = self.kernel.expand(self.shape) if batch_indices else self.kernel

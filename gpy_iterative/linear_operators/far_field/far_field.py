@@ -15,6 +15,8 @@ from gpy_iterative.worker_threads import divided
 TOLERANCE, ROWS, SMALLEST_TOLERANCE = 1e-5, 10_000, 1e-7
 #: A far field pays where it evaluates less than this part of the entries of tiles: for "auto", and for a tolerance.
 AUTO_PART, GIVEN_PART = 0.5, 1.0
+#: Rows from which "auto" counts entries. With fewer, measuring ranks costs more than the products that it could save.
+AUTO_ROWS = 4000
 #: After a far field that missed its tolerance ranks are measured for so much of the error that would have reached it.
 LOWER_AIM = 0.2
 
@@ -38,6 +40,8 @@ class FarField:
 def far_field(entries: Entries, wanted: float | Literal["auto"]) -> FarField | None:
     """The far field of a symmetric matrix of these entries; None where it would not pay, or would miss its tolerance."""
     n = len(entries)
+    if wanted == "auto" and n < AUTO_ROWS:
+        return None
     tolerance = max(TOLERANCE * min(1, ROWS / n), SMALLEST_TOLERANCE) if wanted == "auto" else wanted
     plan = make_plan(entries, tolerance)
     limit = (AUTO_PART if wanted == "auto" else GIVEN_PART) * n**2 / 2

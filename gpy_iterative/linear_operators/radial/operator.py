@@ -4,6 +4,7 @@ The operator holds scaled inputs and the outputscale. Lengthscales, active dimen
 stay outside, in autograd; the operator differentiates with respect to its scaled inputs in closed form.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,9 +60,13 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         self.function, self.products, self.cache, self.symmetric = function, products, cache, x2 is None
         self.tile_scale = outputscale.detach().unsqueeze(-1).unsqueeze(-1)  # tiles know nothing of it
 
+    @property
+    def _is_batched(self) -> bool:
+        """Whether there are several matrices besides several outputscales."""
+        return self.x1.dim() > 2 or (self.alpha is not None and self.alpha.dim() > 1)
+
     def _make_tiles(self) -> RadialTiles:
-        is_batched = self.x1.dim() > 2 or (self.alpha is not None and self.alpha.dim() > 1)
-        if self.products.far_field is not None and self.symmetric and not is_batched:
+        if self.products.far_field is not None and self.symmetric and not self._is_batched:
             return RadialFarField(self.x1, self.function, self.alpha, self.products, self.cache)
         engine = RadialKeOps if self.products.backend == "keops" else RadialTiles
         return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
@@ -74,8 +79,9 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return torch.Size((*batch, self.x1.shape[-2], columns.shape[-2]))
 
     def _rebuild(self, x1: Tensor, outputscale: Tensor, x2: Tensor | None, alpha: Tensor | None) -> LinearOperator:
-        """The same kernel on other tensors, with a cache of its own."""
-        return type(self)(x1, outputscale, x2=x2, alpha=alpha, function=self.function, products=self.products)
+        """The same kernel on other tensors, with a cache of its own. Members of a batch have tiles, as the batch has."""
+        products = replace(self.products, far_field=None) if self._is_batched else self.products
+        return type(self)(x1, outputscale, x2=x2, alpha=alpha, function=self.function, products=products)
 
     # Products
 

@@ -1,6 +1,8 @@
 """Radial operators with a far field: the dense matrix to a tolerance, its derivatives, and exact parts."""
 
 import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -19,6 +21,7 @@ from gpy_iterative.linear_operators import (
 )
 from gpy_iterative.linear_operators.far_field import far_field as far_field_module
 from gpy_iterative.linear_operators.far_field import plan as plan_module
+from gpy_iterative.linear_operators.far_field.entries import RadialEntries
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.radial.functions import (
     MATERN12,
@@ -277,10 +280,36 @@ class TestAuto:
     def test_no_for_many_dimensions(self) -> None:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(5000, 18, generator=generator)
-        assert far_field_error(radial(x / 3, far_field="auto")) is None
+        with mock.patch.object(far_field_module, "build_levels") as build, counted_entries() as entries:
+            assert far_field_error(radial(x / 3, far_field="auto")) is None
+        assert not build.called
+        assert 0 < sum(entries) < 0.05 * 5000**2
 
-    def test_no_for_few_rows(self) -> None:
-        assert far_field_error(radial(uniform(300, 2), far_field="auto")) is None
+    @pytest.mark.parametrize("n", [300, 3000])
+    def test_no_for_few_rows(self, n: int) -> None:
+        with counted_entries() as entries:
+            assert far_field_error(radial(uniform(n, 2), far_field="auto")) is None
+        assert not entries
+
+    def test_yes_where_far_entries_are_zero(self) -> None:
+        x, v = 50 * uniform(5000, 3), vectors(5000, 2)
+        operator = radial(x, far_field="auto")
+        assert far_field_error(operator) == 0
+        rows = torch.arange(0, 5000, 50)
+        assert relative((operator @ v)[rows], rows_matmul(operator, rows, v)) < 1e-6
+
+
+@contextmanager
+def counted_entries() -> Iterator[list[int]]:
+    """How many entries each call evaluates inside."""
+    found, evaluate = [], RadialEntries._squared_distances
+
+    def counted(self: RadialEntries, left: Tensor, right: Tensor, *memory: Tensor | None) -> tuple[Tensor, Tensor]:
+        found.append(left.numel() * right.shape[1])
+        return evaluate(self, left, right, *memory)
+
+    with mock.patch.object(RadialEntries, "_squared_distances", counted):
+        yield found
 
 
 def test_float32_in_units_of_hundreds_of_lengthscales() -> None:

@@ -1,0 +1,175 @@
+"""Models with far fields: copies, missing targets, batches, threads, resumed runs, fits, crude steps, other likelihoods."""
+
+import copy
+import io
+import pickle
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import gpytorch
+import pytest
+import torch
+from gpytorch import kernels
+from torch import Tensor
+
+import gpy_iterative as gpi
+from gpy_iterative.errors import ConvergenceWarning
+from gpy_iterative.linear_operators import KernelProducts, far_field_error, kernel_operator
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from tests.exact.gaussian_models import Regression
+from tests.linear_operators.far_field.test_training import data
+
+N = 1000
+TEST_X = 4 * torch.rand(20, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def training(
+    far_field: float | None = 1e-5, targets: Tensor | None = None, tolerance: float = 1e-4, max_epochs: float = 500
+) -> gpi.mlls.HutchinsonMarginalLogLikelihood:
+    """A marginal log likelihood whose products pass through a far field."""
+    x, y = data(N)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = 0.1
+    kernel = kernels.ScaleKernel(kernels.MaternKernel(nu=1.5))
+    model = Regression(x, y if targets is None else targets, likelihood, kernel).double()
+    solver = gpi.solvers.ConjugateGradients(
+        tolerance=tolerance, max_epochs=max_epochs, preconditioner=gpi.preconditioners.Vecchia(10)
+    )
+    products = KernelProducts(far_field=far_field)
+    return gpi.mlls.HutchinsonMarginalLogLikelihood(
+        likelihood, model, products=products, solver=solver, generator=0, num_probes=4
+    )
+
+
+def step(mll: gpi.mlls.HutchinsonMarginalLogLikelihood, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+    """The value of a step."""
+    mll.zero_grad()
+    value = mll(mll.model(*mll.model.train_inputs), mll.model.train_targets)
+    (-value.sum()).backward()
+    if optimizer is not None:
+        optimizer.step()
+    return value.detach()
+
+
+@torch.no_grad()
+def means(mll: gpi.mlls.HutchinsonMarginalLogLikelihood) -> Tensor:
+    return mll.posterior(rank=64, num_neighbours=16)(TEST_X).mean
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))], ids=["copy", "pickle"]
+)
+def test_copies_and_pickles(copied: object) -> None:
+    mll = training()
+    value = step(mll)
+    other = copied(mll)
+    assert step(other).equal(step(mll))
+    assert other.report.far_field_error == mll.report.far_field_error is not None
+    posterior = mll.posterior(rank=64, num_neighbours=16)
+    with torch.no_grad():
+        assert copied(posterior)(TEST_X).mean.equal(posterior(TEST_X).mean)
+    assert value.isfinite()
+
+
+def test_missing_targets() -> None:
+    targets = data(N)[1].clone()
+    targets[::7] = torch.nan
+    field, tiles = training(targets=targets), training(None, targets)
+    with gpytorch.settings.observation_nan_policy("mask"):
+        assert float(step(field)) == pytest.approx(float(step(tiles)), abs=1e-3)
+        assert field.report.far_field_error is not None
+        assert (means(field) - means(tiles)).abs().max() < 1e-3
+
+
+def test_noises_share_the_far_field_of_their_kernel() -> None:
+    x, y = data(N)
+    kernel = kernel_operator(kernels.MaternKernel(nu=1.5).double()(x), KernelProducts(far_field=1e-5)).detach()
+    operator = NoisyLinearOperator(kernel, torch.tensor([[0.1], [0.3]], dtype=torch.float64).expand(2, N))
+    assert all(operator[member].kernel is kernel for member in range(2))
+    solution = gpi.solvers.ConjugateGradients(tolerance=1e-3).solve(operator, y.expand(2, N))
+    exact = torch.linalg.solve(operator.to_dense(), y.expand(2, N))
+    assert (solution.value - exact).norm() < 0.01 * exact.norm()
+
+
+def test_members_of_a_batch_of_kernels_have_tiles() -> None:
+    x = data(N)[0]
+    kernel = kernels.MaternKernel(nu=1.5, batch_shape=torch.Size([2])).double()
+    operator = kernel_operator(kernel(x), KernelProducts(far_field=1e-3)).detach()
+    assert far_field_error(operator) is None
+    assert far_field_error(operator[1]) is None
+
+
+def test_predictions_and_products_of_several_threads() -> None:
+    mll = training()
+    step(mll)
+    posterior = mll.posterior(rank=64, num_neighbours=16)
+
+    def predicted(number: int) -> Tensor:
+        with torch.no_grad():
+            return posterior(TEST_X[number:]).mean
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(predicted, range(8)))
+    for number, mean in enumerate(found):
+        torch.testing.assert_close(mean, predicted(number), rtol=0, atol=1e-10)
+
+
+def test_a_resumed_run_goes_on_to_the_last_bit() -> None:
+    first, second = training(tolerance=1e-2), training(tolerance=1e-2)
+    optimizers = [torch.optim.Adam(mll.model.parameters(), lr=0.1) for mll in (first, second)]
+    step(first, optimizers[0])
+    file = io.BytesIO()
+    torch.save((first.model.state_dict(), optimizers[0].state_dict(), first.training_state()), file)
+    file.seek(0)
+    states = torch.load(file, weights_only=True)
+    second.model.load_state_dict(states[0])
+    optimizers[1].load_state_dict(states[1])
+    second.load_training_state(states[2])
+    assert [step(first, optimizers[0]) for _ in range(2)] == [step(second, optimizers[1]) for _ in range(2)]
+    assert second.report.far_field_error == first.report.far_field_error is not None
+
+
+def test_a_fit() -> None:
+    mll = training(tolerance=1e-2)
+    result = gpi.fit(mll, progress=False, max_steps=2)
+    assert mll.report.far_field_error is not None
+    assert result.history
+
+
+def test_predictions_after_a_crude_step() -> None:
+    mll, tiles = training(max_epochs=1), training(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        step(mll)
+    assert mll.report.status is gpi.solvers.SolveStatus.BUDGET_EXHAUSTED
+    posterior = mll.posterior(rank=64, num_neighbours=16, solver=gpi.solvers.ConjugateGradients(tolerance=1e-4))
+    with torch.no_grad():
+        assert (posterior(TEST_X).mean - means(tiles)).abs().max() < 2e-3
+
+
+class Classification(gpi.models.IterativeLaplaceGP):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        super().__init__(x, y, gpytorch.likelihoods.BernoulliLikelihood())
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = kernels.ScaleKernel(kernels.MaternKernel(nu=1.5))
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def test_laplace_reports_the_error() -> None:
+    x, y = data(N)
+    values = []
+    for far_field in (1e-5, None):
+        model = Classification(x, (y > 0).double()).double()
+        mll = gpi.mlls.LaplaceMarginalLogLikelihood(
+            model.likelihood,
+            model,
+            products=KernelProducts(far_field=far_field),
+            solver=gpi.solvers.LaplaceNewton(),
+            generator=0,
+        )
+        values.append(float(step(mll)))
+        assert (mll.report.far_field_error is not None) == (far_field is not None)
+        assert ("far field" in str(mll.report)) == (far_field is not None)
+    assert values[0] == pytest.approx(values[1], abs=1e-4)
