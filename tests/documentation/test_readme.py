@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 
 import gpytorch
-import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch import Tensor
@@ -44,23 +42,3 @@ def test_the_first_block_trains_and_predicts_with_a_model_of_the_readers(page: s
     exec(code_blocks(page)[0], reader)
     assert (reader["prediction"].mean - torch.sin(6 * x[:20, 0])).abs().max() < 0.1
     assert reader["paths"](x[:20]).shape == (16, 20)
-
-
-def test_the_block_for_a_csv_file_predicts_held_out_rows_in_their_own_units(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rng = np.random.default_rng(0)
-    area, age = rng.uniform(20, 200, 300), rng.uniform(0, 80, 300)
-    price = 1000 + 3 * area + 60 * np.sin(age / 12) + rng.normal(scale=2, size=300)
-    table = pd.DataFrame({"area": area, "price": price, "age": age})
-    table.to_csv(tmp_path / "my.csv", index=False)
-    monkeypatch.chdir(tmp_path)
-    reader: dict[str, object] = {}
-    (block,) = (block for block in code_blocks("README.md") if "read_csv" in block)
-    exec(block, reader)
-    assert "converged" in capsys.readouterr().out
-    truth = table.sample(frac=1, random_state=0)["price"].to_numpy()[:30]
-    error = reader["mean"].numpy() - truth
-    assert np.sqrt(np.mean(error**2)) < 4  # twice the noise; the prices' own deviation is 150
-    assert (np.abs(error) < 1.96 * reader["deviation"].numpy()).mean() >= 0.8
-    assert reader["deviation"].max() < 10

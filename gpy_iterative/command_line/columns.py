@@ -1,0 +1,103 @@
+"""Columns of a table as numbers: numbers, ISO dates in days, and a 0-1 input for each level of a category."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+
+from gpy_iterative.command_line.table import BadInputError
+
+#: Cells without a value, in small letters.
+MISSING = frozenset({"", "na", "n/a", "#n/a", "<na>", "nan", "null", "none"})
+#: More different texts than this are no categories.
+MAX_LEVELS = 20
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def number(cell: str) -> float:
+    """The value of a cell, NaN for a missing or infinite one. Raises ValueError for text."""
+    value = math.nan if cell.lower() in MISSING else float(cell)
+    return value if math.isfinite(value) else math.nan
+
+
+def days(cell: str) -> float:
+    """Days from 1970 to an ISO date or time (UTC where it names no zone), NaN for a missing one. Raises ValueError."""
+    if cell.lower() in MISSING:
+        return math.nan
+    when = datetime.fromisoformat(cell)
+    return ((when if when.tzinfo else when.replace(tzinfo=UTC)) - EPOCH) / timedelta(days=1)
+
+
+PARSERS: dict[str, Callable[[str], float]] = {"number": number, "date": days}
+
+
+@dataclass(frozen=True)
+class Column:
+    """How cells become inputs.
+
+    Attributes:
+        name: of the column.
+        kind: "number", "date" or "category".
+        levels: the texts of a category; a missing one is a text, too.
+    """
+
+    name: str
+    kind: str
+    levels: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, cells: Sequence[str]) -> "Column":
+        """The first kind that all cells fit. Raises BadInputError for text with more than `MAX_LEVELS` levels."""
+        strange = {kind: _first_strange(cells, parse) for kind, parse in PARSERS.items()}
+        for kind, row in strange.items():
+            if row is None:
+                return cls(name, kind)
+        levels = tuple(sorted(set(cells)))
+        if len(levels) > MAX_LEVELS:
+            row = max(strange.values())
+            raise BadInputError(
+                f"Column {name!r} has {cells[row]!r} in row {row + 1}, neither a number nor an ISO date, and "
+                f"{len(levels)} different texts, {MAX_LEVELS} at most for categories: correct it, or leave it out (--drop)."
+            )
+        return cls(name, "category", levels)
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the inputs."""
+        return [f"{self.name}={level}" for level in self._input_levels] or [self.name]
+
+    @property
+    def _input_levels(self) -> tuple[str, ...]:
+        """Of two levels, one says everything."""
+        return self.levels[1:] if len(self.levels) == 2 else self.levels
+
+    def encode(self, cells: Sequence[str]) -> np.ndarray:
+        """Inputs [n, k], NaN where a number or a date is missing. Raises BadInputError for cells of another kind."""
+        if self.kind == "category":
+            self._check_levels(cells)
+            return np.array([[float(cell == level) for level in self._input_levels] for cell in cells])
+        row = _first_strange(cells, PARSERS[self.kind])
+        if row is not None:
+            raise BadInputError(f"Column {self.name!r} has {cells[row]!r} in row {row + 1}, which is no {self.kind}.")
+        return np.array([[PARSERS[self.kind](cell)] for cell in cells])
+
+    def _check_levels(self, cells: Sequence[str]) -> None:
+        """Raises BadInputError for a level that is not known."""
+        for row, cell in enumerate(cells, 1):
+            if cell not in self.levels:
+                known = ", ".join(map(repr, self.levels))
+                raise BadInputError(
+                    f"Column {self.name!r} has {cell!r} in row {row}, but the model knows only {known}."
+                )
+
+
+def _first_strange(cells: Sequence[str], parse: Callable[[str], float]) -> int | None:
+    """The first row that cannot be parsed; None where all can."""
+    for row, cell in enumerate(cells):
+        try:
+            parse(cell)
+        except ValueError:
+            return row
+    return None

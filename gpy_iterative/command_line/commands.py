@@ -1,0 +1,131 @@
+"""The commands: `fit` reads, fits, tests and saves; `predict` reads a saved model and predicts new rows."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpy_iterative.command_line.arguments import parser
+from gpy_iterative.command_line.model import TableModel
+from gpy_iterative.command_line.report import check_plot, fit_lines, save_plot, score_lines
+from gpy_iterative.command_line.table import BadInputError, read_table, write_table
+from gpy_iterative.command_line.training_data import TrainingData, read_training_data
+from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
+from gpy_iterative.fitting import FitResult
+from gpy_iterative.fitting.fit import fit
+from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
+from gpy_iterative.prediction import PathwisePosterior
+
+#: Up to here float64 is cheap, and more steps on all rows cost less than a start from fits to subsets.
+ROWS_OF_CHEAP_STEPS = 20_000
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command of a command line, None for that of the process.
+
+    Returns the exit code: 2, with one sentence on stderr, for bad input. Help, version and unknown options end the process,
+    by argparse.
+    """
+    arguments = vars(parser(fit_table, predict_table).parse_args(words))
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *place: print(f"note: {message}", file=sys.stderr)
+        try:
+            arguments.pop("command")(**arguments)
+        except BadInputError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+def fit_table(
+    table: Path,
+    target: str,
+    output: Path | None,
+    drop: Sequence[str],
+    drop_incomplete: bool,
+    seed: int,
+    max_steps: int | None,
+    double: bool,
+    checkpoint: Path | None,
+    plot: Path | None,
+) -> None:
+    """Learns the target from the other columns; prints a report and saves the model. Raises BadInputError."""
+    output = output or table.with_suffix(".gpi.pt")
+    check_outputs(table, [path for path in (output, checkpoint, plot) if path is not None])
+    if plot is not None:
+        check_plot(plot)
+    data = read_training_data(table, target, drop, drop_incomplete=drop_incomplete)
+    kept, held_out = split(len(data.targets), seed)
+    print(*data_lines(data, len(kept)), sep="\n")
+
+    dtype = torch.float64 if double or len(kept) <= ROWS_OF_CHEAP_STEPS else torch.float32
+    model = TableModel.of(data.columns, target, data.inputs[kept], data.targets[kept], dtype)
+    mll = HutchinsonMarginalLogLikelihood(model.regression.likelihood, model.regression, generator=0)
+    print(*fit_lines(model, fitted(mll, max_steps, checkpoint)), sep="\n")
+
+    y, (mean, deviation) = data.targets[held_out], model.predict(mll.posterior(), data.inputs[held_out])
+    print(*score_lines(model, y, mean, deviation), sep="\n")
+    model.save(output, data.inputs, data.targets)
+    print(f"Saved {output}: it predicts from all {len(data.targets)} rows, the held-out ones included.")
+    if plot is not None:
+        save_plot(plot, target, y, mean, deviation)
+        print(f"Saved {plot}.")
+
+
+def split(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Numbers of the rows to learn from, and of the tenth that is held out."""
+    shuffled = torch.from_numpy(np.random.default_rng(seed).permutation(n))
+    return shuffled[n // 10 :], shuffled[: n // 10]
+
+
+def data_lines(data: TrainingData, num_kept: int) -> list[str]:
+    """What is learned from what."""
+    return [
+        f"{num_kept} rows to learn from, {len(data.targets) - num_kept} held out; inputs:",
+        *(f"  {column.name}: {column.kind} {', '.join(column.levels)}".rstrip() for column in data.columns),
+        *([f"Constant, and left out: {', '.join(data.constant)}."] if data.constant else []),
+    ]
+
+
+def fitted(mll: HutchinsonMarginalLogLikelihood, max_steps: int | None, checkpoint: Path | None) -> FitResult:
+    """Trains to the optimum, under a bar. Raises BadInputError for a checkpoint or data that the fit refuses."""
+    is_large = len(mll.model.train_targets) > ROWS_OF_CHEAP_STEPS
+    try:
+        return fit(mll, start="subsets" if is_large else "current", max_steps=max_steps, checkpoint=checkpoint)
+    except (ValueError, NonFiniteError, NotPositiveDefiniteError) as error:
+        raise BadInputError(str(error)) from error
+
+
+def predict_table(model: Path, table: Path, output: Path | None) -> None:
+    """Writes the rows with mean and standard deviation of the target, empty beside gaps. Raises BadInputError."""
+    output = output or table.with_suffix(".predictions.csv")
+    check_outputs(table, [output])
+    loaded = TableModel.load(model)
+    cells = read_table(table, [column.name for column in loaded.columns])
+    added = [f"{loaded.target}_mean", f"{loaded.target}_deviation"]
+    if not cells.keys().isdisjoint(added):
+        raise BadInputError(f"{table} has a column {' or '.join(added)} already: rename it.")
+    x = torch.tensor(np.concatenate([column.encode(cells[column.name]) for column in loaded.columns], axis=1))
+
+    complete = ~x.isnan().any(-1)
+    predictions = x.new_full((2, len(x)), torch.nan)
+    if complete.any():
+        posterior = PathwisePosterior(loaded.regression, loaded.regression.likelihood, generator=0, progress=True)
+        predictions[:, complete] = torch.stack(loaded.predict(posterior, x[complete]))
+    shown = [["" if number != number else f"{number:.9g}" for number in numbers] for numbers in predictions.tolist()]
+    write_table(output, cells | dict(zip(added, shown, strict=True)))
+    gaps = "" if complete.all() else f"; {int((~complete).sum())} others have missing values, and no prediction"
+    print(f"Saved {output}: {int(complete.sum())} rows{gaps}.")
+
+
+def check_outputs(table: Path, outputs: Sequence[Path]) -> None:
+    """Raises BadInputError, before any work, where a file cannot be written or would replace the table."""
+    for path in outputs:
+        if path.is_dir() or not path.parent.is_dir():
+            raise BadInputError(f"{path} cannot be written: it is a folder, or its folder does not exist.")
+        if path.resolve() == table.resolve():
+            raise BadInputError(f"{path} is the table itself: give another file to write to.")

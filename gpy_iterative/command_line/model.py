@@ -1,0 +1,132 @@
+"""The Gaussian process of a table, with all that predictions in the table's units need, and its file."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import gpytorch
+import torch
+from torch import Tensor
+
+from gpy_iterative.command_line.columns import Column
+from gpy_iterative.command_line.table import BadInputError
+from gpy_iterative.prediction import PathwisePosterior
+
+#: Raised whenever older files cannot be read any more.
+FORMAT = 1
+#: Rows that are predicted at a time.
+CHUNK = 4096
+
+
+class Regression(gpytorch.models.ExactGP):
+    """A constant mean, and a Matern-5/2 kernel with a lengthscale for every input, in the dtype of the data.
+
+    Lengthscales begin at the square root of d, as distances of standardised inputs grow (Hvarfner, Hellsten and Nardi 2024,
+    "Vanilla Bayesian Optimization Performs Great in High Dimensions"): from shorter ones, levels of a category may end
+    as strangers to one another.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood())
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = gpytorch.kernels.ScaleKernel(
+            gpytorch.kernels.MaternKernel(nu=2.5, ard_num_dims=x.shape[-1])
+        )
+        self.covar_module.base_kernel.lengthscale = x.shape[-1] ** 0.5
+        self.to(x)
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+@dataclass(frozen=True)
+class Units:
+    """What is subtracted from a column [] or from several [d], and what they are then divided by."""
+
+    mean: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Units":
+        """Mean and standard deviation of rows [n, d]; a column of these that is constant keeps its scale."""
+        scale = values.std(0, correction=0)
+        return cls(values.mean(0), torch.where(scale > 0, scale, 1.0))
+
+    def standardise(self, values: Tensor) -> Tensor:
+        """Rows with mean 0 and variance 1."""
+        return (values - self.mean) / self.scale
+
+
+@dataclass(frozen=True)
+class TableModel:
+    """A Gaussian process of standardised columns, and how to get there from a table.
+
+    Attributes:
+        columns: of the inputs.
+        target: name of the column that is predicted.
+        input_units: [d].
+        target_units: [].
+        regression: with its training data.
+    """
+
+    columns: tuple[Column, ...]
+    target: str
+    input_units: Units
+    target_units: Units
+    regression: Regression
+
+    @classmethod
+    def of(cls, columns: Sequence[Column], target: str, x: Tensor, y: Tensor, dtype: torch.dtype) -> "TableModel":
+        """The model before its fit, of inputs [n, d] and targets [n] in the table's units."""
+        units = Units.of(x), Units.of(y)
+        rows = units[0].standardise(x).to(dtype), units[1].standardise(y).to(dtype)
+        return cls(tuple(columns), target, *units, Regression(*rows))
+
+    @property
+    def inputs(self) -> dict[str, float]:
+        """Names of all d inputs, and what they are divided by."""
+        names = [name for column in self.columns for name in column.inputs]
+        return dict(zip(names, self.input_units.scale.tolist(), strict=True))
+
+    def predict(self, posterior: PathwisePosterior, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of observations [t] at inputs [t, d], both in the table's units and float64."""
+        rows = self.input_units.standardise(x).to(self.regression.train_targets)
+        with torch.no_grad():
+            parts = [posterior.likelihood(posterior(part)) for part in rows.split(CHUNK)]
+        mean, deviation = (torch.cat([getattr(part, name) for part in parts]).double() for name in ("mean", "stddev"))
+        return mean * self.target_units.scale + self.target_units.mean, deviation * self.target_units.scale
+
+    def save(self, path: Path, x: Tensor, y: Tensor) -> None:
+        """Writes a file that predicts from all observations [n, d], [n], in the table's units, at these hyperparameters."""
+        like = self.regression.train_targets
+        data = {
+            "inputs": self.input_units.standardise(x).to(like),
+            "targets": self.target_units.standardise(y).to(like),
+        }
+        units = {"input_units": asdict(self.input_units), "target_units": asdict(self.target_units)}
+        description = {"format": FORMAT, "columns": [asdict(column) for column in self.columns], "target": self.target}
+        torch.save({**description, **units, **data, "state": self.regression.state_dict()}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "TableModel":
+        """Reads what `save` wrote. Raises BadInputError for any other file."""
+        saved = _load(path)
+        regression = Regression(saved["inputs"], saved["targets"])
+        regression.load_state_dict(saved["state"])
+        columns = tuple(Column(**column) for column in saved["columns"])
+        units = Units(**saved["input_units"]), Units(**saved["target_units"])
+        return cls(columns, saved["target"], *units, regression)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        saved = torch.load(path, weights_only=True)
+    except OSError as error:
+        raise BadInputError(f"{path} cannot be read: {error.strerror}.") from error
+    except (RuntimeError, UnpicklingError, EOFError):
+        saved = None
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT or "target_units" not in saved:
+        raise BadInputError(f"{path} is no model that the command fit of this version has saved.")
+    return saved

@@ -1,0 +1,58 @@
+"""Tables of text: a CSV file as columns of cells, and back to a file."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+#: Cells by the name of their column, in the order of the file, without blanks around them.
+Table = dict[str, Sequence[str]]
+
+
+class BadInputError(ValueError):
+    """What a command cannot use; the text is one sentence for its user."""
+
+
+def read_table(path: Path, needed: Iterable[str]) -> Table:
+    """A CSV file in UTF-8 with a line of column names; commas, semicolons or tabs are between its cells.
+
+    Raises BadInputError for any other file, and where a needed column is missing.
+    """
+    names, *rows = _read_lines(path)
+    names = [name or f"column {number}" for number, name in enumerate(names, 1)]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadInputError(f"{path} has several columns of the name {name!r}: rename all but one.")
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(names):
+            raise BadInputError(f"Row {number} of {path} has {len(row)} cells for {len(names)} names: correct it.")
+    for name in needed:
+        if name not in names:
+            raise BadInputError(f"{path} has no column {name!r}; its columns are {', '.join(names)}.")
+    if not rows:
+        raise BadInputError(f"{path} has no rows below its column names.")
+    return dict(zip(names, zip(*rows, strict=True), strict=True))
+
+
+def _read_lines(path: Path) -> list[list[str]]:
+    """All lines but empty ones; at least one."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+            file.seek(0)
+            lines = csv.reader(file, delimiter=max(",;\t", key=first.count))
+            found = [[cell.strip() for cell in line] for line in lines if line]
+    except OSError as error:
+        raise BadInputError(f"{path} cannot be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BadInputError(f"{path} is no CSV file in UTF-8: {error}.") from error
+    if not found:
+        raise BadInputError(f"{path} is empty: it needs a line of column names.")
+    return found
+
+
+def write_table(path: Path, table: Table) -> None:
+    """Writes a CSV file with commas."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(table)
+        writer.writerows(zip(*table.values(), strict=True))

@@ -1,0 +1,71 @@
+"""Inputs and targets of a table to learn from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpy_iterative.command_line.columns import Column
+from gpy_iterative.command_line.table import BadInputError, Table, read_table
+
+#: Fewer rows are too few to learn from and to test with.
+LEAST_ROWS = 20
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Rows without gaps.
+
+    Attributes:
+        columns: of the inputs.
+        inputs: [n, d], float64.
+        targets: [n], float64.
+        constant: names of the columns that are left out because they do not vary.
+    """
+
+    columns: tuple[Column, ...]
+    inputs: Tensor
+    targets: Tensor
+    constant: tuple[str, ...]
+
+
+def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_incomplete: bool) -> TrainingData:
+    """Reads a CSV file. Raises BadInputError, which says what is wrong with it and what to do."""
+    if target in dropped:
+        raise BadInputError(f"{target!r} is the target: it cannot be left out by --drop.")
+    table = read_table(path, (target, *dropped))
+    table = _complete({name: table[name] for name in table if name not in dropped}, target, drop_incomplete)
+    values = _encoded(table, target)
+    constant = tuple(column.name for column, rows in values.items() if (rows == rows[0]).all())
+    if target in constant:
+        raise BadInputError(f"Target {target!r} is {table[target][0]} in every row: there is nothing to predict.")
+    columns = tuple(column for column in values if column.name not in (target, *constant))
+    if not columns:
+        raise BadInputError(f"{path} has no column that varies beside the target {target!r}.")
+    inputs = np.concatenate([values[column] for column in columns], axis=1)
+    targets = values[Column(target, "number")][:, 0]
+    return TrainingData(columns, torch.tensor(inputs), torch.tensor(targets), constant)
+
+
+def _encoded(table: Table, target: str) -> dict[Column, np.ndarray]:
+    """Values [n, k] of each column; those of the target are numbers."""
+    columns = [Column(name, "number") if name == target else Column.of(name, table[name]) for name in table]
+    return {column: column.encode(table[column.name]) for column in columns}
+
+
+def _complete(table: Table, target: str, drop_incomplete: bool) -> Table:
+    """The rows without gaps. Raises BadInputError for gaps that are not to be dropped, and for too few rows."""
+    gaps = {column.name: np.isnan(rows[:, 0]) for column, rows in _encoded(table, target).items()}
+    counts = [f"{name} ({rows.sum()})" for name, rows in gaps.items() if rows.any()]
+    (kept,) = np.nonzero(~np.any(list(gaps.values()), axis=0))
+    if counts and not drop_incomplete:
+        raise BadInputError(
+            f"Values are missing or infinite in {', '.join(counts)}: fill them in, leave the columns out (--drop), "
+            f"or leave the rows out (--drop-incomplete keeps {len(kept)} of {len(gaps[target])})."
+        )
+    if len(kept) < LEAST_ROWS:
+        raise BadInputError(f"{len(kept)} rows are too few to learn from: at least {LEAST_ROWS} are needed.")
+    return {name: [cells[row] for row in kept] for name, cells in table.items()}

@@ -1,0 +1,119 @@
+"""Tables as people have them: what becomes of their columns, and what is said about those that do not fit."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpy_iterative.command_line.columns import Column
+from gpy_iterative.command_line.table import BadInputError, read_table, write_table
+from gpy_iterative.command_line.training_data import TrainingData, read_training_data
+from tests.command_line.homes import Homes, homes, written
+
+
+def read(
+    folder: Path, table: Homes, target: str = "price", *dropped: str, drop_incomplete: bool = False
+) -> TrainingData:
+    return read_training_data(written(folder / "homes.csv", table), target, dropped, drop_incomplete=drop_incomplete)
+
+
+def test_numbers_dates_and_categories_become_inputs(tmp_path: Path) -> None:
+    table = homes()
+    table["garden"] = ["yes", "no"] * 40
+    data = read(tmp_path, table, "price", "luck")
+    assert [(column.name, column.kind) for column in data.columns] == [
+        ("area", "number"),
+        ("built", "date"),
+        ("district", "category"),
+        ("garden", "category"),
+    ]
+    names = [name for column in data.columns for name in column.inputs]
+    assert names == ["area", "built", "district=Harbour", "district=North", "district=South", "garden=yes"]
+    assert data.constant == ("floors",)
+    np.testing.assert_array_equal(data.targets, np.array(table["price"], dtype=float))
+    days = np.array(table["built"], dtype="datetime64[D]").astype(float)
+    north = [float(cell == "North") for cell in table["district"]]
+    np.testing.assert_array_equal(data.inputs[:, [1, 3, 5]], np.column_stack([days, north, [1.0, 0.0] * 40]))
+
+
+def test_times_are_parts_of_days() -> None:
+    cells = ["1970-01-02", "1970-01-02T06:00", "1970-01-02 06:00+06:00"]
+    np.testing.assert_array_equal(Column.of("when", cells).encode(cells), [[1.0], [1.25], [1.0]])
+
+
+def test_gaps_are_refused_or_their_rows_left_out(tmp_path: Path) -> None:
+    table = homes()
+    table["area"][3], table["area"][4], table["price"][4], table["built"][9] = "NaN", "", "inf", "n/a"
+    said = r"missing or infinite in area \(2\), built \(1\), price \(1\): .*--drop-incomplete keeps 77 of 80"
+    with pytest.raises(BadInputError, match=said):
+        read(tmp_path, table)
+    data = read(tmp_path, table, drop_incomplete=True)
+    kept = np.delete(np.arange(80), [3, 4, 9])
+    np.testing.assert_array_equal(data.targets, np.array(table["price"], dtype=float)[kept])
+    assert data.inputs.isfinite().all()
+
+
+def test_a_gap_in_a_category_is_a_category(tmp_path: Path) -> None:
+    table = homes()
+    table["district"][0] = ""
+    (column,) = (column for column in read(tmp_path, table).columns if column.name == "district")
+    assert column.levels == ("", "Harbour", "North", "South")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"area": ["wide", *map(str, range(79))]},
+            "Column 'area' has 'wide' in row 1, neither a number nor an ISO date, and 80 different texts",
+        ),
+        ({"built": [f"1.2.{year}" for year in range(1900, 1980)]}, "'built' has '1.2.1900' in row 1"),
+        ({"price": ["1", "dear"] * 40}, "Column 'price' has 'dear' in row 2, which is no number"),
+        ({"price": ["3.5"] * 80}, "Target 'price' is 3.5 in every row"),
+        ({"price": ["NA"] * 80}, r"missing or infinite in price \(80\)"),
+        (
+            {"area": ["1"] * 80, "built": ["2"] * 80, "district": ["N"] * 80, "luck": ["3"] * 80},
+            "no column that varies",
+        ),
+    ],
+)
+def test_says_what_is_wrong_with_a_column(change: Homes, said: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=said):
+        read(tmp_path, homes() | change)
+
+
+def test_says_that_rows_are_too_few_and_names_unknown(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="19 rows are too few"):
+        read(tmp_path, homes(19))
+    with pytest.raises(BadInputError, match="no column 'prise'; its columns are area, built"):
+        read(tmp_path, homes(), "prise")
+    with pytest.raises(BadInputError, match="'price' is the target"):
+        read(tmp_path, homes(), "price", "price")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"price,area\n", "no rows below"),
+        (b"price,stra\xdfe\n1,2\n", "no CSV file in UTF-8: .*can't decode"),
+        (b"price,area\n1,2\n1,2,3\n", "Row 2 of .* has 3 cells for 2 names"),
+        (b"price,price\n1,2\n", "several columns of the name 'price'"),
+    ],
+)
+def test_says_what_is_no_table(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "homes.csv"
+    path.write_bytes(content)
+    with pytest.raises(BadInputError, match=said):
+        read_table(path, ["price"])
+    with pytest.raises(BadInputError, match=f"{re.escape(str(tmp_path))} cannot be read"):
+        read_table(tmp_path, [])
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    table = {"a, b": ['"', "ü"], "column 2": ["1", ""]}
+    write_table(tmp_path / "a.csv", table)
+    assert read_table(tmp_path / "a.csv", []) == {name: tuple(cells) for name, cells in table.items()}
+    (tmp_path / "a.csv").write_text("a\t\n1\t 2 \n\n")
+    assert read_table(tmp_path / "a.csv", []) == {"a": ("1",), "column 2": ("2",)}
