@@ -72,7 +72,7 @@ def _in_words(each: Estimated, name: str, power: float, factor: float, shift: fl
         return f"{value}{unknown}"
     is_mean = each.name.endswith("constant")
     error = (
-        f"{each.standard_error * factor:.2g}" if is_mean else f"a factor of {math.exp(each.standard_error * power):.3g}"
+        f"{each.standard_error * factor:.2g}" if is_mean else f"a factor of {math.exp(each.standard_error * power):.4g}"
     )
     low, high = (end**power * factor + shift for end in (each.low, each.high))
     return f"{value}, standard error {error} (95 % interval {low:.4g} to {high:.4g})"

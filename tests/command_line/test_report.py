@@ -53,9 +53,9 @@ def test_hyperparameters_are_in_the_units_of_the_table(model: TableModel) -> Non
     assert lines[0] == f"CONVERGED, 7 steps, 1.5 s: {FitStatus.CONVERGED.advice}"
     assert lines[2] == "  noise of price (standard deviation): 0.1, held at its bound"
     assert lines[3] == "  mean of price far from the data: 102, standard error 1 (95 % interval 100 to 104)"
-    variation = "20, standard error a factor of 1.11 (95 % interval 16.44 to 24.33)"  # of its square: exp(.2)
+    variation = "20, standard error a factor of 1.105 (95 % interval 16.44 to 24.33)"  # of its square: exp(.2)
     assert lines[4] == f"  variation of price around it (standard deviation): {variation}"
-    assert lines[5] == "  lengthscale of area: 100, standard error a factor of 1.11 (95 % interval 82.2 to 121.7)"
+    assert lines[5] == "  lengthscale of area: 100, standard error a factor of 1.105 (95 % interval 82.2 to 121.7)"
     assert lines[6].endswith(", not determined by the data")
     assert lines[7].startswith("  lengthscale of street=Ash: ")
 
