@@ -185,9 +185,6 @@ def test_a_checkpoint_is_gone_on_from_and_a_foreign_one_refused(
 
 def test_many_rows_start_from_fits_to_subsets_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "ROWS_OF_CHEAP_STEPS", 50)
-    monkeypatch.setitem(
-        commands.fit.__globals__, "SUBSETS", {"subset_size": 30, "num_subsets": 1, "optimizer_steps": 20}
-    )
     table = {name: cells for name, cells in homes().items() if name in ("area", "price")}
     starts = []
     real = commands.fit

@@ -73,7 +73,7 @@ def test_a_short_lengthscale_is_not_called_useless(model: TableModel) -> None:
     assert fit_lines(model, some)[-1] == "The data may do without these inputs: luck."
 
 
-def test_a_fit_by_adam_claims_no_errors(model: TableModel) -> None:
+def test_a_fit_by_adam_or_an_interrupted_one_claims_no_errors(model: TableModel) -> None:
     without = tuple(
         replace(each, low=None, high=None, standard_error=None, at_bound=False) for each in RESULT.hyperparameters
     )
@@ -82,6 +82,8 @@ def test_a_fit_by_adam_claims_no_errors(model: TableModel) -> None:
     )
     assert lines[1] == "Trained by Adam, without standard errors: 61 of them."
     assert lines[6] == "  lengthscale of area: 100"
+    interrupted = replace(RESULT, hyperparameters=without, irrelevant=(), status=FitStatus.BUDGET)
+    assert fit_lines(model, interrupted)[5] == "  lengthscale of area: 100"
 
 
 def test_scores_are_those_of_the_normals(model: TableModel) -> None:
