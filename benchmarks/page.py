@@ -11,12 +11,11 @@ from benchmarks.suite import CASES, Case, NothingToShowError, Preset, measured, 
 DOCS = RESULTS.parent.parent / "docs"
 INTRODUCTION = """# Benchmarks
 
-This page is made by `make bench` from saved runs (`benchmarks/results/{preset}/`): {meaning}
-Every run is a process of its own, and names its machine and versions. `python -m benchmarks list` shows the
-cases, `run CASE --preset {preset}` runs one and goes on where it was interrupted, `table CASE` and `plot CASE`
-show what is there, and `compare A B` sets two folders of results or two contenders side by side. Published
-figures were measured on other machines and larger data: what to compare is ratios. Single measurements with
-more explanation are on [Measured](measured.md).
+`make bench` makes this page from saved runs (`benchmarks/results/{preset}/`): {meaning}
+`python -m benchmarks run CASE --preset {preset}` repeats a case, `table CASE` and `plot CASE` show it. Published
+figures are of other machines and larger data: compare ratios. [Measured](measured.md) has larger single measurements.
+
+{environments}
 """
 MEANINGS = {
     Preset.SMOKE: "the `smoke` preset, which proves nothing.",
@@ -36,7 +35,8 @@ def render(preset: Preset, folder: Path = RESULTS, docs: Path = DOCS) -> Path:
     found = {case.name: measured(case, preset, folder) for case in CASES.values()}
     if not any(found.values()):
         raise NothingToShowError(f"Nothing is saved in {folder / preset}; {measuring(preset, folder)} measures it.")
-    parts = [INTRODUCTION.format(preset=preset.value, meaning=MEANINGS[preset])]
+    everything = [measured for runs in found.values() for measured in runs]
+    parts = [INTRODUCTION.format(preset=preset.value, meaning=MEANINGS[preset], environments=_environments(everything))]
     parts += [_section(CASES[name], runs, preset, docs) for name, runs in found.items() if runs]
     path = docs / "benchmarks.md"
     path.write_text("\n".join(parts))
@@ -44,18 +44,24 @@ def render(preset: Preset, folder: Path = RESULTS, docs: Path = DOCS) -> Path:
 
 
 def _section(case: Case, found: list[Measured], preset: Preset, docs: Path) -> str:
-    lines = [f"## {case.name}", "", f"{case.about} {case.note}".strip(), "", _origin(case, found, preset), ""]
-    lines += [table.markdown() for table in case.tables(found)]
+    lines = [f"## {case.name}", "", " ".join(filter(None, [case.about, case.note, _missing(case, found, preset)])), ""]
+    if case.shows_tables:
+        lines += [table.markdown() for table in case.tables(found)]
+    else:
+        lines += [f"`python -m benchmarks table {case.name} --preset {preset.value}` prints the figures.", ""]
     if case.pictures is not None:
         for path in case.pictures(found, docs / "pictures" / "benchmarks"):
             lines += [f"![{path.stem.replace('_', ' ')}]({path.relative_to(docs)})", ""]
     return "\n".join(lines)
 
 
-def _origin(case: Case, found: list[Measured], preset: Preset) -> str:
-    """The environments of the runs, and how many there are of those that the preset plans."""
+def _environments(found: list[Measured]) -> str:
+    """Machines and versions of all runs."""
     counts = Counter(described(measured.outcome["environment"]) for measured in found)
-    told = "; ".join(f"{count} run{'s' * (count > 1)}: {environment}" for environment, count in counts.items())
+    return "\n".join(f"*{count} run{'s' * (count > 1)}: {environment}.*" for environment, count in counts.items())
+
+
+def _missing(case: Case, found: list[Measured], preset: Preset) -> str:
+    """How many runs there are of those that the preset plans, where they are fewer."""
     planned, done = len(case.runs(preset)), sum(measured.is_finished for measured in found)
-    missing = f" {done} of {planned} runs are done." if done < planned else ""
-    return f"*{told}.*{missing}"
+    return f"{done} of {planned} runs are done." if done < planned else ""

@@ -34,6 +34,7 @@ class Case:
         tables: of what was measured, in the order of the runs.
         pictures: draws into a folder and returns the files; None where there is nothing to draw.
         note: what the page of results says above the tables.
+        shows_tables: on the page of results; not where pictures or docs/measured.md have these figures.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Case:
     tables: Callable[[Sequence[Measured]], list[Table]]
     pictures: Callable[[Sequence[Measured], Path], list[Path]] | None = None
     note: str = ""
+    shows_tables: bool = True
 
 
 class NothingToShowError(ValueError):

@@ -224,5 +224,6 @@ register(
         preset_runs,
         _tables,
         lambda found, folder: draw_pictures(found[0].outcome, folder),
+        shows_tables=False,
     )
 )

@@ -214,7 +214,8 @@ def _row(dataset: str, method: str, kernel: str, batch_size: int, outcomes: list
     theirs_rmse = published.FEATURE_RMSE[dataset] if kernel == "linear" and batch_size == 128 else None
     shown = lambda figures: " ".join(f"{figure:.3f}" for figure in figures or ())
     column = lambda name: torch.tensor([outcome[name] for outcome in outcomes], dtype=torch.float64)
-    mean_and_sd = lambda name: f"{column(name).mean():.3f} ± {column(name).std(unbiased=False):.3f}"
+    spread = lambda name: f" ± {column(name).std(unbiased=False):.3f}" if len(outcomes) > 1 else ""
+    mean_and_sd = lambda name: f"{column(name).mean():.3f}{spread(name)}"
     return [
         dataset,
         method,
@@ -321,5 +322,7 @@ register(
         preset_runs,
         lambda found: [table(found)],
         lambda found, folder: [draw_curves(found, folder / "feature_kernels.svg")],
+        note="[Measured](measured.md#deep-kernels) has a larger run.",
+        shows_tables=False,
     )
 )

@@ -352,5 +352,7 @@ register(
         preset_runs,
         _tables,
         _pictures,
+        note="[Measured](measured.md#beside-svgp) has a larger run.",
+        shows_tables=False,
     )
 )

@@ -261,7 +261,8 @@ def tables(found: Sequence[Measured]) -> list[Table]:
     """Table 1, the averages, and one of tables 2 to 6 for each data set."""
     groups = grouped(found)
     datasets = list(dict.fromkeys(dataset for dataset, _, _ in groups))
-    return [_averages(groups, datasets), *(_of_dataset(groups, name, found) for name in datasets)]
+    averages = [_averages(groups, datasets)] if len(datasets) > 1 else []
+    return averages + [_of_dataset(groups, name, found) for name in datasets]
 
 
 def _averages(groups: Groups, datasets: Sequence[str]) -> Table:

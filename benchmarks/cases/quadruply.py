@@ -338,5 +338,7 @@ register(
         "Quadruply stochastic training beside SVGP with equal time; tables 2 and 3 of Evans and Nair 2018.",
         preset_runs,
         lambda found: [table(found)],
+        note="[Measured](measured.md#millions-of-features) has a larger run.",
+        shows_tables=False,
     )
 )

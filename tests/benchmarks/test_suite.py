@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,9 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Case:
     return case
 
 
-def test_the_page_has_tables_pictures_and_environments(made_up: Case, processes: list, tmp_path: Path) -> None:
+def test_the_page_has_tables_pictures_and_environments(
+    made_up: Case, processes: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = suite.saved_runs(made_up, Preset.QUICK, tmp_path / "results")
     saved.execute([OURS], 1, CONSOLE)
     path = page.render(Preset.QUICK, tmp_path / "results", tmp_path / "docs")
@@ -115,6 +118,10 @@ def test_the_page_has_tables_pictures_and_environments(made_up: Case, processes:
     assert "1 of 2 runs are done" in text
     assert "threads 1" in text
     assert "](pictures/benchmarks/made_up.svg)" in text
+    monkeypatch.setattr(page, "CASES", {made_up.name: replace(made_up, shows_tables=False)})
+    text = page.render(Preset.QUICK, tmp_path / "results", tmp_path / "pictured").read_text()
+    assert "| ours | 0.5 |" not in text
+    assert "`python -m benchmarks table made up --preset quick` prints the figures." in text
     with pytest.raises(ValueError, match="not to be rendered"):
         page.render(Preset.SMOKE, tmp_path / "results", tmp_path / "docs")
     with pytest.raises(ValueError, match="Nothing is saved"):
