@@ -47,8 +47,6 @@ def _section(case: Case, found: list[Measured], preset: Preset, docs: Path) -> s
     lines = [f"## {case.name}", "", " ".join(filter(None, [case.about, case.note, _missing(case, found, preset)])), ""]
     if case.shows_tables:
         lines += [table.markdown() for table in case.tables(found)]
-    else:
-        lines += [f"`python -m benchmarks table {case.name} --preset {preset.value}` prints the figures.", ""]
     if case.pictures is not None:
         for path in case.pictures(found, docs / "pictures" / "benchmarks"):
             lines += [f"![{path.stem.replace('_', ' ')}]({path.relative_to(docs)})", ""]
