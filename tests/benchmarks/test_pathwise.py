@@ -51,9 +51,10 @@ def test_budgets_bound_every_step() -> None:
 
 
 @pytest.mark.usefixtures("split")
-def test_a_start_from_subsets_is_the_fit_of_all_rows_where_there_are_few() -> None:
-    noise = outcome("CG, standard, cold", start_from="subsets", steps=1, rate=1e-6)["noise"]
-    assert noise == pytest.approx(outcome("CG, standard, cold", steps=100)["noise"], rel=0.2)
+def test_a_start_from_subsets_is_nearer_to_the_optimum() -> None:
+    one_step = {"steps": 1, "rate": 1e-6}
+    begun, plain = (outcome("CG, standard, cold", start_from=start, **one_step) for start in ("subsets", "ones"))
+    assert begun["noise"] < 0.01 * plain["noise"]  # targets without noise
 
 
 def test_scales_are_what_adam_moves() -> None:
