@@ -53,10 +53,7 @@ def fit_lines(model: TableModel, result: FitResult) -> list[str]:
         if each.name in result.irrelevant and each.value > 1
     }
     unused = [column.name for column in model.columns if useless.issuperset(column.inputs)]
-    has_errors = any(
-        each.standard_error is not None for each in result.hyperparameters
-    )  # not by Adam, nor after Ctrl-C
-    unknown = ", not determined by the data" if has_errors else ""
+    unknown = ", not determined by the data" if result.has_standard_errors else ""
     return [
         f"{result.status.name}, {result.steps} steps, {result.seconds:.1f} s: {result.status.advice}",
         *([f"Trained by Adam, without standard errors: {result.reason}"] if result.method == "adam" else []),

@@ -112,6 +112,11 @@ class FitResult:
         """By name, in the transformed coordinates; see `Estimated.standard_error`."""
         return {each.name: each.standard_error for each in self.hyperparameters}
 
+    @property
+    def has_standard_errors(self) -> bool:
+        """Whether one is known: none is by Adam, or where Ctrl-C ended the fit inside of a step."""
+        return any(each.standard_error is not None for each in self.hyperparameters)
+
     def plot(self) -> Any:
         """Value and what is left to gain by step: a `matplotlib.figure.Figure`. Raises ImportError without matplotlib."""
         return plot_history(self.history)
@@ -128,7 +133,7 @@ class FitResult:
             *_shortened(list(map(str, self.history))),
             "",
             *(
-                str(part) if self.method != "adam" else f"{part.name} {part.value:.4g}"
+                str(part) if self.has_standard_errors or part.at_bound else f"{part.name} {part.value:.4g}"
                 for part in self.hyperparameters[:MAX_LISTED]
             ),
         ]

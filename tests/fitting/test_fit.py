@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,15 @@ def test_irrelevant_inputs_are_named_and_linear_ones_are_not() -> None:
     assert result.standard_errors["covar_module.base_kernel.lengthscale[1]"] is None
     (found,) = (each for each in result.hyperparameters if each.name == "noise_covar.noise")
     assert found.low < found.value < found.high
+
+
+def test_a_fit_that_ended_without_curvature_does_not_say_that_nothing_is_determined() -> None:
+    result = quiet(regression(60), max_steps=1)
+    unknown = tuple(replace(each, standard_error=None, low=None, high=None) for each in result.hyperparameters)
+    interrupted = replace(result, hyperparameters=unknown)
+    assert result.has_standard_errors
+    assert not interrupted.has_standard_errors
+    assert "not determined" not in str(interrupted)
 
 
 def test_noise_that_is_a_model_itself() -> None:
