@@ -1,6 +1,5 @@
 """What a fit has learned, in words, figures and a picture, in the units of the table."""
 
-import importlib
 import importlib.util
 import math
 from pathlib import Path
@@ -11,6 +10,7 @@ from torch import Tensor
 from gpy_iterative.command_line.model import TableModel
 from gpy_iterative.command_line.table import BadInputError
 from gpy_iterative.fitting import Estimated, FitResult
+from gpy_iterative.fitting.plot import new_figure
 
 #: Half of a 95 % interval, in standard deviations.
 WIDTH = 1.96
@@ -87,8 +87,8 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(path: Path, name: str, y: Tensor, mean: Tensor, deviation: Tensor) -> None:
-    """Held-out targets [t] over their predictions, with 95 % intervals. Matplotlib is optional: it is loaded here."""
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(5, 5), layout="constrained")
+    """Held-out targets [t] over their predictions, with 95 % intervals."""
+    figure = new_figure("--plot", (5, 5))
     axes = figure.subplots()
     axes.errorbar(mean, y, xerr=WIDTH * deviation, fmt="o", ms=3, lw=0.7, alpha=0.6)
     axes.axline((float(y.mean()), float(y.mean())), slope=1, color="0.3", lw=1)

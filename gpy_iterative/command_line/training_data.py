@@ -37,8 +37,12 @@ def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_
     if target in dropped:
         raise BadInputError(f"{target!r} is the target: it cannot be left out by --drop.")
     table = read_table(path, (target, *dropped))
-    table = _complete({name: table[name] for name in table if name not in dropped}, target, drop_incomplete)
+    table = {name: table[name] for name in table if name not in dropped}
     values = _encoded(table, target)
+    kept = _complete_rows(values, drop_incomplete)
+    if len(kept) < len(table[target]):  # other levels and kinds may be left
+        table = {name: [cells[row] for row in kept] for name, cells in table.items()}
+        values = _encoded(table, target)
     constant = tuple(column.name for column, rows in values.items() if (rows == rows[0]).all())
     if target in constant:
         raise BadInputError(f"Target {target!r} is {table[target][0]} in every row: there is nothing to predict.")
@@ -56,16 +60,17 @@ def _encoded(table: Table, target: str) -> dict[Column, np.ndarray]:
     return {column: column.encode(table[column.name]) for column in columns}
 
 
-def _complete(table: Table, target: str, drop_incomplete: bool) -> Table:
-    """The rows without gaps. Raises BadInputError for gaps that are not to be dropped, and for too few rows."""
-    gaps = {column.name: np.isnan(rows[:, 0]) for column, rows in _encoded(table, target).items()}
+def _complete_rows(values: dict[Column, np.ndarray], drop_incomplete: bool) -> np.ndarray:
+    """Numbers of the rows without gaps. Raises BadInputError for gaps that are not to be dropped, and for too few rows."""
+    gaps = {column.name: np.isnan(rows[:, 0]) for column, rows in values.items()}
     counts = [f"{name} ({rows.sum()})" for name, rows in gaps.items() if rows.any()]
-    (kept,) = np.nonzero(~np.any(list(gaps.values()), axis=0))
+    has_gap = np.any(list(gaps.values()), axis=0)
+    (kept,) = np.nonzero(~has_gap)
     if counts and not drop_incomplete:
         raise BadInputError(
             f"Values are missing or infinite in {', '.join(counts)}: fill them in, leave the columns out (--drop), "
-            f"or leave the rows out (--drop-incomplete keeps {len(kept)} of {len(gaps[target])})."
+            f"or leave the rows out (--drop-incomplete keeps {len(kept)} of {len(has_gap)})."
         )
     if len(kept) < LEAST_ROWS:
         raise BadInputError(f"{len(kept)} rows are too few to learn from: at least {LEAST_ROWS} are needed.")
-    return {name: [cells[row] for row in kept] for name, cells in table.items()}
+    return kept

@@ -19,7 +19,6 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ExactGP
-from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_instance
@@ -44,7 +43,7 @@ from gpy_iterative.linear_operators.tiles.cache import TileCaches
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
+from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver, is_exact
 from gpy_iterative.linear_solvers.logdet.lanczos import BracketPositions
 from gpy_iterative.linear_solvers.solution import SolveStatus, warn_of
 from gpy_iterative.spectral.densities import Draws
@@ -153,7 +152,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         system = linear_system(
             self.likelihood, function_dist, target, params, kwargs, products=self.products, caches=self._caches
         )
-        if self._has_dense_factor(system.operator):  # rounded entries would be all of its error
+        if self._has_dense_factor(system.operator.shape[-1]):  # rounded entries would be all of its error
             system = system.in_float64()
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():  # later steps could not use inference tensors of the run
@@ -220,8 +219,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         posterior.install()
         return posterior
 
-    def _has_dense_factor(self, operator: LinearOperator) -> bool:
-        """Whether the density of N(0, H) is computed by one, without an estimate."""
+    def _has_dense_factor(self, size: int) -> bool:
+        """Whether the density of N(0, H) is computed by one, without an estimate, where H has so many rows."""
         return False
 
     def _prediction_solver(self) -> Solver | None:
@@ -303,11 +302,8 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if variant.probes == self.probes:
             self._run = variant._run
 
-    def _solver(self, operator: LinearOperator) -> Solver:
-        return default_solver(operator) if self.solver is None else self.solver
-
-    def _has_dense_factor(self, operator: LinearOperator) -> bool:
-        return isinstance(self._solver(operator), Cholesky)
+    def _has_dense_factor(self, size: int) -> bool:
+        return is_exact(self.solver, size)
 
     def _prediction_solver(self) -> Solver | None:
         return self.solver
@@ -319,7 +315,8 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return self.probes, dict(draws), solutions["latest"][..., 1:]
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
-        operator, residual, solver = system.operator, system.residual, self._solver(system.operator)
+        operator, residual = system.operator, system.residual
+        solver = default_solver(operator) if self.solver is None else self.solver
         if isinstance(solver, Cholesky):
             return exact_estimate(operator, residual, solver), run
 

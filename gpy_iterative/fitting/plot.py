@@ -1,4 +1,4 @@
-"""A picture of a fit, by matplotlib.
+"""Pictures by matplotlib, that of a fit among them.
 
 It is optional, and loaded when a picture is drawn: its import takes as long as that of the package.
 """
@@ -21,18 +21,23 @@ class Row(Protocol):
     def left_to_gain(self) -> float | None: ...
 
 
+def new_figure(caller: str, size: tuple[float, float]) -> Any:
+    """An empty `matplotlib.figure.Figure` of so many inches. Without matplotlib, ImportError names the caller."""
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ImportError(f"{caller} needs matplotlib, which is not installed: pip install matplotlib.") from error
+    return figures.Figure(figsize=size, layout="constrained")
+
+
 def plot_history(rows: Sequence[Row]) -> Any:
     """Value with its standard error, and below it what is left to gain on a logarithmic scale, by step.
 
     Returns a `matplotlib.figure.Figure`. Raises ImportError where matplotlib is not installed.
     """
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ImportError("result.plot() needs matplotlib, which is not installed: pip install matplotlib.") from error
     steps = [row.step for row in rows]
     has_left = any(row.left_to_gain is not None for row in rows)
-    figure = figures.Figure(figsize=(6, 5 if has_left else 3), layout="constrained")
+    figure = new_figure("result.plot()", (6, 5 if has_left else 3))
     first, *others = figure.subplots(2 if has_left else 1, sharex=True, squeeze=False)[:, 0]
     first.errorbar(steps, [row.value for row in rows], [row.value_sem for row in rows], marker="o", capsize=3)
     first.set_ylabel("log marginal likelihood a datum")

@@ -163,8 +163,7 @@ class Columns:
         #: Norms of what exact rows add to the residuals of products.
         self._beside_exact_rows = torch.zeros_like(self.norms)
         if system.initial_guess is not None and self._far_field_error is not None:
-            true = self._true_rows(every.to(rhs.device), self.value)
-            self._beside_exact_rows = self._norms_of_rows(true - self.residual[self._watched])
+            self._beside_exact_rows = self._added_by_exact_rows(every.to(rhs.device), self.value, self.residual)
             self.norms = torch.hypot(self.norms, self._beside_exact_rows)
 
     def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -291,7 +290,7 @@ class Columns:
         norms = self._norms_of(residual, self._round, iteration)
         beside = torch.zeros_like(norms)
         if self._far_field_error is not None:
-            beside = self._norms_of_rows(self._true_rows(columns, value) - residual[self._watched])
+            beside = self._added_by_exact_rows(columns, value, residual)
         norms = torch.hypot(norms, beside)
         index = (norms < self.norms[self._round]).nonzero().squeeze(-1)
         target = self._round[index]
@@ -327,6 +326,10 @@ class Columns:
             return None
         residual, tolerance = float(self._beside_exact_rows[worst]), float(self._tolerances[worst])
         return FarFieldLimit(self._far_field_error, residual, tolerance)
+
+    def _added_by_exact_rows(self, columns: Tensor, value: Tensor, residual: Tensor) -> Tensor:
+        """Norms of what exact rows add to the residuals of products at some columns' values."""
+        return self._norms_of_rows(self._true_rows(columns, value) - residual[self._watched])
 
     def _norms_of_rows(self, residual: Tensor) -> Tensor:
         """Norms of residuals, estimated from those at the watched rows."""
