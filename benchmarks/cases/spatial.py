@@ -91,7 +91,7 @@ def measure(
 
 def _turns(problem: Problem, field: RadialKernelLinearOperator, rows: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of every repetition, after one that is not measured."""
-    tiles, v = problem.operator(rows, cache_memory=0), problem.v
+    tiles, v = problem.operator(rows, far_field=None, cache_memory=0), problem.v
     gradient, other = problem.operator(learns=True, far_field=field.products.far_field, cache_memory=0), v.roll(1, 0)
     kept = problem.operator(far_field=field.products.far_field)
     computed: dict[str, Callable[[], object]] = {

@@ -72,10 +72,9 @@ class KernelProducts:
         far_field: products of radial kernels whose cost grows with n and not with n^2, for inputs of up to three dimensions
             (dimensions with long lengthscales do not count): blocks of points that are far from one another pass through
             a few points each. A number is the relative error that a product with random vectors may have, 1e-9 to .1;
-            "auto" takes 1e-5 at 10,000 rows, 1e-7 at a million, where it evaluates less than half of the entries that
-            tiles evaluate, on 4,000 rows or more; None is tiles. Where the tolerance cannot be reached, or nothing would be
-            saved, tiles are used.
-            Single rows, columns and dense blocks are always exact.
+            "auto" takes 1e-5 at 10,000 rows, 1e-7 at a million, on a CPU and 4,000 rows or more, where it evaluates less
+            than half of the entries that tiles evaluate; None is tiles. Where the tolerance cannot be reached, or nothing
+            would be saved, tiles are used. Single rows, columns and dense blocks are always exact.
 
     Raises:
         ValueError: an option outside its range; a process group that is not initialised, does not contain this process,
@@ -98,7 +97,7 @@ class KernelProducts:
     precision: Precision = "native"
     compile: bool | None = None
     process_group: "dist.ProcessGroup | Literal['world'] | None" = None
-    far_field: "float | Literal['auto'] | None" = None
+    far_field: "float | Literal['auto'] | None" = "auto"
 
     def __post_init__(self) -> None:
         if self.backend not in get_args(Backend):
@@ -117,16 +116,17 @@ class KernelProducts:
             require_pykeops()
 
     def _check_far_field(self) -> None:
-        if self.far_field is None:
+        if self.far_field is None or self.far_field == "auto":
             return
         low, high = FAR_FIELD_TOLERANCES
-        is_number = isinstance(self.far_field, Real) and low <= float(self.far_field) <= high
-        if self.far_field != "auto" and not is_number:
+        if not (isinstance(self.far_field, Real) and low <= float(self.far_field) <= high):
             raise ValueError(
                 f"far_field must be None, 'auto' or a tolerance from {low:g} to {high:g}, got {self.far_field!r}."
             )
         if self.backend == "keops":
-            raise ValueError("KeOps evaluates all entries: leave backend='auto' with a far_field, or far_field=None.")
+            raise ValueError(
+                "KeOps evaluates all entries: leave backend='auto' with this far_field, or leave far_field."
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KernelProducts":
         return self  # frozen; and process groups cannot be copied

@@ -65,6 +65,10 @@ def test_far_fields(wanted: object) -> None:
     assert KernelProducts(far_field=wanted).far_field == wanted
 
 
+def test_a_far_field_is_the_default() -> None:
+    assert KernelProducts().far_field == "auto"
+
+
 @pytest.mark.parametrize("wanted", ["never", 0.0, 0.5, -1e-3, float("nan"), True])
 def test_far_fields_that_are_none_of_these(wanted: object) -> None:
     with pytest.raises(ValueError, match=f"'auto' or a tolerance from 1e-09 to 0.1, got {wanted!r}"):
@@ -73,4 +77,4 @@ def test_far_fields_that_are_none_of_these(wanted: object) -> None:
 
 def test_keops_has_no_far_field() -> None:
     with pytest.raises(ValueError, match="KeOps evaluates all entries"):
-        KernelProducts(backend="keops", far_field="auto")
+        KernelProducts(backend="keops", far_field=1e-5)

@@ -10,8 +10,9 @@ from gpy_iterative.linear_operators.far_field.tree import Nodes
 
 #: Two nodes are far from one another where the gap between their boxes is so many times the larger diameter.
 SEPARATION = 0.7
-#: Pairs of a level up to which a tree is refined: 100 bytes each are needed.
-MAX_PAIRS = 2**23
+#: Near pairs of a level, for each row of the data, up to which a tree is refined. Trees of least cost have fewer, in up to
+#: four dimensions; in many dimensions nearly all pairs are near, and would take memory for nothing.
+MAX_NEAR_PAIRS = 1.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class LevelPairs:
 def level_pairs(
     levels: list[Nodes], is_negligible: Callable[[Tensor], Tensor], separation: float = SEPARATION
 ) -> list[LevelPairs]:
-    """The pairs of every level of a tree, from the root on. It ends early where a level would have more than `MAX_PAIRS`.
+    """The pairs of every level of a tree, from the root on. It ends early after a level of more than `MAX_NEAR_PAIRS`.
 
     Every pair of rows is in one far pair of some level, or in one near pair of the last; or its entry is negligible.
 
@@ -45,7 +46,7 @@ def level_pairs(
     pairs = torch.zeros(2, 1, dtype=torch.int64, device=levels[0].rows.device)
     for nodes in levels:
         found.append(_divided(nodes, pairs, is_negligible, separation))
-        if 4 * found[-1].near.shape[1] > MAX_PAIRS:
+        if found[-1].near.shape[1] > MAX_NEAR_PAIRS * levels[0].size:
             break
         pairs = _of_children(found[-1].near, 2 * len(nodes))
     return found

@@ -66,9 +66,12 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return self.x1.dim() > 2 or (self.alpha is not None and self.alpha.dim() > 1)
 
     def _make_tiles(self) -> RadialTiles:
-        if self.products.far_field is not None and self.symmetric and not self._is_batched:
+        if self.products.backend == "keops":
+            engine = RadialKeOps
+        elif self.products.far_field is not None and self.symmetric and not self._is_batched:
             return RadialFarField(self.x1, self.function, self.alpha, self.products, self.cache)
-        engine = RadialKeOps if self.products.backend == "keops" else RadialTiles
+        else:
+            engine = RadialTiles
         return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
 
     def _size(self) -> torch.Size:
