@@ -41,12 +41,16 @@ RADIUS = 2.0
 RIDGE = 1e-6
 #: Damping, relative to the diagonal of A: at the start, and the least after a step that gained little or was undone.
 FIRST_DAMPING, POOR_DAMPING = 0.1, 1e-2
-#: A step is kept when it gains at least this part of what was predicted, and is a good one from this part on.
-LEAST_GAIN, GOOD_GAIN = 0.1, 0.5
+#: A step is kept when it gains at least this part of what was predicted, is a good one from this part on, and a very good
+#: one from that part on.
+LEAST_GAIN, GOOD_GAIN, VERY_GOOD_GAIN = 0.1, 0.5, 0.75
 #: Where so many nats are left to gain, one sample of the gradient's noise is enough.
 FAR = 100.0
 #: A predicted gain of less than so many standard errors of a difference of two values is not compared with that.
 VISIBLE = 2.0
+#: Where less than so many nats are left to gain, the last step tells the curvature along itself, in parts of the average
+#: information between these.
+NEAR, SEEN_CURVATURE = 5.0, (0.05, 4.0)
 #: Steps that may be undone before there is no way on.
 MAX_TRIALS = 8
 #: Solves that ended so say nothing about the point.
@@ -131,6 +135,24 @@ class Step:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Secant:
+    """What a step has seen: its move [p], and how much the gradient fell along it, [p]."""
+
+    move: Tensor
+    change: Tensor
+
+    def seen_in(self, matrix: Tensor) -> Tensor:
+        """A curvature [p, p] with that which the step has seen along itself; as it is where that is out of range."""
+        product = matrix @ self.move
+        expected = self.move @ product
+        part = float(self.move @ self.change / expected)
+        least, most = SEEN_CURVATURE
+        if not least < part < most:
+            return matrix
+        return matrix - (1 - part) / expected * torch.outer(product, product)
+
+
 class AverageInformation:
     """Steps of a marginal log likelihood to its optimum.
 
@@ -168,6 +190,7 @@ class AverageInformation:
         self._guess: Tensor | None = None
         self._point: Point | None = None
         self._assessment: Assessment | None = None
+        self._last: Secant | None = None
         self._is_inside = False  # whether the parameters are known to lie inside of their bounds
         mll.train()
 
@@ -208,18 +231,20 @@ class AverageInformation:
 
     def _stepped(self, point: Point, found: Assessment, undo: Callable[[], None]) -> Step | None:
         """Tries shorter and shorter steps, undone by `undo` where they gain too little."""
-        start, epochs = time.perf_counter(), 0.0
+        start, epochs, matrix = time.perf_counter(), 0.0, found.matrix
+        if self._last is not None and found.left < NEAR:
+            matrix = self._last.seen_in(matrix)
         for trial in range(1, MAX_TRIALS + 1):
-            move = self._move(point, found)
-            predicted = float(found.gradient @ move - 0.5 * move @ found.matrix @ move)
+            move = self._move(point, found, matrix)
+            predicted = float(found.gradient @ move - 0.5 * move @ matrix @ move)
             reached = self._tried(point.position + move) if predicted > 0 else None
             if reached is not None:
                 epochs += reached.epochs
                 gained, least, seen = _gain(point, found, reached, move, predicted)
                 logger.debug("trial %d: predicted %.4g, gained %.4g (%s)", trial, predicted, gained, seen)
                 if gained > least:
-                    is_good = gained > GOOD_GAIN * predicted
-                    self._damping = self._damping / 5 if is_good else max(2 * self._damping, POOR_DAMPING)
+                    self._damp(gained / predicted, is_first=trial == 1)
+                    self._last = Secant(reached.position - point.position, point.gradient - reached.gradient)
                     self._point, self._assessment = reached, None
                     length = float((reached.position - point.position).abs().max())
                     return Step(length, predicted, gained, seen, trial, epochs, time.perf_counter() - start)
@@ -227,23 +252,33 @@ class AverageInformation:
             undo()
         return None
 
+    def _damp(self, part: float, *, is_first: bool) -> None:
+        """Adapts the damping to a step that gained this part of what was predicted."""
+        if part > VERY_GOOD_GAIN and is_first:
+            self._damping /= 10
+        elif part > GOOD_GAIN:
+            self._damping /= 5
+        else:
+            self._damping = max(2 * self._damping, POOR_DAMPING)
+
     def go_to(self, position: Tensor) -> None:
         """Sets the coordinates, [p]."""
         self.coordinates.write(position)
-        self._point = self._assessment = None
+        self._point = self._assessment = self._last = None
 
     def raise_probes(self, factor: int = 4) -> None:
         """Goes on with more probes, whose noise is smaller. The mll that was given keeps its own."""
         self.mll = self.mll.variant(num_probes=factor * self.mll.probes.num_probes)
-        self._point = self._assessment = None
+        self._point = self._assessment = self._last = None
 
     def state(self) -> dict[str, Tensor]:
         """What resumes the steps exactly, beside the parameters: a plain dict of tensors."""
         guess = {} if self._guess is None else {"guess": self._guess.clone()}
+        last = {} if self._last is None else {"move": self._last.move, "change": self._last.change}
         damping = torch.tensor(self._damping, dtype=torch.float64)
         probes = torch.tensor(self.mll.probes.num_probes)
         before = {f"mll.{name}": tensor for name, tensor in self.point.before.items()}
-        return {"damping": damping, "num_probes": probes, "generator": self._generator.get_state(), **guess, **before}
+        return {"damping": damping, "num_probes": probes, "generator": self._generator.get_state(), **guess, **last, **before}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Takes what `state()` gave, before or after the parameters are loaded.
@@ -255,6 +290,7 @@ class AverageInformation:
             {name.removeprefix("mll."): tensor for name, tensor in state.items() if name.startswith("mll.")}
         )
         self.mll, self._damping, self._guess = mll, float(state["damping"]), state.get("guess")
+        self._last = Secant(state["move"], state["change"]) if "move" in state else None
         self._generator.set_state(state["generator"])
         self._point = self._assessment = None
         self._is_inside = True
@@ -295,10 +331,10 @@ class AverageInformation:
             return replace(found, left=left)
         return replace(found, left=left, samples=samples, noise=_energy(found, samples))
 
-    def _move(self, point: Point, found: Assessment) -> Tensor:
-        """The damped step, clipped by coordinate and projected on the bounds."""
+    def _move(self, point: Point, found: Assessment, matrix: Tensor) -> Tensor:
+        """The damped step for a curvature [p, p], clipped by coordinate and projected on the bounds."""
         free = ~found.held
-        matrix = found.matrix + self._damping * torch.diag(found.curvature.matrix.diagonal())
+        matrix = matrix + self._damping * torch.diag(found.curvature.matrix.diagonal())
         move = torch.zeros_like(point.position)
         move[free] = torch.linalg.solve(matrix[free][:, free], found.gradient[free])
         # Parameters of the mean have the targets' units, and the value is quadratic in them.

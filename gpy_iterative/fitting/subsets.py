@@ -41,11 +41,10 @@ def initialize_from_subsets(
 ) -> None:
     """Sets the hyperparameters of model and likelihood, in place, to what the optima of subsets agree on.
 
-    Each subset is a random training point with its nearest neighbours (Euclidean, standardised inputs). A copy of the model
-    is fitted to it by average information, from the optimum of the subset before. The optima t_k, logarithms of positive
+    One half of each subset is a random training point with its nearest neighbours (Euclidean, standardised inputs), which
+    tells short lengthscales; the other half is random rows, which tell long ones. A copy of the model is fitted to it by average information, from the optimum of the subset before. The optima t_k, logarithms of positive
     hyperparameters, are weighted by their information A_k: (sum_k A_k)^-1 sum_k A_k t_k, and no value leaves the range of
-    the optima. So what a subset does not determine, such as the lengthscale of a column that is constant in it, is left to
-    the others.
+    the optima. So what a subset does not determine is left to the others.
 
     Args:
         model: with training data; inputs [n, d], targets [*b, n] or [n, T].
@@ -77,7 +76,7 @@ def initialize_from_subsets(
     optimum, optima, information = coordinates.read(), [], []
     with reporting(progress, "subsets", "subsets", num_subsets) as tell:
         for done in range(num_subsets):
-            rows = _neighbourhood(columns, min(subset_size, columns.shape[0]), generator)
+            rows = _near_and_far(columns, min(subset_size, columns.shape[0]), generator)
             subset = _of_rows(model, likelihood, rows, optimum)
             optimum, matrix, value = _climbed(subset, generator)
             optima.append(optimum)
@@ -116,11 +115,13 @@ def _standardised_columns(model: ExactGP) -> Tensor:
     return centred / torch.where(deviation > 0, deviation, torch.ones_like(deviation))
 
 
-def _neighbourhood(columns: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Rows [size] of a random point and its nearest neighbours."""
+def _near_and_far(columns: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Rows [size]: a random point with its nearest neighbours, and as many other rows."""
     centre = int(torch.randint(columns.shape[0], (), generator=generator, device=generator.device))
-    distances = (columns - columns[centre]).square().sum(-1)
-    return distances.topk(size, largest=False).indices.sort().values
+    order = (columns - columns[centre]).square().sum(-1).argsort()
+    near, others = order.split([size - size // 2, len(order) - size + size // 2])
+    drawn = torch.randperm(len(others), generator=generator, device=generator.device)[: size // 2]
+    return torch.cat([near, others[drawn.to(others.device)]]).sort().values
 
 
 def _of_rows(

@@ -10,7 +10,7 @@ import torch
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.fitting import AverageInformation
-from gpy_iterative.fitting.average_information import FIRST_DAMPING, RADIUS, RIDGE
+from gpy_iterative.fitting.average_information import FIRST_DAMPING, RADIUS, RIDGE, Secant
 from tests.exact.gaussian_models import CASES, Case
 from tests.fitting.problems import ITERATIVE, dense_information, dense_value, regression
 
@@ -116,7 +116,7 @@ def test_a_bound_holds_a_parameter_and_not_the_others() -> None:
     likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(0.3))
     mll = regression(100, likelihood=likelihood)
     optimiser = AverageInformation(mll)
-    for _ in range(8):
+    for _ in range(12):
         optimiser.step()
     found = optimiser.assess()
     assert found.held.tolist() == [name == "noise_covar.noise" for name in optimiser.coordinates.names]
@@ -170,3 +170,21 @@ def test_the_solver_of_large_multitask_models_is_conjugate_gradients(monkeypatch
     assert isinstance(AverageInformation(mll).mll.solver, gpi.solvers.ConjugateGradients)
     monkeypatch.setattr("gpy_iterative.fitting.average_information.EXACT_BELOW", 50)
     assert AverageInformation(mll).mll.solver is None
+
+
+def test_a_secant_shows_the_curvature_along_its_move() -> None:
+    generator = torch.Generator().manual_seed(0)
+    root, move, other = (torch.randn(4, *size, generator=generator, dtype=torch.float64) for size in ((4,), (), ()))
+    matrix = root @ root.mT
+    true = 0.3 * matrix
+    seen = Secant(move, true @ move).seen_in(matrix)
+    torch.testing.assert_close(move @ seen @ move, move @ true @ move)
+    # Conjugate directions keep their curvature.
+    conjugate = other - (other @ matrix @ move) / (move @ matrix @ move) * move
+    torch.testing.assert_close(seen @ conjugate, matrix @ conjugate)
+
+
+@pytest.mark.parametrize("part", [-1.0, 0.01, 5.0, float("nan")])
+def test_a_secant_out_of_range_shows_nothing(part: float) -> None:
+    matrix, move = torch.eye(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    assert Secant(move, part * move).seen_in(matrix) is matrix

@@ -1,4 +1,4 @@
-"""Starts from subsets: the optima of neighbourhoods, combined by their information, in place at the end and not before."""
+"""Starts from subsets: the optima of small parts of the data, combined by their information, in place at the end and not before."""
 
 import copy
 
@@ -59,15 +59,17 @@ def test_optima_are_weighted_by_their_information(found: list[tuple[Tensor, Tens
     torch.testing.assert_close(position(case), expected.clamp(optima.amin(0), optima.amax(0)), rtol=1e-6, atol=1e-6)
 
 
-def test_subsets_are_neighbourhoods(found: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+def test_half_of_a_subset_is_a_neighbourhood(found: list[tuple[Tensor, Tensor, Tensor]]) -> None:
     case = regression(kernels.RBFKernel(), n=60)
     initialize_from_subsets(case.model, case.likelihood, 10, 2)
     x = (case.x - case.x.mean(0)) / case.x.std(0, correction=0)
     distances = (x[:, None] - x[None]).square().sum(-1)
-    nearest = distances.topk(10, largest=False).indices.sort().values
+    nearest = distances.topk(5, largest=False).indices
     assert len(found) == 2
     for inputs, _, _ in found:
-        assert any(torch.equal(inputs, case.x[rows]) for rows in nearest)
+        rows = {int((case.x == row).all(-1).nonzero()) for row in inputs}
+        assert len(rows) == 10
+        assert sum(rows.issuperset(one.tolist()) for one in nearest) in (1, 2)  # two points may have the same neighbours
 
 
 @pytest.mark.parametrize("second", [3, torch.Generator().manual_seed(3), 4], ids=["seed", "generator", "another seed"])
@@ -80,19 +82,17 @@ def test_draws_come_from_the_generator(second: int | torch.Generator) -> None:
     assert torch.equal(*results) == (second != 4)
 
 
-def test_columns_that_are_constant_in_a_subset(found: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Two clusters far apart in ten columns that are constant in each; one further column varies in one of them."""
+def test_constant_columns_keep_their_lengthscale() -> None:
     x, y = data(40)
-    second = (torch.arange(40) >= 20).double().unsqueeze(-1)
-    x = torch.cat([x[:, :1], x[:, 1:2] * second, second.expand(40, 10)], dim=-1)
     likelihood = GaussianLikelihood()
-    model = Regression(x, y, likelihood, kernels.RBFKernel(ard_num_dims=12)).double()
+    model = Regression(
+        torch.cat([x[:, :1], torch.ones(40, 3).double()], dim=-1), y, likelihood, kernels.RBFKernel(ard_num_dims=4)
+    ).double()
     start = model.covar_module.lengthscale.detach().clone()[0]
-    initialize_from_subsets(model, likelihood, 20, 2, torch.Generator().manual_seed(0))
-    assert sorted(float(inputs[:, 2].mean()) for inputs, _, _ in found) == [0, 1], "one centre in each cluster"
+    initialize_from_subsets(model, likelihood, 20, 2)
     lengthscale = model.covar_module.lengthscale.detach()[0]
-    assert (lengthscale[1] - start[1]).abs() > 0.05
-    torch.testing.assert_close(lengthscale[2:], start[2:], rtol=1e-6, atol=0)
+    assert (lengthscale[0] - start[0]).abs() > 0.05
+    torch.testing.assert_close(lengthscale[1:], start[1:], rtol=1e-6, atol=0)
 
 
 def test_fixed_noise_follows_the_subset() -> None:
