@@ -1,7 +1,8 @@
 """Checks of options and data, made where these are given, before any work."""
 
 import math
-from numbers import Integral
+from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def checked_seed(value: Any, rule: str = "seed must be a whole number") -> int:
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{rule}, got {value!r}.")
     if not -(2**63) <= value < 2**64:
-        raise ValueError(f"A seed has 64 bits, and {value} has more.")
+        raise ValueError(f"A seed must fit in 64 bits, got {value}.")
     return int(value)
 
 
@@ -41,7 +42,7 @@ def generator_or_seed(value: Any) -> torch.Generator | int | None:
     """The option `generator`: a generator, a seed or None. Raises as `checked_seed`."""
     if value is None or isinstance(value, torch.Generator):
         return value
-    return checked_seed(value, "generator must be None, a torch.Generator or a whole number, the seed of one")
+    return checked_seed(value, "generator must be None, a torch.Generator or a seed (a whole number)")
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
@@ -49,25 +50,38 @@ def check_finite(name: str, tensor: Tensor) -> None:
     finite = torch.isfinite(tensor)
     if not finite.all():
         index = tuple((~finite).nonzero()[0].tolist())
-        raise ValueError(f"{name} must be finite, but {name}{list(index)} is {tensor[index].item()}.")
+        raise ValueError(
+            f"{name} must be finite, but {name}{list(index)} is {tensor[index].item()}. Remove or replace such values."
+        )
 
 
 def check_same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """Raises ValueError where the dtypes or the devices of two tensors differ."""
     if (tensor.dtype, tensor.device) != (other.dtype, other.device):
         raise ValueError(
-            f"{name} has dtype {tensor.dtype} on {tensor.device}, {other_name} dtype {other.dtype} on {other.device}. Give "
-            "both the same dtype and device."
+            f"{name} has dtype {tensor.dtype} on {tensor.device}, {other_name} dtype {other.dtype} on {other.device}. "
+            "Convert one of them with .to(...)."
         )
+
+
+def check_number(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
+    """Raises ValueError, which states the rule, unless the value is a number for which it holds."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a number, got {value!r}.")
+    if not holds(value):
+        raise ValueError(f"{name} must {rule}, got {value}.")
 
 
 def check_positive(name: str, value: float) -> None:
     """Raises ValueError unless the value is positive and finite."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value}.")
+    check_number(name, value, "be positive and finite", lambda number: 0 < number < math.inf)
 
 
 def check_fraction(name: str, value: float, *, ends: bool = False) -> None:
     """Raises ValueError unless the value lies between 0 and 1, which are fractions themselves only with `ends`."""
-    if not (0 <= value <= 1 if ends else 0 < value < 1):
-        raise ValueError(f"{name} must lie between 0 and 1, got {value}.")
+    check_number(name, value, "lie between 0 and 1", lambda number: 0 <= number <= 1 if ends else 0 < number < 1)
+
+
+def check_rate(name: str, value: float) -> None:
+    """Raises ValueError unless the value is positive and at most 1."""
+    check_number(name, value, "be positive and at most 1", lambda number: 0 < number <= 1)

@@ -82,6 +82,30 @@ def test_fractions() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "name", "bad"),
+    [
+        (gpi.solvers.ConjugateGradients, "tolerance", (2, "a", None)),
+        (gpi.solvers.ConjugateGradients, "max_epochs", (0, "a", True)),
+        (gpi.solvers.StochasticGradientDescent, "momentum", (1, "a")),
+        (gpi.solvers.StochasticGradientDescent, "learning_rate", (-1, "a")),
+        (gpi.solvers.StochasticDualDescent, "averaging", (0, "a")),
+        (gpi.solvers.AcceleratedSketchAndProject, "convexity", (2, "a")),
+        (gpi.linear_operators.KernelProducts, "cache_memory", (-1, "1GB")),
+        (gpi.truncation.ExponentialTruncation, "rate", (-1, "a")),
+    ],
+)
+def test_numbers(options: Callable, name: str, bad: tuple) -> None:
+    for value in bad:
+        with pytest.raises(ValueError, match=f"{name} must .*, got {re.escape(repr(value))}"):
+            options(**{name: value})
+
+
+def test_what_is_no_process_group_is_refused_before_torchrun_is_asked_for() -> None:
+    with pytest.raises(TypeError, match=r"process_group must be None, 'world' or .*, got 3\."):
+        gpi.linear_operators.KernelProducts(process_group=3)
+
+
+@pytest.mark.parametrize(
     ("options", "name", "value"),
     [
         (gpi.solvers.AlternatingProjections, "fallback", "cg"),

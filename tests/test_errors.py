@@ -68,6 +68,54 @@ def roulette() -> None:
     mll(model(*model.train_inputs), model.train_targets)
 
 
+def short_of_a_solution() -> gpi.mlls.HutchinsonMarginalLogLikelihood:
+    model = exact_model()
+    solver = ConjugateGradients(max_epochs=1, preconditioner=None)
+    return gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, solver=solver)
+
+
+def training_loop() -> None:
+    mll = short_of_a_solution()
+    x, y = mll.model.train_inputs[0], mll.model.train_targets
+    optimizer = torch.optim.Adam(mll.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = -mll(mll.model(x), y)
+        loss.backward()
+        optimizer.step()
+
+
+def fit() -> None:
+    gpi.fit(short_of_a_solution(), max_steps=2, progress=False)
+
+
+def fit_by_adam() -> None:
+    gpi.fit(short_of_a_solution(), method="adam", max_steps=2, progress=False)
+
+
+def fit_of_unscaled_data() -> None:
+    model = exact_model()
+    model.set_train_data(*model.train_inputs, 1e4 * model.train_targets, strict=False)
+    gpi.fit(gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model), max_steps=1, progress=False)
+
+
+def fit_by_laplace() -> None:
+    model = short_of_a_mode()
+    mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, solver=model.solver)
+    gpi.fit(mll, max_steps=1, progress=False)
+
+
+def posterior_as_a_gpytorch_model() -> None:
+    mll = short_of_a_solution()
+    mll.posterior()
+    mll.likelihood(mll.model(mll.model.train_inputs[0][:3])).variance  # noqa: B018
+
+
+def sample_paths() -> None:
+    mll = short_of_a_solution()
+    mll.posterior().sample_paths(2)(mll.model.train_inputs[0][:3])
+
+
 def from_within_torch() -> None:
     """A decorator of PyTorch's between the user and what warns."""
     torch.no_grad()(warn)("here", gpi.errors.BiasWarning)
@@ -80,7 +128,14 @@ def from_within_torch() -> None:
         prediction_by_laplace,
         refined_prediction,
         training,
+        training_loop,
+        fit,
+        fit_by_adam,
+        fit_of_unscaled_data,
+        fit_by_laplace,
         prediction,
+        posterior_as_a_gpytorch_model,
+        sample_paths,
         roulette,
         from_within_torch,
     ],
@@ -119,7 +174,8 @@ def test_advice_is_of_the_solver_and_dtype_in_use(dtype: torch.dtype) -> None:
 
 def test_a_jitter_is_advised_float64_where_there_is_less() -> None:
     singular = torch.ones(3, 3, dtype=torch.float64)
-    with pytest.warns(NumericalWarning, match=r"factor x. To avoid it use float64, keep the noise"):
+    with pytest.warns(NumericalWarning, match=r"factor x. To avoid it use float64, keep the noise") as found:
         warned_cholesky(singular, "X", torch.float32)
+    assert found[0].filename == __file__
     with pytest.warns(NumericalWarning, match=r"factor x. To avoid it keep the noise"):
         warned_cholesky(singular, "X", torch.float64)

@@ -80,7 +80,9 @@ class Column:
             return np.array([[float(cell == level) for level in self._input_levels] for cell in cells])
         row = _first_strange(cells, PARSERS[self.kind])
         if row is not None:
-            raise BadInputError(f"Column {self.name!r} has {cells[row]!r} in row {row + 1}, which is no {self.kind}.")
+            raise BadInputError(
+                f"Column {self.name!r} has {cells[row]!r} in row {row + 1}, which is no {self.kind}: correct it."
+            )
         return np.array([[PARSERS[self.kind](cell)] for cell in cells])
 
     def _check_levels(self, cells: Sequence[str]) -> None:

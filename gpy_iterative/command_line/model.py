@@ -128,5 +128,5 @@ def _load(path: Path) -> dict[str, Any]:
     except (RuntimeError, UnpicklingError, EOFError):
         saved = None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT or "target_units" not in saved:
-        raise BadInputError(f"{path} is no model that the command fit of this version has saved.")
+        raise BadInputError(f"{path} is no model that the command fit of this version has saved: run fit again.")
     return saved

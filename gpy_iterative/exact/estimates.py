@@ -15,7 +15,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.exact.probes import Probes, probe_jitter
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
@@ -101,7 +101,8 @@ def check_estimated(name: str, tensor: Tensor) -> None:
     if not torch.isfinite(tensor).all():
         raise NonFiniteError(
             f"The log marginal likelihood's {name} is not finite: data or hyperparameters are too large for "
-            f"{tensor.dtype}. Standardise the targets, bound the hyperparameters, or use float64."
+            f"{tensor.dtype}. To avoid this {float64_first(tensor.dtype)}standardise the targets, or constrain the "
+            "hyperparameters."
         )
 
 

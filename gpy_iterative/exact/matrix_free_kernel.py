@@ -47,7 +47,7 @@ class MatrixFreeKernel(Kernel):
         """The operator k(x1, x2), or its diagonal; x1 and x2 are already reduced to the active dims."""
         if params.pop("last_dim_is_batch", False) or params:
             raise ValueError(
-                f"MatrixFreeKernel takes no further arguments, got {', '.join(params) or 'last_dim_is_batch'}."
+                f"MatrixFreeKernel does not support the kernel argument {', '.join(params) or 'last_dim_is_batch'}."
             )
         same = are_same_inputs(x1, x2)
         operator = operator_of_kernel(self.base_kernel, x1, None if same else x2, self.products)

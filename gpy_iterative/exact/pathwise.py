@@ -79,7 +79,9 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         probes: ProbeDistribution
         if prior == "exact":
             if num_frequencies is not None:
-                raise ValueError(f"num_frequencies={num_frequencies} is for prior='features': an exact prior has none.")
+                raise ValueError(
+                    f"num_frequencies={num_frequencies} is for prior='features' only: leave it out with prior='exact'."
+                )
             probes = ExactPrior(num_probes=num_probes)
         else:
             frequencies = DEFAULT_NUM_FREQUENCIES if num_frequencies is None else num_frequencies

@@ -33,11 +33,13 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
     """Raises ValueError where shapes, dtypes or devices of prior and targets do not fit; reads no data."""
     if not isinstance(function_dist, MultivariateNormal):
         raise RuntimeError(
-            "An exact marginal log likelihood works on the prior that an ExactGP returns, a MultivariateNormal; "
-            f"got {type(function_dist).__name__}."
+            "An exact marginal log likelihood takes the MultivariateNormal that model(train_x) returns, got "
+            f"{type(function_dist).__name__}: call mll(model(train_x), train_y)."
         )
     if not isinstance(target, torch.Tensor):
-        raise ValueError(f"The targets must be a tensor [*b, n], got {type(target).__name__}.")
+        raise ValueError(
+            f"The targets must be a tensor, got {type(target).__name__}: convert them with torch.as_tensor(...)."
+        )
     # In evaluation mode `model(train_x)` is the posterior at the training data.
     is_ours = isinstance(function_dist.lazy_covariance_matrix, PosteriorCovarianceLinearOperator)
     if is_ours or not model.training:
@@ -54,15 +56,16 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
     event_shape, mean = function_dist.event_shape, function_dist.mean
     if target.shape[-len(event_shape) :] != event_shape:
         raise ValueError(
-            f"The target's last dimensions must be {tuple(event_shape)}, as the model's output; its shape is "
-            f"{tuple(target.shape)}." + (" Use target.squeeze(-1)." if target.shape[-1:] == (1,) else "")
+            f"The model's output has shape {tuple(mean.shape)}, and the target {tuple(target.shape)}: "
+            + ("use target.squeeze(-1)." if target.shape[-1:] == (1,) else "pass one target for each training input.")
         )
     if target.shape != mean.shape:
         try:
             torch.broadcast_shapes(target.shape, mean.shape)
         except RuntimeError as error:
             raise ValueError(
-                f"The target's shape {tuple(target.shape)} does not fit the model's output {tuple(mean.shape)}."
+                f"The target's shape {tuple(target.shape)} does not fit the model's output {tuple(mean.shape)}: their "
+                "batch dimensions must broadcast."
             ) from error
     check_same_kind("The model's output", mean, "the target", target)
 
@@ -91,7 +94,7 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
         check_finite("target", target.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
     observed = observed_data(function_dist, target)
     if not (function_dist.event_shape.numel() if observed is None else observed.any()):
-        raise ValueError("There is no observed target: a marginal likelihood needs at least one.")
+        raise ValueError("There is no observed target: pass data with at least one target that is not NaN.")
 
 
 #: Angle within which a step goes straight back, in square roots of the rounding unit: 7e-8 in float64, 2e-3 in float32.
@@ -100,10 +103,10 @@ ANGLE = 5.0
 SIGHTINGS = 2
 
 ADVICE = (
-    "The hyperparameters move as in a line search (L-BFGS), which takes value and gradient for those of one smooth "
-    "function. Here they are separate estimates: the search stops where these disagree, and reports success or failure as "
-    "it happens. Use Adam (in BoTorch fit_gpytorch_mll(mll, optimizer=fit_gpytorch_mll_torch, ...)) or, while memory "
-    "allows, HutchinsonMarginalLogLikelihood(..., solver=Cholesky()), whose value and gradient are exact."
+    "The hyperparameters move as in a line search (L-BFGS), but value and gradient are separate random estimates, so the "
+    "search may stop anywhere and still report success. Use gpi.fit(mll), Adam (in BoTorch fit_gpytorch_mll(mll, "
+    "optimizer=fit_gpytorch_mll_torch, ...)), or for small data HutchinsonMarginalLogLikelihood(..., solver=Cholesky()), "
+    "which is exact."
 )
 
 

@@ -39,7 +39,7 @@ from gpy_iterative.training.row_sampler import NO_ROWS, next_rows
 from gpy_iterative.training.run import Resumable, Run
 from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
-from gpy_iterative.training.training_system import check_hyperparameters, check_inputs, prior_at
+from gpy_iterative.training.training_system import check_has_data, check_hyperparameters, check_inputs, prior_at
 
 logger = logging.getLogger(__name__)
 
@@ -181,8 +181,8 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         loss, run = self._step(problem, rows.to(target.device), self._differentiable(run))
         if not torch.isfinite(loss):
             raise NonFiniteError(
-                "The mini-batch's loss is not finite. A smaller learning rate, or a bound on the noise such as "
-                "gpytorch.constraints.GreaterThan(1e-4), keeps the optimiser from leaving the domain."
+                "The mini-batch's loss is not finite. Standardise the targets, use a smaller learning rate, or bound the "
+                "noise, for example with gpytorch.constraints.GreaterThan(1e-4)."
             )
         result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
         result = self._add_other_terms(result, params).div(num_data)
@@ -370,10 +370,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return LikelihoodParams((), self.model) if self._params is None else self._params
 
     def _train_inputs(self) -> list[Tensor]:
-        if not self.model.train_inputs or self.model.train_targets is None:
-            raise ValueError(
-                f"{type(self).__name__} needs a model with training data: call model.set_train_data first."
-            )
+        check_has_data(self.model)
         return list(self.model.train_inputs)
 
     def _current_batch_size(self) -> int:
@@ -383,7 +380,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             raise ValueError("There are no training data.")
         if self.batch_size is not None and self.batch_size > num_data:
             raise ValueError(
-                f"batch_size is {self.batch_size}, but there are {num_data} data: take at most these, or None."
+                f"batch_size is {self.batch_size}, but there are {num_data} data: use at most {num_data}, or None."
             )
         return min(BATCH_SIZE, num_data) if self.batch_size is None else self.batch_size
 

@@ -78,7 +78,7 @@ class FiniteFeatureKernel(Kernel):
         """The operator k(x1, x2), or its diagonal; a root of m columns where x1 is x2."""
         if last_dim_is_batch or params:
             raise ValueError(
-                f"{type(self).__name__} takes no further arguments, got {', '.join(params) or 'last_dim_is_batch'}."
+                f"{type(self).__name__} does not support the kernel argument {', '.join(params) or 'last_dim_is_batch'}."
             )
         left = self.features(x1)
         if are_same_inputs(x1, x2):

@@ -44,7 +44,10 @@ class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         return run
 
     def _weights(self, run: Run) -> WeightDistribution:
-        raise ValueError("MinibatchMarginalLogLikelihood keeps no weights, so that there is no bound and no gap.")
+        raise ValueError(
+            "MinibatchMarginalLogLikelihood keeps no weights, so it has no bound and no gap: use "
+            "VariationalFeatureMarginalLogLikelihood."
+        )
 
     def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
         residual, noise = problem.residual_and_noise(rows)

@@ -47,9 +47,12 @@ class AdamSteps:
         self.mll, self._batches, self._num_steps, self._done = mll, batches, num_steps, 0
         has_data = getattr(mll.model, "train_inputs", None) and getattr(mll.model, "train_targets", None) is not None
         if batches is None and not has_data:
-            raise ValueError("The model holds no training data: pass batches=[(train_x, train_y)], or a DataLoader.")
+            raise ValueError("The model has no training data: pass batches=[(train_x, train_y)], or a DataLoader.")
+        if not isinstance(batches, Iterable | None):
+            raise TypeError(f"batches must be a list or a DataLoader, got {batches!r}.")
         if batches is not None and iter(batches) is batches:
-            raise ValueError("batches= is an iterator that can be passed over only once: pass a list or a DataLoader.")
+            raise ValueError("batches= is an iterator, which can be read only once: pass a list or a DataLoader.")
+        Coordinates(mll)  # which raises where nothing requires a gradient
         mll.train()
         self._taken = 0  # batches of the present pass
         self._source: Iterator[Any] = iter(())
@@ -117,7 +120,8 @@ class AdamSteps:
         """Rows of the first batch: an mll that gets a part of the data knows their number itself."""
         if self._batches is None:
             return len(self.mll.model.train_targets)
-        _, y = next(iter(self._batches))
+        _, y = _pair(self._next_batch())
+        self._source, self._taken = iter(()), 0
         return len(y)
 
     def _parameters(self) -> list[Tensor]:
@@ -127,10 +131,16 @@ class AdamSteps:
         mll: Any = self.mll
         model: Any = mll.model
         batch = None if self._batches is None else self._next_batch()
-        if batch is None or isinstance(batch, Tensor):
+        if batch is None or (isinstance(batch, Tensor) and not batch.is_floating_point()):
             rows = {} if batch is None else {"indices": batch}
             return mll(model(*model.train_inputs), model.train_targets, *likelihood_arguments(mll), **rows)
-        x, y = batch
+        x, y = _pair(batch)
+        own = getattr(model, "train_inputs", None)
+        if own and len(x) != len(own[0]):
+            raise ValueError(
+                f"{type(mll).__name__} trains on the model's own {len(own[0])} rows, and batches= has a pair (x, y) of "
+                f"{len(x)}: pass batches=None, or row numbers for a mini-batch method."
+            )
         return mll(model(x), y)
 
     def _next_batch(self) -> Any:
@@ -139,9 +149,7 @@ class AdamSteps:
             self._source, self._taken = iter(self._batches or ()), 0
             batch = next(self._source, None)
         if batch is None:
-            raise ValueError(
-                "batches= is empty, or an iterator that can be passed over only once: pass a list or a DataLoader."
-            )
+            raise ValueError("batches= is empty, or can be read only once: pass a list or a DataLoader.")
         self._taken += 1
         return batch
 
@@ -154,6 +162,13 @@ class AdamSteps:
             for parameter, known in zip(parameters, before, strict=True):
                 parameter.lerp_(known, 0.5)
         _restore(parameters, before)
+
+
+def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    shown = f"a tensor of {batch.dtype}" if isinstance(batch, Tensor) else type(batch).__name__
+    raise ValueError(f"Each of batches= must be a pair (x, y) or a tensor of row numbers, got {shown}.")
 
 
 def _copied(parameters: list[Tensor]) -> list[Tensor]:

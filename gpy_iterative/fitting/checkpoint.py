@@ -74,11 +74,11 @@ def read_checkpoint(path: Path, mll: gpytorch.mlls.MarginalLogLikelihood, method
         found = Checkpoint(content["parameters"], content["state"], [HistoryRow(*row) for row in content["history"]])
     except Exception as error:  # whatever torch.load makes of a foreign file
         raise ValueError(
-            f"{path} is no checkpoint of gpi.fit in this version: remove the file, or give another checkpoint=."
+            f"{path} is no checkpoint of gpi.fit in this version: remove it, or give another checkpoint=."
         ) from error
     if content["method"] != method:
         raise ValueError(
-            f"{path} is the checkpoint of a fit by method={content['method']!r}, and this one is by {method!r}: give "
+            f"{path} is the checkpoint of a fit by method={content['method']!r}, and this fit is by {method!r}: give "
             "another checkpoint=, or the same method=."
         )
     shapes = lambda tensors: {name: str(tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -113,5 +113,5 @@ def _check_same(path: Path, saved: Mapping[str, str], own: Mapping[str, str]) ->
             raise ValueError(
                 f"{path} is the checkpoint of another model: {name or 'the marginal log likelihood'} is "
                 f"{saved.get(name, 'missing')} in it and {own.get(name, 'missing')} here. Give another checkpoint=, or "
-                "that model."
+                "fit that model."
             )

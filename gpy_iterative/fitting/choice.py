@@ -13,7 +13,7 @@ from gpy_iterative.fitting.average_information import likelihood_arguments
 from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
 from gpy_iterative.fitting.directional import directional_product
 from gpy_iterative.training.run import Resumable
-from gpy_iterative.training.training_system import TrainingSystem, linear_system
+from gpy_iterative.training.training_system import TrainingSystem, check_has_data, linear_system
 
 Method = Literal["auto", "average_information", "adam"]
 
@@ -43,13 +43,13 @@ def choose(mll: Any, method: Method, batches: object | None) -> Choice:
     """
     if not isinstance(mll, Resumable):
         raise TypeError(
-            "fit needs a marginal log likelihood of this package such as gpi.mlls.HutchinsonMarginalLogLikelihood, got "
-            f"{type(mll).__name__}. Fit the members of a sum one by one."
+            "gpi.fit needs a marginal log likelihood of gpy_iterative such as gpi.mlls.HutchinsonMarginalLogLikelihood, "
+            f"got {type(mll).__name__}. Fit the members of a sum one by one."
         )
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
     if method == "average_information" and batches is not None:
-        raise ValueError("Average information takes all data in every step: leave batches=None, or take method='adam'.")
+        raise ValueError("Average information takes all data in every step: use batches=None, or method='adam'.")
     if method == "adam":
         return Choice("adam", "method='adam'.")
     obstacle = next(_obstacles(mll, batches), None) if method == "auto" else _missing_information(mll)
@@ -57,7 +57,7 @@ def choose(mll: Any, method: Method, batches: object | None) -> Choice:
         return Choice("average_information", "The curvature of this model is known.")
     if method == "auto":
         return Choice("adam", obstacle)
-    raise ValueError(f"{obstacle} Take method='adam'.")
+    raise ValueError(f"{obstacle} Use method='adam'.")
 
 
 def _obstacles(mll: Any, batches: object | None) -> Iterator[str]:
@@ -100,8 +100,9 @@ def system_now(mll: GaussianMarginalLogLikelihood) -> TrainingSystem:
 
     Cost: the mean at all training inputs.
     """
-    mll.train()
     model: Any = mll.model
+    check_has_data(model)
+    mll.train()
     prior, targets = model(*model.train_inputs), model.train_targets
     check_data(model, prior, targets)
     return linear_system(mll.likelihood, prior, targets, likelihood_arguments(mll), {}, products=mll.products)

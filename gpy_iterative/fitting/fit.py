@@ -72,7 +72,7 @@ def fit(
     Raises:
         ValueError: an option outside its range, nothing to fit, a checkpoint of another fit, average information for a
             kernel that has none, subsets of a model that is no exact Gaussian process.
-        TypeError: average information for an mll that has none.
+        TypeError: average information for an mll that has none; batches or a callback of another type.
         NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are as they were.
 
     Warns:
@@ -94,6 +94,10 @@ def fit(
     if start not in ("current", "subsets"):
         raise ValueError(f"start must be 'current' or 'subsets', got {start!r}.")
     path = None if checkpoint is None else Path(checkpoint)
+    if path is not None and path.is_dir():
+        raise ValueError(f"checkpoint={str(path)!r} is a folder: give the name of a file in it.")
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback must be None or callable, got {callback!r}.")
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"The folder of checkpoint={str(path)!r} does not exist: make it first.")
     random = torch.Generator().manual_seed(0) if generator is None else make_generator(generator)
@@ -127,7 +131,10 @@ def _loop(
         else _Information(AverageInformation(mll, generator=random), history, steps, choice.reason)
     )
     if known is not None:
-        loop.load_state(known.state)  # which checks it
+        try:
+            loop.load_state(known.state)  # which checks it
+        except ValueError as error:
+            raise ValueError(f"checkpoint= belongs to another fit, give another file: {error}") from error
         mll.load_state_dict(known.parameters)
     return loop
 

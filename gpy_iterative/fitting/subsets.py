@@ -22,7 +22,7 @@ from gpy_iterative.fitting.choice import choose
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.training.progress import Progress, check_progress, reporting
 from gpy_iterative.training.run import make_generator
-from gpy_iterative.training.training_system import check_inputs
+from gpy_iterative.training.training_system import check_has_data, check_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -91,18 +91,25 @@ def check_subsets(model: Any, likelihood: Any) -> None:
     """Raises ValueError where subsets have no exact Gaussian process that average information fits."""
     if not isinstance(model, ExactGP) or not isinstance(likelihood, _GaussianLikelihoodBase):
         raise ValueError(
-            "Subsets are fitted by exact Gaussian processes with a Gaussian likelihood, and this model is a "
-            f"{type(model).__name__} with a {type(likelihood).__name__}: start from the hyperparameters as they are."
+            "Fitting subsets needs an ExactGP with a Gaussian likelihood, got "
+            f"{type(model).__name__} with {type(likelihood).__name__}: train from the current hyperparameters "
+            "(start='current')."
         )
-    if not model.train_inputs or model.train_targets is None:
-        raise ValueError("The model has no training data: call model.set_train_data(inputs, targets) first.")
+    check_has_data(model)
+    assert model.train_inputs is not None
     check_inputs(model)
     for inputs in model.train_inputs:
         if inputs.dim() != 2:
-            raise ValueError(f"Subsets need training inputs [n, d], got {tuple(inputs.shape)}.")
+            raise ValueError(
+                f"Fitting subsets needs training inputs of shape [n, d], got {tuple(inputs.shape)}: train from the current "
+                "hyperparameters (start='current')."
+            )
     choice = choose(_of_rows(model, likelihood, torch.arange(min(len(model.train_inputs[0]), 2))), "auto", None)
     if choice.method != "average_information":
-        raise ValueError(f"{choice.reason} Subsets are fitted by it: start from the hyperparameters as they are.")
+        raise ValueError(
+            f"{choice.reason} Fitting subsets needs average information: train from the current hyperparameters "
+            "(start='current')."
+        )
 
 
 def _standardised_columns(model: ExactGP) -> Tensor:

@@ -224,7 +224,10 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
                 "The model is in evaluation mode, where model(x) is a posterior: call model.train() first."
             )
         if not isinstance(function_dist, MultivariateNormal):
-            raise RuntimeError(f"The prior must be a MultivariateNormal, got {type(function_dist).__name__}.")
+            raise RuntimeError(
+                f"The first argument must be the MultivariateNormal that model(train_x) returns, got "
+                f"{type(function_dist).__name__}."
+            )
         check_targets_fit(function_dist, target)
         check_inputs(self.model)
         check_hyperparameters(self.model)

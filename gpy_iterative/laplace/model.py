@@ -116,13 +116,16 @@ class IterativeLaplaceGP(GP):
         new_inputs = before[0] if inputs is None else _as_inputs(inputs)
         new_targets = before[1] if targets is None else targets
         if not isinstance(new_targets, Tensor | None):
-            raise TypeError(f"The training targets must be a tensor, got {type(new_targets).__name__}.")
+            raise TypeError(
+                f"The training targets must be a tensor, got {type(new_targets).__name__}: use torch.as_tensor(...)."
+            )
         for x in new_inputs or ():
             if x.dim() != 2:
                 raise ValueError(f"The training inputs must be [n, d], got {tuple(x.shape)}: one model is one problem.")
             if new_targets is not None and new_targets.shape[:1] != x.shape[:1]:
                 raise ValueError(
-                    f"There are {len(x)} training inputs, and targets of shape {tuple(new_targets.shape)}."
+                    f"There are {len(x)} training inputs, and targets of shape {tuple(new_targets.shape)}: pass one "
+                    "target for each input."
                 )
         self.train_inputs, self.train_targets = new_inputs, new_targets
         try:
@@ -140,12 +143,14 @@ class IterativeLaplaceGP(GP):
 
     def __call__(self, *inputs: Tensor, **kwargs: Any) -> MultivariateNormal:
         """The prior at the training inputs in train mode, the latent posterior at any inputs in evaluation mode."""
-        given = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
         if not self.training:
-            return self.posterior()(*given)
+            return self.posterior()(*inputs)
+        given = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
         known = self.train_inputs or ()
         if gpytorch.settings.debug.on() and not (len(given) == len(known) and all(map(torch.equal, known, given))):
-            raise RuntimeError("You must train on the training inputs!")
+            raise RuntimeError(
+                "In training mode the model takes only its training inputs: call model.eval() to predict at others."
+            )
         prior = super().__call__(*given, **kwargs)
         if not isinstance(prior, MultivariateNormal):
             raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
@@ -290,7 +295,7 @@ class IterativeLaplaceGP(GP):
 
     def _check_latents(self, found: int) -> None:
         if self.num_latents is not None and found != self.num_latents:
-            raise ValueError(f"num_latents is {self.num_latents}, but forward returns {found} latent functions.")
+            raise ValueError(f"num_latents is {self.num_latents}, but forward returns {found}: make them equal.")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "IterativeLaplaceGP":
         if self.train_inputs is not None:
@@ -310,5 +315,8 @@ def _as_inputs(inputs: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Training inputs [n, d]. Raises TypeError for anything but tensors."""
     given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     if not given or not all(isinstance(x, Tensor) for x in given):
-        raise TypeError("The training inputs must be a tensor, or several of them.")
+        kinds = ", ".join({type(x).__name__ for x in given}) or "nothing"
+        raise TypeError(
+            f"The training inputs must be a tensor, or several of them, got {kinds}: use torch.as_tensor(...)."
+        )
     return tuple(x.unsqueeze(-1) if x.dim() == 1 else x for x in given)

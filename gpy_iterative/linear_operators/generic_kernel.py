@@ -212,9 +212,9 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         if error is None:
             return copy
         raise ValueError(
-            f"{type(self.kernel).__name__} cannot be computed in float32, as precision='float32' asks for: leave "
-            "'native'. Where the kernel is your own, register its tensors as buffers (register_buffer), and "
-            f"let it take dtypes from its inputs. What torch says: {error}"
+            f"{type(self.kernel).__name__} cannot be computed in float32, as precision='float32' asks for: use "
+            "precision='native', or in a kernel of your own use register_buffer and the inputs' dtype. "
+            f"PyTorch's error: {error}"
         ) from error
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:

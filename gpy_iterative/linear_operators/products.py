@@ -9,7 +9,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_number
 from gpy_iterative.linear_operators.tiles.ranks import Ranks, check_group
 
 try:
@@ -104,15 +104,15 @@ class KernelProducts:
             raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
         if self.tile_size is not None:
             check_count("tile_size", self.tile_size)
-        if self.cache_memory is not None and self.cache_memory < 0:
-            raise ValueError(f"cache_memory must not be negative, got {self.cache_memory}.")
+        if self.cache_memory is not None:
+            check_number("cache_memory", self.cache_memory, "not be negative (bytes)", lambda number: number >= 0)
         if self.precision not in get_args(Precision):
             raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}.")
         check_group(self.process_group)
         self._check_far_field()
         if self.backend == "keops":
             if self.process_group is not None:
-                raise ValueError("Several processes share tiles: leave backend='auto' with a process_group.")
+                raise ValueError("backend='keops' does not work with a process_group: use backend='auto'.")
             require_pykeops()
 
     def _check_far_field(self) -> None:
@@ -125,7 +125,8 @@ class KernelProducts:
             )
         if self.backend == "keops":
             raise ValueError(
-                "KeOps evaluates all entries: leave backend='auto' with this far_field, or leave far_field."
+                f"far_field={self.far_field} does not work with backend='keops', which evaluates all entries: use "
+                "backend='auto', or far_field=None."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KernelProducts":
@@ -135,13 +136,13 @@ class KernelProducts:
         """Raises ValueError where kernels of this dtype cannot be computed, or not in this precision."""
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"Gaussian processes need float32 or float64, and the kernel or its inputs are {dtype}: call model.float() "
-                "and convert the data."
+                f"Gaussian processes need float32 or float64, and the kernel or its inputs are {dtype}: call "
+                "model.float(), and convert the data with .float()."
             )
         if self.precision == "float32" and dtype == torch.float32:
             raise ValueError(
-                "precision='float32' is for float64 inputs, and these are float32 already: leave 'native', or call "
-                "model.double() and convert the data where the accuracy of float64 is wanted."
+                "precision='float32' is for float64 inputs, and these are float32 already: use precision='native', or "
+                "convert model and data to float64."
             )
 
     def ranks(self) -> Ranks | None:

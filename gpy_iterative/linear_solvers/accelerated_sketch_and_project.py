@@ -14,7 +14,7 @@ from linear_operator import LinearOperator
 from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_rate
 from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.cholesky import block_cholesky
@@ -69,8 +69,8 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         check_count("block_size", self.block_size)
         if self.rank is not None:
             check_count("rank", self.rank)
-        if self.convexity is not None and not 0 < self.convexity <= 1:
-            raise ValueError(f"convexity must lie in (0, 1], got {self.convexity}.")
+        if self.convexity is not None:
+            check_rate("convexity", self.convexity)
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         generator = torch.Generator().manual_seed(0) if inputs.generator is None else inputs.generator

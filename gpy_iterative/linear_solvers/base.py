@@ -17,7 +17,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_fraction
+from gpy_iterative.checks import check_fraction, check_number
 from gpy_iterative.linear_solvers.columns import Columns, Iterate, LinearSystem
 from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
@@ -167,8 +167,7 @@ class IterativeSolver(Solver, Generic[State]):
         check_fraction("tolerance", self.tolerance)
         if self.probe_tolerance is not None:
             check_fraction("probe_tolerance", self.probe_tolerance)
-        if not self.max_epochs > 0:
-            raise ValueError(f"max_epochs must be positive, got {self.max_epochs}.")
+        check_number("max_epochs", self.max_epochs, "be positive", lambda number: number > 0)
         if self.stopping not in ("columns", "mean"):
             raise ValueError(f"stopping must be 'columns' or 'mean', got {self.stopping!r}.")
 

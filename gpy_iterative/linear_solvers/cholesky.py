@@ -77,7 +77,7 @@ class Cholesky(Solver):
             NotPositiveDefiniteError: not even with a relative jitter of 1e-4; smaller jitters warn.
         """
         dense = operator.to_dense()
-        return CholeskyFactor(warned_cholesky(dense.double(), "The system", dense.dtype), dense.dtype)
+        return CholeskyFactor(warned_cholesky(dense.double(), "The kernel matrix with noise", dense.dtype), dense.dtype)
 
     def _solve_columns(self, system: LinearSystem) -> Solution:
         start = time.perf_counter()

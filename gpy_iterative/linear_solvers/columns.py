@@ -351,7 +351,7 @@ class Columns:
         )
         if self.is_refined and iteration > 0:
             advice = (
-                "The iterations computed with precision='float32', and the kernel's values may be beyond its range: leave "
+                "The iterations computed with precision='float32', and the kernel's values may be beyond its range: use "
                 "KernelProducts(precision='native')."
             )
         first = int((~torch.isfinite(norms)).nonzero()[0])

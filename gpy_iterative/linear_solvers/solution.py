@@ -22,23 +22,22 @@ class SolveStatus(Enum):
     )
     BUDGET_EXHAUSTED = (
         "The budget ran out before the tolerance was reached. Raise max_epochs, loosen the tolerance, keep the "
-        "noise away from zero (a noise constraint), take a stronger preconditioner or larger blocks, or leave "
+        "noise away from zero (a noise constraint), take a stronger preconditioner or larger blocks, or use "
         "KernelProducts(precision='native')."
     )
     STAGNATED = (
         "The residual stopped falling above the tolerance: the arithmetic allows no more. Loosen the tolerance, "
         "keep the noise away from zero (a noise constraint), take a smaller tolerance of the far field where there is "
-        "one, or leave KernelProducts(precision='native')."
+        "one, or use KernelProducts(precision='native')."
     )
     DIVERGED = (
         "The residual grew even at the smallest step size that was tried. Lower learning_rate, or take "
         "AlternatingProjections or ConjugateGradients."
     )
     INDEFINITE = (
-        "A direction of negative curvature was met: the matrix is not positive definite, and the solution means little. "
-        "Either the kernel is not positive definite (some are so in few dimensions only, as CosineKernel is in one), or "
-        "rounding or the error of a far field has made its matrix so: keep the noise away from zero (a noise constraint), "
-        "and take a smaller tolerance of the far field where there is one."
+        "The matrix is not positive definite, so the solution means little. Keep the noise away from zero (a noise "
+        "constraint), take a smaller tolerance of the far field where there is one, or use a kernel that is positive "
+        "definite for so many columns (CosineKernel is for one only)."
     )
 
     @property

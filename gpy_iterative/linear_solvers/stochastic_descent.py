@@ -20,7 +20,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_positive
+from gpy_iterative.checks import check_count, check_number, check_positive, check_rate
 from gpy_iterative.linear_operators.extensions import dense_rows, rows_matmul
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.columns import Iterate, reads_every
@@ -99,8 +99,7 @@ class StochasticDescent(IterativeSolver[State]):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("batch_size", self.batch_size)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}.")
+        check_number("momentum", self.momentum, "be at least 0 and below 1", lambda number: 0 <= number < 1)
         if self.learning_rate is not None:
             check_positive("learning_rate", self.learning_rate)
 
@@ -259,8 +258,7 @@ class StochasticDualDescent(StochasticDescent[_DualState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.averaging <= 1:
-            raise ValueError(f"averaging must lie in (0, 1], got {self.averaging}.")
+        check_rate("averaging", self.averaging)
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _DualState) -> _DualState:
         rows = row_permutation(operator, state.generator)[: self.batch_size]

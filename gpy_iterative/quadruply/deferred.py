@@ -86,7 +86,7 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
             others = self.model.diagonal_part(self.x)
             if not torch.allclose(others.diagonal(), self.diagonal_part, rtol=MOVED, atol=self._tolerance()):
                 raise RuntimeError(
-                    "The model's weights or hyperparameters have moved since this prediction: predict again, or read the "
+                    "The model's weights or hyperparameters have changed since this prediction: predict again, or read the "
                     "covariance before the next step."
                 )
             dense = self.root @ self.root.mT + others

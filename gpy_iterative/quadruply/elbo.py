@@ -17,6 +17,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
+from gpy_iterative.checks import check_flag
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
 from gpy_iterative.quadruply.data_terms import (
     Call,
@@ -133,7 +134,10 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         generator: torch.Generator | int | None = None,
     ) -> None:
         if not isinstance(model, QuadruplyStochasticGP):
-            raise TypeError(f"QuadruplyStochasticELBO needs a QuadruplyStochasticGP, got {type(model).__name__}.")
+            raise TypeError(
+                f"QuadruplyStochasticELBO(likelihood, model) needs a QuadruplyStochasticGP as model, got "
+                f"{type(model).__name__}."
+            )
         self.is_unbiased = isinstance(likelihood, GaussianLikelihood | FixedNoiseGaussianLikelihood)
         if not self.is_unbiased and not is_log_concave(likelihood):
             raise UnsupportedLikelihoodError(
@@ -146,6 +150,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
                 f"A batch of models is not supported: the likelihood has noise variances of shape "
                 f"{tuple(likelihood.noise.shape)}."
             )
+        check_flag("sparse_gradients", sparse_gradients)
         super().__init__(likelihood, model)
         self.num_group_samples = group_samples(model, num_feature_samples)
         self._data = TrainingData(num_data, num_data_samples)
@@ -299,8 +304,8 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
             value = value - term.loss()
         if not torch.isfinite(value):
             raise NonFiniteError(
-                f"The evidence lower bound is {value.item()}: parameters are too large for {dtype}. Use a smaller "
-                "learning rate; nothing was changed by this step."
+                f"The evidence lower bound is {value.item()}: targets or parameters are too large for {dtype}. Standardise "
+                "the targets, or use a smaller learning rate."
             )
         return value.to(dtype)
 
@@ -317,7 +322,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
                 f"{type(function_dist).__name__}. Call model.train() and likelihood.train() first."
             )
         if function_dist.model is not self.model:
-            raise ValueError("This is the output of another model than that of this marginal log likelihood.")
+            raise ValueError("This is the output of another model: call mll(mll.model(x), y).")
         return function_dist.x
 
     def _checked_call(
@@ -331,8 +336,8 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         basis = self.model.basis
         if not basis.has_diagonal_prior and any(parameter.requires_grad for parameter in basis.parameters()):
             raise ValueError(
-                f"The hyperparameters of a {type(basis).__name__} cannot be learned: the log-determinant of its prior "
-                "precision is not sampled. Fix them: model.basis.requires_grad_(False)."
+                f"The hyperparameters of {type(basis).__name__} cannot be learned, because the log-determinant of its "
+                "prior precision is not sampled. Fix them with model.basis.requires_grad_(False)."
             )
         return Call(self.likelihood, x, target, params, kwargs, self._data.num_data_of(len(x)), generator)
 

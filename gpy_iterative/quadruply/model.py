@@ -63,7 +63,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         if shared_diagonal and not basis.knows_group_variance:
             raise ValueError(
                 f"shared_diagonal=True needs a basis with a group_prior_variance, and {type(basis).__name__} has none. "
-                "Leave it at None."
+                "Use shared_diagonal=None."
             )
         self.basis = basis
         self.mean_module = gpytorch.means.ZeroMean() if mean_module is None else mean_module
@@ -178,7 +178,9 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         Raises ValueError for a batch of inputs, or another dtype or device than that of the basis.
         """
         if not isinstance(x, Tensor):
-            raise ValueError(f"The inputs must be a tensor [n, d], got {type(x).__name__}.")
+            raise ValueError(
+                f"The inputs must be a tensor, got {type(x).__name__}: convert them with torch.as_tensor(...)."
+            )
         x = x.unsqueeze(-1) if x.dim() == 1 else x
         if x.dim() != 2:
             raise ValueError(f"The inputs must be [n, d], got {tuple(x.shape)}: a batch of models is not supported.")
@@ -186,7 +188,9 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         for what in ("dtype", "device"):
             ours, theirs = getattr(like, what), getattr(x, what)
             if ours != theirs:
-                raise ValueError(f"The model has {what} {ours}, the inputs {theirs}.")
+                raise ValueError(
+                    f"The model has {what} {ours}, the inputs {theirs}: convert one of them with .to(...)."
+                )
         return x
 
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,8 +212,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
 def _dense_columns_beyond_head(basis: FeatureBasis, num_dense_columns: int) -> int:
     """Features of dense columns that are not in the basis' head. Raises ValueError for a number that is not possible."""
-    if num_dense_columns:
-        check_count("num_dense_columns", num_dense_columns)
+    check_count("num_dense_columns", num_dense_columns, least=0)
     if num_dense_columns > basis.num_features:
         raise ValueError(
             f"num_dense_columns must be at most {basis.num_features}, the features of the basis; got "

@@ -7,7 +7,7 @@ import torch
 from gpytorch.likelihoods import GaussianLikelihood, Likelihood
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_fraction
+from gpy_iterative.checks import check_count, check_fraction, check_instance, check_rate
 from gpy_iterative.quadruply.feature_weights import FeatureWeights, SeenRows
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 
@@ -45,7 +45,7 @@ class HeadNaturalGradient(_Optimizer):
 
     def __init__(self, weights: FeatureWeights, *, num_data: int, lr: float = 0.5) -> None:
         check_count("num_data", num_data)
-        _check_rate("lr", lr)
+        check_rate("lr", lr)
         super().__init__([weights.head_mean, weights.head_log_diagonal], {"lr": lr})
         self.weights, self.num_data = weights, num_data
         weights.seen = []
@@ -118,7 +118,7 @@ class NoiseNaturalGradient(_Optimizer):
     """
 
     def __init__(self, likelihood: GaussianLikelihood, *, lr: float = NOISE_RATE) -> None:
-        _check_rate("lr", lr)
+        check_rate("lr", lr)
         super().__init__([likelihood.noise_covar.raw_noise], {"lr": lr})
         self.likelihood = likelihood
 
@@ -179,9 +179,12 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         final_fraction: float = 1e-2,
         num_frozen_steps: int | None = None,
     ) -> None:
+        if not isinstance(model, QuadruplyStochasticGP):
+            raise TypeError(f"QuadruplyStochasticOptimizer needs a QuadruplyStochasticGP, got {type(model).__name__}.")
+        check_instance("likelihood", likelihood, Likelihood, "GaussianLikelihood()")
         check_count("num_steps", num_steps)
-        _check_rate("learning_rate", learning_rate)
-        _check_rate("final_fraction", final_fraction)
+        check_rate("learning_rate", learning_rate)
+        check_rate("final_fraction", final_fraction)
         check_fraction("hyper_learning_rate", hyper_learning_rate, ends=True)
         frozen = num_steps // 10 if num_frozen_steps is None else num_frozen_steps
         if not 0 <= frozen <= num_steps:
@@ -227,7 +230,9 @@ class QuadruplyStochasticOptimizer(_Optimizer):
             try:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = 0.0 if is_frozen else rate * decay
-                optimizer.step()
+                # Adagrad makes sparse tensors, which PyTorch warns of unless it is told how to check them.
+                with torch.sparse.check_sparse_tensor_invariants(False):
+                    optimizer.step()
             finally:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate
@@ -262,7 +267,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         if differences:
             raise ValueError(
                 f"This is the state of another run: {'; '.join(differences)}. Make the optimiser with the model and "
-                "options of the run that is to go on."
+                "options of that run."
             )
         for own, saved in zip(self.optimizers, state_dict["optimizers"], strict=True):
             own.load_state_dict(saved)
@@ -284,8 +289,3 @@ def _other_weights(weights: FeatureWeights, has_own_head: bool) -> Iterator[Tens
     for parameter in (*own, weights.head_columns, *tail):
         if parameter.numel():
             yield parameter
-
-
-def _check_rate(name: str, value: float) -> None:
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must be positive and at most 1, got {value}.")

@@ -48,12 +48,14 @@ class TrainingData:
         if not isinstance(target, Tensor) or target.shape != x.shape[:1]:
             shape = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
             raise ValueError(
-                f"The target must be a tensor of shape ({size},), one value a row of the inputs; got {shape}."
+                f"The target must be a tensor of shape ({size},), one value for each row of the inputs; got {shape}."
             )
         if target.is_floating_point() and target.dtype != x.dtype:
-            raise ValueError(f"The inputs have dtype {x.dtype}, the target {target.dtype}.")
+            raise ValueError(f"The inputs have dtype {x.dtype}, the target {target.dtype}: call target.to(x).")
         if target.device != x.device:
-            raise ValueError(f"The inputs have device {x.device}, the target {target.device}.")
+            raise ValueError(
+                f"The inputs have device {x.device}, the target {target.device}: call target.to(x.device)."
+            )
         if size == 0:
             raise ValueError("There are no data: x has no rows.")
         if not self._checked.are((x, target)):
@@ -63,12 +65,14 @@ class TrainingData:
             self._checked = SeenVersions.of((x, target), views=True)
         if self.num_data is not None:
             if size > self.num_data:
-                raise ValueError(f"num_data is {self.num_data}, but {size} rows were passed.")
+                raise ValueError(
+                    f"num_data is {self.num_data}, but {size} rows were passed: it must be the number of all training data."
+                )
             return
         if known is not None and not _are_marks_of(known, x):
             raise ValueError(
-                f"num_data=None takes the first {int(known['size'])} rows that were passed as all training data; these "
-                f"{size} rows are others. For batches or other data pass the number of all data: num_data=len(train_x)."
+                f"num_data=None takes the first {int(known['size'])} rows that were passed as all training data, and these "
+                f"{size} rows are others. For batches or other data pass num_data=len(train_x)."
             )
         if self.num_samples is not None and self.num_samples > size:
             raise ValueError(f"num_data_samples must be at most {size}, the number of data; got {self.num_samples}.")

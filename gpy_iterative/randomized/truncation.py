@@ -16,7 +16,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_number
 
 #: Survival probability at which an infinite sum is cut.
 NEGLIGIBLE = 1e-18
@@ -72,14 +72,11 @@ class ExponentialTruncation:
             check_count("max_steps", self.max_steps)
         if self.max_steps is not None and self.max_steps < self.min_steps:
             raise ValueError(
-                f"max_steps must not be below min_steps = {self.min_steps}, got {self.max_steps}; None is no end."
+                f"max_steps must be at least min_steps = {self.min_steps}, got {self.max_steps}. None sets no limit."
             )
-        if not 0 <= self.rate < math.inf:
-            raise ValueError(f"rate must be finite and not negative, got {self.rate}; 0 is the uniform distribution.")
+        check_number("rate", self.rate, "be finite and not negative", lambda number: 0 <= number < math.inf)
         if self.rate == 0 and self.max_steps is None:
-            raise ValueError(
-                "rate must be positive where max_steps is None, got 0: no uniform distribution has no end."
-            )
+            raise ValueError("rate=0, the uniform distribution, needs an end: pass max_steps, or a positive rate.")
 
     @classmethod
     def for_condition_number(cls, condition_number: float, budget: float) -> Self:
@@ -93,17 +90,15 @@ class ExponentialTruncation:
         Raises:
             ValueError: an option outside its range, or a budget too small for the rate that the condition number asks for.
         """
-        if not 1 <= condition_number < math.inf:
-            raise ValueError(f"condition_number must be finite and at least 1, got {condition_number}.")
-        if not 1 <= budget < math.inf:
-            raise ValueError(f"budget must be finite and at least 1, got {budget}.")
+        for name, value in (("condition_number", condition_number), ("budget", budget)):
+            check_number(name, value, "be finite and at least 1", lambda number: 1 <= number < math.inf)
         root = math.sqrt(condition_number)
         rate = MAX_RATE if root == 1 else min(MAX_RATE, math.log1p(2 / (root - 1)))
         min_steps = round(budget - _geometric_mean(rate))
         if min_steps < 1:
             raise ValueError(
-                f"A budget of {budget} steps is too small for a condition number of {condition_number:g}, whose rate "
-                f"{rate:.3g} takes {1 + _geometric_mean(rate):.0f} steps: raise it, or take a better preconditioner."
+                f"A budget of {budget} steps is too small for a condition number of {condition_number:g}, which "
+                f"needs {1 + _geometric_mean(rate):.0f} steps: raise the budget, or use a better preconditioner."
             )
         return cls(min_steps, rate)
 
@@ -122,9 +117,8 @@ class ExponentialTruncation:
         extra = math.floor(_largest_rate(dtype) / self.rate)
         if extra == 0 and self.min_steps < 2 * num_rows:
             raise ValueError(
-                f"rate must be at most {_largest_rate(dtype):.3g} in {dtype}, got {self.rate:g}: no step beyond min_steps "
-                f"= {self.min_steps} has a weight that rounding allows, and a series that always ends there is biased. "
-                "Lower it, or choose that bias by max_steps."
+                f"rate must be at most {_largest_rate(dtype):.3g} in {dtype}, got {self.rate:g}: at a higher rate every "
+                f"series ends at min_steps = {self.min_steps}, which is biased. Lower it, or set max_steps to accept this."
             )
         max_steps = min(2 * num_rows, self.min_steps + extra)
         return replace(self, min_steps=min(self.min_steps, max_steps), max_steps=max_steps)

@@ -216,6 +216,6 @@ def _product(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 def _missing(kernel: kernels.Kernel, where: str = "here") -> SpectralDensityMissingError:
     return SpectralDensityMissingError(
         f"{type(kernel).__name__} has no registered spectral density {where}, so no random features. Register one with "
-        "gpy_iterative.spectral.register_spectral_density. Or train with HutchinsonMarginalLogLikelihood and draw with "
-        "posterior(x).rsample(), which need none; small data may take PathwiseMarginalLogLikelihood(prior='exact')."
+        "gpy_iterative.spectral.register_spectral_density, or train with HutchinsonMarginalLogLikelihood (for small data "
+        "PathwiseMarginalLogLikelihood(prior='exact')) and draw with posterior(x).rsample()."
     )

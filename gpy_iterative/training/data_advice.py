@@ -76,7 +76,7 @@ def _constant_columns(model: Any) -> Iterator[str]:
         columns = x.reshape(-1, x.shape[-1])
         constant = (columns == columns[0]).all(0).nonzero().reshape(-1).tolist()
         if constant and len(columns) > 1:
-            yield f"Constant inputs have no lengthscale that data could determine: leave out {_named(constant)}."
+            yield f"The data cannot determine the lengthscale of a constant input: remove {_named(constant)}."
 
 
 def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) -> Iterator[str]:
@@ -87,8 +87,8 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
     nearest = min(map(_least_distance, inputs), default=0.0)
     if len(inputs) == len(terms) and nearest > FAR:
         yield (
-            f"The nearest training inputs are {nearest:.3g} lengthscales apart, so the kernel matrix is diagonal and says "
-            "nothing about lengthscales: standardise the inputs, or set larger lengthscales before the fit."
+            f"The nearest training inputs are {nearest:.3g} lengthscales apart, so the kernel matrix is diagonal and the "
+            "lengthscales cannot be learned: standardise the inputs, or set larger lengthscales before the fit."
         )
     # Lengthscales that a fit has made large, of inputs that the data do not need, are no matter of the inputs' scale.
     least = min((float(spread[spread > 0].min()) for x in given if (spread := _spread(x)).any()), default=0.0)
@@ -97,8 +97,8 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
         flat = ((spread < FLAT) & (x != x[0]).any(0)).nonzero().reshape(-1).tolist()
         if flat:
             yield (
-                f"A kernel does not see inputs that vary by {float(spread[flat].max()):.1g} lengthscales: standardise "
-                f"{_named(flat)}, or set smaller lengthscales before the fit."
+                f"Inputs that vary by only {float(spread[flat].max()):.1g} lengthscales are constant to the kernel: "
+                f"standardise {_named(flat)}, or set smaller lengthscales before the fit."
             )
 
 
@@ -130,7 +130,9 @@ def _targets_of_another_scale(operator: NoisyLinearOperator, residual: Tensor) -
     variance = (operator.kernel._diagonal() + operator.noise).double().mean(-1).expand(residual.shape[:-1])
     prior, spread, shift = variance.sqrt(), residual.double().std(-1), residual.double().mean(-1).abs()
     is_scaled = (spread > SPREAD * prior) | (spread < prior / SPREAD)
-    if is_scaled.any():
+    if (residual == residual[..., :1]).all(-1).any():
+        yield "All targets are equal, so there is nothing to learn: check that these are the right targets."
+    elif is_scaled.any():
         index = int(is_scaled.reshape(-1).nonzero()[0])
         yield (
             f"The targets have a standard deviation of {float(spread.reshape(-1)[index]):.3g}, and the prior one of "
@@ -140,7 +142,7 @@ def _targets_of_another_scale(operator: NoisyLinearOperator, residual: Tensor) -
     if distance > SHIFT:
         yield (
             f"The targets lie {float(distance):.3g} standard deviations away from the prior's mean: subtract their mean, "
-            "or set that of the model before the fit."
+            "or set the model's mean before the fit."
         )
 
 
@@ -153,14 +155,14 @@ def _equal_rows(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, noi
     copies = int((differences == 0).sum())
     if copies > COPIES * len(y):
         yield (
-            f"{copies} of {len(y)} rows are exact copies of others, targets included, which look like data without noise: "
-            "remove them."
+            f"{copies} of {len(y)} rows are exact copies of others, targets included, so the data seem to have no noise: "
+            "remove the copies."
         )
     is_unexplained = differences.square() > UNEXPLAINED**2 * (noise[first] + noise[second])
     if is_unexplained.any() and _is_at_floor(likelihood):
         yield (
-            f"{int(is_unexplained.sum())} rows have inputs of others and targets that noise of {float(noise.min()):.1g} "
-            "does not explain, and the noise is at its least value or fixed: start with larger noise."
+            f"{int(is_unexplained.sum())} rows have the inputs of other rows but very different targets, and the noise of "
+            f"{float(noise.min()):.1g} is fixed or at its lower bound: start with a larger noise."
         )
 
 

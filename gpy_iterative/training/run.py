@@ -92,8 +92,9 @@ class Run:
         """The run that `to_dict` described. Raises ValueError where the dict is none of those."""
         for name, value in state.items():
             if not isinstance(value, Tensor):
-                kind = type(value).__name__
-                raise ValueError(f"This is no training state: its entry {name!r} is a {kind} and no tensor. {TAKE_IT}")
+                raise ValueError(
+                    f"This is no training state: entry {name!r} must be a tensor, got {type(value).__name__}. {TAKE_IT}"
+                )
         position = state.get("generator")
         if position is None or position.dtype != torch.uint8:
             raise ValueError(f"This is no training state: it has no entry 'generator'. {TAKE_IT}")

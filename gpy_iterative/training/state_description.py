@@ -13,7 +13,7 @@ from torch import Tensor
 #: Raised whenever older states cannot be loaded any more.
 FORMAT = 2
 _NAME = "description"
-TAKE_IT = "Take it from training_state()."
+TAKE_IT = "Pass what training_state() returned."
 _DATA = "fingerprint of the training data"
 #: Of a fingerprint's numbers, relative or absolute: data that were standardised elsewhere differ in their last digits.
 _SAME_DATA = 1e-3
@@ -53,7 +53,7 @@ class StateDescription:
         """The state without its description. Raises ValueError, which names the differences, for another run's state."""
         if not isinstance(state, Mapping):
             raise ValueError(
-                f"This is no training state, but a {type(state).__name__}: pass the dict that training_state() gave."
+                f"A training state is a dict, got {type(state).__name__}: pass what training_state() returned."
             )
         found = _read(state)
         if found.get("format") != FORMAT:
@@ -67,26 +67,26 @@ class StateDescription:
         elif _DATA in names and (len(names) > 1 or _are_close(found.get(_DATA), self.entries.get(_DATA))):
             names.remove(_DATA)
         if names:
-            differences = (f"{name} is {found.get(name)!r} in it and {self.entries.get(name)!r} here" for name in names)
+            differences = (
+                "the training data are others"
+                if name == _DATA
+                else f"{name} is {found.get(name)!r} in it and {self.entries.get(name)!r} here"
+                for name in names
+            )
             raise ValueError(
-                f"This is the training state of another run: {'; '.join(differences)}. Make the marginal log likelihood "
-                f"with the options and the data of the run that goes on. {_WITHOUT}"
+                f"This is the training state of another run: {'; '.join(differences)}. Use the data and options of that "
+                "run, or train on without the state: model and optimiser have their own."
             )
         return {name: value for name, value in state.items() if name != _NAME}
 
 
-_WITHOUT = (
-    "A run can go on without it, from new draws and a cold start; parameters and optimiser have states of their own."
-)
+_WITHOUT = "Training can go on without it: model and optimiser have their own state."
 
 
 def _read(state: Mapping[str, Any]) -> dict[str, Any]:
     if _NAME not in state:
         if "generator" in state:
-            raise ValueError(
-                "This training state does not say what it belongs to: it was saved by an earlier version of "
-                f"gpy_iterative. {_WITHOUT}"
-            )
+            raise ValueError(f"This training state was saved by an earlier version of gpy_iterative. {_WITHOUT}")
         raise ValueError(f"This is no training state: it has no description. {TAKE_IT}")
     text = state[_NAME]
     try:

@@ -50,6 +50,15 @@ class TrainingSystem:
         return kernel_terms(self.prior.lazy_covariance_matrix, self.observed)
 
 
+def check_has_data(model: ExactGP) -> None:
+    """Raises ValueError for a model without training data."""
+    if not model.train_inputs or model.train_targets is None:
+        # GPyTorch's `set_train_data` refuses a model's first data where it is strict.
+        raise ValueError(
+            "The model has no training data: call model.set_train_data(inputs, targets, strict=False) first."
+        )
+
+
 def check_inputs(model: ExactGP) -> None:
     """Raises ValueError with the first training input that is not finite."""
     for i, inputs in enumerate(model.train_inputs or ()):
@@ -62,8 +71,7 @@ def check_hyperparameters(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise NonFiniteError(
-                f"The parameter {name} is not finite. A smaller learning rate, or a bound on the parameter, "
-                "keeps the optimiser from leaving the domain."
+                f"The parameter {name} is not finite. Use a smaller learning rate, or a constraint on it."
             )
 
 
@@ -91,20 +99,19 @@ def training_system(
     Raises ValueError for a model without training data, inputs or targets that do not fit or are not finite (NaN targets
     are missing ones under GPyTorch's `observation_nan_policy("mask")`), noise that is not positive.
     """
-    if model.train_inputs is None or model.train_targets is None:
-        raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
+    check_has_data(model)
     check_inputs(model)
     prior = prior_at(model, unexpanded(model.train_inputs))
     target = flat_targets(prior, model.train_targets)
     if target.shape[-1:] != prior.loc.shape[-1:]:
         raise ValueError(
             f"The training targets {tuple(model.train_targets.shape)} do not fit the model's output "
-            f"{tuple(prior.mean.shape)}."
+            f"{tuple(prior.mean.shape)}: give one target for each training input."
         )
     if observed_data(prior, model.train_targets) is None and torch.isnan(target).any():
         raise ValueError(
-            "The training targets contain NaN. Under gpytorch.settings.observation_nan_policy('mask') these data are "
-            "dropped; otherwise they have no meaning here."
+            "The training targets contain NaN. If these are missing observations, predict under "
+            "gpytorch.settings.observation_nan_policy('mask'), which drops them."
         )
     check_finite("train_targets", torch.where(torch.isnan(model.train_targets), 0, model.train_targets))
     system = linear_system(
@@ -153,9 +160,7 @@ def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
     if not isinstance(prior, MultivariateNormal):
         raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
     if isinstance(prior, MultitaskMultivariateNormal) and not prior._interleaved:
-        raise ValueError(
-            "GPyTorch conditions multitask priors in interleaved order only; build the prior with interleaved=True."
-        )
+        raise ValueError("A multitask prior with interleaved=False is not supported: build it with interleaved=True.")
     return prior
 
 

@@ -49,5 +49,7 @@ def test_value_gradient_and_predictions_are_those_of_native_products() -> None:
 
 
 def test_a_precision_that_the_data_do_not_allow_is_refused_before_any_work() -> None:
-    with pytest.raises(ValueError, match=r"precision='float32' is for float64 inputs.*model\.double"):
+    with pytest.raises(
+        ValueError, match=r"precision='float32' is for float64 inputs.*convert model and data to float64"
+    ):
         results("float32", torch.float32)

@@ -39,7 +39,7 @@ def test_a_kernel_without_curvature_is_fitted_by_adam_and_the_result_says_why() 
     factor = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
     mll = regression(40, covariance=kernels.ScaleKernel(Borrowing(factor)))
     mll.model.register_parameter("factor", factor)
-    with pytest.raises(ValueError, match=r"Borrowing that uses tensors.*Take method='adam'"):
+    with pytest.raises(ValueError, match=r"Borrowing that uses tensors.*Use method='adam'"):
         gpi.fit(mll, method="average_information", progress=False)
     result = gpi.fit(mll, progress=False, max_steps=3)
     assert result.method == "adam"
@@ -59,7 +59,7 @@ def inducing(is_trained: bool) -> gpi.mlls.HutchinsonMarginalLogLikelihood:
 
 def test_inducing_points_are_trained_by_adam() -> None:
     """Ten inducing points are 30 coordinates, for which the average information is no curvature."""
-    with pytest.raises(ValueError, match=r"inducing points of covar_module, which are trained. Take method='adam'"):
+    with pytest.raises(ValueError, match=r"inducing points of covar_module, which are trained. Use method='adam'"):
         gpi.fit(inducing(True), method="average_information", progress=False)
     result = gpi.fit(inducing(True), progress=False)
     assert result.method == "adam"

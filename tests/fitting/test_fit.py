@@ -362,7 +362,7 @@ def test_subsets_of_a_model_that_is_no_exact_process_are_refused_before_work() -
     x, y = data(80)
     model = Classes(x, (y > 0.5).long()).double()
     mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
-    with pytest.raises(ValueError, match=r"Classes with a BernoulliLikelihood: start from"):
+    with pytest.raises(ValueError, match=r"Classes with BernoulliLikelihood: train from"):
         quiet(mll, start="subsets")
 
 
@@ -432,20 +432,60 @@ def test_a_folder_that_is_missing(tmp_path: Path) -> None:
 
 
 def test_batches_that_can_be_read_once() -> None:
-    with pytest.raises(ValueError, match="passed over only once"):
+    with pytest.raises(ValueError, match="read only once"):
         gpi.fit(regression(20), method="adam", batches=iter([torch.arange(5)]))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batches": 3}, TypeError, "batches must be a list or a DataLoader, got 3"),
+        ({"batches": [3]}, ValueError, "pair .* or a tensor of row numbers, got int"),
+        ({"batches": [torch.ones(5)]}, ValueError, r"pair .*, got a tensor of torch\.float32"),
+        (
+            {"batches": [(torch.ones(5, 3), torch.ones(5))]},
+            ValueError,
+            r"pair \(x, y\) of 5: pass batches=None, or row",
+        ),
+        ({"callback": 3}, TypeError, "callback must be None or callable, got 3"),
+    ],
+)
+def test_options_of_another_type(options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        quiet(features(), **options)
+
+
+def test_a_checkpoint_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder: give the name of a file"):
+        quiet(regression(20), checkpoint=tmp_path)
+
+
+def test_a_model_without_training_data_is_told_a_call_that_works() -> None:
+    mll = regression(20)
+    x, y = mll.model.train_inputs, mll.model.train_targets
+    mll.model.train_inputs = mll.model.train_targets = None
+    with pytest.raises(ValueError, match=r"model\.set_train_data\(inputs, targets, strict=False\)"):
+        quiet(mll)
+    mll.model.set_train_data(x, y, strict=False)
+    quiet(mll, max_steps=1)
+
+
+@pytest.mark.parametrize("method", ["auto", "adam"])
+def test_nothing_to_fit(method: str) -> None:
+    with pytest.raises(ValueError, match="nothing to fit"):
+        quiet(regression(20).requires_grad_(False), method=method)
 
 
 def test_other_marginal_log_likelihoods() -> None:
     mll = regression(20)
     stock = gpytorch.mlls.ExactMarginalLogLikelihood(mll.likelihood, mll.model)
     for other in (stock, mll.model):
-        with pytest.raises(TypeError, match="of this package"):
+        with pytest.raises(TypeError, match="of gpy_iterative"):
             gpi.fit(other)  # pyright: ignore[reportArgumentType]
 
 
 def test_empty_batches() -> None:
-    with pytest.raises(ValueError, match="passed over only once"):
+    with pytest.raises(ValueError, match="read only once"):
         quiet(features(), batches=iter(()))
 
 

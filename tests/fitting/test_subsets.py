@@ -115,7 +115,7 @@ def test_other_models(name: str) -> None:
 
 def test_models_without_average_information_are_refused() -> None:
     case = CASES["deep"]()
-    with pytest.raises(ValueError, match=r"belongs to a network.*as they are"):
+    with pytest.raises(ValueError, match=r"belongs to a network.*start='current'"):
         initialize_from_subsets(case.model, case.likelihood, 10, 2)
     with pytest.raises(ValueError, match="BernoulliLikelihood"):
         initialize_from_subsets(case.model, BernoulliLikelihood(), 10, 2)

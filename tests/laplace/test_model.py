@@ -218,7 +218,7 @@ def test_train_and_eval() -> None:
     model = problem.model
     assert isinstance(model(problem.x), MultivariateNormal)
     torch.testing.assert_close(model(problem.x).mean, model.mean_module(problem.x))
-    with pytest.raises(RuntimeError, match="train on the training inputs"):
+    with pytest.raises(RuntimeError, match="only its training inputs"):
         model(problem.x + 1)
     model.eval()
     first = model.posterior()
@@ -606,12 +606,38 @@ def test_calls_that_are_refused() -> None:
         model(x * torch.nan)
     with pytest.raises(ValueError, match=r"targets \(2,\)"):
         model.predictive_log_prob(x, problem.y[:2])
-    with pytest.raises(UnsupportedLikelihoodError, match="no classes"):
+    with pytest.raises(UnsupportedLikelihoodError, match="no classifier with known classes"):
         case("poisson-log", n=8).model.eval().predict_proba(x)
     one = case("logit", n=8)
     wrong = LaplaceModel(one.x, problem.y, problem.likelihood, latents=2)
     with pytest.raises(ValueError, match="needs 3 latent functions, the model has 2"):
         wrong.eval()(x)
+
+
+def test_arrays_are_refused_by_name() -> None:
+    model = case("logit", n=20).model
+    model.eval()
+    for call in (
+        lambda x: model(x),
+        lambda x: model.sample_paths(2)(x),
+        lambda x: model.predict_proba(x),
+    ):
+        with pytest.raises(ValueError, match=r"got ndarray: convert them with torch\.as_tensor"):
+            call(model.train_inputs[0].numpy())
+    with pytest.raises(TypeError, match=r"got ndarray: use torch\.as_tensor"):
+        model.predictive_log_prob(model.train_inputs[0], model.train_targets.numpy())
+
+
+def test_a_likelihood_that_returns_no_distribution() -> None:
+    class Latent(gpytorch.likelihoods.likelihood._OneDimensionalLikelihood):
+        def forward(self, function_samples: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+            return function_samples
+
+    model = LaplaceModel(torch.rand(5, 2).double(), torch.ones(5).double(), Latent())
+    with pytest.raises(
+        TypeError, match=r"Latent\.forward must return a torch\.distributions\.Distribution, got Tensor"
+    ):
+        model.eval()(model.train_inputs[0])
 
 
 def test_targets_that_are_refused_by_the_mll() -> None:

@@ -346,7 +346,7 @@ def test_operators_that_share_a_cache_share_their_twins_tiles(monkeypatch: pytes
 def test_float32_inputs_are_refused_with_a_remedy() -> None:
     products, x = KernelProducts(precision="float32"), torch.ones(3, 1)
     operator = RadialKernelLinearOperator(x, torch.ones(()), function=MATERN32, products=products)
-    refused = "precision='float32'.*float64.*leave 'native'"
+    refused = "precision='float32'.*float64.*use precision='native'"
     with pytest.raises(ValueError, match=refused):
         low_precision_copy(operator)
     for kernel in (gpytorch.kernels.RBFKernel(), gpytorch.kernels.PeriodicKernel()):

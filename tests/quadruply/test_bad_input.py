@@ -1,6 +1,7 @@
 """Every refusal names its reason, and leaves parameters, generator and control state as they were."""
 
 import pickle
+import warnings
 
 import gpytorch
 import pytest
@@ -9,7 +10,13 @@ import torch
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError
 from gpy_iterative.mlls import QuadruplyStochasticELBO
-from gpy_iterative.models import InducingPointBasis, NystromBasis, QuadruplyStochasticGP
+from gpy_iterative.models import (
+    InducingPointBasis,
+    NystromBasis,
+    QuadruplyStochasticGP,
+    QuadruplyStochasticOptimizer,
+    RandomFourierBasis,
+)
 from tests.quadruply.quadruply_models import fourier_problem, gaussian_likelihood, known_latent
 
 OPTIONS = {"num_feature_samples": 20, "num_data_samples": 30, "num_control_points": 20, "generator": 0}
@@ -37,6 +44,38 @@ def make(**options):
 def test_options_outside_their_range(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+def test_parts_of_another_type() -> None:
+    model = make()[1]
+    for call, message in (
+        (lambda: make(sparse_gradients=3), "sparse_gradients must be True or False, got 3"),
+        (lambda: QuadruplyStochasticGP(model.basis, num_dense_columns=-1), "at least 0, got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    for call, message in (
+        (lambda: NystromBasis("rbf", torch.rand(3, 2)), "needs a gpytorch.kernels.Kernel, got 'rbf'"),
+        (lambda: RandomFourierBasis(3, 4), "needs a gpytorch.kernels.Kernel, got 3"),
+        (lambda: QuadruplyStochasticOptimizer(make()[0], num_data=3, num_steps=3), "got QuadruplyStochasticELBO"),
+        (lambda: QuadruplyStochasticOptimizer(model, 0.1, num_data=3, num_steps=3), "likelihood must be .*got 0.1"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+def test_pytorch_does_not_warn_of_the_optimisers_sparse_gradients() -> None:
+    mll, model, x, y = make()
+    optimizer = QuadruplyStochasticOptimizer(model, mll.likelihood, num_data=60, num_steps=2)
+    (-mll(model(x), y)).backward()
+    torch.set_warn_always(True)  # else once in a process
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            optimizer.step()
+    finally:
+        torch.set_warn_always(False)
+    assert not found
 
 
 def test_sizes_beyond_the_data() -> None:

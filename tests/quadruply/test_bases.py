@@ -206,7 +206,7 @@ def test_what_bases_refuse() -> None:
         RandomFourierBasis(kernels.PeriodicKernel(ard_num_dims=2), 8)
     with pytest.raises(SpectralDensityMissingError, match="InducingPointBasis"):
         RandomFourierBasis(kernels.LinearKernel(ard_num_dims=2), 8)
-    with pytest.raises(ValueError, match="2 input dimensions, got 3"):
+    with pytest.raises(ValueError, match="inputs with 2 columns, got 3"):
         RandomFourierBasis(rbf(), 8).group_features(inputs(d=3), x[:, :0], torch.arange(2))
     with pytest.raises(ValueError, match="distinct"):
         InducingPointBasis(rbf(), x[[0, 1, 1]])

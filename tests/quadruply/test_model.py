@@ -513,7 +513,7 @@ def test_states_of_other_optimisers_change_nothing() -> None:
     other = QuadruplyStochasticOptimizer(model, likelihood, **options)
     other.optimizers[0].param_groups[0]["lr"] = 0.5
     before = ours.state_dict()["optimizers"][0]["param_groups"][0]["lr"]
-    with pytest.raises(ValueError, match="that is to go on"):
+    with pytest.raises(ValueError, match="options of that run"):
         ours.load_state_dict(other.state_dict())
     assert ours.state_dict()["optimizers"][0]["param_groups"][0]["lr"] == before
     ours.load_state_dict(ours.state_dict())

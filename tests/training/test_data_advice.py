@@ -124,7 +124,7 @@ def test_constant_columns() -> None:
     x = x.clone()
     x[:, 2], x[:, 5] = 1.7, 0.0
     assert advice(x, y) == [
-        "Constant inputs have no lengthscale that data could determine: leave out columns 2, 5 of the inputs."
+        "The data cannot determine the lengthscale of a constant input: remove columns 2, 5 of the inputs."
     ]
     assert advice(x, y, ScaleKernel(RBFKernel())) == []  # all columns share a lengthscale
 
@@ -134,6 +134,12 @@ def test_targets_of_another_scale(scale: float) -> None:
     x, y = standardised()
     (sentence,) = advice(x, scale * y)
     assert f"The targets have a standard deviation of {scale:.3g}, and the prior one of 1.18" in sentence
+
+
+def test_equal_targets() -> None:
+    x, y = standardised()
+    (sentence,) = advice(x, torch.full_like(y, 1.7))
+    assert sentence.startswith("All targets are equal, so there is nothing to learn")
 
 
 def test_targets_far_from_the_mean() -> None:
@@ -163,7 +169,7 @@ def test_equal_inputs_with_targets_that_the_noise_does_not_explain(kind: str) ->
         assert advice(x, y, likelihood=likelihood) == []
         likelihood.requires_grad_(False)
     (sentence,) = advice(x, y, likelihood=likelihood)
-    assert sentence.startswith("10 rows have inputs of others and targets that noise of ")
+    assert sentence.startswith("10 rows have the inputs of other rows but very different targets")
 
 
 def test_every_kind_has_a_warning_of_its_own_before_the_first_step() -> None:
@@ -192,5 +198,5 @@ def test_other_marginal_log_likelihoods_know_of_constant_columns() -> None:
     x = x.clone()
     x[:, 1] = 3.0
     model = Regression(x, y, gpytorch.likelihoods.GaussianLikelihood(), RBFKernel(ard_num_dims=18))
-    with pytest.warns(DataWarning, match="leave out column 1 of the inputs"):
+    with pytest.warns(DataWarning, match="remove column 1 of the inputs"):
         warn_of_inputs(model)

@@ -38,7 +38,7 @@ def test_what_is_saved_is_loaded() -> None:
         ({"generator": torch.zeros(4)}, "no entry 'generator'"),
         ({"generator": torch.zeros(4, dtype=torch.uint8)}, "another kind of generator"),
         ({"generator": Run.begin(0).position, "odd": torch.zeros(1)}, "unknown entry 'odd'"),
-        ({"generator": Run.begin(0).position, "a.b": 3}, "'a.b' is a int"),
+        ({"generator": Run.begin(0).position, "a.b": 3}, "'a.b' must be a tensor, got int"),
     ],
 )
 def test_other_dicts_are_refused(state: dict, reason: str) -> None:

@@ -79,17 +79,20 @@ def joint_prior(
 def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Test inputs [*batch, t, d] that fit the training inputs; ValueError otherwise."""
     if len(inputs) != len(train):
-        raise ValueError(f"The model has {len(train)} training inputs; got {len(inputs)} test inputs.")
+        raise ValueError(f"The model takes {len(train)} input tensor(s), as its training inputs; got {len(inputs)}.")
     for x in inputs:
         if not torch.is_tensor(x):
             raise ValueError(
-                f"Test inputs must be tensors, got {type(x).__name__}: torch.as_tensor makes one of an array."
+                f"The inputs must be tensors, got {type(x).__name__}: convert them with torch.as_tensor(...)."
             )
     inputs = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
     for x, known in zip(inputs, train, strict=True):
         if x.shape[-1:] != known.shape[-1:]:
-            raise ValueError(f"Test inputs {tuple(x.shape)} do not fit the training inputs {tuple(known.shape)}.")
-        check_same_kind("A tensor of test inputs", x, "the training inputs", known)
+            raise ValueError(
+                f"Inputs of shape {tuple(x.shape)} do not fit the training inputs {tuple(known.shape)}: pass the same "
+                "columns."
+            )
+        check_same_kind("An input tensor", x, "the training inputs", known)
         if x.is_floating_point():
             check_finite("x", x)
     return inputs

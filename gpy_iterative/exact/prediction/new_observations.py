@@ -25,14 +25,14 @@ def check_observations(model: ExactGP, parts: Sequence[Any]) -> None:
     """Raises TypeError for arrays and lists, RuntimeError for gradients, ValueError for a model that transforms inputs."""
     if getattr(model, "input_transform", None) is not None:  # a BoTorch model keeps its inputs before and after it
         raise ValueError(
-            "The model has an input_transform, and would transform the new inputs again: call posterior.install(), then "
-            "model.condition_on_observations(X, Y) with X and Y not transformed."
+            "The model's input_transform would transform the new inputs a second time: call posterior.install(), then "
+            "model.condition_on_observations(X, Y) with X and Y as they were before any transform."
         )
     for part in parts:
         if not isinstance(part, Tensor):
             raise TypeError(
-                f"New inputs, targets and noise must be tensors, got {type(part).__name__}: "
-                "torch.as_tensor(..., dtype=model.train_targets.dtype) makes one."
+                f"New inputs, targets and noise must be tensors, got {type(part).__name__}: convert them with "
+                "torch.as_tensor(..., dtype=model.train_targets.dtype)."
             )
     check_without_gradients(parts)
 
@@ -41,9 +41,9 @@ def check_without_gradients(parts: Sequence[Tensor]) -> None:
     """Raises RuntimeError where new observations require gradients: none flow through the solves."""
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         raise RuntimeError(
-            "Gradients do not flow to observations that an iterative posterior is conditioned on: detach them. "
-            "Acquisition functions that differentiate through fantasies (knowledge gradients) need GPyTorch's own "
-            "prediction strategy, which is dense: model.train(); model.eval() brings it back."
+            "An iterative posterior has no gradients with respect to new observations: detach them. For acquisition "
+            "functions that need such gradients (knowledge gradient), model.train(); model.eval() restores GPyTorch's own "
+            "dense predictions."
         )
 
 
@@ -63,7 +63,7 @@ def with_observations(
     known, before = unexpanded(model.train_inputs or ()), model.train_targets
     points = checked_inputs(known, list(inputs))
     if len({x.shape[-2] for x in points}) > 1:
-        raise ValueError(f"The new inputs differ in their rows: {[tuple(x.shape) for x in points]}.")
+        raise ValueError(f"All new inputs need the same number of rows, got shapes {[tuple(x.shape) for x in points]}.")
     count = points[0].shape[-2]
     _check_targets(targets, before, count, event_dims)
     _check_noise(noise, likelihood, targets)
@@ -90,8 +90,8 @@ def _check_targets(targets: Tensor, before: Tensor, count: int, event_dims: int)
     wanted = (count, *before.shape[len(before.shape) - event_dims + 1 :])
     if targets.dim() < event_dims or tuple(targets.shape[-event_dims:]) != wanted:
         raise ValueError(
-            f"The new targets must have the shape [*f, {', '.join(map(str, wanted))}] of the new inputs and "
-            f"the old targets; got {tuple(targets.shape)}."
+            f"The new targets must have the shape {wanted}, one row for each new input, or a batch of it; got "
+            f"{tuple(targets.shape)}."
         )
     check_same_kind("The tensor of new targets", targets, "the training targets", before)
     is_missing = torch.isnan(targets)
@@ -104,16 +104,24 @@ def _check_noise(noise: Tensor | None, likelihood: Likelihood, targets: Tensor) 
     name = type(likelihood).__name__
     if not isinstance(likelihood, FixedNoiseGaussianLikelihood):
         if noise is not None:
-            raise ValueError(f"{name} has a noise of its own: noise= is for a FixedNoiseGaussianLikelihood.")
+            raise ValueError(
+                f"{name} has its own noise: leave noise= out, which is for a FixedNoiseGaussianLikelihood."
+            )
         return
     if noise is None:
-        raise ValueError(f"{name} needs the variances of the new observations: noise=[*f, m].")
+        raise ValueError(
+            f"{name} needs the noise variances of the new observations: pass noise= of shape {tuple(targets.shape)}."
+        )
     wanted, given = ((tuple(part.shape), part.dtype, part.device) for part in (targets, noise))
     if noise.shape[-1:] != targets.shape[-1:] or given[1:] != wanted[1:]:
-        raise ValueError("noise must fit the new targets {}, {} on {}; got {}, {} on {}.".format(*wanted, *given))
+        raise ValueError(
+            "noise must have the shape, dtype and device of the new targets, {}, {} on {}; got {}, {} on {}.".format(
+                *wanted, *given
+            )
+        )
     check_finite("noise", noise)
     if bool((noise <= 0).any()):
-        raise ValueError(f"noise must be positive, got {noise.min().item()}.")
+        raise ValueError(f"All noise variances must be positive, got {noise.min().item()}.")
 
 
 def _broadcast(*shapes: torch.Size) -> torch.Size:
@@ -121,7 +129,9 @@ def _broadcast(*shapes: torch.Size) -> torch.Size:
         return torch.broadcast_shapes(*shapes)
     except RuntimeError as error:
         listed = ", ".join(str(tuple(shape)) for shape in shapes)
-        raise ValueError(f"The batches of old and new observations do not broadcast: {listed}.") from error
+        raise ValueError(
+            f"The batch shapes of training data, new inputs, targets and noise must broadcast, got {listed}."
+        ) from error
 
 
 def _stacked(old: Tensor, new: Tensor, batch: torch.Size, dim: int) -> Tensor:

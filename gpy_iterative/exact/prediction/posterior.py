@@ -16,7 +16,7 @@ from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import ZeroLinearOperator
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_instance, generator_or_seed
+from gpy_iterative.checks import check_count, check_instance, check_number, generator_or_seed
 from gpy_iterative.errors import VarianceWarning, warn
 from gpy_iterative.exact.prediction.blocks import product
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
@@ -124,8 +124,7 @@ class PathwisePosterior:
         check_progress(progress)
         check_instance("solver", solver, Solver, "ConjugateGradients()")
         check_instance("products", products, KernelProducts, "KernelProducts()")
-        if exact_below < 0:
-            raise ValueError(f"exact_below must not be negative, got {exact_below}.")
+        check_number("exact_below", exact_below, "not be negative", lambda number: number >= 0)
         self._model, self.likelihood = model, likelihood
         self._installs_when_asked = False
         self._solver, self._params = solver, LikelihoodParams(params, model, kwargs=kwargs)
@@ -249,7 +248,7 @@ class PathwisePosterior:
             error = VarianceError.between(covariance.diagonal(dim1=-2, dim2=-1), exact)
         if error.median > LARGE_VARIANCE_ERROR:
             warn(
-                f"Predictive variances are off by a factor of {math.exp(error.median):.2f} in the median. Raise rank "
+                f"Predictive variances are wrong by a factor of {math.exp(error.median):.2f} (median). Raise rank "
                 f"(now {self._recipe.rank}) or num_neighbours (now {self._recipe.num_neighbours}).",
                 VarianceWarning,
             )

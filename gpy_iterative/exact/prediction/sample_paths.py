@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.exact.prediction.blocks import product
-from gpy_iterative.exact.prediction.joint_prior import checked_inputs, joint_prior
+from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for, joint_prior
 from gpy_iterative.exact.prediction.training_solves import PriorDraws
 from gpy_iterative.linear_operators.prior_parts import kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -51,7 +51,7 @@ class SamplePaths:
         Cost t (n + 2 m) k multiply-adds and t m sines and cosines for m frequencies; memory beyond the result is a few
         thousand rows of features. ValueError for inputs that do not fit the training inputs.
         """
-        with torch.set_grad_enabled(torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        with graph_for(inputs):
             model, _ = self._snapshot.copies()
             points = checked_inputs(list(model.train_inputs or ()), inputs)
             joint = joint_prior(model, points, self._update.shape[:-2], self._products)

@@ -21,7 +21,7 @@ from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
-from gpy_iterative.training.training_system import prior_at
+from gpy_iterative.training.training_system import check_has_data, prior_at
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,7 @@ class WeightSpacePosterior:
     def _solved(self) -> tuple[ModelSnapshot, WeightDistribution, PassReport]:
         start = time.perf_counter()
         model, likelihood = self.model, self.likelihood
-        if model.train_inputs is None or model.train_targets is None:
-            raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
+        check_has_data(model)
         snapshot = ModelSnapshot.of(model, likelihood)
         model, likelihood = snapshot.model, snapshot.likelihood
         prior = prior_at(model, list(model.train_inputs))

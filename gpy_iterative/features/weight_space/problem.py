@@ -66,10 +66,9 @@ class WeightSpacePrior:
         parts = prior_parts(function_dist.lazy_covariance_matrix)
         if parts.others:
             raise ValueError(
-                f"The prior covariance contains a {type(parts.others[0]).__name__} and not only kernels that can be "
-                "evaluated at some of the inputs: let the model's forward return MultivariateNormal(mean, "
-                "kernel(x)), with sums and products inside of the kernel. (In evaluation mode model(x) is the posterior: "
-                "call model.train() before training goes on.)"
+                f"The prior covariance contains a {type(parts.others[0]).__name__}, which cannot be evaluated for a batch "
+                "of rows: return MultivariateNormal(mean, kernel(x)) from forward, with sums and products inside it. "
+                "In evaluation mode call model.train() first."
             )
         self.terms, self.jitter = parts.terms, parts.diagonal
         for term in self.terms:
@@ -120,15 +119,16 @@ class WeightSpaceProblem:
             )
         if target.shape != function_dist.loc.shape:
             raise ValueError(
-                f"The target's shape {tuple(target.shape)} is not the prior's, {tuple(function_dist.loc.shape)}: one model "
-                "for each of several sets of targets."
+                f"The target's shape {tuple(target.shape)} is not the prior's, {tuple(function_dist.loc.shape)}: use one "
+                "model for each set of targets."
             )
         self.prior = WeightSpacePrior(function_dist)
         for term in self.prior.terms:
             if term.inputs.dim() != 2 or term.kernel.batch_shape:
                 raise ValueError(
                     f"A batch of kernels is not supported: {type(term.kernel).__name__} has batch shape "
-                    f"{tuple(term.kernel.batch_shape)}, its inputs {tuple(term.inputs.shape)}."
+                    f"{tuple(term.kernel.batch_shape)}, its inputs {tuple(term.inputs.shape)}. Use one model for "
+                    "each kernel."
                 )
         self._progress = progress
         self._distribution, self._target = function_dist, target
@@ -174,8 +174,7 @@ class WeightSpaceProblem:
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
             self.prior.check_inputs()
             raise NonFiniteError(
-                f"The {what} not finite. A smaller learning rate, or bounds on the hyperparameters, keep the optimiser "
-                "from leaving the domain."
+                f"The {what} not finite. Use a smaller learning rate, or constraints on the hyperparameters."
             )
 
     def _noise_covariance(self) -> LinearOperator:

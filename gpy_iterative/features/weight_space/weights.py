@@ -12,11 +12,11 @@ which any uniform batch gives unbiased values and gradients.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
 
+from gpy_iterative.checks import check_rate
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpaceProblem
 
@@ -51,9 +51,8 @@ def triangular_root(precision: Tensor) -> Tensor:
     lower, info = torch.linalg.cholesky_ex(precision)
     if info.any() or not torch.isfinite(lower).all():  # positive definite whenever it is finite and noise is not tiny
         raise NonFiniteError(
-            "A precision of weights or covariance of data is not finite or, to rounding, not positive definite: check "
-            "data, hyperparameters and noise. A constraint such as gpytorch.constraints.GreaterThan(1e-4) keeps the noise "
-            "away from zero."
+            "A precision or covariance matrix is not finite, or not positive definite to rounding. Check the data, and "
+            "keep the noise away from zero, for example with gpytorch.constraints.GreaterThan(1e-4)."
         )
     return lower
 
@@ -114,7 +113,9 @@ def exact_log_marginal_likelihood(problem: WeightSpaceProblem) -> Tensor:
         prior = (weights.mean.square() / batch.variances + batch.variances.log()).sum()  # the same for every batch
     total = total + prior
     if not torch.isfinite(total):
-        raise NonFiniteError("The log marginal likelihood is not finite: check the size of targets and noise.")
+        raise NonFiniteError(
+            "The log marginal likelihood is not finite: standardise the targets, and keep the noise away from zero."
+        )
     return -0.5 * total
 
 
@@ -139,7 +140,7 @@ class TrackerRate:
 
     def __post_init__(self) -> None:
         if not callable(self.given):
-            _check_rate(self.initial if self.given is None else self.given)
+            check_rate("tracker_rate", self.initial if self.given is None else self.given)
 
     @classmethod
     def of(cls, given: float | Callable[[int], float] | None, batch_size: int, num_features: int) -> "TrackerRate":
@@ -151,10 +152,5 @@ class TrackerRate:
         if self.given is None:
             return max(self.initial / math.sqrt(1 + self.initial * step / 4), min(self.initial, SMALLEST_RATE))
         rate = self.given(step) if callable(self.given) else self.given
-        _check_rate(rate)
+        check_rate("tracker_rate", rate)
         return float(rate)
-
-
-def _check_rate(rate: float) -> None:
-    if not isinstance(rate, Real) or isinstance(rate, bool) or not 0 < rate <= 1:
-        raise ValueError(f"tracker_rate must lie in (0, 1], got {rate!r}.")

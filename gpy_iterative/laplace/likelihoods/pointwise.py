@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from gpytorch.likelihoods import Likelihood, _GaussianLikelihoodBase
 from torch import Tensor
+from torch.distributions import Distribution
 
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError, VarianceWarning, warn
@@ -49,7 +50,7 @@ def check_laplace_likelihood(likelihood: Likelihood) -> None:
         raise TypeError(f"likelihood must be a gpytorch Likelihood, got {name}.")
     reason = refusal_of(likelihood)
     if reason is not None:
-        raise UnsupportedLikelihoodError(f"Laplace's method is not for {name}: {reason}.")
+        raise UnsupportedLikelihoodError(f"Laplace's method does not work with {name}: {reason}.")
     if not isinstance(likelihood, _GaussianLikelihoodBase):
         return
     if getattr(likelihood, "rank", 0):
@@ -233,7 +234,12 @@ class PointwiseLikelihood:
 
     def _generic_log_prob(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
         latents = f.squeeze(-1) if self.num_latents == 1 else f
-        log_prob = likelihood(latents, *self.params).log_prob(targets)
+        distribution = likelihood(latents, *self.params)
+        if not isinstance(distribution, Distribution):
+            raise TypeError(
+                f"{self.name}.forward must return a torch.distributions.Distribution, got {type(distribution).__name__}."
+            )
+        log_prob = distribution.log_prob(targets)
         if log_prob.shape != f.shape[:1]:
             raise ValueError(
                 f"Laplace's method needs a likelihood that factorises over points; {self.name} gives log densities of "
@@ -283,6 +289,8 @@ class PointwiseLikelihood:
             )
 
     def _check_targets(self, targets: Tensor) -> None:
+        if not isinstance(targets, Tensor):
+            raise TypeError(f"The targets must be a tensor, got {type(targets).__name__}: use torch.as_tensor(...).")
         shape, latents, needed = tuple(targets.shape), self.num_latents, self._form.target_per_latent
         if needed is True and (len(shape) != 2 or shape[1] != latents):
             raise ValueError(

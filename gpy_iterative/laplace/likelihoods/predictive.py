@@ -72,7 +72,8 @@ def class_probabilities(
     form = form_of(likelihood)
     if form is None or form.visible_basis is None:
         raise UnsupportedLikelihoodError(
-            f"{type(likelihood).__name__} has no classes that are known: use predictive_log_prob, or likelihood(model(x))."
+            f"{type(likelihood).__name__} is no classifier with known classes: use predictive_log_prob, or "
+            "likelihood(model(x))."
         )
     if method == "mc":
         total = torch.zeros_like(softmax_logits(likelihood, mean))

@@ -172,8 +172,8 @@ def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
         known = likelihood.noise_covar.noise.shape[-1]
         if known != f.shape[0]:  # GPyTorch takes the noise for zero
             raise ValueError(
-                f"FixedNoiseGaussianLikelihood has noise for {known} points, of which there are {f.shape[0]} here: leave "
-                "points without a target out of data and noise alike; at test points predict latent values."
+                f"FixedNoiseGaussianLikelihood has noise for {known} points, and there are {f.shape[0]} here: leave "
+                "points without a target out of data and noise, and predict latent values at test points."
             )
     covariance = likelihood._shaped_noise_covar(f.shape[:1])
     return covariance.diagonal(dim1=-1, dim2=-2).to(f.dtype).unsqueeze(-1)
@@ -222,10 +222,9 @@ for _class, _form in _FORMS.items():
     register_form(_class, _form)
 register_refusal(
     gl.LaplaceLikelihood,
-    "the second derivative of the double exponential density is zero almost everywhere: Laplace's method would give the "
-    "prior's covariance. StudentTLikelihood is robust, too, and has curvature",
+    "the second derivative of its log density is zero almost everywhere. Use StudentTLikelihood, which is robust as well",
 )
 register_refusal(
     gl.DirichletClassificationLikelihood,
-    "it turns classification into Gaussian regression: take an exact model, or SoftmaxLikelihood with this one",
+    "it turns classification into Gaussian regression. Use it with an exact model, or use SoftmaxLikelihood",
 )

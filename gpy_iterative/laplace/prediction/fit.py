@@ -121,11 +121,13 @@ def check_targets_fit(distribution: MultivariateNormal, targets: Tensor) -> None
     """Raises ValueError unless there is one target, or one row of them, for each of the prior's points."""
     points = distribution.mean.numel() // num_latents(distribution)
     if not isinstance(targets, Tensor):
-        raise ValueError(f"The targets must be a tensor [n], got {type(targets).__name__}.")
+        raise ValueError(f"The targets must be a tensor, got {type(targets).__name__}: use torch.as_tensor(...).")
     if targets.shape[:1] != (points,) or targets.dim() > 2:
         raise ValueError(f"Laplace's method needs targets [{points}], one for each point; got {tuple(targets.shape)}.")
     if targets.dim() == 2 and not isinstance(distribution, MultitaskMultivariateNormal):
         hint = "Use targets.squeeze(-1)." if targets.shape[-1] == 1 else "Batches need one model for each problem."
         raise ValueError(f"The targets must be [n], got {tuple(targets.shape)}. {hint}")
     if targets.device != distribution.mean.device:
-        raise ValueError(f"The targets are on {targets.device}, the model's output on {distribution.mean.device}.")
+        raise ValueError(
+            f"The targets are on {targets.device}, the model's output on {distribution.mean.device}: move one of them."
+        )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.prediction.blocks import product
-from gpy_iterative.exact.prediction.joint_prior import checked_inputs, covariance_blocks, stacked
+from gpy_iterative.exact.prediction.joint_prior import checked_inputs, covariance_blocks, graph_for, stacked
 from gpy_iterative.linear_operators.latent import latent_operator, latent_prior, num_latents
 from gpy_iterative.linear_operators.prior_parts import KernelTerm, kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -86,7 +86,7 @@ class LaplaceSamplePaths:
 
         Raises ValueError for inputs that do not fit the training inputs.
         """
-        with torch.set_grad_enabled(torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        with graph_for(inputs):
             model, _ = self.snapshot.copies()
             points = checked_inputs(self.inputs, inputs)
             if any(x.dim() != 2 for x in points):

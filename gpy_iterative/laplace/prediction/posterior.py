@@ -41,7 +41,7 @@ from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
-from gpy_iterative.training.training_system import check_inputs, prior_at
+from gpy_iterative.training.training_system import check_has_data, check_inputs, prior_at
 
 logger = logging.getLogger(__name__)
 
@@ -256,8 +256,7 @@ class LaplacePosterior:
     @torch.no_grad()
     def _found(self, initial_weights: Tensor | None) -> LaplaceFit:
         """The mode at the model's training data."""
-        if self.model.train_inputs is None or self.model.train_targets is None:
-            raise ValueError("A posterior needs training data: call model.set_train_data(inputs, targets) first.")
+        check_has_data(self.model)
         check_inputs(self.model)
         snapshot = ModelSnapshot.of(self.model, self.likelihood)
         inputs, targets = list(snapshot.model.train_inputs), snapshot.model.train_targets

@@ -207,4 +207,4 @@ class TiledLinearOperator(LinearOperator):
 
 def _check_rows(rhs: Tensor, expected: int) -> None:
     if rhs.shape[-2] != expected:
-        raise ValueError(f"{expected} columns of a matrix times {rhs.shape[-2]} rows: the two numbers must be equal.")
+        raise ValueError(f"A matrix with {expected} columns cannot be multiplied by one with {rhs.shape[-2]} rows.")

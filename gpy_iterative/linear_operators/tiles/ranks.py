@@ -29,22 +29,22 @@ def check_group(group: "dist.ProcessGroup | Literal['world'] | None") -> None:
     """
     if group is None:
         return
+    is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
+    is_foreign = dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER
+    if not (is_group or is_foreign or group == "world"):
+        raise TypeError(f"process_group must be None, 'world' or a torch.distributed.ProcessGroup, got {group!r}.")
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            f"process_group={group!r} needs a process group: start the script with torchrun, and call "
-            "torch.distributed.init_process_group(...) before."
+            f"process_group={group!r} needs an initialised process group: start the script with torchrun, and call "
+            "torch.distributed.init_process_group(...) first."
         )
     if group == "world":
         return
-    if group is dist.GroupMember.NON_GROUP_MEMBER or (
-        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
-    ):
+    if is_foreign or dist.get_rank(group) < 0:
         raise ValueError(
-            f"process_group does not contain rank {dist.get_rank()}, this process: only members of a group share its "
-            "matrices. Leave the others out of the training, or pass 'world'."
+            f"This process, rank {dist.get_rank()}, is not in process_group: train in the group's own processes only, or "
+            "pass process_group='world'."
         )
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"process_group must be None, 'world' or a torch.distributed.ProcessGroup, got {group!r}.")
 
 
 class Ranks:
@@ -138,7 +138,7 @@ class Ranks:
             raise RankLostError(
                 f"Rank {self.rank} of {self.size} could not sum with the others: a rank ended, did not answer within the "
                 "process group's timeout, or computes something else than this one. End all of them, and start them again "
-                f"from the last checkpoint (model, optimiser and mll.training_state()). What torch says: {error}"
+                f"from the last checkpoint (model, optimiser and mll.training_state()). PyTorch's error: {error}"
             ) from error
 
     def _check(self, checksums: list[int], what: str) -> None:

@@ -8,7 +8,18 @@ from abc import ABC, abstractmethod
 
 import gpytorch
 import torch
+from gpytorch.kernels import Kernel
 from torch import Tensor
+
+
+def check_kernel(kernel: Kernel) -> None:
+    """Raises TypeError for what is no kernel, and ValueError for a batch of kernels."""
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"A basis needs a gpytorch.kernels.Kernel, got {kernel!r}.")
+    if kernel.batch_shape:
+        raise ValueError(
+            f"A basis needs a kernel without batch shape, got {tuple(kernel.batch_shape)}: make one basis for each kernel."
+        )
 
 
 class FeatureBasis(gpytorch.Module, ABC):

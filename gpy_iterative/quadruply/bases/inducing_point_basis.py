@@ -11,7 +11,7 @@ from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NotPositiveDefiniteError
 from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal, kernel_matrix
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
-from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
+from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis, check_kernel
 
 #: Points up to which log|S| is computed, by a dense Cholesky factor.
 MAX_FACTORED = 3000
@@ -105,7 +105,7 @@ class InducingPointBasis(KernelFunctionBasis):
         lower, info = torch.linalg.cholesky_ex(matrix)
         if info:
             raise NotPositiveDefiniteError(
-                "The kernel matrix of the inducing points has no Cholesky factor. Use points that are farther apart."
+                "The kernel matrix of the inducing points has no Cholesky factor. Use float64, or points farther apart."
             )
         return 2 * lower.diagonal().log().sum().to(self.points.dtype)
 
@@ -119,12 +119,14 @@ def gram_matrix(kernel: kernels.Kernel, points: Tensor) -> Tensor:
 
 def check_points(kernel: kernels.Kernel, points: Tensor) -> None:
     """Raises ValueError where the points do not fit the kernel."""
-    if kernel.batch_shape:
-        raise ValueError(f"A basis needs a kernel without batch shape, got {tuple(kernel.batch_shape)}.")
+    check_kernel(kernel)
     if not isinstance(points, Tensor) or points.dim() != 2 or 0 in points.shape:
         shape = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__
         raise ValueError(f"The points of a basis must be a tensor [m, d] with m, d >= 1, got {shape}.")
     for name, parameter in kernel.named_parameters():
         if parameter.dtype != points.dtype:
-            raise ValueError(f"The points have dtype {points.dtype}, the kernel's parameter {name} {parameter.dtype}.")
+            raise ValueError(
+                f"The points have dtype {points.dtype}, the kernel's parameter {name} {parameter.dtype}: convert one of "
+                "them with .to(...)."
+            )
     check_finite("points", points)

@@ -7,7 +7,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, checked_seed
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
-from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
+from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis, check_kernel
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.spectral.summands import Summand, summands
@@ -33,8 +33,8 @@ class FourierGroups(torch.nn.Module):
         self.group_size = 2 * len(parts)
         if num_features % self.group_size:
             raise ValueError(
-                f"The number of random features must be a multiple of {self.group_size}, a sine and a cosine for every "
-                f"summand of the kernel; got {num_features}."
+                f"num_features must be a multiple of {self.group_size}, a sine and a cosine for each kernel of the sum, "
+                f"got {num_features}."
             )
         self.num_groups = num_features // self.group_size
         if stored:
@@ -67,7 +67,10 @@ class FourierGroups(torch.nn.Module):
 
     def _summands(self, kernel: kernels.Kernel, x: Tensor) -> list[Summand]:
         if x.shape[-1] != self.num_dims:
-            raise ValueError(f"The basis has frequencies for {self.num_dims} input dimensions, got {x.shape[-1]}.")
+            raise ValueError(
+                f"The basis was made for inputs with {self.num_dims} columns, got {x.shape[-1]}: pass the same columns, or "
+                "make a basis with another num_dims."
+            )
         active = x if kernel.active_dims is None else x.index_select(-1, kernel.active_dims)
         parts = summands([KernelTerm(kernel, active)])
         for part in parts:
@@ -152,13 +155,14 @@ def _seed_of(seed: int, chunk: int) -> int:
 
 
 def _num_dims(kernel: kernels.Kernel, num_dims: int | None) -> int:
-    if kernel.batch_shape:
-        raise ValueError(f"A basis needs a kernel without batch shape, got {tuple(kernel.batch_shape)}.")
+    check_kernel(kernel)
     if num_dims is not None:
         check_count("num_dims", num_dims)
         return num_dims
     found = {part.ard_num_dims for part in kernel.modules() if isinstance(part, kernels.Kernel)} - {None}
     selects = any(isinstance(part, kernels.Kernel) and part.active_dims is not None for part in kernel.modules())
     if len(found) != 1 or selects:
-        raise ValueError("This kernel does not tell the number of columns of the inputs: pass num_dims=x.shape[-1].")
+        raise ValueError(
+            f"The number of input columns does not follow from this {type(kernel).__name__}: pass num_dims=x.shape[-1]."
+        )
     return found.pop()

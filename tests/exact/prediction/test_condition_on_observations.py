@@ -278,8 +278,8 @@ BAD: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Any, Any]], str]] = {
     "column-of-targets": (lambda x, y: (x, y.unsqueeze(-1)), "must have the shape"),
     "dtype": (lambda x, y: (x.float(), y), "dtype torch.float32"),
     "dtype-of-targets": (lambda x, y: (x, y.float()), "dtype torch.float32"),
-    "number-of-inputs": (lambda x, y: ([x, x], y), "1 training inputs"),
-    "batches": (lambda x, y: (x.expand(2, 3, 3), y.expand(3, 3)), "do not broadcast"),
+    "number-of-inputs": (lambda x, y: ([x, x], y), "takes 1 input tensor"),
+    "batches": (lambda x, y: (x.expand(2, 3, 3), y.expand(3, 3)), "must broadcast"),
 }
 
 
@@ -303,7 +303,11 @@ def test_bad_noise() -> None:
     x, y, noise = new_data(CASES["fixed-noise"](), 3)
     assert noise is not None
     fixed = posterior_of(CASES["fixed-noise"]())
-    for wrong, message in ((None, r"noise=\[\*f, m\]"), (noise[:2], "must fit"), (-noise, "positive")):
+    for wrong, message in (
+        (None, r"pass noise= of shape \(3,\)"),
+        (noise[:2], "must have the shape"),
+        (-noise, "positive"),
+    ):
         with pytest.raises(ValueError, match=message):
             fixed.condition_on_observations(x, y, noise=wrong)
     with pytest.raises(ValueError, match="FixedNoiseGaussianLikelihood"):
@@ -359,7 +363,7 @@ def test_noises_must_fit_the_targets() -> None:
     case = CASES["fixed-noise"]()
     x, y, noise = new_data(case, 5, 3)
     assert noise is not None
-    for wrong, message in ((noise[:2], "do not broadcast"), (noise.float(), "float32"), (noise.to("meta"), "meta")):
+    for wrong, message in ((noise[:2], "must broadcast"), (noise.float(), "float32"), (noise.to("meta"), "meta")):
         with pytest.raises(ValueError, match=message):
             posterior_of(case).condition_on_observations(x, y, noise=wrong)
 

@@ -336,8 +336,11 @@ def test_bad_test_inputs() -> None:
         posterior(x[0, 0])
     with pytest.raises(ValueError, match="dtype"):
         posterior(x.float())
-    with pytest.raises(ValueError, match="1 training inputs"):
+    with pytest.raises(ValueError, match="takes 1 input tensor"):
         posterior(x, x)
+    for call in (posterior, posterior.sample_paths(2)):
+        with pytest.raises(ValueError, match=r"got ndarray: convert them with torch\.as_tensor"):
+            call(x.numpy())
     x[2, 1] = torch.nan
     with pytest.raises(ValueError, match=r"x\[2, 1\]"):
         posterior(x)

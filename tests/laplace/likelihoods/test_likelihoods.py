@@ -240,7 +240,7 @@ def test_fixed_noise_belongs_to_its_points(more: bool) -> None:
     inner = gl.FixedNoiseGaussianLikelihood(torch.full((5,), 0.5), learn_additional_noise=more)
     f = torch.zeros(5, 1, dtype=torch.float64)
     PointwiseLikelihood(inner, torch.zeros(5), 1).log_prob(f)
-    with pytest.raises(ValueError, match="noise for 5 points, of which there are 4"):
+    with pytest.raises(ValueError, match="noise for 5 points, and there are 4"):
         PointwiseLikelihood(inner, torch.zeros(4), 1).log_prob(f[:4])
 
 
