@@ -278,7 +278,14 @@ class AverageInformation:
         damping = torch.tensor(self._damping, dtype=torch.float64)
         probes = torch.tensor(self.mll.probes.num_probes)
         before = {f"mll.{name}": tensor for name, tensor in self.point.before.items()}
-        return {"damping": damping, "num_probes": probes, "generator": self._generator.get_state(), **guess, **last, **before}
+        return {
+            "damping": damping,
+            "num_probes": probes,
+            "generator": self._generator.get_state(),
+            **guess,
+            **last,
+            **before,
+        }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Takes what `state()` gave, before or after the parameters are loaded.

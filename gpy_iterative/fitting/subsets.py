@@ -42,9 +42,10 @@ def initialize_from_subsets(
     """Sets the hyperparameters of model and likelihood, in place, to what the optima of subsets agree on.
 
     One half of each subset is a random training point with its nearest neighbours (Euclidean, standardised inputs), which
-    tells short lengthscales; the other half is random rows, which tell long ones. A copy of the model is fitted to it by average information, from the optimum of the subset before. The optima t_k, logarithms of positive
-    hyperparameters, are weighted by their information A_k: (sum_k A_k)^-1 sum_k A_k t_k, and no value leaves the range of
-    the optima. So what a subset does not determine is left to the others.
+    tells short lengthscales; the other half is random rows, which tell long ones. A copy of the model is fitted to it by
+    average information, from the optimum of the subset before. The optima t_k, logarithms of positive hyperparameters, are
+    weighted by their information A_k: (sum_k A_k)^-1 sum_k A_k t_k, and no value leaves the range of the optima. So what a
+    subset does not determine is left to the others.
 
     Args:
         model: with training data; inputs [n, d], targets [*b, n] or [n, T].

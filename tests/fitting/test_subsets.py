@@ -1,4 +1,4 @@
-"""Starts from subsets: the optima of small parts of the data, combined by their information, in place at the end and not before."""
+"""Starts from subsets: the optima of parts of the data, combined by their information, in place at the end."""
 
 import copy
 
@@ -69,7 +69,7 @@ def test_half_of_a_subset_is_a_neighbourhood(found: list[tuple[Tensor, Tensor, T
     for inputs, _, _ in found:
         rows = {int((case.x == row).all(-1).nonzero()) for row in inputs}
         assert len(rows) == 10
-        assert sum(rows.issuperset(one.tolist()) for one in nearest) in (1, 2)  # two points may have the same neighbours
+        assert any(rows.issuperset(one.tolist()) for one in nearest)
 
 
 @pytest.mark.parametrize("second", [3, torch.Generator().manual_seed(3), 4], ids=["seed", "generator", "another seed"])
