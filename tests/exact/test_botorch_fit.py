@@ -152,5 +152,5 @@ def test_a_training_state_belongs_to_the_inputs_before_their_transform() -> None
     mll.load_training_state(state)
     (inputs,) = model.train_inputs
     model.set_train_data(inputs.flip(-2), model.train_targets, strict=False)
-    with pytest.raises(ValueError, match="fingerprint"):
+    with pytest.raises(ValueError, match="the training data are others"):
         mll.load_training_state(state)

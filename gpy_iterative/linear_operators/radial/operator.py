@@ -68,7 +68,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     def _make_tiles(self) -> RadialTiles:
         if self.products.backend == "keops":
             engine = RadialKeOps
-        elif self.products.far_field is not None and self.symmetric and not self._is_batched:
+        elif self.products.far_field is not None and self.symmetric and self.x1.numel() and not self._is_batched:
             return RadialFarField(self.x1, self.function, self.alpha, self.products, self.cache)
         else:
             engine = RadialTiles

@@ -48,6 +48,9 @@ class BracketPositions:
     A position depends on the spectrum's shape, and changes slowly during training. Those of one long quadrature let the
     following steps estimate the limit from their first two or three iterations.
 
+    Positions belong to bounds of about the same width: an eighth of its change counts as an error, as an eighth of the width
+    does where nothing is known. A fit's long steps make it ten times wider.
+
     Positions drift. That two iterations agree is no proof, since both may be wrong in the same direction. So every long
     quadrature measures the drift of the positions before it, and later estimates count it as an error. Positions are
     learned again after twice as many estimates as their drift was measured on, or when the products that these needed
@@ -55,6 +58,7 @@ class BracketPositions:
 
     Attributes:
         values: [*b, s, k], by probe and iteration.
+        gaps: [*b, k], between the bounds of the mean over probes, by iteration.
         error: [*b], of the quadrature that they were learned from. Estimates inherit it.
         drift: [*b, k], error that an estimate at this iteration gains with every step; zero where it is not known.
         age: [], estimates since they were learned.
@@ -63,6 +67,7 @@ class BracketPositions:
     """
 
     values: Tensor
+    gaps: Tensor
     error: Tensor
     drift: Tensor
     age: Tensor
@@ -77,7 +82,7 @@ class BracketPositions:
         upper, lower = (torch.stack(rule, dim=-1) for rule in zip(*bounds, strict=True))
         gap = upper - lower
         positions = (truth.unsqueeze(-1) - lower) / torch.where(gap > 0, gap, 1.0)
-        values = torch.where(gap > 0, positions, 0.5).clamp(0, 1)
+        values, gaps = torch.where(gap > 0, positions, 0.5).clamp(0, 1), gap.mean(-2)
         zero = torch.zeros((), dtype=torch.int64, device=values.device)
         drift = torch.zeros_like(values[..., 0, :])
         errors = []  # of the estimates that could have been made by the positions before, from the second iteration on
@@ -85,14 +90,14 @@ class BracketPositions:
             estimates = [before.estimate(bounds[:count]) for count in range(LEAST_PRODUCTS, len(bounds) + 1)]
             errors = [(found[0] - truth).mean(-1).abs() for found in estimates if found is not None]
         if before is None or not errors:
-            return cls(values, error, drift, zero, zero + FIRST_LIFE, zero)
+            return cls(values, gaps, error, drift, zero, zero + FIRST_LIFE, zero)
         age = before.age + 1
         # An estimate is not taken for better than a later one, whose error may be about to change its sign.
         measured = torch.stack(errors, dim=-1).flip(-1).cummax(-1).values.flip(-1) / age
         for iteration in range(1, len(bounds)):  # the last drift that is known holds for all iterations after it
             now, old = measured[..., min(iteration, len(errors)) - 1], before.drift[..., : iteration + 1][..., -1]
             drift[..., iteration] = now.maximum(REMEMBERED * old)
-        return cls(values, error, drift, zero, 2 * age, zero)
+        return cls(values, gaps, error, drift, zero, 2 * age, zero)
 
     @property
     def are_worn(self) -> bool:
@@ -104,7 +109,7 @@ class BracketPositions:
         return replace(self, age=self.age + 1, surplus=self.surplus + products - LEAST_PRODUCTS)
 
     def estimate(self, bounds: Sequence[Bounds]) -> tuple[Tensor, Tensor] | None:
-        """The quadrature's limit [*b, s], and the error [*b] of its mean by the positions' drift.
+        """The quadrature's limit [*b, s], and the error [*b] of its mean by what has changed since they were learned.
 
         None for less than two iterations, or more than the positions were learned from.
         """
@@ -117,7 +122,10 @@ class BracketPositions:
         )
         correction = (samples - last).mean(-1) * (FALL / (1 - FALL))
         drifted = self.drift[..., count - 1] * (self.age + 1)
-        return samples + correction.unsqueeze(-1), (DOUBTED * correction.abs()).maximum(drifted)
+        upper, lower = bounds[-1]
+        gap = (upper - lower).mean(-1)
+        changed = (gap - self.gaps[..., count - 1]).abs().minimum(gap) / BRACKET_PARTS
+        return samples + correction.unsqueeze(-1), (DOUBTED * correction.abs()).maximum(drifted).maximum(changed)
 
 
 @dataclass(frozen=True)
