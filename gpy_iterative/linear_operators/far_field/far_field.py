@@ -45,10 +45,10 @@ def far_field(entries: Entries, wanted: float | Literal["auto"]) -> FarField | N
     ):  # where it pays on CUDA is not measured yet
         return None
     tolerance = max(TOLERANCE * min(1, ROWS / n), SMALLEST_TOLERANCE) if wanted == "auto" else wanted
-    plan = make_plan(entries, tolerance)
     limit = (AUTO_PART if wanted == "auto" else GIVEN_PART) * n**2 / 2
+    plan = make_plan(entries, tolerance, limit)
     for _ in range(2):
-        if plan.cost >= limit:
+        if plan is None or plan.cost >= limit:
             return None
         levels = build_levels(plan, entries)
         error = measured_error(plan, levels, entries)

@@ -1,6 +1,6 @@
 """Near and far pairs of nodes of a tree, found from the root downwards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,9 @@ SEPARATION = 0.7
 #: Near pairs of a level, for each row of the data, up to which a tree is refined. Trees of least cost have fewer, in up to
 #: four dimensions; in many dimensions nearly all pairs are near, and would take memory for nothing.
 MAX_NEAR_PAIRS = 1.0
+#: On a level of so many nodes some pairs are far in up to four dimensions. Where more than this part is near, there are too
+#: many dimensions.
+COARSE_NODES, MOST_NEAR = 64, 0.95
 
 
 @dataclass(frozen=True)
@@ -31,25 +34,33 @@ class LevelPairs:
 
 
 def level_pairs(
-    levels: list[Nodes], is_negligible: Callable[[Tensor], Tensor], separation: float = SEPARATION
-) -> list[LevelPairs]:
-    """The pairs of every level of a tree, from the root on. It ends early after a level of more than `MAX_NEAR_PAIRS`.
+    tree: Iterable[Nodes], is_negligible: Callable[[Tensor], Tensor], separation: float = SEPARATION
+) -> tuple[list[Nodes], list[LevelPairs]]:
+    """The levels of a tree and the pairs of each, from the root on. They end early where nearly all pairs are near.
 
     Every pair of rows is in one far pair of some level, or in one near pair of the last; or its entry is negligible.
 
     Args:
-        levels: of a tree, the root first.
+        tree: its levels, the root first.
         is_negligible: of gaps [p], whether the kernel is so small at this distance, and beyond, that it may count as zero.
         separation: gap of far nodes in diameters of the larger one.
     """
+    levels: list[Nodes] = []
     found: list[LevelPairs] = []
-    pairs = torch.zeros(2, 1, dtype=torch.int64, device=levels[0].rows.device)
-    for nodes in levels:
+    for nodes in tree:
+        pairs = (
+            _of_children(found[-1].near, len(nodes)) if found else torch.zeros(2, 1, dtype=torch.int64).to(nodes.rows)
+        )
+        levels.append(nodes)
         found.append(_divided(nodes, pairs, is_negligible, separation))
-        if found[-1].near.shape[1] > MAX_NEAR_PAIRS * levels[0].size:
+        if _are_too_many(found[-1].near.shape[1], len(nodes), levels[0].size):
             break
-        pairs = _of_children(found[-1].near, 2 * len(nodes))
-    return found
+    return levels, found
+
+
+def _are_too_many(near: int, nodes: int, rows: int) -> bool:
+    """Whether near pairs of a level with so many nodes, of data with so many rows, are not worth refining."""
+    return near > MAX_NEAR_PAIRS * rows or (nodes == COARSE_NODES and near > MOST_NEAR * nodes * (nodes + 1) / 2)
 
 
 def _divided(nodes: Nodes, pairs: Tensor, is_negligible: Callable[[Tensor], Tensor], separation: float) -> LevelPairs:

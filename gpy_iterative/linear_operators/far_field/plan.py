@@ -20,7 +20,7 @@ POINT_COST = 12
 #: Nodes of a level on which its rank is measured, rows of each, and proxies.
 SAMPLED_NODES, SAMPLED_ROWS, SAMPLED_PROXIES = 24, 192, 384
 #: Random entries from which the size of all is estimated.
-SAMPLED_ENTRIES = 2**16
+SAMPLED_ENTRIES = 2**14
 #: The error of far entries that ranks are measured for, which adds up over the levels, and entries that count as zero: in
 #: parts of the error that is allowed.
 AIM, NEGLIGIBLE = 0.08, 0.03
@@ -62,35 +62,44 @@ class Plan:
         stop = depth + 1
         return replace(self, levels=self.levels[:stop], pairs=self.pairs[:stop], ranks=self.ranks[:stop])
 
+    def cheapest(self) -> "Plan":
+        """The same with the leaves at the depth of least cost."""
+        return min((self.cut(depth) for depth in range(len(self.levels))), key=lambda other: other.cost)
+
 
 def _cost(pairs: int, size: int) -> float:
     return pairs * size * (size + POINT_COST)
 
 
-def make_plan(entries: Entries, tolerance: float) -> Plan:
-    """The plan of least cost for the matrix of these entries.
+def make_plan(entries: Entries, tolerance: float, limit: float) -> Plan | None:
+    """The plan of least cost for the matrix of these entries; None where there is none below a limit.
 
     Args:
         entries: of the matrix.
         tolerance: the relative error that a product with random vectors may have.
+        limit: of a product's cost, in entries.
 
     Cost: a tree, the lists of pairs, and the entries of a few nodes of each level at a few hundred rows each.
     """
     size = entries_size(entries)
     depth = max(int(math.log2(len(entries) / SMALLEST_LEAF)), 0)
-    levels = balanced_tree(entries.positions, depth)
-    pairs = level_pairs(levels, partial(entries.are_below, NEGLIGIBLE * tolerance * size))
-    whole = Plan(levels[: len(pairs)], pairs, [], size, AIM * tolerance * size)
-    return with_measured_ranks(whole, entries)
+    tree, is_negligible = (
+        balanced_tree(entries.positions, depth),
+        partial(entries.are_below, NEGLIGIBLE * tolerance * size),
+    )
+    levels, pairs = level_pairs(tree, is_negligible)
+    hoped = Plan(levels, pairs, [RANK_STEP] * len(levels), size, AIM * tolerance * size)
+    if hoped.cheapest().cost >= limit:
+        return None
+    plan = with_measured_ranks(hoped, entries)
+    return plan if plan.cost < limit else None
 
 
 def with_measured_ranks(plan: Plan, entries: Entries) -> Plan:
     """The plan with the ranks that its error takes, and with its leaves at the depth of least cost."""
     double = entries.double()
     # The root first: large nodes take longest.
-    ranks = run([partial(_rank, double, nodes, plan.error) for nodes in plan.levels])
-    plan = replace(plan, ranks=ranks)
-    return min((plan.cut(depth) for depth in range(len(plan.levels))), key=lambda other: other.cost)
+    return replace(plan, ranks=run([partial(_rank, double, nodes, plan.error) for nodes in plan.levels])).cheapest()
 
 
 def entries_size(entries: Entries) -> float:

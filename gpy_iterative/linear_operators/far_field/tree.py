@@ -1,5 +1,6 @@
 """A balanced tree over the rows of a data set: medians cut every node in two along its widest side."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -56,10 +57,10 @@ class Nodes:
         return torch.arange(self.size, device=self.rows.device) < self.counts.unsqueeze(-1)
 
 
-def balanced_tree(x: Tensor, depth: int) -> list[Nodes]:
+def balanced_tree(x: Tensor, depth: int) -> Iterator[Nodes]:
     """The levels of a tree over the points x [n, d], the root first: 2^level nodes each, the last at level `depth`.
 
-    Cost: one sort of n numbers for each level. Memory: n row numbers for each level.
+    Each level is made when it is asked for. Cost: one sort of n numbers for each. Memory: n row numbers for each.
 
     Raises:
         ValueError: fewer points than the last level has nodes.
@@ -67,11 +68,11 @@ def balanced_tree(x: Tensor, depth: int) -> list[Nodes]:
     if len(x) < 2**depth:
         raise ValueError(f"A tree of depth {depth} has {2**depth} leaves, and there are {len(x)} points.")
     rows, points = torch.arange(len(x), device=x.device).unsqueeze(0), x.unsqueeze(0)
-    levels = [Nodes(rows, torch.tensor([len(x)], device=x.device), Boxes.around(points))]
+    nodes = Nodes(rows, torch.tensor([len(x)], device=x.device), Boxes.around(points))
+    yield nodes
     for _ in range(depth):
-        nodes, points = _halved(levels[-1], points)
-        levels.append(nodes)
-    return levels
+        nodes, points = _halved(nodes, points)
+        yield nodes
 
 
 def _halved(nodes: Nodes, points: Tensor) -> tuple[Nodes, Tensor]:

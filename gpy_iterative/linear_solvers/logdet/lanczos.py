@@ -48,8 +48,8 @@ class BracketPositions:
     A position depends on the spectrum's shape, and changes slowly during training. Those of one long quadrature let the
     following steps estimate the limit from their first two or three iterations.
 
-    Positions belong to bounds of about the same width: an eighth of its change counts as an error, as an eighth of the width
-    does where nothing is known. A fit's long steps make it ten times wider.
+    Positions belong to bounds of about the same width: an eighth of its change counts as an error, as an eighth of the
+    width does where nothing is known. A fit's long steps make it ten times wider.
 
     Positions drift. That two iterations agree is no proof, since both may be wrong in the same direction. So every long
     quadrature measures the drift of the positions before it, and later estimates count it as an error. Positions are

@@ -28,7 +28,7 @@ def test_each_level_has_every_row_once(n: int) -> None:
 
 
 def test_a_slot_without_a_row_repeats_the_first() -> None:
-    leaves = balanced_tree(points(100, 2), 3)[-1]
+    *_, leaves = balanced_tree(points(100, 2), 3)
     lacking = leaves.counts < leaves.size
     assert lacking.any()
     assert leaves.rows[lacking, -1].equal(leaves.rows[lacking, 0])
@@ -36,20 +36,20 @@ def test_a_slot_without_a_row_repeats_the_first() -> None:
 
 def test_children_halve_the_widest_side() -> None:
     x = points(64, 2) * torch.tensor([1.0, 10.0])
-    left, right = x[balanced_tree(x, 1)[1].rows]
+    _, halves = balanced_tree(x, 1)
+    left, right = x[halves.rows]
     assert left[:, 1].max() <= right[:, 1].min()
 
 
 def test_more_leaves_than_points_are_refused() -> None:
     with pytest.raises(ValueError, match="8 leaves, and there are 5"):
-        balanced_tree(points(5, 1), 3)
+        list(balanced_tree(points(5, 1), 3))
 
 
 @pytest.mark.parametrize("d", [1, 2, 3])
 def test_every_pair_of_rows_is_in_one_block(d: int) -> None:
     n = 500
-    levels = balanced_tree(points(n, d), 5)
-    pairs = level_pairs(levels, nothing)
+    levels, pairs = level_pairs(balanced_tree(points(n, d), 5), nothing)
     seen = torch.zeros(n, n)
     for nodes, level in zip(levels, pairs, strict=True):
         for i, j in level.far.T:
@@ -63,8 +63,7 @@ def test_every_pair_of_rows_is_in_one_block(d: int) -> None:
 
 
 def test_far_boxes_are_separated_and_none_repeats_a_pair_of_its_parents() -> None:
-    levels = balanced_tree(points(2000, 2), 6)
-    for nodes, level in zip(levels, level_pairs(levels, nothing), strict=True):
+    for nodes, level in zip(*level_pairs(balanced_tree(points(2000, 2), 6), nothing), strict=True):
         diameters = nodes.boxes.diameters()[level.far].amax(0)
         assert (level.gaps >= SEPARATION * diameters).all()
         assert (level.near[0] <= level.near[1]).all()
@@ -72,8 +71,8 @@ def test_far_boxes_are_separated_and_none_repeats_a_pair_of_its_parents() -> Non
 
 def test_equal_points_are_near() -> None:
     x = torch.cat([points(100, 2), torch.full((300, 2), 0.5, dtype=torch.float64)])
-    levels = balanced_tree(x, 4)
-    leaves = level_pairs(levels, nothing)[-1]
+    levels, pairs = level_pairs(balanced_tree(x, 4), nothing)
+    leaves = pairs[-1]
     is_point = levels[-1].boxes.diameters() == 0
     assert is_point.sum() > 4
     between = is_point[leaves.near].all(0)
@@ -82,13 +81,17 @@ def test_equal_points_are_near() -> None:
 
 
 def test_negligible_pairs_are_in_no_list() -> None:
-    levels = balanced_tree(points(1000, 2), 5)
-    listed = level_pairs(levels, lambda gaps: gaps > 0.3)
+    _, listed = level_pairs(balanced_tree(points(1000, 2), 5), lambda gaps: gaps > 0.3)
     assert all((level.gaps <= 0.3).all() for level in listed)
 
 
 def test_lists_end_where_they_are_long() -> None:
-    levels = balanced_tree(points(4000, 18), 8)
-    assert [level.near.shape[1] for level in level_pairs(levels, nothing)] == [
-        count * (count + 1) // 2 for count in (1, 2, 4, 8, 16, 32, 64, 128)
-    ]
+    _, listed = level_pairs(balanced_tree(points(100, 18), 5), nothing)
+    assert [level.near.shape[1] for level in listed] == [1, 3, 10, 36, 136]  # the next 32 nodes would have 528
+
+
+def test_a_tree_ends_where_nearly_all_pairs_of_its_coarse_nodes_are_near() -> None:
+    levels, _ = level_pairs(balanced_tree(points(4000, 18), 8), nothing)
+    assert len(levels[-1]) == 64
+    levels, _ = level_pairs(balanced_tree(points(4000, 3), 7), nothing)
+    assert len(levels[-1]) == 128
