@@ -4,6 +4,7 @@ import multiprocessing
 import random
 import signal
 import time
+from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ KILLS = 4
 
 
 @pytest.fixture(scope="module")
-def server() -> ForkServerContext:
-    """Starts processes that have imported what they need."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerContext]:
+    """Starts processes that have imported what they need; KeOps' cache, which others rewrite as they end, is their own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.fitting.test_kill"])
-    return context
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEOPS_CACHE_FOLDER", str(tmp_path_factory.mktemp("keops")))
+        yield context
 
 
 def fit_in(folder: Path, method: Any) -> None:
