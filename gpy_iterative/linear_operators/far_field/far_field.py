@@ -40,9 +40,8 @@ class FarField:
 def far_field(entries: Entries, wanted: float | Literal["auto"]) -> FarField | None:
     """The far field of a symmetric matrix of these entries; None where it would not pay, or would miss its tolerance."""
     n = len(entries)
-    if wanted == "auto" and (
-        n < AUTO_ROWS or entries.device.type != "cpu"
-    ):  # where it pays on CUDA is not measured yet
+    # Where it pays on CUDA is not measured yet.
+    if wanted == "auto" and (n < AUTO_ROWS or entries.device.type != "cpu"):
         return None
     tolerance = max(TOLERANCE * min(1, ROWS / n), SMALLEST_TOLERANCE) if wanted == "auto" else wanted
     limit = (AUTO_PART if wanted == "auto" else GIVEN_PART) * n**2 / 2

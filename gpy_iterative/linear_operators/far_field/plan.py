@@ -72,7 +72,7 @@ def _cost(pairs: int, size: int) -> float:
 
 
 def make_plan(entries: Entries, tolerance: float, limit: float) -> Plan | None:
-    """The plan of least cost for the matrix of these entries; None where there is none below a limit.
+    """The plan of least cost for the matrix of these entries; None where the least ranks already cost more than a limit.
 
     Args:
         entries: of the matrix.
@@ -83,16 +83,12 @@ def make_plan(entries: Entries, tolerance: float, limit: float) -> Plan | None:
     """
     size = entries_size(entries)
     depth = max(int(math.log2(len(entries) / SMALLEST_LEAF)), 0)
-    tree, is_negligible = (
-        balanced_tree(entries.positions, depth),
-        partial(entries.are_below, NEGLIGIBLE * tolerance * size),
-    )
-    levels, pairs = level_pairs(tree, is_negligible)
+    is_negligible = partial(entries.are_below, NEGLIGIBLE * tolerance * size)
+    levels, pairs = level_pairs(balanced_tree(entries.positions, depth), is_negligible)
     hoped = Plan(levels, pairs, [RANK_STEP] * len(levels), size, AIM * tolerance * size)
     if hoped.cheapest().cost >= limit:
         return None
-    plan = with_measured_ranks(hoped, entries)
-    return plan if plan.cost < limit else None
+    return with_measured_ranks(hoped, entries)
 
 
 def with_measured_ranks(plan: Plan, entries: Entries) -> Plan:
