@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 #: Raised whenever older states cannot be loaded any more.
-FORMAT = 2
+FORMAT = 3
 _NAME = "description"
 TAKE_IT = "Pass what training_state() returned."
 _DATA = "fingerprint of the training data"

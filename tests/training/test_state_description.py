@@ -10,7 +10,7 @@ from gpytorch import kernels
 
 import gpy_iterative as gpi
 from gpy_iterative.solvers import ConjugateGradients, LaplaceNewton
-from gpy_iterative.training.state_description import StateDescription
+from gpy_iterative.training.state_description import FORMAT, StateDescription
 from gpy_iterative.truncation import AutomaticTruncation, ExponentialTruncation
 from tests.exact.gaussian_models import regression
 from tests.exact.test_resume import RUNS
@@ -253,6 +253,6 @@ def test_descriptions_are_the_same_in_every_process() -> None:
     for ours, theirs in ((first, fewer), (fewer, first)):
         with pytest.raises(ValueError, match="run: cut is"):
             ours.taken_from(theirs.added_to({}))
-    later = StateDescription(first.entries | {"format": 3}).added_to({})
-    with pytest.raises(ValueError, match="has format 3, and this version of gpy_iterative reads 2"):
+    later = StateDescription(first.entries | {"format": FORMAT + 1}).added_to({})
+    with pytest.raises(ValueError, match=f"has format {FORMAT + 1}, and this version of gpy_iterative reads {FORMAT}"):
         first.taken_from(later)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from gpy_iterative.linear_operators.far_field.entries import Entries
-from gpy_iterative.linear_operators.far_field.pairs import LevelPairs, level_pairs
+from gpy_iterative.linear_operators.far_field.pairs import LevelPairs, are_nearly_all_near, level_pairs
 from gpy_iterative.linear_operators.far_field.proxies import sampled_proxies
 from gpy_iterative.linear_operators.far_field.skeletons import needed_rank
 from gpy_iterative.linear_operators.far_field.tree import Nodes, balanced_tree
@@ -72,7 +72,7 @@ def _cost(pairs: int, size: int) -> float:
 
 
 def make_plan(entries: Entries, tolerance: float, limit: float) -> Plan | None:
-    """The plan of least cost for the matrix of these entries; None where the least ranks already cost more than a limit.
+    """The plan of least cost for the matrix of these entries; None where it must cost more than a limit.
 
     Args:
         entries: of the matrix.
@@ -84,6 +84,8 @@ def make_plan(entries: Entries, tolerance: float, limit: float) -> Plan | None:
     size = entries_size(entries)
     depth = max(int(math.log2(len(entries) / SMALLEST_LEAF)), 0)
     is_negligible = partial(entries.are_below, NEGLIGIBLE * tolerance * size)
+    if are_nearly_all_near(entries.positions, is_negligible):
+        return None
     levels, pairs = level_pairs(balanced_tree(entries.positions, depth), is_negligible)
     hoped = Plan(levels, pairs, [RANK_STEP] * len(levels), size, AIM * tolerance * size)
     if hoped.cheapest().cost >= limit:

@@ -23,6 +23,8 @@ Bounds = tuple[Tensor, Tensor]
 
 #: The error of the bounds' mean is less than their distance divided by this (measured: by 4 to 13).
 BRACKET_PARTS = 8
+#: The error of an estimate by positions is about the change of that distance divided by this (measured: by 15 to 40).
+CHANGE_PARTS = 16
 #: The quadrature stops where its error is so many standard errors of the probes. The reported error counts both.
 WORTH_OF_ERROR = 1.0
 #: An error of the value, in nats a datum, below which no product is worth taking: four probes may agree by chance.
@@ -48,8 +50,8 @@ class BracketPositions:
     A position depends on the spectrum's shape, and changes slowly during training. Those of one long quadrature let the
     following steps estimate the limit from their first two or three iterations.
 
-    Positions belong to bounds of about the same width: an eighth of its change counts as an error, as an eighth of the
-    width does where nothing is known. A fit's long steps make it ten times wider.
+    Positions belong to bounds of about the same width: a part of its change counts as an error. A fit's long steps make it
+    ten times wider.
 
     Positions drift. That two iterations agree is no proof, since both may be wrong in the same direction. So every long
     quadrature measures the drift of the positions before it, and later estimates count it as an error. Positions are
@@ -124,7 +126,7 @@ class BracketPositions:
         drifted = self.drift[..., count - 1] * (self.age + 1)
         upper, lower = bounds[-1]
         gap = (upper - lower).mean(-1)
-        changed = (gap - self.gaps[..., count - 1]).abs().minimum(gap) / BRACKET_PARTS
+        changed = (gap - self.gaps[..., count - 1]).abs().minimum(gap) / CHANGE_PARTS
         return samples + correction.unsqueeze(-1), (DOUBTED * correction.abs()).maximum(drifted).maximum(changed)
 
 

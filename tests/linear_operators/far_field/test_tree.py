@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.far_field.pairs import SEPARATION, level_pairs
+from gpy_iterative.linear_operators.far_field.pairs import SEPARATION, are_nearly_all_near, level_pairs
 from gpy_iterative.linear_operators.far_field.tree import balanced_tree
 
 
@@ -90,8 +90,12 @@ def test_lists_end_where_they_are_long() -> None:
     assert [level.near.shape[1] for level in listed] == [1, 3, 10, 36, 136]  # the next 32 nodes would have 528
 
 
-def test_a_tree_ends_where_nearly_all_pairs_of_its_coarse_nodes_are_near() -> None:
-    levels, _ = level_pairs(balanced_tree(points(4000, 18), 8), nothing)
-    assert len(levels[-1]) == 64
-    levels, _ = level_pairs(balanced_tree(points(4000, 3), 7), nothing)
-    assert len(levels[-1]) == 128
+@pytest.mark.parametrize("d", [1, 2, 3, 10, 18])
+def test_a_sample_tells_whether_there_are_too_many_dimensions(d: int) -> None:
+    x = points(4000, d)
+    normal = (2 * x - 1).erfinv()
+    assert are_nearly_all_near(x, nothing) == are_nearly_all_near(normal, nothing) == (d >= 10)
+
+
+def test_few_points_are_not_judged_by_a_sample() -> None:
+    assert not are_nearly_all_near(points(2000, 18), nothing)

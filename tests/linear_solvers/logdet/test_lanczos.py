@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import RBF
-from gpy_iterative.linear_solvers.logdet.lanczos import BRACKET_PARTS, FALL, FIRST_LIFE, Bounds
+from gpy_iterative.linear_solvers.logdet.lanczos import CHANGE_PARTS, FALL, FIRST_LIFE, Bounds
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
 from gpy_iterative.solvers import BracketPositions, stochastic_logdet
 from tests import oracles
@@ -178,7 +178,7 @@ def test_positions_of_other_bounds_are_doubted(factor: float, change: float) -> 
     found = positions.estimate(wider[:2])
     assert found is not None
     torch.testing.assert_close(found[0], limit)
-    assert float(found[1]) == pytest.approx(change * 4.0 / BRACKET_PARTS, abs=1e-12)  # the second gap is 4
+    assert float(found[1]) == pytest.approx(change * 4.0 / CHANGE_PARTS, abs=1e-12)  # the second gap is 4
 
 
 def test_a_short_budget_takes_the_better_estimate_and_says_so() -> None:
