@@ -1,6 +1,7 @@
-"""`gpi.fit` from subsets and predictions with variances, on a field over points in one to three dimensions."""
+"""`gpi.fit` from subsets and predictions with variances, on a field over points in one to three dimensions; and rivals."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
@@ -9,7 +10,18 @@ import torch
 import typer
 
 from benchmarks.cases.spatial import Layout, points
-from benchmarks.command_line import DEFAULT_THREADS, Threads, app, finish, memory_cell, run_contenders, show, succeeded
+from benchmarks.cases.spatial_rivals import CHOLESKY, CHOLESKY_ROWS, RIVALS
+from benchmarks.command_line import (
+    DEFAULT_THREADS,
+    Threads,
+    app,
+    finish,
+    memory_cell,
+    names_of,
+    run_contenders,
+    show,
+    succeeded,
+)
 from benchmarks.datasets import Split
 from benchmarks.devices import peak_memory
 from benchmarks.runner import Outcome, contender
@@ -46,30 +58,48 @@ def fitted(*, n: int, d: int, test_rows: int, lengthscale: float, noise: float, 
     return outcome | {"noise": posterior.model.likelihood.noise.item(), **peak_memory()}
 
 
+def _rival(
+    train: Callable[[Split, float], Outcome], *, n: int, d: int, seconds: float, **given: float | str
+) -> Outcome:
+    return train(field(n, d, **given), seconds)
+
+
+for _name, _train in RIVALS.items():
+    contender(CASE, _name)(partial(_rival, _train))
+
+
 @app.command()
 def spatial_fit(
     n: Annotated[list[int] | None, typer.Option(min=1, help="Rows; 10,000 and 100,000 by default.")] = None,
     d: Annotated[int, typer.Option(min=1, help="Dimensions.")] = 2,
+    only: Annotated[
+        list[str] | None, names_of([FIT, *RIVALS], "Besides gpi.fit, which the others' time comes from.")
+    ] = None,
     test_rows: Annotated[int, typer.Option(min=1)] = 10_000,
     lengthscale: Annotated[float, typer.Option(help="The inputs lie in [-2, 2]^d.")] = 0.2,
     noise: Annotated[float, typer.Option(help="Variance; that of the field is 1.")] = 0.01,
     layout: Layout = Layout.UNIFORM,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
-    """Seconds, memory and scores of a whole fit and its predictions on a spatial field."""
-    given = {"test_rows": test_rows, "lengthscale": lengthscale, "noise": noise, "layout": layout.value}
-    outcomes = {
-        f"n={size} d={d}": run_contenders(CASE, [FIT], threads=threads, n=size, d=d, **given)[FIT]
-        for size in n or [10_000, 100_000]
-    }
+    """Seconds, memory and scores of a whole fit and its predictions on a spatial field, beside rivals."""
+    given = {"d": d, "test_rows": test_rows, "lengthscale": lengthscale, "noise": noise, "layout": layout.value}
+    outcomes: dict[str, dict[str, Outcome]] = {}
+    for size in n or [10_000, 100_000]:
+        found = run_contenders(CASE, [FIT], threads=threads, n=size, **given)
+        seconds = sum(found[FIT].get(name, 0.0) for name in ("seconds", "seconds_prediction"))
+        rivals = [name for name in (RIVALS if only is None else only) if name != FIT]
+        rivals = [name for name in rivals if name != CHOLESKY or size <= CHOLESKY_ROWS]
+        found |= run_contenders(CASE, rivals, threads=threads, n=size, seconds=seconds, **given)
+        outcomes[f"n={size} d={d}"] = found
     show(
         f"d = {d}, {layout.value}, lengthscale {lengthscale:g}, noise variance {noise:g}",
-        ["", "ended", "steps", "s fit", "s prediction", "MB", "noise", "RMSE", "log-likelihood"],
+        ["", "", "ended", "steps", "s fit", "s prediction", "MB", "noise", "RMSE", "log-likelihood"],
         [
             [
+                size,
                 name,
                 o["status"],
-                str(o["steps"]),
+                "" if o["steps"] is None else str(o["steps"]),
                 f"{o['seconds']:.0f}",
                 f"{o['seconds_prediction']:.0f}",
                 memory_cell(o),
@@ -77,7 +107,8 @@ def spatial_fit(
                 f"{o['rmse']:.4f}",
                 f"{o['log_likelihood']:.4f}",
             ]
-            for name, o in succeeded(outcomes).items()
+            for size, found in outcomes.items()
+            for name, o in succeeded(found).items()
         ],
     )
-    finish(CASE, {"n": n, "d": d, **given}, threads, outcomes=outcomes)
+    finish(f"{CASE}_{d}d", {"n": n, **given}, threads, outcomes=outcomes)

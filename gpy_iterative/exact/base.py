@@ -184,7 +184,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return Evaluation(with_checked_gradient(result, self), system, estimate, num_data)
 
     def posterior(
-        self, *, solver: Solver | None = None, rank: int = 1024, num_neighbours: int = 128
+        self, *, solver: Solver | None = None, rank: int | None = None, num_neighbours: int = 128
     ) -> PathwisePosterior:
         """The posterior at the current hyperparameters, warm-started from the training solves.
 
@@ -196,8 +196,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
         Puts model and likelihood into evaluation mode and becomes the model's prediction strategy, so that
         `likelihood(model(x))` answers from the same solves until `model.train()`. Cost: one product when the
-        hyperparameters have not changed since the last solve, else one warm-started solve for the targets; for variances
-        and sample paths see `PathwisePosterior`.
+        hyperparameters have not changed since the last solve, else one warm-started solve for the targets, which is more
+        exact than in training where the noise is small; for variances and sample paths see `PathwisePosterior`.
         """
         solutions = self._run.part("warm_start")
         self._caches.clear()  # the posterior keeps tiles of its own

@@ -1,11 +1,17 @@
-"""The benchmark of spatial fits draws the field that it says, and shows how the fit ended."""
+"""The benchmark of spatial fits draws the field that it says, and shows how the fit ended and what rivals reach."""
+
+import warnings
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.cases import spatial_fit
+from benchmarks.cases import spatial_fit, spatial_rivals
+from benchmarks.cases.flights import RivalOptions
+from benchmarks.cases.spatial_rivals import RIVALS
+from benchmarks.runner import CONTENDERS
 
 OPTIONS = {"test_rows": 100, "lengthscale": 0.5, "noise": 0.01, "layout": "uniform"}
 
@@ -25,11 +31,32 @@ def test_the_field_has_variance_one_and_the_kernel_correlation() -> None:
 
 
 def test_what_is_measured_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = spatial_fit.fitted(n=300, d=2, **OPTIONS)
-    assert outcome["status"] in ("CONVERGED", "NOISE", "BOUND")
-    assert outcome["rmse"] < 0.4
+    asked: list[tuple[list[str], float | None]] = []
+
+    def run(case: str, names: list[str], *, threads: int, seconds: float | None = None, **given: Any) -> dict:
+        asked.append((names, seconds))
+        times = {} if seconds is None else {"seconds": 0.2}
+        return {name: {"peak_memory_mb": 1.0} | CONTENDERS[case][name](**given, **times) for name in names}
+
     monkeypatch.setattr(spatial_fit, "finish", lambda *_, **__: None)
-    monkeypatch.setattr(spatial_fit, "run_contenders", lambda *_, **__: {spatial_fit.FIT: outcome})
-    result = CliRunner().invoke(app, ["spatial-fit", "--n", "300"])
+    monkeypatch.setattr(spatial_fit, "run_contenders", run)
+    monkeypatch.setattr(spatial_rivals, "RivalOptions", lambda: RivalOptions(num_inducing=20, rates=(0.01, 0.03)))
+    with warnings.catch_warnings():  # what GPyTorch says of few inducing points and of a short fit is not ours
+        warnings.simplefilter("ignore")
+        result = CliRunner().invoke(app, ["spatial-fit", "--n", "300", "--test-rows", "100", "--lengthscale", ".5"])
     assert result.exit_code == 0, result.output
-    assert "n=300" in result.output
+    (fit, _), (rivals, seconds) = asked
+    assert fit == [spatial_fit.FIT]
+    assert rivals == list(RIVALS)
+    assert seconds is not None
+    assert seconds > 0
+    for name in ("n=300", *RIVALS):
+        assert name[:4] in result.output  # names are wrapped
+
+
+@pytest.mark.parametrize("name", list(RIVALS))
+def test_every_rival_learns_the_field(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spatial_rivals, "RivalOptions", lambda: RivalOptions(num_inducing=50, rates=(0.03,)))
+    data = spatial_fit.field(400, 2, **OPTIONS | {"lengthscale": 2.0})
+    outcome = RIVALS[name](data, 4.0)
+    assert outcome["rmse"] < 0.4 * float(data.test_y.std())

@@ -28,11 +28,17 @@ from gpy_iterative.exact.prediction.new_observations import (
 )
 from gpy_iterative.exact.prediction.projection import ProjectionRecipe, scatter_rows
 from gpy_iterative.exact.prediction.sample_paths import SamplePaths
-from gpy_iterative.exact.prediction.training_solves import PriorDraws, TrainingSolves, VarianceError, solved_variance
+from gpy_iterative.exact.prediction.training_solves import (
+    PriorDraws,
+    TrainingSolves,
+    VarianceError,
+    prediction_solver,
+    solved_variance,
+)
 from gpy_iterative.exact.probes import RandomFeatures
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
-from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
+from gpy_iterative.linear_solvers.default import EXACT_BELOW
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
@@ -54,7 +60,8 @@ class PathwisePosterior:
     Args:
         model: an ExactGP with training data.
         likelihood: Gaussian.
-        solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
+        solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`, with a residual of at most a
+            tenth of the noise's standard deviation a datum.
         products: how kernel products are computed.
         generator: a generator, or the seed of one, for all draws; None is seed 0.
         params: the likelihood's own arguments, as passed to the marginal log likelihood; training inputs among them are
@@ -63,7 +70,8 @@ class PathwisePosterior:
         initial_weights: [*b, n] representer weights of the last training solve, where the solve for the mean starts.
         prior: training's own pathwise probes (distribution, draws, solutions [*b, n, s]): reused as sample paths when
             they have at least 4,000 frequencies.
-        rank: projections for variances where H is too large to factor, see below.
+        rank: projections for variances where H is too large to factor, see below. None is 1,024, and 64 where products pass
+            through a far field.
         num_neighbours: observations near each test point for its variance, see below.
         num_frequencies: random frequencies a kernel term, of sample paths.
         exact_below: up to this many data variances come from a Cholesky factor, exactly, whatever the solver.
@@ -114,7 +122,7 @@ class PathwisePosterior:
         kwargs: Mapping[str, Any] | None = None,
         initial_weights: Tensor | None = None,
         prior: tuple[RandomFeatures, Draws, Tensor] | None = None,
-        rank: int = 1024,
+        rank: int | None = None,
         num_neighbours: int = 128,
         num_frequencies: int = 8192,
         exact_below: int = EXACT_BELOW,
@@ -247,9 +255,10 @@ class PathwisePosterior:
             exact = solved_variance(solves.system, solves.projection(), prior_variance, joint.test_train.to_dense())
             error = VarianceError.between(covariance.diagonal(dim1=-2, dim2=-1), exact)
         if error.median > LARGE_VARIANCE_ERROR:
+            rank, neighbours = self._recipe.rank_for(solves.system.operator), self._recipe.num_neighbours
             warn(
                 f"Predictive variances are wrong by a factor of {math.exp(error.median):.2f} (median). Raise rank "
-                f"(now {self._recipe.rank}) or num_neighbours (now {self._recipe.num_neighbours}).",
+                f"(now {rank}) or num_neighbours (now {neighbours}).",
                 VarianceWarning,
             )
         return error
@@ -330,7 +339,7 @@ class PathwisePosterior:
         model, likelihood = snapshot.model, snapshot.likelihood
         params, kwargs = self._params.current(model), self._params.current_kwargs(model)
         system = training_system(model, likelihood, params, self._products, kwargs)
-        solver = default_solver(system.operator) if self._solver is None else self._solver
+        solver = prediction_solver(system) if self._solver is None else self._solver
         solves = TrainingSolves(
             system,
             solver,

@@ -30,10 +30,14 @@ from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.prediction import blocks
+from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, jittered_cholesky
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 
+#: Ranks where none was chosen. With a far field a larger one makes no variance better (measured: median errors of .1 to 2 %
+#: with either), and costs ten times as much.
+RANK, FAR_FIELD_RANK = 1024, 64
 #: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
 MAX_PAIRWISE = 2048
 #: Relative jitters, tried in turn on a covariance of neighbours that has no Cholesky factor. In float32, little noise may
@@ -150,19 +154,27 @@ class ProjectionRecipe:
     """How a projection is made where H is too large to factor.
 
     Args:
-        rank: r, projections that all test points share; clamped at n.
+        rank: r, projections that all test points share; clamped at n. None is 64 for an operator with a far field, whose
+            inputs have so few dimensions that near observations tell nearly all, and else 1,024.
         num_neighbours: observations in each test point's own part; clamped at n.
 
     Raises:
         ValueError: an option below 1.
     """
 
-    rank: int = 1024
+    rank: int | None = None
     num_neighbours: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("rank", "num_neighbours"):
-            check_count(name, getattr(self, name))
+        check_count("num_neighbours", self.num_neighbours)
+        if self.rank is not None:
+            check_count("rank", self.rank)
+
+    def rank_for(self, operator: LinearOperator) -> int:
+        """The rank of a projection for this operator."""
+        if self.rank is not None:
+            return self.rank
+        return RANK if far_field_error(operator) is None else FAR_FIELD_RANK
 
     @torch.no_grad()
     def build(self, operator: LinearOperator, observed: Tensor | None = None) -> Projection:
@@ -173,7 +185,10 @@ class ProjectionRecipe:
         """
         batch, size = operator.batch_shape, operator.shape[-1]
         if batch:
-            members = [_galerkin_basis(operator[index], self.rank) for index in itertools.product(*map(range, batch))]
+            members = [
+                _galerkin_basis(operator[index], self.rank_for(operator))
+                for index in itertools.product(*map(range, batch))
+            ]
             # Factors that ended early are filled up with zero columns, which change nothing.
             rank = max(basis.shape[-1] for basis, _ in members)
             basis, product = (
@@ -181,7 +196,7 @@ class ProjectionRecipe:
                 for parts in zip(*members, strict=True)
             )
         else:
-            basis, product = _galerkin_basis(operator, self.rank)
+            basis, product = _galerkin_basis(operator, self.rank_for(operator))
         local = None
         if basis.shape[-1] < size:
             local = LocalPart.of(operator, product, min(self.num_neighbours, size), observed)

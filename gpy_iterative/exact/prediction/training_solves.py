@@ -17,9 +17,11 @@ from gpy_iterative.exact.prediction.projection import (
 )
 from gpy_iterative.exact.probes import RandomFeatures
 from gpy_iterative.linear_operators.extensions import native_precision
-from gpy_iterative.linear_solvers.base import Solver
+from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
+from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
+from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus, warn_of
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.progress import Progress, reporting_solve
@@ -28,6 +30,11 @@ from gpy_iterative.training.training_system import TrainingSystem
 
 #: Seeds of the noise that new observations add to old samples, by the number of data before: away from all other draws.
 NOISE_STREAM = 2**40
+#: The residual of the default solver, in standard deviations of the noise a datum, at the most: means are then wrong by
+#: less than that.
+NOISE_PART = 0.1
+#: But no relative residual is asked for below this one, where float32 begins to round.
+SMALLEST_TOLERANCE = 1e-4
 #: New observations extend a projection up to this multiple of its recipe's rank; beyond, a new one is made.
 MAX_GROWTH = 2
 
@@ -55,6 +62,16 @@ class PriorDraws:
         base = torch.cat([base.expand(*shape[:-1], *base.shape[-2:]), noise], dim=-2)
         solved = self.solutions.shape[-2] if self.num_solved is None else self.num_solved
         return PriorDraws(self.distribution, self.draws | {"noise_base": base}, padded(self.solutions, shape), solved)
+
+
+def prediction_solver(system: TrainingSystem) -> Solver:
+    """The default solver for predictions: more exact than in training where the noise is small."""
+    solver = default_solver(system.operator)
+    if not isinstance(solver, IterativeSolver) or not isinstance(system.operator, NoisyLinearOperator):
+        return solver
+    noise, residual = system.operator.noise.mean(-1).sqrt(), system.residual.square().mean(-1).sqrt()
+    wanted = NOISE_PART * float((noise / residual.clamp_min(torch.finfo(residual.dtype).tiny)).min())
+    return replace(solver, tolerance=min(solver.tolerance, max(wanted, SMALLEST_TOLERANCE)))
 
 
 class TrainingSolves:
@@ -120,7 +137,7 @@ class TrainingSolves:
                 self._projection = extended_exact_projection(projection, self._cholesky, observed)
         elif not self._is_exact and projection is not None and not projection.is_exact:
             rank = projection.basis.shape[-1] + operator.shape[-1] - size
-            if rank <= MAX_GROWTH * self._recipe.rank:
+            if rank <= MAX_GROWTH * self._recipe.rank_for(operator):
                 self._projection = projection.extended(operator, new_rows(operator, size), observed)
 
     @property

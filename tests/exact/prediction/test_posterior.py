@@ -14,10 +14,12 @@ from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.exact.prediction.projection import ProjectionRecipe
+from gpy_iterative.exact.prediction.training_solves import prediction_solver
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.solvers import AlternatingProjections, Cholesky, ConjugateGradients, SolveStatus
+from gpy_iterative.training.training_system import training_system
 from tests.exact.gaussian_models import CASES, Case, Regression, data, regression
 
 TIGHT = ConjugateGradients(tolerance=1e-10)
@@ -102,6 +104,19 @@ def test_default_solver_and_float32() -> None:
     assert prediction.mean.dtype == torch.float32
     torch.testing.assert_close(prediction.mean, mean, rtol=0, atol=1e-4)
     torch.testing.assert_close(prediction.variance, covariance.diagonal(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("variance", "tolerance"), [(0.1, 0.01), (1e-3, 0.1 * 1e-3**0.5), (1e-7, 1e-4)])
+def test_means_are_exact_to_a_part_of_the_noise(variance: float, tolerance: float) -> None:
+    x = torch.linspace(0, 1, 3100, dtype=torch.float64).unsqueeze(-1)
+    y = torch.sin(20 * x.squeeze(-1)).sign()  # of mean square 1
+    likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-8))
+    model = Regression(x, y, likelihood, kernels.ScaleKernel(kernels.MaternKernel(nu=1.5))).double()
+    model.mean_module.constant.data.zero_()
+    likelihood.noise = variance
+    solver = prediction_solver(training_system(model, likelihood, (), KernelProducts()))
+    assert isinstance(solver, AlternatingProjections)
+    assert solver.tolerance == pytest.approx(tolerance, rel=1e-3)
 
 
 def test_a_posterior_of_training_takes_options_of_its_own() -> None:

@@ -56,6 +56,18 @@ def means(mll: gpi.mlls.HutchinsonMarginalLogLikelihood) -> Tensor:
     return mll.posterior(rank=64, num_neighbours=16)(TEST_X).mean
 
 
+def test_variances_need_fewer_projections_where_there_is_a_far_field() -> None:
+    ranks = {}
+    for far_field in (1e-5, None):
+        mll = training(far_field)
+        posterior = gpi.prediction.PathwisePosterior(
+            mll.model, mll.likelihood, solver=mll.solver, products=mll.products, exact_below=10
+        )
+        ranks[far_field] = posterior.solves.projection().basis.shape[-1]
+        assert posterior.variance_error(TEST_X).median < 0.03
+    assert ranks == {1e-5: 64, None: N}
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))], ids=["copy", "pickle"]
 )
