@@ -6,9 +6,9 @@ PYTEST := $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadgroup
 export KEOPS_VERBOSE := 0
 
-.PHONY: demo test test-processors stress gpu-check check docs bench format clean
+.PHONY: demo test test-processors stress gpu-check check docs release bench format clean
 
-demo: .venv/ready
+demo: .venv/bench
 	$(BIN)/python -m benchmarks demo
 
 test: .venv/ready
@@ -42,6 +42,16 @@ docs: .venv/ready
 	$(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m tests.documentation.site site
 
+# What users install: source and wheel, built and tried in an environment of their own, and all extras resolved.
+release: .venv/ready
+	rm -rf dist out/release
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv out/release
+	out/release/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd out && release/bin/python -m gpy_iterative --version
+	cd out && release/bin/python ../tests/documentation/installed.py
+	out/release/bin/python -m pip install --quiet --dry-run --constraint constraints.txt "$$(ls dist/*.tar.gz)[keops,botorch,rivals]"
+
 bench: .venv/ready
 	$(BIN)/python -m benchmarks run --preset quick
 	$(BIN)/python -m benchmarks render --preset quick
@@ -51,10 +61,15 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv site out build *.egg-info
+	rm -rf .venv site out build dist *.egg-info
 
-# The constraints pin what is installed; the package itself states lower bounds.
-.venv/ready: pyproject.toml constraints.txt
+# The constraints pin what is installed; the package itself states lower bounds. The demo needs a part of it.
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+.venv/bench: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[keops,bench,test,check,docs]'
+	$(INSTALL) '.[bench]'
+	touch $@
+
+.venv/ready: .venv/bench
+	$(INSTALL) '.[keops,bench,test,check,docs]'
 	touch $@

@@ -1,4 +1,4 @@
-"""What is wrong with the built site: formulas that stay TeX, dead links, missing pictures, pages that are too wide.
+"""What is wrong with the built site: visible TeX, files that are not included, dead links, missing pictures, wide pages.
 
 `python -m tests.documentation.site site` prints it, and fails where there is something to print.
 """
@@ -18,6 +18,8 @@ NOT_PROSE = {"code", "pre", "script", "style"}
 ELSEWHERE = re.compile(r"\w+:|//")
 #: A command, or a raised group; docstrings, read in a terminal too, have indices like `m_{k-1}`.
 TEX = re.compile(r"\S*(?:\\\S|\^\{)\S*")
+#: A file that should stand here, also where a formatter took the line for code.
+NOT_INCLUDED = re.compile(r"--8 ?< ?--.*")
 
 
 class Page(HTMLParser):
@@ -25,7 +27,7 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.prose, self.links, self.anchors = "", list[str](), {""}
+        self.text, self.prose, self.links, self.anchors = "", "", list[str](), {""}
         self.inside = 0
         self.feed(path.read_text())
 
@@ -40,6 +42,7 @@ class Page(HTMLParser):
         self.inside -= tag in NOT_PROSE
 
     def handle_data(self, data: str) -> None:
+        self.text += data
         if not self.inside:
             self.prose += data
 
@@ -60,6 +63,8 @@ def problems(site: Path) -> Iterator[str]:
     for path, page in pages.items():
         for tex in TEX.findall(page.prose):
             yield f"{path.relative_to(site)}: TeX is visible: {tex}"
+        for line in NOT_INCLUDED.findall(page.text):
+            yield f"{path.relative_to(site)}: a file is not included: {line}"
         for link in page.links:
             file, part = target(link, path, site)
             if not file.is_file() or (file in pages and part not in pages[file].anchors):

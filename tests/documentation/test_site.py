@@ -36,6 +36,7 @@ def test_a_page_can_be_right(site: Path) -> None:
     [
         (r"<td>\(x</td>", r"TeX is visible: \(x"),
         ("<p>10^{-4} rows", "TeX is visible: 10^{-4}"),
+        ("<pre>--8&lt;-- &quot;a.py&quot;", 'a file is not included: --8<-- "a.py"'),
         ('<a href="#part">', "nothing is at #part"),
         ('<a href="../#part">', "nothing is at ../#part"),
         ('<a href="other/">', "nothing is at other/"),

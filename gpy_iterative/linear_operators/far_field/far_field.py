@@ -11,14 +11,16 @@ from gpy_iterative.linear_operators.far_field.plan import RANK_STEP, Plan, make_
 from gpy_iterative.worker_threads import divided
 
 #: The tolerance that "auto" takes up to so many rows. Beyond, it falls with their number, as the matrix's largest
-#: eigenvalue grows and the noise does not; but not below what float32 can resolve.
-TOLERANCE, ROWS, SMALLEST_TOLERANCE = 1e-5, 10_000, 1e-7
+#: eigenvalue grows and the noise does not; but not below what float32 resolves, which is 1e-7 at best.
+TOLERANCE, ROWS, SMALLEST_TOLERANCE = 1e-5, 10_000, 3e-7
 #: A far field pays where it evaluates less than this part of the entries of tiles: for "auto", and for a tolerance.
 AUTO_PART, GIVEN_PART = 0.5, 1.0
 #: Rows from which "auto" counts entries. With fewer, measuring ranks costs more than the products that it could save.
 AUTO_ROWS = 4000
 #: After a far field that missed its tolerance ranks are measured for so much of the error that would have reached it.
 LOWER_AIM = 0.2
+#: A second one is taken up to so many tolerances: where rounding is the rest, tiles would take hours for nothing.
+MOST_MISSED = 10
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,10 @@ class FarField:
 
 @divided()
 def far_field(entries: Entries, wanted: float | Literal["auto"]) -> FarField | None:
-    """The far field of a symmetric matrix of these entries; None where it would not pay, or would miss its tolerance."""
+    """The far field of a symmetric matrix of these entries; None where it would not pay, or misses its tolerance by far.
+
+    Two are made at the most. The error that is measured is reported, and solves compare themselves with exact rows.
+    """
     n = len(entries)
     # Where it pays on CUDA is not measured yet.
     if wanted == "auto" and (n < AUTO_ROWS or entries.device.type != "cpu"):
@@ -46,15 +51,21 @@ def far_field(entries: Entries, wanted: float | Literal["auto"]) -> FarField | N
     tolerance = max(TOLERANCE * min(1, ROWS / n), SMALLEST_TOLERANCE) if wanted == "auto" else wanted
     limit = (AUTO_PART if wanted == "auto" else GIVEN_PART) * n**2 / 2
     plan = make_plan(entries, tolerance, limit)
-    for _ in range(2):
-        if plan is None or plan.cost >= limit:
-            return None
-        levels = build_levels(plan, entries)
-        error = measured_error(plan, levels, entries)
-        if error <= tolerance:
-            return FarField(levels, tolerance, error)
-        plan = _with_higher_ranks(plan, entries, tolerance / error)
-    return None
+    if plan is None or plan.cost >= limit:
+        return None
+    first = _built(plan, entries, tolerance)
+    if first.error <= tolerance:
+        return first
+    plan = _with_higher_ranks(plan, entries, tolerance / first.error)
+    if plan.cost >= limit:
+        return None
+    second = _built(plan, entries, tolerance)
+    return second if second.error <= MOST_MISSED * tolerance else None
+
+
+def _built(plan: Plan, entries: Entries, tolerance: float) -> FarField:
+    levels = build_levels(plan, entries)
+    return FarField(levels, tolerance, measured_error(plan, levels, entries))
 
 
 def _with_higher_ranks(plan: Plan, entries: Entries, ratio: float) -> Plan:

@@ -1,0 +1,20 @@
+"""The example of a million rows, with few of them."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "million_rows.py"
+
+
+def test_a_small_map_is_learned_to_its_noise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--rows", "5000"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "converged after" in printed
+    error = float(printed.split("root mean square error ")[1].split(",")[0])
+    assert error < 0.2  # of heights with variance 1
+    inside = float(printed.split("interval: ")[1].split(" %")[0])
+    assert 92 <= inside <= 98
