@@ -67,7 +67,7 @@ clean:
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 .venv/bench: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(INSTALL) '.[bench]'
+	$(INSTALL) '.[keops,bench]'
 	touch $@
 
 .venv/ready: .venv/bench
