@@ -41,7 +41,15 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     assert metadata["Name"] == "gpy_iterative"
     assert metadata["Version"] == gpi.__version__
     assert metadata["License-Expression"] == "MIT"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"keops", "botorch", "bench", "rivals", "test", "check", "docs"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        "keops",
+        "botorch",
+        "bench",
+        "rivals",
+        "test",
+        "check",
+        "docs",
+    }
 
 
 def test_the_wheel_imports_where_the_repository_is_not(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
