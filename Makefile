@@ -71,5 +71,5 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 	touch $@
 
 .venv/ready: .venv/bench
-	$(INSTALL) '.[keops,bench,test,check,docs]'
+	$(INSTALL) '.[test,check,docs]'
 	touch $@

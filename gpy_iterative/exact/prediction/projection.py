@@ -35,8 +35,8 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, jittered_cholesky
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 
-#: Ranks where none was chosen. With a far field a larger one makes no variance better (measured: median errors of .1 to 2 %
-#: with either), and costs ten times as much.
+#: Ranks where none was chosen. With a far field 64 leave median errors of variances of 0 to 2.5 %, 1,024 of 0 to 1.5 %, at
+#: ten times the cost and equal log-likelihoods; in a system with noise variance .001 they leave 9 and 6 %.
 RANK, FAR_FIELD_RANK = 1024, 64
 #: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
 MAX_PAIRWISE = 2048
@@ -183,12 +183,9 @@ class ProjectionRecipe:
         Cost for each batch member: r kernel rows, one product with r columns, and a few times n r^2 multiply-adds.
         Memory: about four blocks [n, r], two of which are kept.
         """
-        batch, size = operator.batch_shape, operator.shape[-1]
+        batch, size, rank = operator.batch_shape, operator.shape[-1], self.rank_for(operator)
         if batch:
-            members = [
-                _galerkin_basis(operator[index], self.rank_for(operator))
-                for index in itertools.product(*map(range, batch))
-            ]
+            members = [_galerkin_basis(operator[index], rank) for index in itertools.product(*map(range, batch))]
             # Factors that ended early are filled up with zero columns, which change nothing.
             rank = max(basis.shape[-1] for basis, _ in members)
             basis, product = (
@@ -196,7 +193,7 @@ class ProjectionRecipe:
                 for parts in zip(*members, strict=True)
             )
         else:
-            basis, product = _galerkin_basis(operator, self.rank_for(operator))
+            basis, product = _galerkin_basis(operator, rank)
         local = None
         if basis.shape[-1] < size:
             local = LocalPart.of(operator, product, min(self.num_neighbours, size), observed)

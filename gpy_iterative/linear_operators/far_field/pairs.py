@@ -15,7 +15,7 @@ SEPARATION = 0.7
 MAX_NEAR_PAIRS = 1.0
 #: In the tree of so many sampled rows, the levels below the root, and the part of pairs that are near on the last of them
 #: where there are too many dimensions: less than .7 with three, uniform or normal, and 1 with ten.
-SAMPLED_ROWS, SAMPLED_DEPTH, MOST_NEAR = 2048, 7, 0.95
+SAMPLE_SIZE, SAMPLE_DEPTH, MOST_NEAR = 2048, 7, 0.95
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ def are_nearly_all_near(x: Tensor, is_negligible: Callable[[Tensor], Tensor]) ->
 
     Cost: a few milliseconds; that of a whole tree is 30 at 15,000 rows, in every training step.
     """
-    sample = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:SAMPLED_ROWS].to(x.device)
-    if len(sample) < SAMPLED_ROWS:
+    sample = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:SAMPLE_SIZE].to(x.device)
+    if len(sample) < SAMPLE_SIZE:
         return False
-    levels, pairs = level_pairs(balanced_tree(x[sample], SAMPLED_DEPTH), is_negligible)
+    levels, pairs = level_pairs(balanced_tree(x[sample], SAMPLE_DEPTH), is_negligible)
     nodes = len(levels[-1])
     return pairs[-1].near.shape[1] > MOST_NEAR * nodes * (nodes + 1) / 2
 
