@@ -53,6 +53,9 @@ VISIBLE = 2.0
 NEAR, SEEN_CURVATURE = 5.0, (0.05, 4.0)
 #: Steps that may be undone before there is no way on.
 MAX_TRIALS = 8
+#: More probes are taken while a block of their vectors, [n, probes], has at most so many entries: twenty blocks live at
+#: once, 2.7 GB in float32.
+MOST_ENTRIES = 2**25
 #: Solves that ended so say nothing about the point.
 _FAILED = (SolveStatus.DIVERGED, SolveStatus.INDEFINITE)
 
@@ -266,10 +269,17 @@ class AverageInformation:
         self.coordinates.write(position)
         self._point = self._assessment = self._last = None
 
-    def raise_probes(self, factor: int = 4) -> None:
-        """Goes on with more probes, whose noise is smaller. The mll that was given keeps its own."""
-        self.mll = self.mll.variant(num_probes=factor * self.mll.probes.num_probes)
+    def raise_probes(self, factor: int = 4) -> bool:
+        """Goes on with more probes, whose noise is smaller. The mll that was given keeps its own.
+
+        False, and nothing is done, where their vectors would have more than `MOST_ENTRIES`.
+        """
+        num_probes = factor * self.mll.probes.num_probes
+        if num_probes * num_training_data(self.mll.model) > MOST_ENTRIES:
+            return False
+        self.mll = self.mll.variant(num_probes=num_probes)
         self._point = self._assessment = self._last = None
+        return True
 
     def state(self) -> dict[str, Tensor]:
         """What resumes the steps exactly, beside the parameters: a plain dict of tensors."""

@@ -249,9 +249,9 @@ class _Information(_Loop):
         found = self._assess()
         limit = NOISE * max(int((~found.held).sum()), 1)
         if has_converged(found.left, found.noise):
-            if found.noise <= limit or self._has_raised:
+            is_settled = found.noise <= limit or self._has_raised
+            if is_settled or not self._optimiser.raise_probes():
                 return _ended(found, found.noise, limit)
-            self._optimiser.raise_probes()
             self._has_raised, self._last, self._best = True, None, None
             return None
         if is_drowned([row.left_to_gain or 0.0 for row in self.history], self._seen, limit):

@@ -151,6 +151,17 @@ def test_noise() -> None:
     assert mll.probes.num_probes == 1
 
 
+@pytest.mark.parametrize(("most", "probes"), [(200 * 8, 8), (200 * 8 - 1, 2)])
+def test_probes_whose_vectors_would_fill_the_memory_are_not_taken(
+    monkeypatch: pytest.MonkeyPatch, most: int, probes: int
+) -> None:
+    monkeypatch.setattr("gpy_iterative.fitting.average_information.MOST_ENTRIES", most)
+    mll = regression(200, solver=ITERATIVE, num_probes=2, probes="rademacher")
+    loop = _Information(gpi.fitting.AverageInformation(mll), [], 10)
+    assert loop.run(None, False, None).status is FitStatus.NOISE
+    assert loop._optimiser.mll.probes.num_probes == probes
+
+
 def test_stagnated() -> None:
     mll = regression(60)
     forward, calls = mll.model.forward, []
