@@ -184,7 +184,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return Evaluation(with_checked_gradient(result, self), system, estimate, num_data)
 
     def posterior(
-        self, *, solver: Solver | None = None, rank: int | None = None, num_neighbours: int = 128
+        self, *, solver: Solver | None = None, rank: int | None = None, num_neighbours: int | None = None
     ) -> PathwisePosterior:
         """The posterior at the current hyperparameters, warm-started from the training solves.
 

@@ -60,8 +60,8 @@ class PathwisePosterior:
     Args:
         model: an ExactGP with training data.
         likelihood: Gaussian.
-        solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`, with a residual of at most a
-            tenth of the noise's standard deviation a datum.
+        solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`, with a residual of at most
+            .03 standard deviations of the noise a datum.
         products: how kernel products are computed.
         generator: a generator, or the seed of one, for all draws; None is seed 0.
         params: the likelihood's own arguments, as passed to the marginal log likelihood; training inputs among them are
@@ -72,7 +72,7 @@ class PathwisePosterior:
             they have at least 4,000 frequencies.
         rank: projections for variances where H is too large to factor, see below. None is 1,024, and 64 where products pass
             through a far field.
-        num_neighbours: observations near each test point for its variance, see below.
+        num_neighbours: observations near each test point for its variance, see below. None is 128, and 64 with a far field.
         num_frequencies: random frequencies a kernel term, of sample paths.
         exact_below: up to this many data variances come from a Cholesky factor, exactly, whatever the solver.
         progress: True shows a bar for every solve and for variances that come in chunks; a callable gets every
@@ -123,7 +123,7 @@ class PathwisePosterior:
         initial_weights: Tensor | None = None,
         prior: tuple[RandomFeatures, Draws, Tensor] | None = None,
         rank: int | None = None,
-        num_neighbours: int = 128,
+        num_neighbours: int | None = None,
         num_frequencies: int = 8192,
         exact_below: int = EXACT_BELOW,
         progress: Progress = False,
@@ -255,7 +255,7 @@ class PathwisePosterior:
             exact = solved_variance(solves.system, solves.projection(), prior_variance, joint.test_train.to_dense())
             error = VarianceError.between(covariance.diagonal(dim1=-2, dim2=-1), exact)
         if error.median > LARGE_VARIANCE_ERROR:
-            rank, neighbours = self._recipe.rank_for(solves.system.operator), self._recipe.num_neighbours
+            rank, neighbours = self._recipe.sizes_for(solves.system.operator)
             warn(
                 f"Predictive variances are wrong by a factor of {math.exp(error.median):.2f} (median). Raise rank "
                 f"(now {rank}) or num_neighbours (now {neighbours}).",

@@ -35,9 +35,10 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, jittered_cholesky
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 
-#: Ranks where none was chosen. With a far field 64 leave median errors of variances of 0 to 2.5 %, 1,024 of 0 to 1.5 %, at
-#: ten times the cost and equal log-likelihoods; in a system with noise variance .001 they leave 9 and 6 %.
-RANK, FAR_FIELD_RANK = 1024, 64
+#: Rank and neighbours where none were chosen, without and with a far field. With one, 64 neighbours leave median errors of
+#: variances of .2 to 2 % (11 % with noise variance .001 and a long lengthscale), 128 of .1 to 1.5 % (10 %) at four times
+#: the cost; log-likelihoods are equal to .0002.
+SIZES, FAR_FIELD_SIZES = (1024, 128), (64, 64)
 #: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
 MAX_PAIRWISE = 2048
 #: Relative jitters, tried in turn on a covariance of neighbours that has no Cholesky factor. In float32, little noise may
@@ -154,27 +155,26 @@ class ProjectionRecipe:
     """How a projection is made where H is too large to factor.
 
     Args:
-        rank: r, projections that all test points share; clamped at n. None is 64 for an operator with a far field, whose
-            inputs have so few dimensions that near observations tell nearly all, and else 1,024.
-        num_neighbours: observations in each test point's own part; clamped at n.
+        rank: r, projections that all test points share; clamped at n. None is 1,024, and 64 for an operator with a far
+            field, whose inputs have so few dimensions that near observations tell nearly all.
+        num_neighbours: observations in each test point's own part; clamped at n. None is 128, with a far field 64.
 
     Raises:
         ValueError: an option below 1.
     """
 
     rank: int | None = None
-    num_neighbours: int = 128
+    num_neighbours: int | None = None
 
     def __post_init__(self) -> None:
-        check_count("num_neighbours", self.num_neighbours)
-        if self.rank is not None:
-            check_count("rank", self.rank)
+        for name, count in (("rank", self.rank), ("num_neighbours", self.num_neighbours)):
+            if count is not None:
+                check_count(name, count)
 
-    def rank_for(self, operator: LinearOperator) -> int:
-        """The rank of a projection for this operator."""
-        if self.rank is not None:
-            return self.rank
-        return RANK if far_field_error(operator) is None else FAR_FIELD_RANK
+    def sizes_for(self, operator: LinearOperator) -> tuple[int, int]:
+        """Rank and number of neighbours for this operator."""
+        rank, num_neighbours = SIZES if far_field_error(operator) is None else FAR_FIELD_SIZES
+        return self.rank or rank, self.num_neighbours or num_neighbours
 
     @torch.no_grad()
     def build(self, operator: LinearOperator, observed: Tensor | None = None) -> Projection:
@@ -183,7 +183,8 @@ class ProjectionRecipe:
         Cost for each batch member: r kernel rows, one product with r columns, and a few times n r^2 multiply-adds.
         Memory: about four blocks [n, r], two of which are kept.
         """
-        batch, size, rank = operator.batch_shape, operator.shape[-1], self.rank_for(operator)
+        batch, size = operator.batch_shape, operator.shape[-1]
+        rank, num_neighbours = self.sizes_for(operator)
         if batch:
             members = [_galerkin_basis(operator[index], rank) for index in itertools.product(*map(range, batch))]
             # Factors that ended early are filled up with zero columns, which change nothing.
@@ -196,7 +197,7 @@ class ProjectionRecipe:
             basis, product = _galerkin_basis(operator, rank)
         local = None
         if basis.shape[-1] < size:
-            local = LocalPart.of(operator, product, min(self.num_neighbours, size), observed)
+            local = LocalPart.of(operator, product, min(num_neighbours, size), observed)
         return Projection(scatter_rows(basis, observed), local)
 
 

@@ -32,7 +32,7 @@ from gpy_iterative.training.training_system import TrainingSystem
 NOISE_STREAM = 2**40
 #: The residual of the default solver, in standard deviations of the noise a datum, at the most: means are then wrong by
 #: less than that.
-NOISE_PART = 0.1
+NOISE_PART = 0.03
 #: But no relative residual is asked for below this one, where float32 begins to round.
 SMALLEST_TOLERANCE = 1e-4
 #: New observations extend a projection up to this multiple of its recipe's rank; beyond, a new one is made.
@@ -137,7 +137,7 @@ class TrainingSolves:
                 self._projection = extended_exact_projection(projection, self._cholesky, observed)
         elif not self._is_exact and projection is not None and not projection.is_exact:
             rank = projection.basis.shape[-1] + operator.shape[-1] - size
-            if rank <= MAX_GROWTH * self._recipe.rank_for(operator):
+            if rank <= MAX_GROWTH * self._recipe.sizes_for(operator)[0]:
                 self._projection = projection.extended(operator, new_rows(operator, size), observed)
 
     @property
