@@ -320,7 +320,9 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         if isinstance(solver, Cholesky):
             return exact_estimate(operator, residual, solver), run
 
-        distribution, logdet_distribution = suited_to(self.probes, solver), suited_to(self.logdet_probes, solver)
+        distribution, logdet_distribution = (
+            suited_to(each, solver, operator) for each in (self.probes, self.logdet_probes)
+        )
         run = _with_draws_of(run.for_system(operator), logdet_distribution)
         parts, generator = run.parts, run.generator()
         terms = system.terms() if self.probes.needs_terms else None

@@ -31,6 +31,7 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiag
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky, PivotedCholeskyFactor
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
+from gpy_iterative.preconditioners.suited import LowRankOrVecchia
 from gpy_iterative.preconditioners.vecchia import Vecchia
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.features import RandomFourierFeatures
@@ -229,12 +230,14 @@ class Whitened(ProbeDistribution):
         return Probes(factor.sample(draws["base"]), factor.dual_sample(draws["base"]), factor)
 
 
-def suited_to(distribution: ProbeDistribution, solver: Solver) -> ProbeDistribution:
+def suited_to(distribution: ProbeDistribution, solver: Solver, operator: LinearOperator) -> ProbeDistribution:
     """The distribution, or probes with the covariance of the solver's preconditioner where that is Vecchia's.
 
     It replaces the low rank of `Preconditioned`, which resembles H less. One factor then serves solver and probes.
     """
     recipe = solver.preconditioner if isinstance(solver, ConjugateGradients) else None
+    if isinstance(recipe, LowRankOrVecchia):
+        recipe = recipe.for_far_field(operator)
     if isinstance(distribution, Preconditioned) and isinstance(recipe, Vecchia):
         return Whitened(num_probes=distribution.num_probes, recipe=recipe)
     return distribution

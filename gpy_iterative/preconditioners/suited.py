@@ -39,13 +39,17 @@ class LowRankOrVecchia(PreconditionerRecipe):
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
 
+    def for_far_field(self, operator: LinearOperator) -> Vecchia | None:
+        """The recipe of Vecchia's factor where a far field alone says that it suits the system; else None."""
+        return Vecchia() if _has_neighbours(operator) and far_field_error(operator) is not None else None
+
     @torch.no_grad()
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> Preconditioner:
-        has_neighbours = _has_neighbours(operator)
-        if has_neighbours and far_field_error(operator) is not None:
-            return Vecchia().build(operator, generator=generator)
+        vecchia = self.for_far_field(operator)
+        if vecchia is not None:
+            return vecchia.build(operator, generator=generator)
         factor = RandomlyPivotedCholesky(self.rank).build(operator, generator=generator)
-        if has_neighbours and _left_over(operator, factor) > LEFT_OVER:
+        if _has_neighbours(operator) and _left_over(operator, factor) > LEFT_OVER:
             return Vecchia().build(operator, generator=generator)
         return factor
 

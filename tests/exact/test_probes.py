@@ -345,12 +345,13 @@ def test_whitened_probes_have_a_fraction_of_the_variance_of_plain_ones() -> None
 
 
 def test_probes_take_the_covariance_of_the_solver_s_vecchia_preconditioner() -> None:
+    operator, *_ = system()
     plain, vecchia = Preconditioned(num_probes=3), ConjugateGradients(preconditioner=Vecchia(5))
-    assert suited_to(plain, vecchia) == Whitened(num_probes=3, recipe=Vecchia(5))
+    assert suited_to(plain, vecchia, operator) == Whitened(num_probes=3, recipe=Vecchia(5))
     for solver in (ConjugateGradients(), ConjugateGradients(preconditioner=None), AlternatingProjections()):
-        assert suited_to(plain, solver) is plain
+        assert suited_to(plain, solver, operator) is plain
     for other in (Rademacher(num_probes=3), RandomFeatures(num_probes=3, num_frequencies=5)):
-        assert suited_to(other, vecchia) is other
+        assert suited_to(other, vecchia, operator) is other
 
 
 @pytest.mark.parametrize("name", ["preconditioned", "whitened"])
