@@ -86,6 +86,7 @@ class DensityEstimate(Estimate):
     weights: Tensor  # a = H^-1 residual, [*b, n]
     left: Tensor  # [*b, n, k]; of the exact estimate the weights of all entries of dH, [*b, n, n]
     right: Tensor | None  # [*b, n, k], or None
+    factor: SparseInverseCholesky | None = None  # the covariance of the probes that preconditioned the solve
 
     @property
     def is_of_products(self) -> bool:
@@ -180,11 +181,12 @@ def stochastic_estimate(
     groups = (ColumnGroup("targets", 1, tolerances[0]), ColumnGroup("probes", num_probes, tolerances[1]))
     rhs = torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1)
     covariance = logdet_probes.covariance  # a Vecchia factor is the solver's own, see `exact.probes.suited_to`
+    factor = covariance if isinstance(covariance, SparseInverseCholesky) else None
     solution = solver.solve(
         operator,
         rhs,
         groups=groups,
-        preconditioner=covariance if isinstance(covariance, SparseInverseCholesky) else None,
+        preconditioner=factor,
         initial_guess=initial_guess,
         guess_product=guess_product,
         generator=generator,
@@ -200,6 +202,7 @@ def stochastic_estimate(
         weights=weights,
         left=coefficients * solution.value,
         right=torch.cat([weights.unsqueeze(-1), solved if probes.dual is None else probes.dual], dim=-1),
+        factor=factor,
         status=SolveStatus.INDEFINITE if log_determinant.is_indefinite else solution.status,
         stats=solution.stats,
         probe_jitter=probe_jitter(probes, logdet_probes),

@@ -68,6 +68,17 @@ def test_values_come_from_the_factor_of_the_default_preconditioner() -> None:
     assert "order" in dict(default._run.part("logdet") or {})
 
 
+def test_one_factor_serves_an_evaluation_and_its_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+    build = gpi.preconditioners.Vecchia.build
+    monkeypatch.setattr(
+        gpi.preconditioners.Vecchia, "build", lambda *given, **named: built.append(None) or build(*given, **named)
+    )
+    optimiser = gpi.fitting.AverageInformation(training().variant(solver=conjugate_gradients(N)))
+    assert optimiser.assess().curvature.epochs > 0
+    assert len(built) == 1
+
+
 def test_variances_need_fewer_projections_where_there_is_a_far_field() -> None:
     ranks = {}
     for far_field in (1e-5, None):
