@@ -319,6 +319,19 @@ def gaussian_mixture(rows: int, *, test_rows: int = 10_000, classes: int = 10, s
     return Labelled("mixture", *parts, classes)
 
 
+def mnist_test_file() -> tuple[np.ndarray, np.ndarray]:
+    """Pixels [10000, 784] in [0, 1] and labels [10000] of the test digits of MNIST. Raises as `mnist_digits`."""
+    folder = Path(os.environ.get(FOLDER_VARIABLE, ".")) / "mnist"
+    arrays = []
+    for file, header in (("t10k-images-idx3-ubyte.gz", 16), ("t10k-labels-idx1-ubyte.gz", 8)):
+        path = folder / file
+        if not path.exists():
+            raise MissingDataError(f"{path} is missing: set {FOLDER_VARIABLE} to a folder with mnist/{file}.")
+        arrays.append(np.frombuffer(gzip.decompress(path.read_bytes()), dtype=np.uint8, offset=header))
+    pixels, labels = arrays
+    return (pixels.reshape(len(labels), -1) / 255.0).astype(np.float32), labels.astype(np.int64)
+
+
 #: Rows of the MNIST test file that are trained on; the other 2,000 are held out.
 MNIST_TRAINING_ROWS = 8000
 
@@ -329,15 +342,8 @@ def mnist_digits(rows: int = MNIST_TRAINING_ROWS) -> Labelled:
     Raises:
         MissingDataError: the folder that GPY_ITERATIVE_DATA names has no mnist/t10k-*.gz.
     """
-    folder = Path(os.environ.get(FOLDER_VARIABLE, ".")) / "mnist"
-    arrays = []
-    for file, header in (("t10k-images-idx3-ubyte.gz", 16), ("t10k-labels-idx1-ubyte.gz", 8)):
-        path = folder / file
-        if not path.exists():
-            raise MissingDataError(f"{path} is missing: set {FOLDER_VARIABLE} to a folder with mnist/{file}.")
-        arrays.append(np.frombuffer(gzip.decompress(path.read_bytes()), dtype=np.uint8, offset=header))
-    order = np.random.default_rng(0).permutation(len(arrays[1]))
-    x = torch.as_tensor(arrays[0].reshape(len(order), -1)[order] / 255.0, dtype=torch.float32)
-    y = torch.as_tensor(arrays[1][order].astype(np.int64))
+    pixels, labels = mnist_test_file()
+    order = np.random.default_rng(0).permutation(len(labels))
+    x, y = (torch.as_tensor(array[order]) for array in (pixels, labels))
     train = slice(0, min(rows, MNIST_TRAINING_ROWS))
     return Labelled("mnist", x[train], y[train], x[MNIST_TRAINING_ROWS:], y[MNIST_TRAINING_ROWS:], 10)

@@ -40,11 +40,11 @@ def run_here(case: str, name: str, options: dict[str, Any], output: Path) -> Non
     output.write_text(json.dumps(peak_memory() | outcome))  # a contender may tell its own peak
 
 
-def run_apart(case: str, name: str, *, program: str = "benchmarks", **options: Any) -> Outcome:
-    """Runs one contender of a program in a fresh process; an outcome with `error` where it failed."""
+def run_apart(case: str, name: str, **options: Any) -> Outcome:
+    """Runs one contender in a fresh process; an outcome with `error` where it failed."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "outcome.json"
-        command = [sys.executable, "-m", program, "contender", case, name, json.dumps(options), str(output)]
+        command = [sys.executable, "-m", "benchmarks", "contender", case, name, json.dumps(options), str(output)]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode or not output.exists():
             return {"error": process.stderr.strip().splitlines()[-1:] or [f"exit {process.returncode}"]}

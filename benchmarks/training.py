@@ -50,6 +50,14 @@ def start_from_neighbourhoods(model: ExactGP) -> None:
     gpi.initialize_from_subsets(model, model.likelihood, subset_size=1500, num_subsets=2)
 
 
+def timed_scores(start: float, score: Callable[[], tuple[float, float]]) -> Outcome:
+    """RMSE and log-likelihood, the seconds of the training that began at `start`, and those of the predictions."""
+    trained = time.perf_counter()
+    rmse, log_likelihood = score()
+    seconds = {"seconds": trained - start, "seconds_prediction": time.perf_counter() - trained}
+    return seconds | {"rmse": rmse, "log_likelihood": log_likelihood}
+
+
 @torch.no_grad()
 def posterior_scores(
     model: ExactGP, posterior: Callable[[Tensor], MultivariateNormal], data: Split

@@ -8,6 +8,7 @@ held out.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -152,31 +153,19 @@ def _tested(model: DeepRegression, mll: Any, data: Split) -> Outcome:
 
 def full_batch(data: Split, *, kernel: str, steps: int, rate: float, seed: int) -> Outcome:
     """Adam on the exact marginal likelihood of all data: what mini-batches are measured against."""
-    return train(
-        data,
-        METHODS["natural"],
-        kernel=kernel,
-        batch_size=len(data.train_y),
-        epochs=steps,
-        rate=rate,
-        seed=seed,
-        refresh_every=1,
-    )
+    options = {"batch_size": len(data.train_y), "epochs": steps, "rate": rate, "seed": seed}
+    return train(data, METHODS["natural"], kernel=kernel, **options)
 
 
-def _register(name: str, make: Make) -> None:
-    @contender("feature-kernels", name)
-    def run(*, dataset: str, split: int, rows: int | None, **options: Any) -> Outcome:
-        return train(load(dataset, split, rows=rows), make, seed=split, **options)
+def _loaded(
+    run: Callable[..., Outcome], *given: Make, dataset: str, split: int, rows: int | None, **options: Any
+) -> Outcome:
+    return run(load(dataset, split, rows=rows), *given, seed=split, **options)
 
 
 for _name, _make in METHODS.items():
-    _register(_name, _make)
-
-
-@contender("feature-kernels", "full batch")
-def _full_batch(*, dataset: str, split: int, rows: int | None, **options: Any) -> Outcome:
-    return full_batch(load(dataset, split, rows=rows), seed=split, **options)
+    contender("feature-kernels", _name)(partial(_loaded, train, _make))
+contender("feature-kernels", "full batch")(partial(_loaded, full_batch))
 
 
 def table(found: Sequence[Measured]) -> Table:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import gpytorch
@@ -22,7 +23,7 @@ from benchmarks.command_line import (
     succeeded_or_exit,
 )
 from benchmarks.devices import peak_process_memory
-from benchmarks.runner import CONTENDERS, Outcome, contender
+from benchmarks.runner import Outcome, contender
 
 DIMS = 8
 #: Steps before the clock starts.
@@ -76,35 +77,15 @@ def measure(make: Callable[..., MarginalLogLikelihood], *, n: int, m: int, batch
     }
 
 
-@contender("feature-step", "natural")
-def natural(**options: int) -> Outcome:
-    """The default."""
-    return measure(gpi.mlls.VariationalFeatureMarginalLogLikelihood, **options)
-
-
-@contender("feature-step", "gradient")
-def gradient(**options: int) -> Outcome:
-    """Weights as parameters."""
-    make = lambda *args, **kwargs: gpi.mlls.VariationalFeatureMarginalLogLikelihood(*args, update="gradient", **kwargs)
-    return measure(make, **options)
-
-
-@contender("feature-step", "scgd")
-def scgd(**options: int) -> Outcome:
-    """A tracker, and weights as parameters."""
-    return measure(gpi.mlls.CompositionalMarginalLogLikelihood, **options)
-
-
-@contender("feature-step", "minimax")
-def minimax(**options: int) -> Outcome:
-    """Two batches and an eigendecomposition."""
-    return measure(gpi.mlls.MinimaxMarginalLogLikelihood, **options)
-
-
-@contender("feature-step", "bsgd")
-def bsgd(**options: int) -> Outcome:
-    """A dense matrix of the batch."""
-    return measure(gpi.mlls.MinibatchMarginalLogLikelihood, **options)
+METHODS: dict[str, Callable[..., MarginalLogLikelihood]] = {
+    "natural": gpi.mlls.VariationalFeatureMarginalLogLikelihood,
+    "gradient": partial(gpi.mlls.VariationalFeatureMarginalLogLikelihood, update="gradient"),
+    "scgd": gpi.mlls.CompositionalMarginalLogLikelihood,
+    "minimax": gpi.mlls.MinimaxMarginalLogLikelihood,
+    "bsgd": gpi.mlls.MinibatchMarginalLogLikelihood,
+}
+for _name, _make in METHODS.items():
+    contender("feature-step", _name)(partial(measure, _make))
 
 
 @app.command(name="feature-step")
@@ -118,8 +99,9 @@ def feature_step(
     """Seconds and memory of a mini-batch step, which do not depend on the number of rows."""
     options = {"m": m, "batch_size": batch_size, "steps": steps}
     sizes = n or [10_000, 1_000_000]
-    names = list(CONTENDERS["feature-step"])
-    outcomes = {size: run_contenders("feature-step", names, threads=threads, n=size, **options) for size in sizes}
+    outcomes = {
+        size: run_contenders("feature-step", list(METHODS), threads=threads, n=size, **options) for size in sizes
+    }
     reference = succeeded_or_exit(outcomes[sizes[0]])
     show(
         f"m = {m}, b = {batch_size}, {threads} threads, float32 data",

@@ -1,6 +1,7 @@
 """Where `gpi.fit` ends, against the optimum of the exact log marginal likelihood by L-BFGS in float64."""
 
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Literal
 
 import gpytorch
 import numpy as np
@@ -65,36 +66,19 @@ def climb(*, dataset: str, split: int, rows: int) -> Outcome:
     }
 
 
-@contender("optimum", FROM_ONES)
-def fit_from_ones(*, dataset: str, split: int, rows: int) -> Outcome:
-    """How the fit ended, and the exact value there, in total nats."""
-    return _fitted(dataset, split, rows)
-
-
-@contender("optimum", FROM_SUBSETS)
-def fit_from_subsets(*, dataset: str, split: int, rows: int) -> Outcome:
-    """The same with the start on subsets."""
-    return _fitted(dataset, split, rows, start="subsets")
-
-
-@contender("optimum", BY_PROBES)
-def fit_by_probes(*, dataset: str, split: int, rows: int) -> Outcome:
-    """The same from ones in float32, with the solver and the probes that larger data take."""
-    return _fitted(dataset, split, rows, solver=conjugate_gradients(rows), dtype=torch.float32)
-
-
-def _fitted(
+def fitted(
+    *,
     dataset: str,
     split: int,
     rows: int,
-    *,
-    start: str = "current",
-    solver: gpi.solvers.Solver | None = None,
+    start: Literal["current", "subsets"] = "current",
     dtype: torch.dtype = torch.float64,
 ) -> Outcome:
+    """How a fit ended, and the exact value there, in total nats; in float32 with the solver that larger data take."""
+    solver = conjugate_gradients(rows) if dtype == torch.float32 else None
     model = MaternRegression(load(dataset, split, rows=rows, dtype=dtype))
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(model.likelihood, model, solver=solver, generator=0)
-    found = gpi.fit(mll, start=start, progress=False)  # pyright: ignore[reportArgumentType]
+    found = gpi.fit(mll, start=start, progress=False)
     exact = ExactValue(load(dataset, split, rows=rows, dtype=torch.float64))
     value, _ = exact(Coordinates(mll).read().numpy())
     return {
@@ -104,6 +88,11 @@ def _fitted(
         "noise": model.likelihood.noise.item(),
         "left_to_gain": [row.left_to_gain for row in found.history],
     }
+
+
+contender("optimum", FROM_ONES)(fitted)
+contender("optimum", FROM_SUBSETS)(partial(fitted, start="subsets"))
+contender("optimum", BY_PROBES)(partial(fitted, dtype=torch.float32))
 
 
 @app.command()

@@ -34,7 +34,7 @@ from benchmarks.runner import Outcome, contender
 from benchmarks.runs import Measured, Run
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table
-from benchmarks.training import posterior_scores, take_step
+from benchmarks.training import posterior_scores, take_step, timed_scores
 from gpy_iterative.errors import ConvergenceWarning
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood, PathwiseMarginalLogLikelihood
 from gpy_iterative.preconditioners import PivotedCholesky
@@ -123,8 +123,7 @@ def train(
         for _ in range(steps):
             take_step(model, mll, optimizer, data)
             reports.append(mll.report)
-        trained = time.perf_counter()
-        rmse, log_likelihood = posterior_scores(model, mll.posterior(), data)
+        tested = timed_scores(start, lambda: posterior_scores(model, mll.posterior(), data))
     return {
         "train_rows": len(data.train_y),
         "epochs": [report.epochs for report in reports],
@@ -132,10 +131,7 @@ def train(
         "statuses": [report.status.name for report in reports],
         "residual_targets": [report.residual_targets for report in reports],
         "residual_probes": [report.residual_probes for report in reports],
-        "seconds": trained - start,
-        "seconds_prediction": time.perf_counter() - trained,
-        "rmse": rmse,
-        "log_likelihood": log_likelihood,
+        **tested,
         "noise": float(model.likelihood.noise.detach()),
     }
 

@@ -1,20 +1,16 @@
 """Odd against even digits by logistic features, beside a least-squares support vector machine with the exact kernel."""
 
-import gzip
-import os
 import time
-from pathlib import Path
 from typing import Annotated
 
 import gpytorch
-import numpy as np
 import torch
 import typer
 from torch import Tensor
 
 import gpy_iterative as gpi
 from benchmarks.command_line import DEFAULT_THREADS, Threads, app, console, finish, run_contenders
-from benchmarks.datasets import FOLDER_VARIABLE
+from benchmarks.datasets import mnist_test_file
 from benchmarks.runner import Outcome, contender
 
 #: Training digits of the 10,000 in the file; the others are the test set.
@@ -22,18 +18,9 @@ TRAINING = 8000
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Pixels [10000, 784] over 255, and whether a digit is odd, [10000], of the test file of MNIST.
-
-    Raises:
-        FileNotFoundError: the folder that GPY_ITERATIVE_DATA names has no mnist/t10k-*.gz.
-    """
-    folder = Path(os.environ.get(FOLDER_VARIABLE, ".")) / "mnist"
-    if not folder.exists():
-        raise FileNotFoundError(f"There is no mnist folder beside the data sets: set {FOLDER_VARIABLE}.")
-    images = gzip.decompress((folder / "t10k-images-idx3-ubyte.gz").read_bytes())[16:]
-    labels = gzip.decompress((folder / "t10k-labels-idx1-ubyte.gz").read_bytes())[8:]
-    x = torch.from_numpy(np.frombuffer(images, np.uint8).reshape(-1, 784) / 255).float()
-    return x, torch.from_numpy(np.frombuffer(labels, np.uint8) % 2).float()
+    """Pixels [10000, 784], and whether a digit is odd, [10000]."""
+    pixels, labels = mnist_test_file()
+    return torch.from_numpy(pixels), torch.from_numpy(labels % 2).float()
 
 
 def median_lengthscale(x: Tensor) -> float:

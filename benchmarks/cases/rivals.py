@@ -25,7 +25,7 @@ from benchmarks.runner import Outcome, contender
 from benchmarks.runs import Measured, Run
 from benchmarks.suite import Case, Preset, register
 from benchmarks.tables import Table
-from benchmarks.training import close_estimates, dense_computations, take_step
+from benchmarks.training import close_estimates, dense_computations, take_step, timed_scores
 from benchmarks.variational import VariationalGP, VariationalTraining, random_rows
 
 CASE = "rivals"
@@ -109,7 +109,7 @@ def train_exact(
             with torch.no_grad(), exact.predicting():
                 return model.likelihood.eval()(posterior(x))
 
-        outcome = {"steps_taken": taken, "seconds": spent, **_tested(predict, data)}
+        outcome = {"steps_taken": taken, **_tested(start, predict, data), "seconds": spent}
         return outcome if every is None else outcome | {"way": way}
 
 
@@ -123,20 +123,16 @@ def train_svgp(*, dataset: str, split: int, rows: int | None, steps: int, second
     training = VariationalTraining(model, start.likelihood, data.train_x, data.train_y)
     begin = time.perf_counter()
     taken = training.train_for(seconds)
-    return {"steps_taken": taken, "seconds": time.perf_counter() - begin, **_tested(training.predict, data)}
+    return {"steps_taken": taken, **_tested(begin, training.predict, data)}
 
 
-def _tested(predict: Predict, data: Split) -> Outcome:
-    start = time.perf_counter()
-    prediction = predict(data.test_x)
-    with torch.no_grad():
-        rmse, log_likelihood = regression_scores(prediction.mean, prediction.variance, data.test_y)
-    return {
-        "train_rows": len(data.train_y),
-        "rmse": rmse,
-        "log_likelihood": log_likelihood,
-        "seconds_prediction": time.perf_counter() - start,
-    }
+def _tested(start: float, predict: Predict, data: Split) -> Outcome:
+    @torch.no_grad()
+    def score() -> tuple[float, float]:
+        prediction = predict(data.test_x)
+        return regression_scores(prediction.mean, prediction.variance, data.test_y)
+
+    return {"train_rows": len(data.train_y), **timed_scores(start, score)}
 
 
 for _name in EXACT:

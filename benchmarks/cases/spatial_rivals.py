@@ -10,13 +10,13 @@ from collections.abc import Callable
 import gpytorch
 import torch
 
-from benchmarks.cases.flights import RivalOptions, rate_scores, train_rival
+from benchmarks.cases.flights import RivalOptions, best_rival
 from benchmarks.cases.optimum import ExactValue
 from benchmarks.datasets import Split
-from benchmarks.metrics import prediction_scores, regression_scores
+from benchmarks.metrics import regression_scores
 from benchmarks.models import MaternRegression, matern_kernel
 from benchmarks.runner import Outcome
-from benchmarks.training import dense_computations, take_step
+from benchmarks.training import dense_computations, take_step, timed_scores
 
 try:
     import gpboost  # pyright: ignore[reportMissingImports]
@@ -47,17 +47,8 @@ class GridRegression(MaternRegression):
 
 def by_svgp(data: Split, seconds: float) -> Outcome:
     """1,000 inducing points, at the rate that is best on held-out training rows; finding that is not counted."""
-    options = RivalOptions()
-    scores = rate_scores(
-        data.train_x, data.train_y, num_inducing=options.num_inducing, rates=options.rates, seconds=seconds
-    )
-    rate = max(scores, key=lambda name: scores[name])
-    start = time.perf_counter()
-    training, batches = train_rival(
-        data.train_x, data.train_y, num_inducing=options.num_inducing, rate=rate, seconds=seconds
-    )
-    noise = float(training.likelihood.noise.detach())
-    return _tested(start, lambda: prediction_scores(training.predict, data.test_x, data.test_y), batches, noise)
+    outcome = best_rival(data, RivalOptions(), seconds)
+    return outcome | {"status": "", "steps": outcome["batches"]}
 
 
 def by_kiss_gp(data: Split, seconds: float) -> Outcome:
@@ -130,15 +121,4 @@ if gpboost is not None:
 
 
 def _tested(start: float, score: Callable[[], tuple[float, float]], steps: int | None, noise: float) -> Outcome:
-    trained = time.perf_counter()
-    rmse, log_likelihood = score()
-    end = time.perf_counter()
-    return {
-        "status": "",
-        "steps": steps,
-        "seconds": trained - start,
-        "seconds_prediction": end - trained,
-        "rmse": rmse,
-        "log_likelihood": log_likelihood,
-        "noise": noise,
-    }
+    return timed_scores(start, score) | {"status": "", "steps": steps, "noise": noise}

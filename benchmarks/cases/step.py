@@ -3,7 +3,8 @@
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
 import gpytorch
 import torch
@@ -155,15 +156,8 @@ def relative_errors(estimates: list[list[list[float]]], exact: list[list[float]]
 
 
 for _method in METHODS:
-
-    def _train(method: str = _method, **options: Any) -> Outcome:
-        return train(method, **options)
-
-    def _gradients(method: str = _method, **options: Any) -> Outcome:
-        return gradients(method, **options)
-
-    contender("step", _method)(_train)
-    contender("gradients", _method)(_gradients)
+    contender("step", _method)(partial(train, _method))
+    contender("gradients", _method)(partial(gradients, _method))
 contender("gradients", "exact")(exact_gradients)
 
 

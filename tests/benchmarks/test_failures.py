@@ -63,7 +63,7 @@ def test_a_process_hands_on_what_data_are_missing(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "command",
-    ["quality", "total", "epochs", "step", "memory", "paths", "truncation-cost", "feature-step", "quadruply-cost"],
+    ["quality", "total", "epochs", "step", "memory", "truncation-cost", "feature-step", "quadruply-cost"],
 )
 def test_a_command_with_no_outcome_ends_with_the_reason(command: str, failing: dict, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [command])

@@ -22,7 +22,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("rows")
 def test_a_fit_ends_at_the_optimum_of_the_exact_value_and_not_above_it() -> None:
     exact = optimum.climb(dataset="some", split=0, rows=120)
-    found = optimum.fit_from_ones(dataset="some", split=0, rows=120)
+    found = optimum.fitted(dataset="some", split=0, rows=120)
     assert found["status"] == "CONVERGED"
     assert -1e-3 < exact["value"] - found["value"] < 0.1
     assert found["noise"] == pytest.approx(exact["noise"], rel=0.1)
@@ -31,5 +31,5 @@ def test_a_fit_ends_at_the_optimum_of_the_exact_value_and_not_above_it() -> None
 @pytest.mark.usefixtures("rows")
 def test_a_fit_by_probes_ends_near_it_and_not_above_it() -> None:
     exact = optimum.climb(dataset="some", split=0, rows=120)
-    by_probes = optimum.fit_by_probes(dataset="some", split=0, rows=120)
+    by_probes = optimum.fitted(dataset="some", split=0, rows=120, dtype=torch.float32)
     assert 0 < exact["value"] - by_probes["value"] < 5  # float32, probes: near the optimum, and below it
