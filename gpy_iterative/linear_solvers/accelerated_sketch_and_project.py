@@ -45,11 +45,9 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         block_size: rows of a block, drawn for every iteration without repetition; clamped at n.
         rank: of the block's Nystrom approximation, which is solved instead where a Cholesky factor of the block would
             cost more than its rows; None solves the blocks exactly. The approximation is damped by the largest
-            eigenvalue of the remainder, so that a whole step is stable; the paper damps by the smallest eigenvalue that
-            it finds, and scales the step.
+            eigenvalue of the remainder, so that a whole step is stable.
         convexity: mu, the strong convexity that the acceleration counts on, at most block_size / n: too small a value
-            makes the iterates swing, too large a one slows them down. None is a third of block_size / n. The papers
-            take the noise, over a diagonal of 1, which is too small where the noise is.
+            makes the iterates swing, too large a one slows them down. None is a third of block_size / n.
 
     Further options are those of `IterativeSolver`. A solve that diverges starts again without acceleration, whose error
     falls with every exactly solved block. Memory: fourteen blocks [n, s], and block_size rows of the matrix. Without a

@@ -44,9 +44,8 @@ class _State(SolverState):
 class AlternatingProjections(IterativeSolver[_State]):
     """One block of rows solved an iteration, n / block_size iterations an epoch.
 
-    The first digits come fast, and a warm start often needs a fraction of an epoch; but along the smooth directions of
-    a large kernel matrix with little noise the iteration crawls. Preconditioned conjugate gradients do not: when the
-    pace of an epoch promises more than three further ones, they solve the columns that are left.
+    The first digits come fast, but along the smooth directions of a large kernel matrix with little noise the iteration
+    is slow: when the pace of an epoch promises more than three further ones, conjugate gradients solve the columns left.
 
     Args:
         block_size: rows of a block; clamped at n. None is 512 on a CPU and 1024 on an accelerator.

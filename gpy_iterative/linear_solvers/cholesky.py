@@ -41,8 +41,7 @@ class CholeskyFactor:
 
     def inverse(self) -> Tensor:
         """H^-1 [*b, n, n]."""
-        # In the dtype of the answers: rounding an inversion costs eps cond(L), and the entries of H, rounded to that
-        # dtype, have cost eps cond(L)^2 already.
+        # In the dtype of the answers: an inversion's rounding costs less than that of the entries of H did.
         return torch.cholesky_inverse(self.lower.to(self.dtype))
 
     def extended(self, rows: Tensor) -> "CholeskyFactor | None":

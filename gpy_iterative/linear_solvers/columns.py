@@ -1,16 +1,11 @@
 """A linear system, and its columns while they are solved: scales, norms, which are done, and the best iterate of each.
 
-A column is done when its relative residual is within its group's tolerance. It then leaves the block, and the products of
-the remaining iterations become narrower.
-
-Iterations run in rounds. A round ends with true residuals; where these miss the tolerance that the running ones had
-reached, another round follows. (In float32 this measures better than recomputing the residual every so many iterations,
-which costs conjugate gradients the conjugacy of its directions.)
+A column whose relative residual is within its group's tolerance leaves the block. Iterations run in rounds, which end
+with true residuals; where these miss the tolerance that the running ones had reached, another round follows.
 
 Iterations in lower precision are iterative refinement: a round solves H' d = r for corrections d, on a low-precision copy
-H' of the operator, and adds them to the solutions where their true residuals become smaller. So a tolerance is kept
-whatever the copy is like; a poor one takes more rounds. Carson & Higham 2018, "Accelerating the solution of linear systems
-by iterative refinement in three precisions", with an iterative solver instead of LU factors.
+H' of the operator, and adds them where true residuals become smaller. Carson & Higham 2018, "Accelerating the solution of
+linear systems by iterative refinement in three precisions", with an iterative solver instead of LU factors.
 """
 
 import itertools

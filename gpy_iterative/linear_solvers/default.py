@@ -14,8 +14,7 @@ from gpy_iterative.preconditioners.suited import LowRankOrVecchia
 
 #: Up to here a dense factor costs less than an iterative solve, and is exact.
 EXACT_BELOW = 3000
-#: The fallback's low rank has a sixteenth as many columns as the matrix, and no more than 500. Its cost is then about
-#: that of two passes over the matrix with the default number of probes.
+#: The fallback's low rank has a sixteenth as many columns as the matrix, and no more than 500.
 ROWS_PER_COLUMN = 16
 MAX_FALLBACK_RANK = 500
 
@@ -23,9 +22,8 @@ MAX_FALLBACK_RANK = 500
 def default_solver(operator: LinearOperator) -> Solver:
     """Solver of a system [*b, n, n] for which none was chosen.
 
-    Cholesky up to 3,000 rows. Beyond, alternating projections for matrices that are evaluated in tiles (few epochs, served
-    from kept tiles), and conjugate gradients for structured operators and those with a far field, whose products are cheap
-    as a whole.
+    Cholesky up to 3,000 rows. Beyond, alternating projections for matrices that are evaluated in tiles, and conjugate
+    gradients for structured operators and those with a far field, whose products are cheap as a whole.
     """
     if is_exact(None, operator.shape[-1]):
         return Cholesky()

@@ -5,8 +5,7 @@ permutation of the rows an epoch, and a step size that is chosen to be stable.
 
 Dual descent is Lin, Padhy, Antoran, Tripp, Terenin, Szepesvari, Hernandez-Lobato and Janz 2024, "Stochastic gradient
 descent for Gaussian processes done right", algorithm 1: random coordinates, Nesterov's momentum and an average of the
-iterates. The paper evaluates rows of the matrix at the point that the momentum looks ahead to. Here the same rows, as
-columns, update the residual: at the same price it is always the true one.
+iterates. Here the rows of the matrix, as columns, also update the residual, so that it is always the true one.
 """
 
 import itertools
@@ -80,15 +79,7 @@ State = TypeVar("State", bound=DescentState)
 
 @dataclass(frozen=True, kw_only=True)
 class StochasticDescent(IterativeSolver[State]):
-    """Descent with momentum along a batch of random rows an iteration, n / batch_size iterations an epoch.
-
-    Args:
-        batch_size: rows of a batch; clamped at n.
-        momentum: share of the last step in the next one.
-        learning_rate: of the mean gradient over a batch; None takes half the largest stable one.
-
-    Further options are those of `IterativeSolver`.
-    """
+    """Descent with momentum along a batch of random rows an iteration, n / batch_size iterations an epoch."""
 
     state_class: ClassVar[Any]
 
@@ -192,10 +183,9 @@ class StochasticGradientDescent(StochasticDescent[_GradientState]):
         learning_rate: of the mean gradient over a batch; None takes half the stability limit
             min(2 (1 + momentum) n / lambda_max(H), 2 (1 - momentum) batch_size / max H_ii).
 
-    Further options are those of `IterativeSolver`. The running residual of a row is as old as its last visit, so that
-    nothing is taken for solved before its true residual was computed (an epoch, in the overhead). A solve that diverges
-    starts again with half the step size, five times at the most. Memory: ten blocks [n, s]. Without a generator the
-    rows are permuted from seed 0.
+    Further options are those of `IterativeSolver`. The true residual is computed before anything is taken for solved (an
+    epoch, in the overhead). A solve that diverges starts again with half the step size, five times at the most. Memory:
+    ten blocks [n, s]. Without a generator the rows are permuted from seed 0.
     """
 
     recursive: ClassVar[bool] = False
@@ -235,9 +225,7 @@ class _DualState(DescentState):
 class StochasticDualDescent(StochasticDescent[_DualState]):
     """A batch of random coordinates an iteration, n / batch_size iterations an epoch.
 
-    The gradient's noise vanishes at the solution, so that the step size stays as large as it is. Unlike that of
-    `StochasticGradientDescent` the residual is the true one after every iteration, so that columns leave as soon as they
-    are done, and no further epoch has to make sure of it.
+    Unlike that of `StochasticGradientDescent` the residual is the true one after every iteration.
 
     Args:
         batch_size: coordinates of a batch, drawn for every iteration without repetition; clamped at n.

@@ -35,10 +35,8 @@ class LowRankPlusDiagonal(Preconditioner):
     Raises:
         NonFiniteError: an entry is not finite, or the diagonal not positive.
 
-    With W = d^-1/2 L, S = d^1/2 (I + W W^T) d^1/2; the inner matrix I + W^T W is as ill conditioned as S over its
-    noise. Construction costs n k^2 / 2 multiply-adds, in float64 where the factor's own dtype cannot hold the inner
-    matrix, which is factored in float64 in any case; a solve with s columns 2 n k s, in float64 too where the
-    difference of two large vectors would be left with their rounding.
+    With W = d^-1/2 L, S = d^1/2 (I + W W^T) d^1/2. Construction costs n k^2 / 2 multiply-adds, a solve with s columns
+    2 n k s; both in float64 where the factor's own dtype cannot hold the inner matrix I + W^T W.
     """
 
     def __init__(self, factor: Tensor, diagonal: Tensor, build_epochs: float | None = None) -> None:
@@ -111,8 +109,8 @@ class LowRankPlusDiagonal(Preconditioner):
     def dual_sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
         """S^-1 xi of the same base vectors: d^-1/2 (e + W (I + W^T W)^-1 (w - W^T e)).
 
-        Better than `solve(sample(...))`: nothing large cancels, and the mean of xi times its dual's transpose is the
-        identity for any rounding of the inner matrix. The trace's estimate rests on that.
+        Nothing large cancels, and the mean of xi times its dual's transpose is the identity for any rounding of the inner
+        matrix: the trace's estimate needs that.
         """
         root = self.diagonal.sqrt().unsqueeze(-1)
         whitened = diagonal_base / root

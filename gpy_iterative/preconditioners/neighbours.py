@@ -23,9 +23,8 @@ def random_order(size: int, generator: torch.Generator) -> Tensor:
 def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
     """A permutation [n] of points [n, d] in which early points lie far apart, coarse before fine.
 
-    The exact order takes the point that is farthest from all before it, one by one. Here whole groups are taken off the
-    end, until one point is left: repeated points, and then again and again those of the closest half that have their
-    nearest neighbour before them in a random order. Cost: O(n log n).
+    An approximation: groups are taken off the end until one point is left, first repeated points, then again and again
+    those of the closest half that have their nearest neighbour before them in a random order. Cost: O(n log n).
     """
     coordinates = points.double().cpu().numpy()
     left = random_order(len(coordinates), generator).numpy()

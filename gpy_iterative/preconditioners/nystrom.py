@@ -19,8 +19,7 @@ from gpy_iterative.preconditioners.pivoted_cholesky import factor_on
 class Nystrom(LowRankRecipe):
     """Recipe for K C (C^T K C)^-1 C^T K plus the noise, for a random subspace C of dimension `rank`.
 
-    The paper scales the complement of the subspace by the smallest eigenvalue that was found; here it is the noise, which
-    bounds the preconditioned spectrum by 1 from below. Both spectra have about the same spread.
+    The complement of the subspace is scaled by the noise, which bounds the preconditioned spectrum by 1 from below.
 
     Args:
         rank: dimension of the subspace; clamped at n.

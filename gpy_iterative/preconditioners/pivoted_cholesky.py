@@ -76,9 +76,8 @@ class PivotedCholesky(LowRankRecipe):
         Args:
             operator: K plus noise, whose K is factored and whose noise is the diagonal; of any other positive
                 definite operator, the operator itself is factored and the rest of its diagonal is the diagonal.
-            pivots: [*b, k] from an earlier factor: the search is skipped. While pivots stay, the factor is a smooth
-                function of the hyperparameters. Pivots that have become linearly dependent stay; the diagonal takes what
-                they no longer carry.
+            pivots: [*b, k] from an earlier factor: the search is skipped, and the factor is a smooth function of the
+                hyperparameters.
             correct_diagonal: add diag(K - L L^T) to the diagonal, so that S has the diagonal of H.
             generator: for random pivots; None is seed 0.
             known: a factor of the same operator, with any diagonal: where it has the same pivots, its L is used.
@@ -144,13 +143,11 @@ class PivotedCholesky(LowRankRecipe):
 class RandomlyPivotedCholesky(PivotedCholesky):
     """Recipe for a pivoted Cholesky factor with random pivots, drawn in proportion to the rest of the diagonal.
 
-    Greedy search takes outliers first, which say nothing about other data; random pivots meet them as often as they matter.
-    Rows are evaluated in blocks, which is several times faster than one by one.
+    Greedy search takes outliers first, which say nothing about other data.
 
     Args:
         rank: columns of the factor; clamped at n.
-        block_size: proposals at a time; None is a tenth of the rank, and at least 8. A larger block takes fewer rounds,
-            and more of its proposals are rejected; the distribution of the pivots is the same for every size.
+        block_size: proposals at a time, which do not change the distribution; None is a tenth of the rank, and at least 8.
 
     Cost beside that of `PivotedCholesky`: block_size^2 kernel entries a round.
 
@@ -268,9 +265,8 @@ def factor_on(rows: Tensor, block: Tensor) -> tuple[Tensor, float]:
         block: C^T K C [k, k] in float64.
 
     The jitter keeps L L^T below K, and covers twice the block's negative eigenvalues, which are rounding errors of the
-    kernel. It is fixed where these are smaller than half of it. Where they are larger it is raised, continuously in the
-    hyperparameters, to the returned multiple of the block's largest diagonal entry: directions that carry only rounding
-    fade out, and the rest of the factor stays as good as it was. 0 where it was not raised.
+    kernel. Where these are larger than half of the usual one it is raised, continuously in the hyperparameters, to the
+    returned multiple of the block's largest diagonal entry; 0 where it was not raised.
     """
     if not torch.isfinite(block).all():
         raise NonFiniteError(NOT_FINITE)

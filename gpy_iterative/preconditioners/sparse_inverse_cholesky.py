@@ -79,11 +79,7 @@ class SparseInverseCholesky(Preconditioner):
         return (-2 * self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
     def sample(self, base: Tensor) -> Tensor:
-        """Xi = B^-1 e for base vectors e [n, s] of identity covariance: vectors of covariance S.
-
-        By substitution. Neighbouring rows that do not depend on one another are taken together, about sqrt(n / m) at a
-        time in a random order.
-        """
+        """Xi = B^-1 e for base vectors e [n, s] of identity covariance: vectors of covariance S."""
         result = torch.zeros_like(base)
         for start, stop in self._segments:
             known = embedding_bag(

@@ -22,8 +22,8 @@ MOST_INPUTS = 8
 class LowRankOrVecchia(PreconditionerRecipe):
     """`RandomlyPivotedCholesky(rank)`; `Vecchia()` where the low rank leaves more than four times the noise.
 
-    That is so for data that span many lengthscales, such as maps and time series. Vecchia's factor is taken for one system
-    (no batch) of a kernel with at most eight inputs; where the kernel has a far field, without a look at the low rank.
+    Vecchia's factor is only taken for one system (no batch) of a kernel with at most eight inputs; where the kernel has a
+    far field, without a look at the low rank.
 
     Args:
         rank: of the low rank.

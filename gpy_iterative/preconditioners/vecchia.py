@@ -33,8 +33,7 @@ LEAST_JITTER = 1e-10
 class Vecchia(PreconditionerRecipe):
     """Recipe for H^-1 ~ B^T B, where row i of B is exact given the m nearest of the points before i in an order.
 
-    For inputs of few effective dimensions, where its quality does not fall as n grows. It needs the kernel's inputs: of
-    a system that is no kernel matrix they are not known.
+    For kernel matrices with inputs of few effective dimensions, where its quality does not fall as n grows.
 
     Args:
         num_neighbours: m; clamped at n - 1, where B is exact.
@@ -148,10 +147,7 @@ def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool 
 
 
 def _jittered_factors(blocks: Tensor) -> tuple[Tensor, float]:
-    """The Cholesky factors of blocks [c, k, k] that rounding left indefinite, and the jitter relative to their diagonals.
-
-    The jitter is twice what the smallest eigenvalue is below zero, and some more.
-    """
+    """The Cholesky factors of blocks [c, k, k] that rounding left indefinite, and their jitter over their diagonals."""
     scale = blocks.diagonal(dim1=-2, dim2=-1).amax(-1)
     scale = torch.where(scale > 0, scale, 1.0)
     lowest = torch.linalg.eigvalsh(blocks)[..., 0]

@@ -122,8 +122,7 @@ class GammaMixture(SpectralDensity):
 class SpectralMixture(SpectralDensity):
     """A mixture of normal distributions in each dimension, symmetric about zero.
 
-    GPyTorch sums the mixture in each dimension and multiplies the dimensions: every coordinate of a frequency has a
-    component of its own. Which one is frozen as a uniform number, and follows the mixture's weights.
+    Every coordinate of a frequency has a component of its own, which a frozen uniform number chooses by the weights.
     """
 
     without_gradient = ("raw_mixture_weights",)

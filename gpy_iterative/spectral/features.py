@@ -1,8 +1,8 @@
 """Random Fourier features of a prior covariance: Phi(x) with E[Phi(x) Phi(x')^T] = k(x, x').
 
-A prior is a sum of kernels, each a tree of scales, sums, products and leaves. The tree is multiplied out into summands
-(`summands.py`); their randomness, a flat dict of tensors, is drawn once for unit lengthscales and rescaled with the
-hyperparameters at every evaluation. Rahimi and Recht 2007, "Random features for large-scale kernel machines".
+The kernel's tree is multiplied out into summands (`summands.py`); their randomness, a flat dict of tensors, is drawn once
+for unit lengthscales and rescaled with the hyperparameters at every evaluation. Rahimi and Recht 2007, "Random features for
+large-scale kernel machines".
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,11 +29,9 @@ class RandomFourierFeatures:
 
     A LinearKernel, PolynomialKernel or RFFKernel has its exact features instead. A product adds the independent
     frequencies of its factors. A MultitaskKernel has the features of its data kernel for every column of a root of its
-    task covariance, and T rows for each point, tasks of a point together.
-    All members of a batch share the draws; each rescales them with hyperparameters of its own.
+    task covariance, and T rows for each point, tasks of a point together. All members of a batch share the draws.
 
-    Phases are computed in float64 whatever the dtype, and reduced to one turn: heavy-tailed densities (Matern-1/2) draw
-    frequencies of 1e6 and more, whose phases float32 cannot resolve.
+    Phases are computed in float64 whatever the dtype: heavy-tailed densities draw frequencies of 1e6 and more.
     """
 
     num_frequencies: int

@@ -1,9 +1,8 @@
 """e_1^T log(T_j) e_1 of the tridiagonal matrices of conjugate gradients, as a series in j, without eigenvalues.
 
 From log x = int_0^inf (1 / (1 + t) - 1 / (x + t)) dt, the difference between j and j - 1 is an integral over that of
-e_1^T (T_j + t)^-1 e_1, which the pivots of T_j + t give in closed form. Every number on the way is positive, so that small
-differences keep their digits, and all j come from one pass: O(J) vectors of some 200 quadrature nodes, where eigenvalues
-of J matrices take O(J^4).
+e_1^T (T_j + t)^-1 e_1, which the pivots of T_j + t give in closed form, by positive numbers: small differences keep their
+digits. Cost: O(J) vectors of some 200 quadrature nodes, where eigenvalues of J matrices take O(J^4).
 """
 
 import math

@@ -47,16 +47,11 @@ REMEMBERED = 0.5
 class BracketPositions:
     """Positions of the truth between a quadrature's bounds, 0 at the lower and 1 at the upper one.
 
-    A position depends on the spectrum's shape, and changes slowly during training. Those of one long quadrature let the
-    following steps estimate the limit from their first two or three iterations.
-
-    Positions belong to bounds of about the same width: a part of its change counts as an error. A fit's long steps make it
-    ten times wider.
-
-    Positions drift. That two iterations agree is no proof, since both may be wrong in the same direction. So every long
-    quadrature measures the drift of the positions before it, and later estimates count it as an error. Positions are
-    learned again after twice as many estimates as their drift was measured on, or when the products that these needed
-    beyond two add up to another long quadrature.
+    They change slowly during training: those of one long quadrature let the following steps estimate the limit from their
+    first two or three iterations. Every long quadrature measures how far the positions before it have drifted, and later
+    estimates count that, and a part of the change of the bounds' width, as an error. Positions are learned again after
+    twice as many estimates as their drift was measured on, or when the products that these needed beyond two add up to
+    another long quadrature.
 
     Attributes:
         values: [*b, s, k], by probe and iteration.
@@ -132,9 +127,7 @@ class BracketPositions:
 
 @dataclass(frozen=True)
 class LogDeterminant:
-    """An estimate of log det H and its standard error, both [*b].
-
-    The error is that of the probes, and of the quadrature where it stopped.
+    """An estimate of log det H and its standard error, both [*b], of probes and quadrature together.
 
     Attributes:
         positions: warm start of an estimate for a similar system.
@@ -171,12 +164,8 @@ def stochastic_logdet(
         positions: of an earlier estimate for a similar system.
         first_product: H P^-1 xi [*b, n, s], where it is known: the first of the products.
 
-    The spectrum of M is bounded from below where P is a pivoted Cholesky factor (by 1 where its diagonal is the
-    noise). Then Gauss' rule is an upper and Gauss and Radau's a lower bound; their mean, which is returned, converges
-    several times faster than either. With the positions of an earlier step two or three iterations are usually enough;
-    where they are not, the quadrature goes on until its bounds are, and positions are learned again.
-
-    Cost: one product with s columns an iteration.
+    Where P is a pivoted Cholesky factor, the spectrum of M is bounded from below: Gauss' rule is then an upper and Gauss
+    and Radau's a lower bound, and their mean is returned. Cost: one product with s columns an iteration.
     """
     size = probes.shape[-2]
     most = min(max(max_iterations, LEAST_PRODUCTS), size)
@@ -285,9 +274,8 @@ def _quadratures(
 ) -> list[Tensor]:
     """e_1^T log(T) e_1 of the tridiagonal T by Gauss' rule and by Gauss and Radau's with a node at the floor, [*b, s].
 
-    The first is an upper and the second a lower bound, because the even derivatives of the logarithm are negative. Ritz
-    values below the floor are rounding errors, and count as the floor. Without a floor, half the smallest Ritz value
-    serves, and the second rule is no bound.
+    The first is an upper and the second a lower bound. Ritz values below the floor are rounding errors, and count as the
+    floor. Without a floor, half the smallest Ritz value serves, and the second rule is no bound.
     """
     matrix = _tridiagonal(diagonals, offdiagonals)
     if floor is None:
