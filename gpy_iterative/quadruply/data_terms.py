@@ -87,9 +87,8 @@ def gaussian_term(
 ) -> Tensor:
     """-2 E_q log p(y | f) with an unbiased gradient: [], float64.
 
-    Without known values an estimate from independent samples of groups: the square of a residual is estimated by the
-    product of two, which are small, so that large sums do not have to cancel. With known values exact, but for a diagonal
-    of C that is not shared.
+    Without known values the square of a residual is estimated by the product of two from independent samples. With known
+    values exact, but for a diagonal of C that is not shared.
     """
     if known is None:
         head = Head.of(model, model.head_features(rows.x))
@@ -143,11 +142,8 @@ def site_bound(
 def control_term(known: KnownValues, first: Sample, second: Sample, residual: Tensor, noise: Tensor) -> Tensor:
     """Control variate for `gaussian_term`, over the number of points p: expectation zero in value and gradient, [].
 
-    sum_p [ (r - a)^2 - (r - v_i)(r - v_j) ] / noise with the known latent mean a and its estimates v_i, v_j: the residual
-    form of equation 3 of Evans and Nair 2018, which has less variance near the optimum.
-
-    With targets minus prior mean, and variances, at the points [p], both detached: the gradient of the variances would be
-    biased by the factor (all) / |U|.
+    sum_p [ (r - a)^2 - (r - v_i)(r - v_j) ] / noise with the known latent mean a and its estimates v_i, v_j (equation 3 of
+    Evans and Nair 2018). `residual` r and `noise` [p] are detached: their gradient would be biased by (all) / |U|.
     """
     estimate = _product_of_residuals(residual, known.head, (first, known.left), (second, known.right))
     total = _square_of_residuals(residual, known) - estimate
@@ -187,7 +183,7 @@ def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) 
     weights.head_log_diagonal.copy_(_log_deviation(num_data * head.square().mean(0) / noise, model.head_precision()))
     if weights.shared_diagonal and weights.num_tail:
         total = num_data * model.tail_prior_variance(rows.x, head).mean() / noise
-        weights.tail_log_diagonal.fill_(_log_deviation(total / weights.num_tail, None))
+        weights.tail_log_diagonal.fill_(_log_deviation(total / weights.num_tail, 1.0))
     elif not weights.shared_diagonal:
         for groups in model.tail_blocks():
             gram = num_data * model.tail_features(rows.x, head, groups).square().mean(0) / noise
@@ -235,5 +231,5 @@ def warn_of_capacity(model: QuadruplyStochasticGP, rows: Rows, num_data: int, pa
         )
 
 
-def _log_deviation(gram: Tensor, precision: Tensor | None) -> Tensor:
-    return -0.5 * (gram + (1 if precision is None else precision)).log()
+def _log_deviation(gram: Tensor, precision: Tensor | float) -> Tensor:
+    return -0.5 * (gram + precision).log()

@@ -83,10 +83,9 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
     with the batches of a DataLoader (then pass `num_data`).
 
     Where all data are passed and the kernel's hyperparameters are fixed, rows are kept for several steps, and what all
-    features predict for them is known. Value and gradient are unbiased for these rows (for any likelihood, with a shared
-    diagonal of C) and have little variance. The value becomes optimistic as steps fit these rows, like any training loss;
-    `exact_value` does not. Otherwise every step draws rows and samples features for them: unbiased for Gaussian noise; for
-    another log-concave likelihood an estimate of a lower bound of the ELBO.
+    features predict for them is known: value and gradient are unbiased for these rows (with a shared diagonal of C), and
+    the value becomes optimistic as steps fit them; `exact_value` does not. Otherwise every step draws rows and samples
+    features for them: unbiased for Gaussian noise; for another log-concave likelihood an estimate of a lower bound.
 
     Args:
         likelihood: Gaussian with one noise or fixed ones; or log-concave: Bernoulli (probit), `LogitBernoulliLikelihood`,
@@ -98,8 +97,8 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         num_data_samples: rows of a step; None is 500, or all there are.
         num_steps_per_batch: steps with the same rows. More than 1 needs fixed hyperparameters of the kernel, inputs without
             a gradient, and all data in every call. None is 1 where one of these is missing, where the order of the data
-            changes, where control points are asked for, for a basis with a head (whose natural gradients need other rows
-            in every step) and where all features are evaluated; otherwise each feature is sampled four times, on average.
+            changes, with control points, for a basis with a head and where all features are evaluated; otherwise each
+            feature is sampled four times, on average.
         num_control_points: support points of a control variate for rows that every step draws again. They are drawn from
             the first data that are passed. None is 500 where it helps (Gaussian noise, sampled features), 0 is none.
         sparse_gradients: gradients of sampled rows hold only these, so that a step of Adagrad, SGD or SparseAdam costs
@@ -116,8 +115,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         UnsupportedLikelihoodError: a likelihood that is neither Gaussian nor known to be log-concave.
 
     Cost of a step: b t for b rows and t sampled features (2 (b + p) t with p control points), times 1 + k for k dense
-    columns, and the evaluation of as many features. Kept rows add a comparison of all m (1 + k) weights with those of the
-    step before, some two milliseconds a million.
+    columns, and the evaluation of as many features. Kept rows add a comparison of all m (1 + k) weights.
     """
 
     def __init__(
@@ -229,7 +227,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         return self._points.num_steps_per_batch
 
     def refresh(self) -> None:
-        """Computes the known latent values again from all features: m (1 + k) a point."""
+        """Computes the known latent values from all features: m (1 + k) a point."""
         self._run = self._points.refreshed(self._run)
 
     def reset_control_variate(self) -> None:

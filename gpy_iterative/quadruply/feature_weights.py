@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpytorch.distributions import Distribution, MultivariateNormal
+from gpytorch.distributions import MultivariateNormal
 from gpytorch.variational import _VariationalDistribution
 from linear_operator.operators import DiagLinearOperator, RootLinearOperator
 from torch import Tensor
@@ -19,21 +19,14 @@ from torch.nn import Parameter, functional
 
 @dataclass(frozen=True)
 class WeightRows:
-    """Rows of the tail's parameters.
+    """Rows of the tail's parameters."""
 
-    Attributes:
-        mean: [t].
-        columns: of the dense columns of C, [t, k].
-        log_diagonal: log of the diagonal of C, [t]; None where all share one.
-    """
-
-    mean: Tensor
-    columns: Tensor
-    log_diagonal: Tensor | None
+    mean: Tensor  # [t]
+    columns: Tensor  # of the dense columns of C, [t, k]
+    log_diagonal: Tensor | None  # of C, [t]; None where all share one
 
     @property
     def joined(self) -> Tensor:
-        """Mean and columns, [t, 1 + k]."""
         return torch.cat([self.mean.unsqueeze(-1), self.columns], dim=-1)
 
 
@@ -127,14 +120,15 @@ class FeatureWeights(_VariationalDistribution):
     @property
     def variance(self) -> Tensor:
         """The diagonal of C C^T [m], detached; O(m k)."""
-        dense = torch.cat([self.dense_head_columns.detach(), self.tail_columns.detach()]).square().sum(-1)
-        return dense + self._diagonal_variances()
+        return self().lazy_covariance_matrix.diagonal()
 
-    def forward(self) -> Distribution:
+    def forward(self) -> MultivariateNormal:
         """q(w) as low rank plus diagonal, O(m k)."""
         root = torch.cat([self.dense_head_columns.detach(), self.tail_columns.detach()])
-        covariance = RootLinearOperator(root) + DiagLinearOperator(self._diagonal_variances())
-        return MultivariateNormal(self.mean, covariance)
+        head = functional.pad(self.head_variances.detach(), (self.num_dense_columns, 0))
+        tail = (2 * self.tail_log_diagonal.detach().squeeze(-1)).exp()
+        variances = torch.cat([head, tail.expand(self.num_tail) if self.shared_diagonal else tail])
+        return MultivariateNormal(self.mean, RootLinearOperator(root) + DiagLinearOperator(variances))
 
     def initialize_variational_distribution(self, prior_dist: MultivariateNormal) -> None:
         """Takes mean and variance of a distribution [m], which the first step keeps; dense columns become diagonal."""
@@ -156,8 +150,3 @@ class FeatureWeights(_VariationalDistribution):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"seen": None if self.seen is None else []}
-
-    def _diagonal_variances(self) -> Tensor:
-        head = functional.pad(self.head_variances.detach(), (self.num_dense_columns, 0))
-        tail = (2 * self.tail_log_diagonal.detach().squeeze(-1)).exp()
-        return torch.cat([head, tail.expand(self.num_tail) if self.shared_diagonal else tail])

@@ -6,9 +6,8 @@ only and multiplied by (all features) / |U|: unbiased for a uniform U.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,9 @@ from gpy_iterative.training.run import Part
 
 @dataclass(frozen=True)
 class KnownLatent:
-    """State of the latent function at p points; the methods return the next state.
+    """State of the latent function at p points, a part of a run; the methods return the next one.
 
-    `frozen` is a model of `freeze`, which has the trained weights.
+    `frozen` is a model of `freeze`.
     """
 
     x: Tensor  # [p, d]
@@ -31,8 +30,7 @@ class KnownLatent:
     weights: Tensor  # (mu, C_d) that `total` belongs to, [m, 1 + k]
     sampled: Tensor  # rows of the weights in the last evaluation's samples, [t]
     features: Tensor  # of these rows, [p, t]
-    steps: int  # since `total` was computed from all features
-    writes: int  # to the buffers of the basis, when `head` was computed
+    writes: Tensor  # to the buffers of the basis, when `head` was computed: their number
 
     @classmethod
     @torch.no_grad()
@@ -41,7 +39,7 @@ class KnownLatent:
         head, weights = frozen.head_features(x), _weights(frozen)
         none = torch.empty(0, dtype=torch.int64, device=x.device)
         total = _product(frozen, x, head, weights)
-        return cls(x, head, total, weights, none, x.new_empty(len(x), 0), 0, _writes(frozen))
+        return cls(x, head, total, weights, none, x.new_empty(len(x), 0), _writes(frozen))
 
     def refreshed(self, frozen: QuadruplyStochasticGP) -> "KnownLatent":
         """Computed again from all features; cost p m (1 + k)."""
@@ -50,15 +48,11 @@ class KnownLatent:
     def follows(self, model: QuadruplyStochasticGP) -> bool:
         """Whether the basis and the points are those of the model now."""
         like = model.basis.like
-        return self.writes == _writes(model) and (self.x.dtype, self.x.device) == (like.dtype, like.device)
+        return bool(self.writes == _writes(model)) and (self.x.dtype, self.x.device) == (like.dtype, like.device)
 
     @torch.no_grad()
-    def caught_up(self, frozen: QuadruplyStochasticGP, refresh_every: int | None = None) -> "KnownLatent":
-        """At the present weights; with `refresh_every`, counts one step towards the next refresh.
-
-        Cost m (1 + k) comparisons, p t (1 + k) where sampled rows have moved, and features of all other rows that have.
-        """
-        steps = self.steps + (refresh_every is not None)
+    def caught_up(self, frozen: QuadruplyStochasticGP) -> "KnownLatent":
+        """At the present weights: m (1 + k) comparisons, p t (1 + k), and features of unsampled rows that have moved."""
         weights = _weights(frozen)
         moves = weights - self.weights
         known = moves[self.sampled]
@@ -66,17 +60,13 @@ class KnownLatent:
             change = (self.features @ known).double()
         else:
             change = _product(frozen, self.x, self.head, moves)
-        after = replace(self, total=self.total + change, weights=weights, steps=steps)
-        is_due = refresh_every is not None and steps >= refresh_every
-        return after.refreshed(frozen) if is_due or not after.total.isfinite().all() else after
+        after = replace(self, total=self.total + change, weights=weights)
+        return after if after.total.isfinite().all() else after.refreshed(frozen)
 
     def evaluate(
         self, frozen: QuadruplyStochasticGP, first: Sample, second: Sample
     ) -> tuple[KnownValues, "KnownLatent"]:
-        """The values at the points, whose gradient is that of the samples' rows times (all) / (rows in either).
-
-        Also returns the state after the evaluation, which keeps the features of these rows.
-        """
+        """Values whose gradient is that of the samples' rows times (all) / (rows in either); the state that has these."""
         left = frozen.tail_features(self.x, self.head, first.groups)
         right, rows, features = left, first.rows.joined, left
         index, path = first.index, left @ (rows - rows.detach())
@@ -89,22 +79,11 @@ class KnownLatent:
         values = KnownValues(Head.of(frozen, self.head), total, left, right)
         return values, replace(self, sampled=index, features=features.detach())
 
-    def part(self) -> Part:
-        """As the tensors of a part of a run."""
-        return {field.name: torch.as_tensor(getattr(self, field.name)) for field in fields(self)}
-
-    @classmethod
-    def of(cls, part: Part) -> "KnownLatent":
-        """The inverse of `part`."""
-        values: dict[str, Any] = {
-            field.name: int(part[field.name]) if field.type is int else part[field.name] for field in fields(cls)
-        }
-        return cls(**values)
-
     @classmethod
     def resumed(cls, model: QuadruplyStochasticGP, part: Part) -> "KnownLatent":
         """From a loaded part. Raises ValueError where entries are missing or have other shapes than this model's."""
-        check_entries(part, dict.fromkeys(field.name for field in fields(cls)))
+        names = [field.name for field in fields(cls)]
+        check_entries(part, dict.fromkeys(names))
         columns, points = 1 + model.weights.num_dense_columns, len(part["x"])
         shapes = {
             "total": (points, columns),
@@ -113,15 +92,15 @@ class KnownLatent:
             "features": (points, len(part["sampled"])),
         }
         check_entries(part, shapes)
-        return replace(cls.of(part), writes=_writes(model))
+        return replace(cls(**{name: part[name] for name in names}), writes=_writes(model))
 
 
-def freeze(model: QuadruplyStochasticGP, hyperparameters: Iterable[Tensor]) -> QuadruplyStochasticGP:
-    """A copy whose features stay at the given hyperparameters, in the order of `feature_parameters`; shares the weights."""
+def freeze(model: QuadruplyStochasticGP, hyperparameters: Part) -> QuadruplyStochasticGP:
+    """A copy whose features stay at the given hyperparameters of the basis; shares the weights."""
     shared = (*model.buffers(), *model.basis.sampled_parameters(), model.weights)
     frozen = copy.deepcopy(model, {id(part): part for part in shared})
-    for parameter, value in zip(frozen.basis.feature_parameters(), hyperparameters, strict=True):
-        parameter.requires_grad_(False).copy_(value)
+    for name, value in hyperparameters.items():
+        frozen.basis.get_parameter(name).requires_grad_(False).copy_(value)
     return frozen
 
 
@@ -153,6 +132,6 @@ def _product(model: QuadruplyStochasticGP, x: Tensor, head: Tensor, weights: Ten
     return total
 
 
-def _writes(model: QuadruplyStochasticGP) -> int:
+def _writes(model: QuadruplyStochasticGP) -> Tensor:
     """Number of in-place writes to the buffers of the basis, which torch counts. Inference tensors count none."""
-    return sum(tensor._version for tensor in model.basis.buffers() if not tensor.is_inference())
+    return torch.tensor(sum(tensor._version for tensor in model.basis.buffers() if not tensor.is_inference()))

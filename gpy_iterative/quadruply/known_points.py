@@ -1,8 +1,7 @@
 """Points of a run at which the latent function is known: rows that are kept for several steps, or control points.
 
-A sample of features tells little about a residual: the variance, (m / sampled - 1) times the sum of (feature * weight)^2,
-may be far above that of the targets. For rows that are kept the latent function is computed once from all features and
-then follows the steps. Where rows cannot be kept, support points of a control variate are known in the same way.
+For rows that are kept the latent function is computed once from all features and then follows the steps. Where rows cannot
+be kept, support points of a control variate are known in the same way.
 
 A run has the parts `latent` (see `KnownLatent`), `basis` (the hyperparameters at which it started), and either `kept` (the
 rows' `index` and the `count` of their steps) or `control` (the points' targets `y` and fixed `noise`).
@@ -12,7 +11,7 @@ import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from torch import Tensor
 
-from gpy_iterative.changes import SeenValues
+from gpy_iterative.changes import same_tensor
 from gpy_iterative.quadruply.data_terms import Call, control_term
 from gpy_iterative.quadruply.known_latent import KnownLatent, check_entries, freeze
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
@@ -20,12 +19,9 @@ from gpy_iterative.quadruply.samples import KnownValues, Sample, draw_set
 from gpy_iterative.quadruply.sizes import TrainingData, control_points, steps_per_batch
 from gpy_iterative.training.run import Part, Run
 
-#: Steps after which the latent values are computed again from all features, unless that took more than a tenth of the time.
-REFRESH_EVERY = 200
-
 
 class KnownPoints:
-    """Kept rows and control points, with the options of `QuadruplyStochasticELBO`; takes runs and returns the next ones."""
+    """Kept rows and control points, with the options of `QuadruplyStochasticELBO`; takes runs and returns them."""
 
     def __init__(
         self,
@@ -58,7 +54,7 @@ class KnownPoints:
             return _without_kept_rows(run).having(order={"is_shuffled": torch.tensor(True)})
         if kept is None or has_moved or self._are_due(call, kept):
             return self._with_new_rows(call, run)
-        run = self.followed(run, self._refresh_every)
+        run = self.followed(run)
         if not self._has_hyperparameters_of(run):
             return self._with_new_rows(call, run)
         return run.having(kept={"index": kept["index"], "count": kept["count"] + 1})
@@ -73,7 +69,7 @@ class KnownPoints:
     def with_control_points(self, call: Call, run: Run) -> Run:
         """The run with support points in `control`, drawn from the rows of this call where there are none."""
         if run.part("control") is not None:
-            return self.followed(run, self._refresh_every)
+            return self.followed(run)
         if self._asks_for_points and self.num_control_points > call.num_data:
             raise ValueError(
                 f"num_control_points must be at most {call.num_data}, the number of data; got {self.num_control_points}."
@@ -89,8 +85,8 @@ class KnownPoints:
         """The values at the run's points, None without any; and the run that expects a step of the samples' rows."""
         if (part := run.part("latent")) is None:
             return None, run
-        values, latent = KnownLatent.of(part).evaluate(self._frozen(run), first, second)
-        return values, run.having(latent=latent.part())
+        values, latent = KnownLatent(**part).evaluate(self._frozen(run), first, second)
+        return values, run.having(latent=vars(latent))
 
     def control_term(self, call: Call, run: Run, known: KnownValues, first: Sample, second: Sample) -> Tensor:
         """The control variate at the run's points, [] (see `data_terms.control_term`)."""
@@ -101,19 +97,18 @@ class KnownPoints:
         return control_term(known, first, second, residual, noise.detach())
 
     def draw_rows(self, call: Call) -> Tensor:
-        """Rows of a step, [b]."""
         return draw_set(len(call.x), self.data.num_samples_of(len(call.x)), call.generator).to(call.x.device)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def followed(self, run: Run, refresh_every: int | None = None) -> Run:
+    def followed(self, run: Run) -> Run:
         """The run at the model's current weights; see `KnownLatent.caught_up`."""
         if (part := run.part("latent")) is None:
             return run
-        latent = KnownLatent.of(part)
+        latent = KnownLatent(**part)
         if not latent.follows(self.model):
             return self._started(run, latent.x.to(self.model.basis.like))
-        return run.having(latent=latent.caught_up(self._frozen(run), refresh_every).part())
+        return run.having(latent=vars(latent.caught_up(self._frozen(run))))
 
     @torch.inference_mode(False)
     def refreshed(self, run: Run) -> Run:
@@ -121,7 +116,7 @@ class KnownPoints:
         run = self.followed(run)
         if (part := run.part("latent")) is None:
             return run
-        return run.having(latent=KnownLatent.of(part).refreshed(self._frozen(run)).part())
+        return run.having(latent=vars(KnownLatent(**part).refreshed(self._frozen(run))))
 
     def checked(self, run: Run) -> Run:
         """A loaded run. Raises ValueError for entries that are missing or do not fit the model."""
@@ -129,13 +124,13 @@ class KnownPoints:
         if part is None:
             return run.having(kept=None, control=None, basis=None)
         latent = KnownLatent.resumed(self.model, part)
-        check_entries(run.part("basis") or {}, {name: tuple(v.shape) for name, v in self._hyperparameters().items()})
+        basis = run.part("basis") or {}
+        check_entries(basis, {name: tuple(value.shape) for name, value in self._hyperparameters().items()})
         if kept is not None:
             _check_kept_rows(kept, len(latent.x))
         if control is not None:
             check_entries(control, dict.fromkeys({"y", *control}, (len(latent.x),)))
-        basis = {name: (run.part("basis") or {})[name] for name in self._hyperparameters()}
-        return run.having(latent=latent.part(), basis=basis)
+        return run.having(latent=vars(latent), basis=basis)
 
     def _keeps_rows(self, call: Call, run: Run) -> bool:
         """Raises ValueError where `num_steps_per_batch` was given and rows cannot be kept."""
@@ -169,30 +164,23 @@ class KnownPoints:
         """With latent values at points x, at the model's current weights and hyperparameters."""
         if run.part("basis") is None or not self._has_hyperparameters_of(run):
             run = run.having(basis={name: value.clone() for name, value in self._hyperparameters().items()})
-        return run.having(latent=KnownLatent.start(self._frozen(run), x).part())
+        return run.having(latent=vars(KnownLatent.start(self._frozen(run), x)))
 
     def _frozen(self, run: Run) -> QuadruplyStochasticGP:
         """The model at the run's hyperparameters; kept, since copying a model takes time."""
         part = run.part("basis")
         if self._frozen_at is None or self._frozen_at[0] is not part:
-            self._frozen_at = part, freeze(self.model, (part or {}).values())
+            self._frozen_at = part, freeze(self.model, part or {})
         return self._frozen_at[1]
 
     def _hyperparameters(self) -> Part:
         """Those that features depend on, by name."""
-        names = {id(parameter): name for name, parameter in self.model.basis.named_parameters()}
-        return {names[id(parameter)]: parameter.detach() for parameter in self.model.basis.feature_parameters()}
+        own = {id(parameter) for parameter in self.model.basis.feature_parameters()}
+        return {name: p.detach() for name, p in self.model.basis.named_parameters() if id(p) in own}
 
     def _has_hyperparameters_of(self, run: Run) -> bool:
-        known = SeenValues(tuple((run.part("basis") or {}).values()))
-        return known.are(self.model.basis.feature_parameters())
-
-    @property
-    def _refresh_every(self) -> int | None:
-        """Steps; looks count none."""
-        if not torch.is_grad_enabled():
-            return None
-        return max(REFRESH_EVERY, 10 * self.model.num_tail_groups // max(1, self.num_group_samples))
+        known = run.part("basis") or {}
+        return all(same_tensor(value, known[name]) for name, value in self._hyperparameters().items())
 
 
 def _without_kept_rows(run: Run) -> Run:

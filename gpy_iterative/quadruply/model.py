@@ -7,10 +7,10 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_finite
+from gpy_iterative.checks import check_count, check_finite, check_same_kind
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
 from gpy_iterative.quadruply.deferred import DeferredPrediction, WeightSpaceCovarianceLinearOperator
-from gpy_iterative.quadruply.feature_weights import FeatureWeights
+from gpy_iterative.quadruply.feature_weights import FeatureWeights, WeightRows
 
 #: Features that are evaluated at a time.
 BLOCK = 8192
@@ -24,14 +24,12 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         mean_module: of the prior; None is zero.
         num_dense_columns: k, the number of dense columns of C, where C C^T is the posterior covariance of w. The other
             columns have a diagonal entry only. Dense columns belong to the first features of the basis.
-        shared_diagonal: one diagonal entry of C for all sampled features. Its part of the variance is then exact. Within
-            pairs of a sine and a cosine this costs nothing: the optimum of equal entries has all pairs equal. None is True
-            where the basis knows the prior variance of its groups.
+        shared_diagonal: one diagonal entry of C for all sampled features. Its part of the variance is then exact. None is
+            True where the basis knows the prior variance of its groups.
 
     In train mode `model(x)` evaluates nothing: its output knows x, from which the marginal log likelihood samples, and
     predicts when its mean or variance is read. In eval mode `model(x)` is `posterior(x)`.
-    `model.variational_parameters()` and `model.hyperparameters()` are for two optimisers, or use one
-    `QuadruplyStochasticOptimizer` for all.
+    Train with `QuadruplyStochasticOptimizer`.
 
     Raises:
         TypeError: a basis that is no `FeatureBasis`.
@@ -79,12 +77,10 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
     @property
     def num_tail_groups(self) -> int:
-        """Groups that a step samples from."""
         return self.basis.num_groups - self.num_leading_groups
 
     @property
     def device(self) -> torch.device:
-        """Of basis and parameters."""
         return self.basis.like.device
 
     def forward(self, x: Tensor) -> MultivariateNormal:
@@ -141,14 +137,15 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         variance = self.basis.group_prior_variance(x, own)
         return variance * (self.num_tail_groups / self.basis.num_groups) if self.basis.num_groups else variance
 
-    def head_precision(self) -> Tensor | None:
-        """The prior precision of the head's features, [h]; None for ones."""
-        leading = torch.arange(self.num_leading_groups, device=self.device)
-        return self.basis.prior_precision(leading) if self.num_leading_groups else None
+    def head_precision(self) -> Tensor:
+        """The prior precision of the head's features, [h]."""
+        if not self.num_leading_groups:
+            return torch.ones_like(self.weights.head_mean)
+        return self._precision(torch.arange(self.num_leading_groups, device=self.device))
 
-    def tail_precision(self, groups: Tensor) -> Tensor | None:
-        """The prior precision of sampled groups, [g * group_size]; None for ones."""
-        return self.basis.prior_precision(groups + self.num_leading_groups)
+    def tail_precision(self, groups: Tensor) -> Tensor:
+        """The prior precision of sampled groups, [g * group_size]."""
+        return self._precision(groups + self.num_leading_groups)
 
     def tail_blocks(self, used: Tensor | None = None) -> Iterator[Tensor]:
         """Sampled groups in blocks of about `BLOCK` features, [g] each; all, or those of a mask `used`."""
@@ -165,18 +162,13 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             prior = self.basis.group_prior_covariance(x, head[:, : self.basis.num_head_features])
             if prior is not None:
                 return result + weights.shared_variance * prior
-        for groups in self.tail_blocks():
-            features = self.tail_features(x, head, groups)
-            rows = weights.tail_rows(self.basis.feature_index(groups), sparse=False)
+        for features, rows in self._tail(x, head):
             variances = weights.shared_variance if rows.log_diagonal is None else (2 * rows.log_diagonal).exp()
             result = result + (features * variances) @ features.mT
         return result
 
     def check_inputs(self, x: Tensor) -> Tensor:
-        """Inputs [n, d]; a vector becomes one column.
-
-        Raises ValueError for a batch of inputs, or another dtype or device than that of the basis.
-        """
+        """Inputs [n, d]; a vector becomes one column. Raises ValueError for a batch, another dtype or device."""
         if not isinstance(x, Tensor):
             raise ValueError(
                 f"The inputs must be a tensor, got {type(x).__name__}: convert them with torch.as_tensor(...)."
@@ -184,14 +176,12 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         x = x.unsqueeze(-1) if x.dim() == 1 else x
         if x.dim() != 2:
             raise ValueError(f"The inputs must be [n, d], got {tuple(x.shape)}: a batch of models is not supported.")
-        like = self.basis.like
-        for what in ("dtype", "device"):
-            ours, theirs = getattr(like, what), getattr(x, what)
-            if ours != theirs:
-                raise ValueError(
-                    f"The model has {what} {ours}, the inputs {theirs}: convert one of them with .to(...)."
-                )
+        check_same_kind("The model", self.basis.like, "the inputs", x)
         return x
+
+    def _precision(self, groups: Tensor) -> Tensor:
+        precision = self.basis.prior_precision(groups)
+        return self.basis.like.new_ones(len(groups) * self.basis.group_size) if precision is None else precision
 
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean without the mean module's [t], phi(x) C_d [t, k], and variance from the diagonal columns of C [t]."""
@@ -201,13 +191,16 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         diagonal = head[:, k:].square() @ weights.head_variances
         if weights.shared_diagonal:
             diagonal = diagonal + weights.shared_variance * self.tail_prior_variance(x, head)
-        for groups in self.tail_blocks():
-            features = self.tail_features(x, head, groups)
-            rows = weights.tail_rows(self.basis.feature_index(groups), sparse=False)
+        for features, rows in self._tail(x, head):
             mean, root = mean + features @ rows.mean, root + features @ rows.columns
             if rows.log_diagonal is not None:
                 diagonal = diagonal + features.square() @ (2 * rows.log_diagonal).exp()
         return mean, root, diagonal
+
+    def _tail(self, x: Tensor, head: Tensor) -> Iterator[tuple[Tensor, WeightRows]]:
+        for groups in self.tail_blocks():
+            rows = self.weights.tail_rows(self.basis.feature_index(groups), sparse=False)
+            yield self.tail_features(x, head, groups), rows
 
 
 def _dense_columns_beyond_head(basis: FeatureBasis, num_dense_columns: int) -> int:

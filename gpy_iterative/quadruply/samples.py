@@ -85,7 +85,7 @@ class Sample:
     index: Tensor  # rows of their features in the parameters, [t]
     weight: float  # number of all groups over g, the factor of a sum over the sample
     rows: WeightRows
-    precision: Tensor | None  # of their prior, [t]; None for ones
+    precision: Tensor  # of their prior, [t]
 
     @classmethod
     def of(cls, model: QuadruplyStochasticGP, groups: Tensor, *, sparse: bool) -> "Sample":
@@ -108,26 +108,18 @@ class Sample:
         return self.weight * (features.square() @ (2 * self.rows.log_diagonal).exp())
 
     def prior_terms(self) -> Tensor:
-        """Estimate of mu^T S mu + tr(S C C^T) - log|C C^T| - log|S| over all groups, for a diagonal S.
-
-        Without the terms of a shared diagonal entry of C.
-        """
-        precision = torch.ones_like(self.rows.mean) if self.precision is None else self.precision
-        total = (precision * (self.rows.mean.square() + self.rows.columns.square().sum(-1))).sum()
+        """Estimate of mu^T S mu + tr(S C C^T) - log|C C^T| - log|S| for a diagonal S, without a shared diagonal of C."""
+        total = (self.precision * (self.rows.mean.square() + self.rows.columns.square().sum(-1))).sum()
         if self.rows.log_diagonal is not None:
-            total = total + (precision * (2 * self.rows.log_diagonal).exp() - 2 * self.rows.log_diagonal).sum()
-        if self.precision is not None:
-            total = total - precision.log().sum()
-        return self.weight * total
+            total = total + (self.precision * (2 * self.rows.log_diagonal).exp() - 2 * self.rows.log_diagonal).sum()
+        return self.weight * (total - self.precision.log().sum())
 
 
 def twice_divergence(model: QuadruplyStochasticGP, first: Sample, second: Sample) -> Tensor:
     """Twice the KL divergence of q(w) from the prior: mu^T S mu + tr(S C C^T) - log|C C^T| - log|S| - m.
 
-    Unbiased for independent uniform samples, exact where both have all groups. For a diagonal S every term is a single
-    sum over features. For S = k(Z, Z) two terms are double sums, which take two independent samples.
-
-    Cost O(h k) for the head, O(t k) for samples with a diagonal S, O(t^2) for another.
+    Unbiased for independent uniform samples (which S = k(Z, Z) needs two of), exact where both have all groups. Cost O(h k)
+    for the head, O(t k) for samples with a diagonal S, O(t^2) for another.
     """
     weights, k = model.weights, model.weights.num_dense_columns
     total = -2 * weights.head_log_diagonal.sum() - model.basis.num_features
@@ -135,8 +127,7 @@ def twice_divergence(model: QuadruplyStochasticGP, first: Sample, second: Sample
         total = total + weights.num_tail * (weights.shared_variance - weights.shared_variance.log())
     if not model.basis.has_diagonal_prior:
         return total + _dense_prior_terms(model, first, second)
-    head_precision = model.head_precision()
-    precision = torch.ones_like(weights.head_mean) if head_precision is None else head_precision
+    precision = model.head_precision()
     total = total + (precision * (weights.head_mean.square() + weights.dense_head_columns.square().sum(-1))).sum()
     total = total + (precision[k:] * weights.head_variances).sum() - precision.log().sum()
     return total + (first.prior_terms() + second.prior_terms()) / 2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.changes import SeenVersions
-from gpy_iterative.checks import check_count, check_finite
+from gpy_iterative.checks import check_count, check_finite, check_same_kind
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.training.run import Part
 
@@ -31,11 +31,9 @@ class TrainingData:
         self._checked = SeenVersions()
 
     def num_data_of(self, size: int) -> int:
-        """n, where `size` rows were passed."""
         return size if self.num_data is None else self.num_data
 
     def num_samples_of(self, size: int) -> int:
-        """Rows of a step, where `size` rows were passed."""
         return min(self.num_samples or DATA_SAMPLES, size)
 
     def check(self, x: Tensor, target: Tensor, check_target: Callable[[Tensor], None], known: Part | None) -> None:
@@ -50,12 +48,7 @@ class TrainingData:
             raise ValueError(
                 f"The target must be a tensor of shape ({size},), one value for each row of the inputs; got {shape}."
             )
-        if target.is_floating_point() and target.dtype != x.dtype:
-            raise ValueError(f"The inputs have dtype {x.dtype}, the target {target.dtype}: call target.to(x).")
-        if target.device != x.device:
-            raise ValueError(
-                f"The inputs have device {x.device}, the target {target.device}: call target.to(x.device)."
-            )
+        check_same_kind("x", x, "the target", target if target.is_floating_point() else target[:0].to(x.dtype))
         if size == 0:
             raise ValueError("There are no data: x has no rows.")
         if not self._checked.are((x, target)):

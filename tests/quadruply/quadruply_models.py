@@ -70,7 +70,7 @@ def weights_of(m: int, k: int) -> tuple[Tensor, Tensor]:
 
 def known_latent(mll: gpi.mlls.QuadruplyStochasticELBO) -> KnownLatent:
     """The state at the kept rows or control points of a run."""
-    return KnownLatent.of(mll._run.parts["latent"])
+    return KnownLatent(**mll._run.parts["latent"])
 
 
 def gaussian_likelihood(noise: float) -> gpytorch.likelihoods.GaussianLikelihood:

@@ -292,7 +292,6 @@ def test_the_control_state_follows_adagrad(k: int, dtype: torch.dtype) -> None:
     mll = QuadruplyStochasticELBO(likelihood, model, num_feature_samples=20, num_control_points=30, generator=0)
     optimizer = torch.optim.Adagrad(model.variational_parameters(), lr=0.1)
     train(mll, x, y, optimizer, 80)
-    assert known_latent(mll).steps == 79
     assert model.weights.mean.abs().max() > 0.05
     assert control_error(mll) < (1e-4 if dtype == torch.float32 else 1e-12)
 

@@ -55,7 +55,6 @@ class KernelFunctionBasis(FeatureBasis):
         self.num_groups = points.shape[0]
 
     def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
-        """k(x, Z_groups) [n, g]."""
         return kernel_matrix(self.kernel, x, self.points[groups])
 
 
@@ -86,11 +85,9 @@ class InducingPointBasis(KernelFunctionBasis):
         self._log_determinant = KeptAt()
 
     def prior_precision_block(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """k(Z_rows, Z_columns)."""
         return kernel_matrix(self.kernel, self.points[rows], self.points[columns])
 
     def prior_precision(self, groups: Tensor) -> Tensor:
-        """The diagonal of k(Z, Z)."""
         return kernel_diagonal(self.kernel, self.points[groups])
 
     def prior_log_determinant(self) -> Tensor | None:

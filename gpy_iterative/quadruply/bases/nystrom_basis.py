@@ -72,11 +72,9 @@ class NystromBasis(FeatureBasis):
         self.register_buffer("rotation", self._rotation_at.get(kernel, [self.points], self._new_rotation))
 
     def settle(self) -> None:
-        """Computes the eigenvectors at the current hyperparameters."""
         self.rotation = self._rotation_at.get(self.kernel, [self.points], self._new_rotation)
 
     def head_features(self, x: Tensor) -> Tensor:
-        """[n, h]."""
         head = kernel_matrix(self.kernel, x, self.points) @ self._projection().to(x.dtype)
         return functional.pad(head, (0, self.num_head_features - head.shape[-1]))
 

@@ -6,11 +6,12 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count, checked_seed
 from gpy_iterative.errors import SpectralDensityMissingError
+from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis, check_kernel
-from gpy_iterative.spectral.densities import Draws, draws_under
+from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.spectral.features import RandomFourierFeatures
-from gpy_iterative.spectral.summands import Summand, summands
+from gpy_iterative.spectral.summands import summands
 
 #: Groups that are drawn from one seed where frequencies are not stored.
 CHUNK = 4096
@@ -29,7 +30,13 @@ class FourierGroups(torch.nn.Module):
         super().__init__()
         seed = checked_seed(seed)
         self.num_dims, self.stored = _num_dims(kernel, num_dims), stored
-        parts = self._summands(kernel, next(kernel.parameters()).detach().new_zeros(1, self.num_dims))
+        parts = summands([self._term(kernel, next(kernel.parameters()).detach().new_zeros(1, self.num_dims))])
+        for part in parts:
+            if part.exact is not None:
+                raise SpectralDensityMissingError(
+                    f"{type(part.exact[0]).__name__} has no random Fourier features. Use InducingPointBasis, which takes "
+                    "any kernel."
+                )
         self.group_size = 2 * len(parts)
         if num_features % self.group_size:
             raise ValueError(
@@ -46,48 +53,22 @@ class FourierGroups(torch.nn.Module):
     def features(self, kernel: kernels.Kernel, x: Tensor, groups: Tensor) -> Tensor:
         """[n, g * group_size] at x [n, d]; the features of all groups have the kernel's covariance in expectation."""
         scale = (len(groups) / self.num_groups) ** 0.5  # features are divided by the number of the evaluated groups
-        parts = self._summands(kernel, x)
-        draws = self._draws(kernel, groups)
-        if torch.is_grad_enabled():
-            for part in parts:
-                for factor in part.factors:
-                    factor.check_differentiable()
-        every = slice(None)
-        blocks = [
-            part.features(every, [factor.frequencies(draws_under(factor.name, draws)) for factor in part.factors])
-            for part in parts
-        ]
-        return scale * torch.cat(blocks, dim=-1)
+        made = RandomFourierFeatures(len(groups))
+        features = made.differentiable if torch.is_grad_enabled() else made.features
+        return scale * features([self._term(kernel, x)], self._draws(kernel, groups))
 
-    def prior_variance(self, kernel: kernels.Kernel, x: Tensor) -> Tensor:
-        """Variance of all groups at every x, [n]: squared sines and cosines add up to one."""
-        parts = self._summands(kernel, x)
-        total = sum((1.0 if part.scale is None else part.scale for part in parts), x.new_zeros(()))
-        return total.expand(x.shape[0])
-
-    def _summands(self, kernel: kernels.Kernel, x: Tensor) -> list[Summand]:
+    def _term(self, kernel: kernels.Kernel, x: Tensor) -> KernelTerm:
         if x.shape[-1] != self.num_dims:
             raise ValueError(
                 f"The basis was made for inputs with {self.num_dims} columns, got {x.shape[-1]}: pass the same columns, or "
                 "make a basis with another num_dims."
             )
-        active = x if kernel.active_dims is None else x.index_select(-1, kernel.active_dims)
-        parts = summands([KernelTerm(kernel, active)])
-        for part in parts:
-            if part.exact is not None:
-                raise SpectralDensityMissingError(
-                    f"{type(part.exact[0]).__name__} has no random Fourier features. Use InducingPointBasis, which takes "
-                    "any kernel."
-                )
-        return parts
+        return KernelTerm(kernel, x if kernel.active_dims is None else x.index_select(-1, kernel.active_dims))
 
     def _draw(self, kernel: kernels.Kernel, seed: int, count: int) -> Draws:
         parameter = next(kernel.parameters()).detach()
-        active = torch.zeros(1, self.num_dims, dtype=parameter.dtype)
-        if kernel.active_dims is not None:
-            active = active.index_select(-1, kernel.active_dims.cpu())
-        generator = torch.Generator().manual_seed(seed)
-        draws = RandomFourierFeatures(count).draw([KernelTerm(kernel, active)], generator)
+        term = self._term(kernel, parameter.new_zeros(1, self.num_dims))
+        draws = RandomFourierFeatures(count).draw([term], torch.Generator().manual_seed(seed))
         return {name: draw.to(parameter) for name, draw in draws.items()}
 
     def _draws(self, kernel: kernels.Kernel, groups: Tensor) -> Draws:
@@ -145,8 +126,7 @@ class RandomFourierBasis(FeatureBasis):
         return self.fourier.features(self.kernel, x, groups)
 
     def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:
-        """The kernel's variance."""
-        return self.fourier.prior_variance(self.kernel, x)
+        return kernel_diagonal(self.kernel, x)
 
 
 def _seed_of(seed: int, chunk: int) -> int:

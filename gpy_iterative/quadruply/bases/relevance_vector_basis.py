@@ -39,11 +39,9 @@ class RelevanceVectorBasis(KernelFunctionBasis):
         self.register_parameter("log_precision", torch.nn.Parameter(centers.new_zeros(self.num_groups, 1)))
 
     def sampled_parameters(self) -> list[torch.nn.Parameter]:
-        """Logarithms of s."""
         return [self.log_precision]
 
     def prior_precision(self, groups: Tensor) -> Tensor:
-        """S at the functions of groups, [g]."""
         rows = functional.embedding(groups, self.log_precision, sparse=self.sparse_gradients).squeeze(-1)
         return rows.clamp(math.log(MIN_PRECISION), math.log(LARGEST_PRECISION)).exp()
 
