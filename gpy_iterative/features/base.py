@@ -1,8 +1,4 @@
-"""The step that all mini-batch marginal log likelihoods share.
-
-`model(train_x)` gives a prior whose kernel is not evaluated yet; a batch of rows is drawn; features, noise and residuals
-are evaluated at these rows alone; a subclass turns them into an estimate of the log marginal likelihood and the next run.
-"""
+"""The step of all mini-batch methods: features, noise and residuals at a batch of rows, an estimate from them, a report."""
 
 import logging
 import math
@@ -75,12 +71,11 @@ class MinibatchReport(Report):
 class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     """Base of the marginal log likelihoods that see a mini-batch a step.
 
-    The run has what a subclass knows about the weights in its part "weights", and the module's own parameters in its part
-    "parameters". Both are float64, whatever the model's dtype, and no part of `state_dict()`.
+    The run's part "weights" has what a subclass knows about the weights, its part "parameters" the module's own parameters.
+    Both are float64, whatever the model's dtype, and no part of `state_dict()`.
 
     Attributes:
-        progress: True shows a bar for every pass over all data (`refresh`, `exact_value`, `gap`, `posterior`); a callable
-            gets every `gpy_iterative.progress.ProgressReport`.
+        progress: of every pass over all data: True shows a bar, a callable gets every `ProgressReport`.
         report: of the last step.
     """
 
@@ -147,16 +142,14 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             kwargs: passed to the likelihood.
 
         Returns:
-            A scalar. Priors and added loss terms are included. `.backward()` on it is the method's gradient estimator.
-            In training mode with gradients on, a call is a step: it draws a batch and moves the state. Without
-            gradients, or in evaluation mode of this module, it looks at the next batch and moves nothing. Data other
-            than those of the last call (`set_train_data`, other targets) start the state again by a pass over all data.
+            A scalar, with priors and added loss terms. `.backward()` on it is the method's gradient estimator. In training
+            mode with gradients on, a call is a step: it draws a batch and moves the state. Otherwise it looks at the next
+            batch and moves nothing. Data other than those of the last call start the state again by a pass over all data.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not fit, a prior at some of the training data, data that are
-                not finite, noise that is not positive, a prior that is no sum of kernels with finite feature maps, layers
-                whose output depends on the batch, row numbers outside of the data, another number of features than at
-                the start.
+            ValueError: shapes, dtypes or devices that do not fit, a prior at some of the training data, data that are not
+                finite, noise that is not positive, a prior without finite feature maps, layers whose output depends on the
+                batch, row numbers outside of the data, another number of features than at the start.
             NonFiniteError: a hyperparameter, feature or loss that is not finite; parameters and state stay as they were.
                 From `.backward()`, a non-finite gradient: no parameter's `.grad` is changed.
         """
@@ -186,7 +179,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             )
         result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
         result = self._add_other_terms(result, params).div(num_data)
-        self._params = LikelihoodParams(params, self.model, kwargs) if params or kwargs else None
+        self._params = LikelihoodParams.given(params, self.model, kwargs)
         self._commit(_counted(run) if trains else begun, data)
         self.report = MinibatchReport(
             value=result.detach().clone(),
@@ -203,8 +196,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def refresh(self) -> None:
         """Makes the state exact at the current hyperparameters: one pass over the training data, n m^2.
 
-        Call it every few epochs where features move fast (deep kernels), and before `gap()` where the state, and not the
-        way to it, is of interest. Predictions and `exact_value()` make their own pass and need none.
+        Call it every few epochs where features move fast (deep kernels).
         """
         problem, target = self._train_problem()
         self._commit(self._begun(problem, target, is_known=False), (*self._train_inputs(), target))
@@ -221,10 +213,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.inference_mode(False)
     @torch.no_grad()
     def gap(self) -> Tensor:
-        """How far the bound that the state's weights give lies below `exact_value()`: at least 0, a float64 scalar.
-
-        (J - l) / (2 n) in the notation of `gpy_iterative.features.weight_space.weights`; one pass, n m^2.
-        """
+        """How far the bound of the state's weights lies below `exact_value()`: a float64 scalar; one pass, n m^2."""
         check_hyperparameters(self)
         problem, target = self._train_problem()
         run = self._begun(problem, target)
@@ -234,11 +223,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return gap
 
     def posterior(self) -> WeightSpacePosterior:
-        """The exact posterior at the current hyperparameters; one pass over the training data, n m^2.
-
-        `posterior(x)` is its MultivariateNormal at test inputs, `posterior.sample_paths(k)` are functions. Training state
-        and modes stay as they are.
-        """
+        """The exact posterior at the current hyperparameters; one pass, n m^2. Training state and modes stay."""
         params = self._known_params()
         return WeightSpacePosterior(
             self.model,
@@ -250,10 +235,9 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         )
 
     def training_state(self) -> dict[str, Tensor]:
-        """The state of the run as a plain dict of tensors: weights, generator, order of rows, the likelihood's arguments.
+        """The state of the run as a plain dict of tensors, which resumes a run bit for bit.
 
-        Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run bit for bit. Raises
-        ValueError where an argument of the likelihood is no tensor, number or string.
+        Raises ValueError where an argument of the likelihood is no tensor, number or string.
         """
         self._run = self._present_run().mapped(torch.detach)
         return super().training_state()
@@ -279,7 +263,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return StateDescription.of(self, sizes | self._options)
 
     def _trains(self) -> bool:
-        """Whether a call now is a training step."""
         return self.training and torch.is_grad_enabled()
 
     @torch.inference_mode(False)
@@ -416,21 +399,17 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
 
 def num_steps(run: Run) -> int:
-    """Training steps so far."""
     return int(run.parts["counts"]["steps"])
 
 
 def _counted(run: Run) -> Run:
-    """The run after one more step."""
     counts = run.parts["counts"]
     return run.having(counts={**counts, "steps": counts["steps"] + 1})
 
 
 def _layout(run: Run) -> dict[str, object]:
     """Shape and dtype of weights and parameters; names only of what changes its shape in a run."""
-    fixed = ("weights", "parameters")
+    fixed = ("weights.", "parameters.")
     return {
-        f"{part}.{name}": (tensor.shape, tensor.dtype) if part in fixed else ()
-        for part, tensors in run.parts.items()
-        for name, tensor in tensors.items()
+        name: (tensor.shape, tensor.dtype) if name.startswith(fixed) else () for name, tensor in run.to_dict().items()
     }

@@ -27,19 +27,16 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
 
     The weights' posterior precision P = I + sum_i z_i z_i^T / s_i is tracked by a moving average of its batch estimates,
     through whose inverse the log-determinant's gradient goes; the weights w are parameters of this module, to be trained
-    with the others: `Adam(mll.parameters())`. It is the natural update of `VariationalFeatureMarginalLogLikelihood` for the
-    covariance with plain gradient steps for the mean; the value is no bound.
+    with the others: `Adam(mll.parameters())`. The value is no bound.
 
     Args:
         likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.
         tracker_rate: b_t in (0, 1], or a function of the step's number (from 0); None is min(.05, .1 b / m), falling
-            with the square root of the steps to .001. The paper's experiments have .9, whose gradients are far from
-            unbiased unless b is many times m: the inverse of an average over N = b (2 - b_t) / b_t rows is too large by
-            1 / (1 - m / N).
+            with the square root of the steps to .001. The inverse of an average over N = b (2 - b_t) / b_t rows is too
+            large by 1 / (1 - m / N).
 
-    Differs from the paper: the tracker starts with the exact P and not with a multiple of the identity; sums over a batch
-    are weighted with n / b; P is divided by the noise, which makes heteroskedastic noise possible and is the same where
-    it is one number. Costs as `VariationalFeatureMarginalLogLikelihood`.
+    Differs from the paper: the tracker starts with the exact P; sums over a batch are weighted with n / b; P is divided by
+    the noise. Costs as `VariationalFeatureMarginalLogLikelihood`.
     """
 
     def __init__(

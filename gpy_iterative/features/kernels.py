@@ -35,7 +35,6 @@ class WeightSpaceFeatures:
 
     @classmethod
     def standard(cls, basis: Tensor) -> "WeightSpaceFeatures":
-        """Weights of variance 1."""
         return cls(basis, basis.new_ones(*basis.shape[:-2], basis.shape[-1]))
 
     def scaled(self) -> Tensor:
@@ -46,9 +45,8 @@ class WeightSpaceFeatures:
 class FiniteFeatureKernel(Kernel):
     """Base of kernels k(x, x') = features(x)^T features(x') with m features.
 
-    A subclass gives `features`. Everything else follows: covariances under GPyTorch's own ExactGP and its marginal log
-    likelihood (through m x m matrices where m < n), and mini-batch training by `VariationalFeatureMarginalLogLikelihood`.
-    Where a scale can be pulled out of the features, `weight_space_features` says so.
+    A subclass gives `features`, and for scales that can be pulled out of them `weight_space_features`. The kernel works
+    with GPyTorch's own ExactGP (through m x m matrices where m < n) and `VariationalFeatureMarginalLogLikelihood`.
     """
 
     @abstractmethod
@@ -183,10 +181,7 @@ def _polynomial(kernel: kernels.PolynomialKernel) -> FeatureMap:
 
 @lru_cache(maxsize=8)
 def _monomials(dims: int, degree: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Factors of each monomial [m, degree], its multinomial coefficient and its power of the constant (index `dims`), [m].
-
-    Kept from step to step: counting a thousand of them takes as long as a step of training.
-    """
+    """Factors of each monomial [m, degree], its multinomial coefficient [m] and its power of the constant [m]."""
     with torch.inference_mode(False):
         monomials = list(combinations_with_replacement(range(dims + 1), degree))
         counts = [math.factorial(degree) / math.prod(map(math.factorial, Counter(m).values())) for m in monomials]
@@ -247,15 +242,13 @@ def _times(left: WeightSpaceFeatures, right: WeightSpaceFeatures) -> WeightSpace
 class DeepFeatureKernel(FiniteFeatureKernel):
     """k(x, x') = base_kernel(network(x), network(x')), for a base kernel with a finite feature map.
 
-    Inside the kernel the network runs when the kernel is evaluated, and `model(train_x)` evaluates nothing: a mini-batch
-    method runs it on its batch. A network that the model's `forward` calls runs on all data at every step.
+    A mini-batch method runs the network on its batch. One that the model's `forward` calls runs on all data at every step.
 
     Args:
         feature_extractor: a module from [*b, n, d] to [*b, n, e], row by row: its batch normalisation, if it has any,
             must be in evaluation mode.
         base_kernel: any of the kernels that `feature_map` knows, such as `ScaleKernel(LinearKernel())`, m = e, or
-            `ScaleKernel(RFFKernel(num_samples=500, num_dims=e))`, m = 1000. With a linear kernel a variance of 1 / e at the
-            start keeps the prior of f at the size of one feature.
+            `ScaleKernel(RFFKernel(num_samples=500, num_dims=e))`, m = 1000.
         kwargs: passed to `gpytorch.kernels.Kernel`.
 
     Raises:

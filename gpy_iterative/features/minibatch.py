@@ -19,8 +19,7 @@ class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
 
     It estimates the marginal likelihood of b data and not of n: the optimum is another one at any learning rate, and comes
     closer with b. It keeps nothing between steps, has no parameters of its own, and takes any kernel (`exact_value` and
-    `posterior` need finite feature maps; there is no `gap`). For deep kernels with b well above the number of features it
-    is a strong method all the same: its weights are the best for every batch, and never lag behind the network.
+    `posterior` need finite feature maps; there is no `gap`).
 
     Args:
         likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.

@@ -41,11 +41,8 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         mu: strength of the penalty. "auto" is 1.2 |P| |P^-1| at every refresh: above |P| |P^-1|, which is at least m, the
             saddle point is the exact likelihood; below, A = P is not even a local minimum. The paper has 1.
 
-    Slow where mu has to be large. `VariationalFeatureMarginalLogLikelihood` solves the same problem without it. Two batches
-    a step, and an eigendecomposition of m x m.
-
-    Differs from the paper: A and B start exactly at the saddle point (B within its ball); P is divided by the noise, and
-    A by the mean diagonal of the first P, which changes units and not the objective.
+    Slow where mu has to be large. Two batches a step, and an eigendecomposition of m x m. Differs from the paper: A and B
+    start at the saddle point (B within its ball); P is divided by the noise, and A by the mean diagonal of the first P.
 
     Warns:
         BiasWarning: mu is below m.

@@ -1,8 +1,7 @@
 """Mini-batches for kernels with finitely many features: a bound on the marginal likelihood that is tight at its optimum.
 
-The log-determinant of the paper's minimax problem (Shoham and Avron, "Unbiased Stochastic Optimization for Gaussian
-Processes on Finite Dimensional RKHS") is itself a minimum, log|F| = min_S tr(S F) - log|S| - m. Put in, the weights'
-mean and covariance are minimised over together with the hyperparameters, without penalty or saddle point.
+The log-determinant is a minimum, log|F| = min_S tr(S F) - log|S| - m. Put in, the weights' mean and covariance are
+minimised over together with the hyperparameters.
 """
 
 from collections.abc import Callable
@@ -30,8 +29,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
     """An unbiased mini-batch estimate of a lower bound on the marginal likelihood, whose maximum is the exact one's.
 
     The bound takes weights N(v, S) for their posterior. Where they are the posterior, it equals the log marginal likelihood
-    and has the same gradient for every hyperparameter. For all weights that do not know the batch, the
-    mean over batches of value and gradient is the full-data one. `gap()` measures how far the weights are behind.
+    and has the same gradient for every hyperparameter. `gap()` measures how far the weights are behind.
 
     Args:
         likelihood: Gaussian, with independent noise: homoskedastic, fixed or heteroskedastic.
@@ -39,15 +37,13 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         batch_size: rows a step; None is 256, or all data where there are fewer.
         update: how the weights follow. "natural": moving averages of the precision's and the moment's batch estimates,
             which are natural gradient steps; no parameters, m^3 a step. "gradient": the mean v and a triangular root L of S
-            are parameters of this module, to be trained with the others (`Adam(mll.parameters())`); no factorisation, b m^2
-            a step.
+            are parameters of this module, to be trained with the others (`Adam(mll.parameters())`); b m^2 a step.
         tracker_rate: step size in (0, 1] of the natural update, or a function of the step's number (from 0); None is
             min(.05, .1 b / m), falling with the square root of the steps to .001. Deep kernels with little noise
             gain from .2.
         include_batch: whether the weights of an estimate know its batch, with half of the share that it has in the averages
-            of the next step. That lets them follow a network, without which deep kernels do not train. Their bias is of
-            second order in the rate: the whole share makes tr(P^-1 batch estimate of P) too small by as much as no share
-            makes it too large. Off, value and gradient are exactly unbiased for any weights, as with update="gradient".
+            of the next step, which lets them follow a network. The bias is of second order in the rate. Off, value and
+            gradient are exactly unbiased for any weights, as with update="gradient".
         centred: whether weights are those of the features before scaling (by outputscales, a LinearKernel's variances).
             Off, scales and weights have to follow each other, which is slow with update="gradient".
         generator: a generator, or the seed of one. The global generator is never touched.

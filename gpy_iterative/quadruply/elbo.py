@@ -1,8 +1,6 @@
 """Evidence lower bound of a Gaussian process in weight space, from a few rows and a few features a step.
 
-Evans and Nair 2018, "Quadruply stochastic Gaussian processes", with an estimate of the same expectation and less variance:
-a head of features is always evaluated; rows are kept for several steps, in which their residuals are known; for rows that
-are not, the square of a residual is estimated by a product of two; single sums over features are sampled once.
+Evans and Nair 2018, "Quadruply stochastic Gaussian processes", with an estimate of the same expectation and less variance.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Variational distribution of the weights: q(w) = N(mu, C C^T) with a chevron C.
 
-The first k columns of C are dense below the diagonal, the others have a diagonal entry only. The parameters of the head,
-which every step moves, and of the tail, of which a step moves a few rows, are apart: the tail's gradients are sparse, so
-that a step evaluates and moves its sample only.
+The first k columns of C are dense below the diagonal, the others have a diagonal entry only. Every step moves the
+parameters of the head, and a few rows of those of the tail, whose gradients are sparse.
 """
 
 from collections.abc import Callable

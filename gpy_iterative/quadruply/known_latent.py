@@ -1,8 +1,7 @@
 """The latent function at points where it is known from all features, while a step moves the weights of a few.
 
-At points x the sampled groups' part Phi(x) mu, and Phi(x) times the dense columns of C, is computed once from all features.
-Later the change of every weight that has moved is added, whoever moved it. The gradient is taken at the sampled features U
-only and multiplied by (all features) / |U|: unbiased for a uniform U.
+At points x the tail's part of the latent moments is computed once from all features. Later the change of every weight that
+has moved is added, whoever moved it. The gradient is that of sampled features U times (all features) / |U|: unbiased.
 """
 
 import copy
@@ -41,10 +40,6 @@ class KnownLatent:
         total = _product(frozen, x, head, weights)
         return cls(x, head, total, weights, none, x.new_empty(len(x), 0), _writes(frozen))
 
-    def refreshed(self, frozen: QuadruplyStochasticGP) -> "KnownLatent":
-        """Computed again from all features; cost p m (1 + k)."""
-        return replace(KnownLatent.start(frozen, self.x), sampled=self.sampled, features=self.features)
-
     def follows(self, model: QuadruplyStochasticGP) -> bool:
         """Whether the basis and the points are those of the model now."""
         like = model.basis.like
@@ -61,7 +56,7 @@ class KnownLatent:
         else:
             change = _product(frozen, self.x, self.head, moves)
         after = replace(self, total=self.total + change, weights=weights)
-        return after if after.total.isfinite().all() else after.refreshed(frozen)
+        return after if after.total.isfinite().all() else KnownLatent.start(frozen, self.x)
 
     def evaluate(
         self, frozen: QuadruplyStochasticGP, first: Sample, second: Sample

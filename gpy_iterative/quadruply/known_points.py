@@ -116,7 +116,7 @@ class KnownPoints:
         run = self.followed(run)
         if (part := run.part("latent")) is None:
             return run
-        return run.having(latent=vars(KnownLatent(**part).refreshed(self._frozen(run))))
+        return run.having(latent=vars(KnownLatent.start(self._frozen(run), part["x"])))
 
     def checked(self, run: Run) -> Run:
         """A loaded run. Raises ValueError for entries that are missing or do not fit the model."""

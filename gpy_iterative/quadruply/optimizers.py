@@ -30,8 +30,7 @@ class HeadNaturalGradient(_Optimizer):
     """Natural gradient steps of the mean and diagonal of q at the head of a `NystromBasis`.
 
     mu minimises the bound of the step's rows, at their curvature, plus |mu - mu_before|^2_{C^-2} / (2 lr): it moves by
-    -lr C (I + G^T G)^-1 C (gradient), G = sqrt(lr curvature) phi C. Directions that the data determine converge in about
-    1 / lr steps, and a row does not overshoot whatever its weight. Precisions c^-2 move towards those of the rows at rate
+    -lr C (I + G^T G)^-1 C (gradient), G = sqrt(lr curvature) phi C. Precisions c^-2 move towards those of the rows at rate
     lr. For a likelihood that is not Gaussian the step of mu is halved until the bound of its rows does not fall.
 
     Args:
@@ -110,12 +109,7 @@ def _length(mean: Tensor, change: Tensor, seen: list[SeenRows]) -> float:
 
 
 class NoiseNaturalGradient(_Optimizer):
-    """Natural gradient steps of the noise variance of a Gaussian likelihood, at a rate of at most 1.
-
-    The optimum at the current weights is E (y - f)^2, known in closed form, but only for the rows of a step. The log
-    variance moves by -2 lr (gradient of the loss for it): at rate 1/2 of the way there for a small distance, whatever the
-    units of y.
-    """
+    """Natural gradient steps of a Gaussian likelihood's noise: its logarithm moves by -2 lr times its gradient."""
 
     def __init__(self, likelihood: GaussianLikelihood, *, lr: float = NOISE_RATE) -> None:
         check_rate("lr", lr)
@@ -142,10 +136,9 @@ class QuadruplyStochasticOptimizer(_Optimizer):
     """All optimisers of a quadruply stochastic model, with their schedule.
 
     `HeadNaturalGradient` for the head of a `NystromBasis`; Adagrad, whose sparse steps move only sampled rows, for the
-    other variational parameters and the precisions of relevance vectors; `NoiseNaturalGradient` for the noise of a
-    `GaussianLikelihood`; Adam at a small rate for other hyperparameters. Noise and hyperparameters are fixed in the first
-    steps. All rates decay exponentially. `param_groups` have the initial rates, which torch's
-    schedulers may change.
+    other variational parameters and the precisions of relevance vectors; natural gradients for the noise of a
+    `GaussianLikelihood`; Adam for other hyperparameters. Noise and hyperparameters are fixed in the first steps. All rates
+    decay exponentially. `param_groups` have the initial rates, which torch's schedulers may change.
 
     Args:
         model: whose parameters are trained.

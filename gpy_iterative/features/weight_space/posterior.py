@@ -42,12 +42,11 @@ class WeightSpacePosterior:
         params: the likelihood's own arguments, as passed to the marginal log likelihood.
         kwargs: those with names, such as `noise`; they belong to the present training data.
         seed: of the sample paths.
-        progress: True shows a bar for a pass over the data; a callable gets every
-            `gpy_iterative.progress.ProgressReport`.
+        progress: True shows a bar for a pass over the data; a callable gets every `ProgressReport`.
 
-    Construction makes one pass over the training data, n m^2. t test points cost t m^2. Hyperparameters, data, dtype or
-    device that have changed since are noticed by value, and answered by another pass. Modes of model and likelihood stay
-    as they are; networks are evaluated in evaluation mode.
+    Construction makes one pass over the training data, n m^2; t test points cost t m^2. Hyperparameters, data, dtype or
+    device that have changed since are noticed by value, and answered by another pass. Networks are evaluated in evaluation
+    mode; modes of model and likelihood stay.
 
     Raises:
         ValueError: data that do not fit or are not finite, kernels without a finite feature map.
@@ -138,12 +137,7 @@ class WeightSpacePosterior:
 
 
 class WeightSpacePaths:
-    """f_j(x) = m(x) + u(x)^T v_j: the same functions at every call, differentiable in x.
-
-    Args:
-        snapshot: the model at the time when they were drawn.
-        samples: v_j, [m, k].
-    """
+    """f_j(x) = m(x) + u(x)^T v_j for weights v_j [m, k]: the same functions at every call, differentiable in x."""
 
     def __init__(self, snapshot: ModelSnapshot, samples: Tensor) -> None:
         self._snapshot, self._samples = snapshot, samples

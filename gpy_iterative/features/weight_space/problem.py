@@ -89,17 +89,10 @@ class WeightSpacePrior:
 
 
 class WeightSpaceProblem:
-    """A prior at all training inputs with noise and targets, seen as a linear model.
+    """A prior at all training inputs [n] with independent noise and targets [n], seen as a linear model.
 
-    Args:
-        likelihood: Gaussian, with independent noise.
-        function_dist: the prior `model(train_x)`, [n].
-        target: [n].
-        params, kwargs: the likelihood's own arguments.
-        progress: shows or reports every pass over all data, see `gpy_iterative.progress`.
-
-    Raises:
-        ValueError: as WeightSpacePrior, and for a batch of priors or a multitask prior.
+    `params` and `kwargs` are the likelihood's own arguments, `progress` is of passes over all data. Raises ValueError as
+    WeightSpacePrior, and for a batch of priors or a multitask prior.
     """
 
     def __init__(
@@ -136,7 +129,6 @@ class WeightSpaceProblem:
 
     @property
     def num_data(self) -> int:
-        """How many data, n."""
         return self._distribution.loc.shape[-1]
 
     def batch(self, rows: Tensor, noise: LinearOperator | None = None) -> FeatureBatch:

@@ -4,9 +4,8 @@ With residuals r, features u, noise variances s, weights N(v, S) and prior varia
 
     J = sum_i [((r_i - u_i^T v)^2 + u_i^T S u_i) / s_i + log s_i] + sum_j [(v_j^2 + S_jj) / c_j + log c_j] - log|S| - m
 
-is at least -2 log p(y) - n log(2 pi) for any v and S > 0, with equality at the posterior of the weights. There the
-gradients of both with respect to all hyperparameters agree, too (envelope theorem). The first sum is one over data, of
-which any uniform batch gives unbiased values and gradients.
+is at least -2 log p(y) - n log(2 pi) for any v and S > 0, with equality, and equal gradients for all hyperparameters, at
+the posterior of the weights. Of the first sum any uniform batch gives unbiased values and gradients.
 """
 
 import math
@@ -100,9 +99,8 @@ def exact_statistics(problem: WeightSpaceProblem, *, centred: bool = True) -> tu
 def exact_log_marginal_likelihood(problem: WeightSpaceProblem) -> Tensor:
     """The log marginal likelihood, a float64 scalar, from two passes over the data: cost n m^2, memory m^2 and a chunk.
 
-    The second pass sums squared residuals at the posterior mean, to which the result is insensitive in first order; the
-    textbook's difference r^T D^-1 r - h^T P^-1 h loses digits where the noise is small. Raises NonFiniteError for a value
-    that is not finite.
+    The second pass sums squared residuals at the posterior mean: r^T D^-1 r - h^T P^-1 h would lose digits where the noise
+    is small. Raises NonFiniteError for a value that is not finite.
     """
     weights = WeightDistribution.from_precision(*exact_statistics(problem))
     total = problem.num_data * math.log(2 * math.pi) - weights.log_determinant
@@ -127,10 +125,8 @@ def _solve(lower: Tensor, vector: Tensor) -> Tensor:
 class TrackerRate:
     """The step size of a moving average of batches: a number in (0, 1], a function of the step, or None.
 
-    None is initial / sqrt(1 + initial * step / 4), and no less than .001: constant at first, for about as long as the
-    average remembers, then falling as the optimiser's steps become smaller. The average of batch precisions is inverted,
-    and the inverse of an average over N = b (2 - rate) / rate data is too large by a factor of about 1 / (1 - m / N): with
-    initial = min(.05, .1 b / m) that is 1.05 and falling.
+    None is initial / sqrt(1 + initial * step / 4), and no less than .001. The inverse of an average over
+    N = b (2 - rate) / rate data is too large by about 1 / (1 - m / N): 1.05 and falling with initial = min(.05, .1 b / m).
 
     Raises ValueError for a number outside (0, 1], also of a function, when it is called.
     """

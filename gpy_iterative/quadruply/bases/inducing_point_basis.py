@@ -36,15 +36,9 @@ class KeptAt:
 
 
 class KernelFunctionBasis(FeatureBasis):
-    """phi(x) = k(x, Z), one feature a point.
+    """phi(x) = k(x, Z) for points Z [m, d], one feature a point.
 
-    Args:
-        kernel: any, without a batch shape.
-        points: Z [m, d].
-
-    Raises:
-        ValueError: points that are not finite, not a matrix, or of another dtype than the kernel; a kernel with a batch
-            shape.
+    Raises ValueError for points that are not finite, no matrix, or of another dtype, and for a kernel with a batch shape.
     """
 
     def __init__(self, kernel: kernels.Kernel, points: Tensor) -> None:

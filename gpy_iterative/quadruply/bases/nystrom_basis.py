@@ -20,10 +20,8 @@ class NystromBasis(FeatureBasis):
     """Nystrom eigenfeatures phi(x) = diag(l)^-1/2 U^T k(Z, x), K_ZZ = U diag(l) U^T, with the rest of the kernel; S = I.
 
     phi^T phi of the head is nearly diagonal, so that independent posterior deviations are nearly exact. The tail's random
-    features are projected off the head, psi(x) = phi_rff(x) - phi_rff(Z) K_ZZ^-1 k(Z, x), with the expected covariance
-    k(x, z) - k(x, Z) K_ZZ^-1 k(Z, z): head and tail together have the kernel. The tail's posterior variance is one factor
-    times that prior, exactly. Without a tail the factor is 1, and the objective is that of Titsias 2009 for a diagonal
-    posterior covariance.
+    features are projected off the head, psi(x) = phi_rff(x) - phi_rff(Z) K_ZZ^-1 k(Z, x): head and tail together have the
+    kernel. Without a tail the objective is that of Titsias 2009 for a diagonal posterior covariance.
 
     Args:
         kernel: any without a batch shape; with a tail, one that has random Fourier features.
@@ -37,9 +35,8 @@ class NystromBasis(FeatureBasis):
         SpectralDensityMissingError: a tail of a kernel without random Fourier features.
 
     Cost: n h (d + h) for n rows of the head, as much for h tail features. h^3 in float64 once while hyperparameters are
-    fixed (`kernel.requires_grad_(False)`), else in every evaluation. Eigenvectors are computed when the basis is made, and
-    again by the first training step where hyperparameters have changed since. After that features follow the
-    hyperparameters by a triangular factor, smoothly, and keep the prior exact.
+    fixed (`kernel.requires_grad_(False)`), else in every evaluation. Eigenvectors are those of the first training step;
+    later, features follow the hyperparameters by a triangular factor, and keep the prior exact.
     """
 
     exchangeable = True

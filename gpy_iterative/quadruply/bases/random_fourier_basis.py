@@ -20,8 +20,8 @@ CHUNK = 4096
 class FourierGroups(torch.nn.Module):
     """Draws of the frequencies of `num_features` features, which a kernel's current hyperparameters scale.
 
-    Options and errors are those of `RandomFourierBasis`. Without `stored` frequencies, chunks of 4,096 groups are drawn
-    from their own seeds in every evaluation, on the CPU: memory O(1) in the number of groups, and slower steps.
+    Options and errors are those of `RandomFourierBasis`. Frequencies that are not `stored` are drawn in every evaluation:
+    chunks of 4,096 groups from seeds of their own.
     """
 
     def __init__(
