@@ -3,7 +3,7 @@
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior, PathwisePredictionStrategy
 from gpy_iterative.exact.prediction.sample_paths import SamplePaths
-from gpy_iterative.exact.prediction.training_solves import VarianceError
+from gpy_iterative.exact.prediction.variance_error import VarianceError
 from gpy_iterative.features.weight_space.posterior import WeightSpacePaths, WeightSpacePosterior
 from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths
 from gpy_iterative.laplace.prediction.posterior import LaplacePosterior, VarianceSplit

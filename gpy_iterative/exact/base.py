@@ -35,18 +35,15 @@ from gpy_iterative.exact.estimates import (
     updated,
 )
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior
-from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, RandomFeatures, Whitened, suited_to
+from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Whitened, suited_to
 from gpy_iterative.exact.validation import ADVICE, LineSearchWatch, check_data, check_likelihood
-from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
-from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver, is_exact
+from gpy_iterative.linear_solvers.default import default_solver, is_exact
 from gpy_iterative.linear_solvers.logdet.lanczos import BracketPositions
 from gpy_iterative.linear_solvers.solution import SolveStatus, warn_of
-from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.training.report import MarginalLogLikelihoodReport
@@ -58,7 +55,6 @@ from gpy_iterative.training.training_system import (
     check_hyperparameters,
     check_inputs,
     linear_system,
-    num_training_data,
 )
 from gpy_iterative.worker_threads import divided
 
@@ -177,7 +173,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             seconds=time.perf_counter() - start,
             truncation=estimate.truncation,
             probe_jitter=estimate.probe_jitter,
-            far_field_error=far_field_error(system.operator) if estimate.is_of_products else None,
+            far_field_error=estimate.far_field_error,
         )
         logger.info("%s: %s", type(self).__name__, self.report)
         self._run, self._params = run, likelihood_params  # only now: a step that fails changes nothing
@@ -204,14 +200,13 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         posterior = PathwisePosterior(
             self.model,
             self.likelihood,
-            solver=self._prediction_solver() if solver is None else solver,
+            solver=self.solver if solver is None else solver,
             products=self.products,
             # A generator of its own: predictions in the middle of training do not change the training.
             generator=torch.Generator().manual_seed((self._run.generator().initial_seed() + 1) % 2**64),
             params=() if self._params is None else self._params.current(self.model),
             kwargs=None if self._params is None else self._params.current_kwargs(self.model),
             initial_weights=None if solutions is None else solutions["latest"][..., 0],
-            prior=self._prior_samples(),
             rank=rank,
             num_neighbours=num_neighbours,
             progress=self.progress,
@@ -222,17 +217,6 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def _has_dense_factor(self, size: int) -> bool:
         """Whether the density of N(0, H) is computed by one, without an estimate, where H has so many rows."""
         return False
-
-    def _prediction_solver(self) -> Solver | None:
-        """The solver of the posterior's means and sample paths."""
-        has_data = self.model.train_inputs is not None and self.model.train_targets is not None
-        if self.solver is not None or not has_data or num_training_data(self.model) <= EXACT_BELOW:
-            return self.solver
-        return ConjugateGradients(tolerance=1e-4)
-
-    def _prior_samples(self) -> tuple[RandomFeatures, Draws, Tensor] | None:
-        """Prior samples that the step has solved for, as the posterior takes them."""
-        return None
 
     def _description(self) -> StateDescription:
         return StateDescription.of(self, self._options)
@@ -304,15 +288,6 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
     def _has_dense_factor(self, size: int) -> bool:
         return is_exact(self.solver, size)
-
-    def _prediction_solver(self) -> Solver | None:
-        return self.solver
-
-    def _prior_samples(self) -> tuple[RandomFeatures, Draws, Tensor] | None:
-        draws, solutions = self._run.part("probes"), self._run.part("warm_start")
-        if not isinstance(self.probes, RandomFeatures) or draws is None or solutions is None:
-            return None
-        return self.probes, dict(draws), solutions["latest"][..., 1:]
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
         operator, residual = system.operator, system.residual

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.exact.probes import Probes, probe_jitter
+from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.logdet.lanczos import (
@@ -65,14 +66,10 @@ class Estimate(ABC):
     stats: SolveStats
     truncation: Report | None = None  # the draws of a method that truncates at random
     probe_jitter: float | None = None  # of the probes' covariance
+    far_field_error: float | None = None  # of the products that were made, where they pass through far fields
 
     def __post_init__(self) -> None:
         check_estimated("value", self.value)
-
-    @property
-    def is_of_products(self) -> bool:
-        """Whether products with H have made it."""
-        return False
 
     @abstractmethod
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
@@ -87,10 +84,6 @@ class DensityEstimate(Estimate):
     left: Tensor  # [*b, n, k]; of the exact estimate the weights of all entries of dH, [*b, n, n]
     right: Tensor | None  # [*b, n, k], or None
     factor: SparseInverseCholesky | None = None  # the covariance of the probes that preconditioned the solve
-
-    @property
-    def is_of_products(self) -> bool:
-        return self.right is not None  # a matrix that was factored was made of exact entries
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         check_estimated("solve for y - mean", self.weights)
@@ -206,5 +199,6 @@ def stochastic_estimate(
         status=SolveStatus.INDEFINITE if log_determinant.is_indefinite else solution.status,
         stats=solution.stats,
         probe_jitter=probe_jitter(probes, logdet_probes),
+        far_field_error=far_field_error(operator),
     )
     return estimate, solution.value, log_determinant.positions

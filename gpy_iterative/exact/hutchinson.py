@@ -23,9 +23,8 @@ _DISTRIBUTIONS = {"preconditioned": Preconditioned, "rademacher": Rademacher, "g
 class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
     """The marginal log likelihood of an exact Gaussian process, for any kernel, without its matrix.
 
-    Takes the place of `gpytorch.mlls.ExactMarginalLogLikelihood` in an unchanged training loop. Up to 3,000
-    data it is exact (Cholesky); beyond, a step costs a few passes over the kernel matrix, none of which is stored
-    beyond the memory that `products` grants.
+    Takes the place of `gpytorch.mlls.ExactMarginalLogLikelihood` in an unchanged training loop. Up to 3,000 data it is
+    exact (Cholesky); beyond, a step costs a few passes over the kernel matrix, which is stored as far as `products` allows.
 
     Args:
         likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).

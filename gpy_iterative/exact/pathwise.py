@@ -17,8 +17,7 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.training.progress import Progress
 
-#: Corrected estimates are unbiased for any number; more lower the variance, and take features and their inner matrix,
-#: n (2m)^2: of 3,724 rows .04 s for 200, .43 s for 1,000, where the solve of the probes takes .1 to .2 s.
+#: Corrected estimates are unbiased for any number; more lower the variance at a cost of n (2m)^2.
 DEFAULT_NUM_FREQUENCIES = 200
 
 
@@ -29,25 +28,17 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
     tr(H^-1 dH) = E[(H^-1 xi)^T dH (S^-1 xi)] holds for any number of frequencies.
 
     Args:
-        likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
+        likelihood, solver, warm_start, products, generator, progress: as in `HutchinsonMarginalLogLikelihood`.
         model: a `gpytorch.models.ExactGP` whose kernel has a registered spectral density.
         num_probes: probe vectors.
         num_frequencies: random frequencies a kernel term, for prior="features"; None takes 200.
         prior: "features" (random Fourier features), or "exact" (a Cholesky factor of the prior, for small n).
         corrected: True weights by S^-1 xi, which is unbiased; False takes S = H as published, whose error for a
             frozen set of frequencies does not fall with the number of probes.
-        warm_start: "extrapolated" starts each solve at twice the last solution less the one before, "previous"
-            at the last; both keep the draws frozen. False draws new ones and starts at zero, every step.
-        solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
-        products: how kernel products are computed.
-        generator: a generator, or the seed of one. The global generator is never touched.
-        progress: True shows a bar for every solve; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
-        UnsupportedLikelihoodError: the likelihood is not Gaussian.
+        UnsupportedLikelihoodError, ValueError, TypeError: as `HutchinsonMarginalLogLikelihood`.
         SpectralDensityMissingError: at the first step, a kernel without a spectral density (`prior="features"`).
-        ValueError: an option outside its range, training inputs that are not finite.
-        TypeError: a model that is no ExactGP; a solver, products or progress of another type.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)

@@ -4,10 +4,9 @@ A probe distribution gives vectors xi with a known covariance S and, cheaply, S^
 
     tr(H^-1 dH) = E[(H^-1 xi)^T dH (S^-1 xi)].
 
-S = I is Hutchinson's estimator; an S that resembles H makes the same estimate with a fraction of its variance, which for
-Gaussian draws and A = H^-1 dH is tr(A^2) + tr(S A S^-1 A^T) a probe: |A|_F^2 + tr(A^2) for S = I, 2 tr(A^2), never more,
-for S = H. All randomness is drawn first, as plain tensors that know nothing of the hyperparameters; from the same draws
-the probes are a smooth function of them.
+S = I is Hutchinson's estimator; an S that resembles H has a fraction of its variance, which for Gaussian draws and
+A = H^-1 dH is tr(A^2) + tr(S A S^-1 A^T) a probe. All randomness is drawn first, as plain tensors that know nothing of the
+hyperparameters; from the same draws the probes are a smooth function of them.
 """
 
 from abc import ABC, abstractmethod
@@ -83,17 +82,12 @@ class ProbeDistribution(ABC):
     num_probes: int
     #: Whether the prior's kernels are needed, beyond its operator.
     needs_terms: ClassVar[bool] = False
+    #: Relative residual at which the solver's error of a single probe stays below half of the probe's own noise. None
+    #: where S does not resemble H, or S^-1 xi is not known: errors of the solves then enter the trace more than once.
+    residual_of_one: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
         check_count("num_probes", self.num_probes)
-
-    @property
-    def residual_of_one(self) -> float | None:
-        """Relative residual at which the solver's error of a single probe stays below half of the probe's own noise.
-
-        None where S does not resemble H, or S^-1 xi is not known: errors of the solves then enter the trace more than once.
-        """
-        return None
 
     @abstractmethod
     def draw(
@@ -160,10 +154,7 @@ class Preconditioned(ProbeDistribution):
     rank: int = 100
     correct_diagonal: bool = True
     recipe: PivotedCholesky | None = None
-
-    @property
-    def residual_of_one(self) -> float | None:
-        return 0.12
+    residual_of_one: ClassVar[float | None] = 0.12
 
     @divided()
     def draw(
@@ -207,10 +198,7 @@ class Whitened(ProbeDistribution):
     """
 
     recipe: Vecchia
-
-    @property
-    def residual_of_one(self) -> float | None:
-        return 0.12
+    residual_of_one: ClassVar[float | None] = 0.12
 
     @divided()
     def draw(
@@ -253,8 +241,7 @@ class RandomFeatures(ProbeDistribution):
             S = H, as published by Lin et al. 2024: with frozen frequencies its error does not fall with s.
 
     Cost an evaluation: n d m for the features; corrected, half of their n (2m)^2 Gram matrix and its Cholesky factor
-    beside, and the features in memory (n = 40,000 with m = 1,000 in float32: 320 MB). Uncorrected, a few thousand rows of
-    features are held at a time.
+    beside, and the features in memory. Uncorrected, a few thousand rows of features are held at a time.
     """
 
     num_frequencies: int

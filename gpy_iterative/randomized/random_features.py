@@ -230,9 +230,9 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     """The marginal log likelihood of a random feature approximation, its frequencies redrawn every step: a baseline.
 
-    Its quadratic form comes out too large and its log-determinant too small, and its optimum is another than that of the
-    exact likelihood, with shorter lengthscales. `SingleSampleRFFMarginalLogLikelihood` removes the bias,
-    `RussianRouletteMarginalLogLikelihood` has none and less variance.
+    Its quadratic form is too large, its log-determinant too small, and its optimum has shorter lengthscales.
+    `SingleSampleRFFMarginalLogLikelihood` removes the bias, `RussianRouletteMarginalLogLikelihood` has none and less
+    variance.
 
     Args:
         likelihood, model, resample, solver, products, generator: as in `SingleSampleRFFMarginalLogLikelihood`.

@@ -1,8 +1,7 @@
 """Unbiased training with a random number of conjugate gradient steps.
 
 Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 4.1, with corrections:
-a reweighted sum is kept where a column converges early, the rate follows the decay of the solution (rho^-j, not rho^-2j),
-and any number of truncations is taken from one run.
+a reweighted sum is kept where a column converges early, and the rate follows the decay of the solution (rho^-j).
 """
 
 import math
@@ -28,26 +27,25 @@ SOLVED = 0.01
 class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
     """The marginal log likelihood of an exact Gaussian process: unbiased value and gradient at a bounded expected cost.
 
-    Conjugate gradients cut after a fixed number of steps have an optimum of their own. Cut after a random number J of
-    steps, with step j divided by the probability of reaching it, they have the right one: bias becomes variance, which Adam
-    averages out. L-BFGS and other line searches do not work with noisy values and gradients, nor with frozen draws
-    (`resample=False`), whose gradient is not that of the value: use Adam.
+    Conjugate gradients are cut after a random number J of steps, and step j is divided by the probability of reaching it:
+    the bias of an early stop becomes variance, which Adam averages out. Line searches (L-BFGS) do not work, neither with
+    noise nor with frozen draws (`resample=False`), whose gradient is not that of the value.
 
     Args:
         likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
         model: a `gpytorch.models.ExactGP`.
         truncation: the distribution of J. An object with the methods of `gpy_iterative.truncation.Truncation`, or
             `AutomaticTruncation()`, which takes rate and minimum from the decay that the last step showed.
-        num_truncations: M independent draws of J for the targets, from one run: vector sums beside its products. More of
-            them lower the variance of the quadratic term and lengthen the run, whose expectation is that of the largest.
+        num_truncations: M independent draws of J for the targets, from one run. More of them lower the variance of the
+            quadratic term and lengthen the run.
         num_probes: probe vectors.
         probe_truncation: "independent" draws J for each probe, which averages over the truncations too; "shared" uses the
-            first one of the targets' for all of them, which keeps the run as short as that of the targets.
+            first one of the targets' for all of them, which keeps the run short.
         preconditioner: of the series and of the probes, which have its covariance; None is the identity. A larger rank
-            lowers the condition number, and thereby the variance, at little cost.
+            lowers the variance at little cost.
         tolerance: relative residual at which a series has converged; None is 1e-10 in float64 and 1e-6 in float32.
         resample: False keeps J and probes of the first step.
-        solver: of predictions; None is Cholesky up to 3,000 data, and beyond conjugate gradients to 1e-4.
+        solver: of predictions; None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
         products: how kernel products are computed.
         generator: a generator, or the seed of one. The global generator is never touched.
 

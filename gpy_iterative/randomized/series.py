@@ -26,6 +26,7 @@ from gpy_iterative.checks import check_flag, check_fraction, check_instance
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.exact.estimates import DensityEstimate
 from gpy_iterative.exact.probes import Preconditioned, ProbeDistribution, Probes, Rademacher, probe_jitter
+from gpy_iterative.linear_operators.extensions import far_field_error
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.logdet.krylov_logarithm import krylov_logarithm_terms
@@ -154,7 +155,8 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             run = run.having(decay={"energies": _pooled_energies(runs)})
         estimate = _stacked(members, batch)
         stats = dataclasses.replace(estimate.stats, seconds=time.perf_counter() - start)
-        return dataclasses.replace(estimate, stats=stats, probe_jitter=probe_jitter(probes)), run
+        jitter, error = probe_jitter(probes), far_field_error(operator)
+        return dataclasses.replace(estimate, stats=stats, probe_jitter=jitter, far_field_error=error), run
 
     def _current_truncation(self, run: Run) -> Truncation:
         """Of this step: chosen, where that is asked for, from what the last step showed."""

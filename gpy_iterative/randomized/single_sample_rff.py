@@ -32,8 +32,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     """The marginal log likelihood from random features, without their bias in value and gradient.
 
     On the grid m_k = min_frequencies + k frequency_step, a step evaluates the log likelihoods of m_0, m_{k-1} and m_k
-    nested random frequencies, for one random k. Its variance is large: the paper counts hundreds of times as many Adam
-    steps as for a biased estimate, at small learning rates. For daily use there is
+    nested random frequencies, for one random k. Its variance is large: for daily use there is
     `RussianRouletteMarginalLogLikelihood`.
 
     Args:
@@ -43,13 +42,12 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         frequency_step: between neighbours on the grid.
         max_frequencies: the largest m_k is not above it; None is half the number of data.
         probabilities: "inverse" is the paper's, proportional to 1 / m_k; "adaptive" is proportional to the root mean square
-            increments that earlier steps saw, begins with a share of 0.4 for the exact term, and never looks at the current
-            step.
+            increments of earlier steps, and begins with a share of 0.4 for the exact term.
         exact_last: the last log likelihood of the grid is replaced by the exact one, a dense Cholesky factor of O(n^3).
             False is unbiased for the likelihood of the last number of frequencies on the grid.
         resample: False keeps frequencies and increment of the first step.
-        solver: of predictions, which are of the kernel itself; None is Cholesky up to 3,000 data, and beyond conjugate
-            gradients to 1e-4.
+        solver: of predictions, which are of the kernel itself; None chooses by size and structure, see
+            `gpy_iterative.solvers.default_solver`.
         products: how kernel products are computed.
         generator: a generator, or the seed of one. The global generator is never touched.
 

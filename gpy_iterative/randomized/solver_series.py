@@ -91,8 +91,7 @@ def conjugate_gradient_series(
         preconditioner: P.
         tolerance: relative residual norm at which a column has converged; None is 1e-10 in float64, 1e-6 in float32.
 
-    A column that converges keeps its reweighted sum: the solution itself, which such a column knows, would bias the
-    estimate. A column leaves the block when it has converged or reached its last J, and products become narrower.
+    A column that converges keeps its reweighted sum: its solution itself would bias the estimate.
 
     Cost: max(stops) products with H, each with the columns that are still open, and P^-1. Memory: eight blocks [n, t] and
     the sums. Raises ValueError for a tolerance outside (0, 1), NonFiniteError where a NaN or an infinity appears.
@@ -201,9 +200,8 @@ def russian_roulette_solve(
         generator: None is seed 0.
 
     Returns:
-        A Solution. Its value has the expectation H^-1 B and its residual is `B - H value`, large by design: one more
-        product, in the overhead. The relative residual norms in the statistics are those of the columns' plain iterates,
-        which are the error that no truncation removes.
+        A Solution. Its value has the expectation H^-1 B and its residual is `B - H value`, large by design. The relative
+        residual norms in the statistics are those of the columns' plain iterates, the error that no truncation removes.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a batch, an option outside its range, or a truncation that

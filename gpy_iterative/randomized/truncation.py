@@ -2,10 +2,7 @@
 
 A sum of terms t_1 + t_2 + ... that is cut after a random number J of terms stays unbiased when its term j is divided by
 the survival probability S_j = P(J >= j): the Russian roulette estimator. Potapczynski et al. 2021, "Bias-Free Scalable
-Gaussian Processes via Randomized Truncations", section 3.
-
-Survival probabilities and their logarithms are float64 whatever the dtype of the series: in float32, 1 - cdf is wrong by
-a tenth where S is 3e-6, and zero soon after.
+Gaussian Processes via Randomized Truncations", section 3. Survival probabilities are float64 whatever the series' dtype.
 """
 
 import math
@@ -47,8 +44,8 @@ class ExponentialTruncation:
     Args:
         min_steps: the first so many terms are always taken, with weight 1.
         rate: how fast the probability falls; 0 is uniform. A series whose terms fall as rho^-j in norm has a finite
-            variance, however long it runs, only for rate < 2 log(rho); rate = log(rho) has the least variance for its
-            cost. Conjugate gradients have log(rho) = 2 / sqrt(condition number).
+            variance only for rate < 2 log(rho); rate = log(rho) has the least variance for its cost. Conjugate gradients
+            have log(rho) = 2 / sqrt(condition number).
         max_steps: None is no end (`within` sets one for a system).
 
     Raises:
@@ -80,15 +77,10 @@ class ExponentialTruncation:
 
     @classmethod
     def for_condition_number(cls, condition_number: float, budget: float) -> Self:
-        """The least variance for an expected number of steps.
+        """The least variance for the condition number of the preconditioned matrix and an expected number of steps.
 
-        Args:
-            condition_number: of the preconditioned matrix. The rate is log(rho), rho = (sqrt(condition_number) + 1) /
-                (sqrt(condition_number) - 1), and at most 0.1.
-            budget: expected number of steps.
-
-        Raises:
-            ValueError: an option outside its range, or a budget too small for the rate that the condition number asks for.
+        The rate is log(rho), rho = (sqrt(condition_number) + 1) / (sqrt(condition_number) - 1), and at most 0.1. Raises
+        ValueError for an option outside its range, or a budget too small for that rate.
         """
         for name, value in (("condition_number", condition_number), ("budget", budget)):
             check_number(name, value, "be finite and at least 1", lambda number: 1 <= number < math.inf)
@@ -105,12 +97,9 @@ class ExponentialTruncation:
     def within(self, num_rows: int, dtype: torch.dtype) -> Self:
         """The same where `max_steps` is given; else with the end that a system of n rows and its arithmetic suggest.
 
-        That is 2 n steps (conjugate gradients need more than n where rounding has cost them their conjugacy), or less:
-        where the weight 1 / S_j reaches a tenth of 1 / eps, past which it multiplies rounding noise. The expected number
-        of steps is almost unchanged, unless 2 n cuts it. A `min_steps` beyond 2 n is lowered to it: a full run.
-
-        Raises:
-            ValueError: a rate so high that the arithmetic has no weight for any step beyond `min_steps`.
+        That is 2 n steps, or less: where the weight 1 / S_j reaches a tenth of 1 / eps, past which it multiplies rounding
+        noise. A `min_steps` beyond 2 n is lowered to it. Raises ValueError for a rate so high that the arithmetic has no
+        weight for any step beyond `min_steps`.
         """
         if self.max_steps is not None:
             return self
@@ -124,7 +113,7 @@ class ExponentialTruncation:
         return replace(self, min_steps=min(self.min_steps, max_steps), max_steps=max_steps)
 
     def log_survival(self, steps: Tensor) -> Tensor:
-        """The logarithm of P(J >= j), float64 [*] for integers [*]; relative error of S below 1e-13 down to S = 1e-300."""
+        """The logarithm of P(J >= j), float64 [*] for integers [*]."""
         beyond = torch.as_tensor(steps).double() - self.min_steps
         if self.max_steps is None:
             return -self.rate * beyond.clamp_min(0)
@@ -144,7 +133,7 @@ class ExponentialTruncation:
         return self.min_steps + beyond.floor().clamp(0, self._support - 1).long()
 
     def mean(self) -> float:
-        """E[J]: 99.5 for min_steps 80 and rate 0.05."""
+        """E[J]."""
         return self.min_steps + _geometric_mean(self.rate) if self.max_steps is None else self.expected_max(1)
 
     def expected_max(self, count: int) -> float:
@@ -238,8 +227,7 @@ class AutomaticTruncation:
     """Rate and minimum from the decay that the last step's series showed; `start` for a step that has none before it.
 
     The rate is log(rho), of terms that fall as rho^-j, and at most 0.1. The minimum leaves a tenth of the sum of squared
-    norms; the relative standard deviation is then about 0.3. The current draw plays no part in the choice: a truncation
-    that depended on its own series would be biased. Raises TypeError for a start of another kind.
+    norms. The current draw plays no part in the choice, which would bias it. Raises TypeError for a start of another kind.
     """
 
     start: ExponentialTruncation = ExponentialTruncation()

@@ -1,7 +1,6 @@
 """Training data that a fit cannot do much with from where it starts: a warning for each kind, before any work.
 
-Lengthscales, outputscale, noise and mean begin near one or zero. Data of another scale leave a kernel matrix that is the
-identity, or ones throughout, and a gradient of zero.
+Lengthscales, outputscale, noise and mean begin near one or zero: data of another scale have no gradient there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,12 +44,7 @@ def warn_of_inputs(model: Any) -> None:
 
 @torch.no_grad()
 def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, system: TrainingSystem) -> None:
-    """Warns of training data of an exact Gaussian process that do not fit its hyperparameters, once for each kind.
-
-    Args:
-        model: with its training data.
-        likelihood: the model's.
-        system: at the present hyperparameters.
+    """Warns of training data of an exact Gaussian process that do not fit its present hyperparameters, once for each kind.
 
     Cost: 64 rows of distances, and a sort of the rows.
     """
@@ -168,12 +162,9 @@ def _equal_rows(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, noi
 
 def _rows(model: ExactGP) -> Tensor | None:
     """All inputs side by side, [n, d]; None for batches of inputs."""
-    inputs = [x for x in model.train_inputs or () if x.dim() == 2]
-    return (
-        torch.cat([x.double() for x in inputs], dim=-1)
-        if inputs and len(inputs) == len(model.train_inputs or ())
-        else None
-    )
+    inputs = model.train_inputs or ()
+    has_rows = inputs and all(x.dim() == 2 for x in inputs)
+    return torch.cat([x.double() for x in inputs], dim=-1) if has_rows else None
 
 
 def _neighbours_that_are_equal(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,9 +56,8 @@ def register_curvature(
 ) -> None:
     """Teaches Laplace's method a likelihood, or replaces what it knew.
 
-    Nothing has to be registered for a likelihood whose `forward` gives a distribution with a smooth `log_prob`:
-    derivatives come from autograd. Register one whose `forward` loses digits, or whose density is not log-concave and
-    whose Fisher information is known.
+    A likelihood whose `forward` gives a distribution with a smooth `log_prob` needs no registration. Register one whose
+    `forward` loses digits, or whose density is not log-concave and whose Fisher information is known.
 
     Args:
         likelihood_class: the class; subclasses that do not override `forward` are served too.

@@ -21,9 +21,8 @@ UNREADABLE = (AttributeError, TypeError, ValueError, KeyError, EOFError, Runtime
 class LikelihoodParams:
     """The likelihood's extra arguments, with training inputs recognised among them. Tensors are copied, without graph.
 
-    Noise that depends on the inputs (task indices, heteroskedastic models) gets the training inputs as an argument.
-    When they are replaced by `set_train_data`, the arguments have to follow. BoTorch's models transform them, and have
-    them in one form in train mode and in the other in evaluation mode: both are recognised. Empty `params` stand for the
+    Noise that depends on the inputs gets the training inputs as an argument, which follows `set_train_data`. BoTorch's
+    models have them transformed in one mode, and not in the other: both forms are recognised. Empty `params` stand for the
     list of training inputs, as GPyTorch passes it.
     """
 

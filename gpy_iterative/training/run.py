@@ -34,9 +34,8 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
 class Run:
     """Position of the random numbers, and tensors by part and name.
 
-    Parts are named after what they keep: `probes` and `warm_start` of exact models, `mode` of Laplace's method, `weights`
-    and `parameters` of mini-batches, `kept` rows and their `latent` values of quadruply stochastic models; `system` is
-    what dtype and device the others have.
+    Parts are named after what they keep: `probes` and `warm_start` of exact models, `mode` of Laplace's method, and so on;
+    `system` says which shape, dtype and device of H the others belong to.
     """
 
     position: Tensor  # of the generator, bytes

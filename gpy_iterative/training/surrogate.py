@@ -6,8 +6,7 @@ The gradient of the log marginal likelihood with respect to everything is the gr
 
 in which a = H^-1 (y - mean), w_j = H^-1 xi_j and z_j = S^-1 xi_j are held fixed. Every term that
 contains H is a column of `left` times H times the same column of `right`, so the whole derivative is one
-closed-form pass of the operator: no second graph, no n x n matrix. (Where H^-1 is known as a matrix, the weight of
-every entry of dH is, and the pass takes these.)
+closed-form pass of the operator. (Where H^-1 is known as a matrix, the pass takes the weight of every entry of dH.)
 """
 
 from collections.abc import Sequence
@@ -126,8 +125,7 @@ def surrogate(
 def with_checked_gradient(value: Tensor, module: torch.nn.Module) -> Tensor:
     """The value [*b] itself, whose backward pass raises NonFiniteError where a parameter's gradient is not finite.
 
-    Parameters of the module and their `.grad` are then as they were before the pass. What reaches the parameters is
-    checked: a kernel may be finite, and its own derivative not.
+    Parameters of the module and their `.grad` are then as they were before the pass.
     """
     if value.requires_grad:
         value.register_hook(partial(_watch, module))

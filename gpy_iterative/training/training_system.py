@@ -165,10 +165,7 @@ def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
 
 
 def unexpanded(inputs: Iterable[Tensor]) -> list[Tensor]:
-    """Inputs [*f, *b, n, d] as [*b, n, d], without leading dimensions along which all of them are expanded views.
-
-    GPyTorch wants inputs as often as there are targets. They have one matrix all the same.
-    """
+    """Inputs [*f, *b, n, d] as [*b, n, d], without leading dimensions along which all of them are expanded views."""
     inputs = list(inputs)
     while inputs and all(x.dim() > 2 and len(x) and x.stride(0) == 0 for x in inputs):
         inputs = [x[0] for x in inputs]

@@ -28,18 +28,11 @@ from gpy_iterative.exact.prediction.new_observations import (
 )
 from gpy_iterative.exact.prediction.projection import ProjectionRecipe, scatter_rows
 from gpy_iterative.exact.prediction.sample_paths import SamplePaths
-from gpy_iterative.exact.prediction.training_solves import (
-    PriorDraws,
-    TrainingSolves,
-    VarianceError,
-    prediction_solver,
-    solved_variance,
-)
-from gpy_iterative.exact.probes import RandomFeatures
+from gpy_iterative.exact.prediction.training_solves import PriorDraws, TrainingSolves, prediction_solver
+from gpy_iterative.exact.prediction.variance_error import VarianceError, solved_variance
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.default import EXACT_BELOW
-from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress
 from gpy_iterative.training.report import SolveReport
@@ -48,8 +41,6 @@ from gpy_iterative.training.training_system import training_system
 
 logger = logging.getLogger(__name__)
 
-#: Draws of training are good enough for functions from here on; for fewer frequencies new ones are drawn.
-MIN_FREQUENCIES = 4000
 #: Median |log ratio| of variances above which `variance_error` warns.
 LARGE_VARIANCE_ERROR = 0.25
 
@@ -64,12 +55,9 @@ class PathwisePosterior:
             .03 standard deviations of the noise a datum.
         products: how kernel products are computed.
         generator: a generator, or the seed of one, for all draws; None is seed 0.
-        params: the likelihood's own arguments, as passed to the marginal log likelihood; training inputs among them are
-            recognised and followed when they change.
-        kwargs: the likelihood's own arguments that have names.
+        params, kwargs: the likelihood's own arguments, as passed to the marginal log likelihood; training inputs among them
+            are recognised and followed when they change.
         initial_weights: [*b, n] representer weights of the last training solve, where the solve for the mean starts.
-        prior: training's own pathwise probes (distribution, draws, solutions [*b, n, s]): reused as sample paths when
-            they have at least 4,000 frequencies.
         rank: projections for variances where H is too large to factor, see below. None is 1,024, and 64 where products pass
             through a far field.
         num_neighbours: observations near each test point for its variance, see below. None is 128, and 64 with a far field.
@@ -80,17 +68,16 @@ class PathwisePosterior:
 
     Mean: k(x, X) a, one product. Construction solves for a.
 
-    Variance: computed when it is first asked for. Exact where a Cholesky factor is affordable; else that of the best
-    predictor from `rank` projections of the data, common to all points, and the `num_neighbours` observations that tell
-    most about each: without solves, samples or random features, for any kernel, and never below the exact variance.
-    `variance_error` measures it; a larger `rank` or `num_neighbours` improves it. Cost: `rank` kernel rows, one product
-    with `rank` columns and n rank^2 multiply-adds, once.
+    Variance: exact where a Cholesky factor is affordable; else that of the best predictor from `rank` projections of the
+    data, common to all points, and the `num_neighbours` observations that tell most about each. It needs no solves, serves
+    any kernel and is never below the exact variance. `variance_error` measures it; a larger `rank` or `num_neighbours`
+    improves it. Cost: `rank` kernel rows, one product with `rank` columns and n rank^2 multiply-adds, once.
 
     Changed hyperparameters, data, dtype or device are noticed by value, and answered by one solve from the old weights; so
     are public attributes of modules that are numbers or texts (a Matern kernel's `nu`).
 
-    The posterior evaluates copies of the model's modules in evaluation mode: the model is not changed, and several threads
-    may ask at once. A module that only a closure holds is not copied, and keeps its mode.
+    The posterior evaluates copies of the model's modules: the model is not changed, and several threads may ask at once. A
+    module that only a closure holds is not copied.
 
     Raises:
         ValueError: options outside their range, NaN in data (see `observation_nan_policy`), shapes that do not fit.
@@ -121,7 +108,6 @@ class PathwisePosterior:
         params: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         initial_weights: Tensor | None = None,
-        prior: tuple[RandomFeatures, Draws, Tensor] | None = None,
         rank: int | None = None,
         num_neighbours: int | None = None,
         num_frequencies: int = 8192,
@@ -143,8 +129,6 @@ class PathwisePosterior:
         if isinstance(generator, torch.Generator):  # one draw: every other draw follows from this seed
             generator = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         self._seed, self._progress = generator or 0, progress
-        enough = prior is not None and prior[0].num_frequencies >= MIN_FREQUENCIES
-        self._prior_draws = PriorDraws(*prior) if prior is not None and enough else None
         self._lock = OwnLock()
         self._snapshot, self._solves = self._solved(initial_weights)
 
@@ -174,7 +158,7 @@ class PathwisePosterior:
     def _current(self) -> tuple[ModelSnapshot, TrainingSolves]:
         with self._lock:
             if not self._snapshot.describes(self._model, self.likelihood):
-                self._snapshot, self._solves = self._solved(self._solves.start)
+                self._snapshot, self._solves = self._solved(self._solves.start, self._solves.draws)
             return self._snapshot, self._solves
 
     def forget_caches(self) -> None:
@@ -227,14 +211,13 @@ class PathwisePosterior:
             ValueError: num_paths below 1.
         """
         check_count("num_paths", num_paths)
-        with self._lock:
-            snapshot, solves = self._current()
-            draws = self._prior_draws = solves.prior_draws(num_paths, self._num_frequencies, self._prior_draws)
+        snapshot, solves = self._current()
+        draws = solves.prior_draws(num_paths)
         # The functions outlive an inference mode around this call, and are differentiable outside of it.
         with torch.inference_mode(False), torch.no_grad():
             solutions = draws.solutions[..., :num_paths]
             update = solves.weights.unsqueeze(-1) - scatter_rows(solutions, solves.system.observed)
-        return SamplePaths(snapshot, draws, update, self._products)
+        return SamplePaths(snapshot, solves.features, draws.draws, update, self._products)
 
     def variance_error(self, *inputs: Tensor, num_points: int = 32) -> VarianceError:
         """Measures latent variances at random ones of the test inputs, [*b, t, d], by direct solves.
@@ -268,15 +251,15 @@ class PathwisePosterior:
     ) -> "PathwisePosterior":
         """The posterior of these and further observations, at the same hyperparameters; this one stays as it is.
 
-        What was solved is carried over: representer weights, sample paths (the new posterior's are the same functions
-        of the prior, conditioned on more), Cholesky factor, projections. The new posterior has copies of model and
-        likelihood, with the new data behind the old ones, and answers their `model(x)`.
+        Weights, sample paths (the same functions of the prior, conditioned on more), Cholesky factor and projections are
+        carried over. The new posterior has copies of model and likelihood, with the new data behind the old ones, and
+        answers their `model(x)`.
 
         Args:
             inputs: [*b, m, d], a tensor or one for each of the model's inputs.
-            targets: [*f, m] ([*f, m, T] for a multitask model). Batches of either make a batch of posteriors; targets
-                that differ at the same inputs share one matrix, and are solved for together. A datum whose target is NaN
-                in one of them (see `observation_nan_policy`) is missing in all.
+            targets: [*f, m] ([*f, m, T] for a multitask model). Batches of either make a batch of posteriors; targets at
+                the same inputs share one matrix. A datum whose target is NaN in one of them (see
+                `observation_nan_policy`) is missing in all.
             noise: [*f, m], variances of the new observations, for a likelihood with fixed noise.
 
         Raises:
@@ -286,8 +269,7 @@ class PathwisePosterior:
             RuntimeError: inputs, targets or noise that require gradients: there are none through the solves.
 
         Cost: where H is factored, n^2 multiply-adds for each new observation. Else two products for every 1,024 new
-        observations, and what a solver that starts there still finds to do: nothing for single ones, part of a solve
-        for many (`report` says what it took).
+        observations and, for many, a part of a solve (see `report`).
         """
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         given = [*inputs, targets] if noise is None else [*inputs, targets, noise]
@@ -312,10 +294,7 @@ class PathwisePosterior:
                 *evaluation_copies(self._model, self.likelihood), event_dims, inputs, targets, noise
             )
             posterior._params = self._params.moved_to(posterior._model)
-            posterior._snapshot, posterior._solves = posterior._solved(None, solves)
-            draws = solves.known_draws or self._prior_draws
-            is_known = draws is not None and draws.fits(solves.system)
-            posterior._prior_draws = draws.extended(posterior._solves.system, self._seed) if is_known else None
+            posterior._snapshot, posterior._solves = posterior._solved(known=solves)
         # Once installed, model and posterior hold each other: a long sequence of updates would fill the memory.
         posterior._installs_when_asked = True
         return posterior
@@ -333,7 +312,10 @@ class PathwisePosterior:
     @torch.inference_mode(False)  # what is solved now may be differentiated through later
     @torch.no_grad()
     def _solved(
-        self, initial_weights: Tensor | None, known: TrainingSolves | None = None
+        self,
+        initial_weights: Tensor | None = None,
+        draws: PriorDraws | None = None,
+        known: TrainingSolves | None = None,
     ) -> tuple[ModelSnapshot, TrainingSolves]:
         snapshot = ModelSnapshot.of(self._model, self.likelihood)
         model, likelihood = snapshot.model, snapshot.likelihood
@@ -345,8 +327,10 @@ class PathwisePosterior:
             solver,
             recipe=self._recipe,
             exact_below=self._exact_below,
+            num_frequencies=self._num_frequencies,
             seed=self._seed,
             initial_weights=initial_weights,
+            draws=draws,
             known=known,
             progress=self._progress,
         )
@@ -359,13 +343,10 @@ class PathwisePosterior:
 class PathwisePredictionStrategy:
     """GPyTorch's prediction strategy interface, answered by a PathwisePosterior.
 
-    Gradients flow to test inputs. To hyperparameters, which `posterior(x)` cuts off, only the part through the blocks of
-    the joint prior flows, not the one through the solves: train with the marginal log likelihood.
-
-    `model(x)` then equals `posterior(x)`, through everything that is built on it (BoTorch's `model.posterior`,
-    acquisition functions). GPyTorch itself evaluates the t x n block of the joint prior on the way, where
-    `posterior(x)` does not; and where a `GridInterpolationKernel` has no `grid_bounds`, K(x, x) is on a grid of the test
-    inputs' own. `model.train()` and `model.set_train_data` remove it, as they do with GPyTorch's own.
+    `model(x)` then equals `posterior(x)`, as does everything that is built on it (BoTorch's `model.posterior`), until
+    `model.train()` or `model.set_train_data`. GPyTorch itself evaluates the t x n block of the joint prior on the way, and
+    puts K(x, x) of a `GridInterpolationKernel` without `grid_bounds` on a grid of the test inputs' own. Gradients flow to
+    test inputs, and to hyperparameters through the blocks of the joint prior only: train with the marginal log likelihood.
     """
 
     def __init__(self, posterior: "PathwisePosterior") -> None:
@@ -393,8 +374,7 @@ class PathwisePredictionStrategy:
     ) -> tuple[Tensor, LinearOperator]:
         """Mean [*b, t] and lazy covariance [*b, t, t] from the blocks of the joint prior that GPyTorch has made.
 
-        Raises ValueError where GPyTorch has made them with another grid (see `GridInterpolationKernel`) than that of the
-        training data.
+        Raises ValueError where a `GridInterpolationKernel` had another grid in them than for the training data.
         """
         self._posterior.check_grids()
         blocks = to_linear_operator(test_test_covar), to_linear_operator(test_train_covar)
@@ -411,11 +391,8 @@ class PathwisePredictionStrategy:
     ) -> "PathwisePredictionStrategy":
         """The strategy of the posterior with new observations, see `PathwisePosterior.condition_on_observations`.
 
-        For `model.get_fantasy_model`, and BoTorch's `condition_on_observations` and `fantasize`. The full data and their
-        prior are not used.
-
-        The fantasy model answers at the hyperparameters of now: GPyTorch does not say whose strategy this becomes, so later
-        changes of that model go unnoticed. `posterior.condition_on_observations(...).model` follows its own.
+        The full data and their prior are not used. The fantasy model answers at the hyperparameters of now: GPyTorch does
+        not say whose strategy this becomes. `posterior.condition_on_observations(...).model` follows its own.
         """
         return PathwisePredictionStrategy(self._posterior.with_observations(inputs, targets, **kwargs))
 

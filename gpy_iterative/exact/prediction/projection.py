@@ -11,8 +11,7 @@ never less than var(x), and off by the square of what is wrong with g. Here g is
 * the `num_neighbours` observations that, past those projections, x is most correlated with: the local part. With
   R = H - H A A^T H and k' = k_x - H A A^T k_x, its weights are R_NN^-1 k'_N, for a set N of x's own.
 
-Long-range and short-range dependence each need one part and defeat the other. Nothing is sampled and no system of the size
-of the data is solved, so small noise and bad conditioning cost nothing.
+Nothing is sampled and no system of the size of the data is solved, so small noise and bad conditioning cost nothing.
 
 Galerkin projections of Gaussian processes: Wenger et al. 2022, "Posterior and computational uncertainty in Gaussian
 processes". Global plus local: Sang and Huang 2012, "A full scale approximation of covariance functions for large
@@ -35,14 +34,12 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, jittered_cholesky
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 
-#: Rank and neighbours where none were chosen, without and with a far field. With one, 64 neighbours leave median errors of
-#: variances of .2 to 2 % (11 % with noise variance .001 and a long lengthscale), 128 of .1 to 1.5 % (10 %) at four times
-#: the cost; log-likelihoods are equal to .0002.
+#: Rank and neighbours where none were chosen, without and with a far field.
 SIZES, FAR_FIELD_SIZES = (1024, 128), (64, 64)
 #: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
 MAX_PAIRWISE = 2048
-#: Relative jitters, tried in turn on a covariance of neighbours that has no Cholesky factor. In float32, little noise may
-#: leave hardly more than rounding errors past the projections: the last ones then take little from the neighbours.
+#: Relative jitters, tried in turn on a covariance of neighbours that has no Cholesky factor. In float32, little more than
+#: rounding errors may be left past the projections: the last jitters then take little from the neighbours.
 JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 #: Rows that are converted to float64 at a time.
 CHUNK = 4096
@@ -116,10 +113,10 @@ class Projection:
         return self.local is None
 
     def extended(self, operator: LinearOperator, rows: Tensor, observed: Tensor | None) -> "Projection | None":
-        """For k new data, whose rows of H are [*b, k, m] and which join a basis that is not complete: n r k multiply-adds.
+        """With k new data, whose rows of H are [*b, k, m], in a basis that is not complete: n r k multiply-adds.
 
-        With B = A^T H_Xf the new part of the basis is [-A B; I] L^-T, where L L^T = H_ff - B^T B, to which rounding is
-        added as noise. None where that has no Cholesky factor: a new projection is needed.
+        With B = A^T H_Xf the new part of the basis is [-A B; I] L^-T, where L L^T = H_ff - B^T B. None where that has no
+        Cholesky factor.
         """
         assert self.local is not None
         size = rows.shape[-1] - rows.shape[-2]
@@ -156,8 +153,8 @@ class ProjectionRecipe:
 
     Args:
         rank: r, projections that all test points share; clamped at n. None is 1,024, and 64 for an operator with a far
-            field, whose inputs have so few dimensions that near observations tell nearly all.
-        num_neighbours: observations in each test point's own part; clamped at n. None is 128, with a far field 64.
+            field.
+        num_neighbours: observations in each test point's own part; clamped at n. None is 128, and 64 with a far field.
 
     Raises:
         ValueError: an option below 1.
@@ -319,10 +316,7 @@ def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:
 
 
 def _rounding(product: Tensor) -> Tensor:
-    """The rounding error of R, [*b], from H A [*b, n, r]: eps times the largest |H a|^2, about the largest eigenvalue of H.
-
-    Added as noise where weights are computed, it keeps rounding from making a variance too small.
-    """
+    """The rounding error of R, [*b], from H A [*b, n, r]: eps times the largest |H a|^2."""
     norms = torch.linalg.vector_norm(product, dim=-2)
     if not norms.shape[-1]:  # of a prior that is zero
         return norms.double().sum(-1)
@@ -336,8 +330,5 @@ def _least_variance(prior_variance: Tensor) -> Tensor:
 
 
 def jittered_factor(covariances: Tensor) -> Tensor:
-    """Cholesky factors of covariances between data, [*, k, k], each with as much jitter as it needs.
-
-    Jitter changes the weights a little, and the variance by the square of that (the module's first formula).
-    """
+    """Cholesky factors of covariances between data, [*, k, k], each with as much jitter as it needs."""
     return jittered_cholesky(covariances, "The covariance between neighbouring data", JITTERS)[0]

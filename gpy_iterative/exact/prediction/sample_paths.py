@@ -7,9 +7,10 @@ from torch import Tensor
 
 from gpy_iterative.exact.prediction.blocks import product
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs, graph_for, joint_prior
-from gpy_iterative.exact.prediction.training_solves import PriorDraws
+from gpy_iterative.exact.probes import RandomFeatures
 from gpy_iterative.linear_operators.prior_parts import kernel_terms
 from gpy_iterative.linear_operators.products import KernelProducts
+from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.snapshot import ModelSnapshot
 from gpy_iterative.training.training_system import prior_at
 
@@ -27,17 +28,18 @@ class SamplePaths:
 
     Args:
         snapshot: the model at the time when they were drawn.
-        prior: samples of the prior.
+        features: the distribution of the samples of the prior.
+        draws: its draws, of k samples or more.
         update: v_y - v_j [*b, n, k].
         products: how kernel products are computed.
     """
 
-    def __init__(self, snapshot: ModelSnapshot, prior: PriorDraws, update: Tensor, products: KernelProducts) -> None:
-        self._snapshot = snapshot
-        self._distribution = prior.distribution
-        weights = prior.draws["weights"][..., : update.shape[-1]]
-        self._draws = {name: tensor for name, tensor in prior.draws.items() if name.startswith("features.")}
-        self._draws["weights"] = weights
+    def __init__(
+        self, snapshot: ModelSnapshot, features: RandomFeatures, draws: Draws, update: Tensor, products: KernelProducts
+    ) -> None:
+        self._snapshot, self._features = snapshot, features
+        self._draws = {name: tensor for name, tensor in draws.items() if name.startswith("features.")}
+        self._draws["weights"] = draws["weights"][..., : update.shape[-1]]
         self._update, self._products = update, products
 
     @property
@@ -61,7 +63,7 @@ class SamplePaths:
             parts = []
             for start in range(0, max(points[0].shape[-2], 1), CHUNK_POINTS):
                 rows = [replace(term, inputs=term.inputs[..., start : start + CHUNK_POINTS, :]) for term in terms]
-                parts.append(self._distribution.prior_sample(rows, self._draws))
+                parts.append(self._features.prior_sample(rows, self._draws))
             prior = torch.cat(parts, dim=-2)
             values = joint.mean.unsqueeze(-1) + prior + update.reshape(*joint.mean.shape, self.num_paths)
             return values.movedim(-1, 0).unflatten(-1, distribution.event_shape)

@@ -16,11 +16,9 @@ from gpy_iterative.exact.prediction.projection import (
     scatter_rows,
 )
 from gpy_iterative.exact.probes import RandomFeatures
-from gpy_iterative.linear_operators.extensions import native_precision
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
-from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus, warn_of
 from gpy_iterative.spectral.densities import Draws
@@ -30,10 +28,9 @@ from gpy_iterative.training.training_system import TrainingSystem
 
 #: Seeds of the noise that new observations add to old samples, by the number of data before: away from all other draws.
 NOISE_STREAM = 2**40
-#: The residual of the default solver, in standard deviations of the noise a datum, at the most: means are then wrong by
-#: less than that.
+#: The largest residual of the default solver, in standard deviations of the noise a datum.
 NOISE_PART = 0.03
-#: But no relative residual is asked for below this one, where float32 begins to round.
+#: No smaller relative residual is asked for: float32 begins to round there.
 SMALLEST_TOLERANCE = 1e-4
 #: New observations extend a projection up to this multiple of its recipe's rank; beyond, a new one is made.
 MAX_GROWTH = 2
@@ -43,8 +40,7 @@ MAX_GROWTH = 2
 class PriorDraws:
     """Samples of the prior and its noise, xi = Phi(X) w + sqrt(noise) e, with their solves."""
 
-    distribution: RandomFeatures
-    draws: Draws  # the distribution's frozen randomness
+    draws: Draws  # of `RandomFeatures`
     solutions: Tensor  # H^-1 xi [*b, m, s], of these or earlier hyperparameters
     num_solved: int | None = None  # rows that were solved for; later ones are zero. None is all.
 
@@ -61,7 +57,16 @@ class PriorDraws:
         noise = noise.to(base.device).expand(*shape[:-1], *noise.shape)
         base = torch.cat([base.expand(*shape[:-1], *base.shape[-2:]), noise], dim=-2)
         solved = self.solutions.shape[-2] if self.num_solved is None else self.num_solved
-        return PriorDraws(self.distribution, self.draws | {"noise_base": base}, padded(self.solutions, shape), solved)
+        return PriorDraws(self.draws | {"noise_base": base}, padded(self.solutions, shape), solved)
+
+    def joined(self, other: "PriorDraws") -> "PriorDraws":
+        """These samples and others with the same frequencies."""
+        draws = self.draws | {
+            name: torch.cat([tensor, other.draws[name]], dim=-1)
+            for name, tensor in self.draws.items()
+            if name not in _frequencies(self.draws)
+        }
+        return PriorDraws(draws, torch.cat([self.solutions, other.solutions], dim=-1))
 
 
 def prediction_solver(system: TrainingSystem) -> Solver:
@@ -82,9 +87,12 @@ class TrainingSolves:
         solver: for means and sample paths.
         recipe: of the projection that variances come from.
         exact_below: up to this many data the projection is exact, from a Cholesky factor, whatever the solver.
+        num_frequencies: random frequencies a kernel term, of prior samples.
         seed: of everything that is drawn; the order in which things are asked for does not matter.
         initial_weights: [*b, m] (or [*b, n] with unobserved data), where the solve for the mean starts; ignored where
             it does not fit.
+        draws: prior samples of other hyperparameters: their randomness is kept, their solutions start the solve; ignored
+            where they belong to other data or another dtype.
         progress: gets the progress of every solve.
         known: the solves for the first data of this system, at the same hyperparameters. Factor and projection are carried
             over, or only a start where the prior of the old data has changed with the new ones.
@@ -92,7 +100,8 @@ class TrainingSolves:
     Attributes:
         weights: H^-1 (y - mean) [*b, n], zero where a datum is not observed.
         status, stats: how that solve ended, and what it took.
-        known_draws: prior samples that were solved for, if any.
+        features: the distribution of the prior samples.
+        draws: prior samples, solved for once they were asked for; None before there are any.
     """
 
     def __init__(
@@ -102,8 +111,10 @@ class TrainingSolves:
         *,
         recipe: ProjectionRecipe,
         exact_below: int,
+        num_frequencies: int,
         seed: int,
         initial_weights: Tensor | None = None,
+        draws: PriorDraws | None = None,
         known: "TrainingSolves | None" = None,
         progress: Progress = False,
     ) -> None:
@@ -113,10 +124,13 @@ class TrainingSolves:
         self._lock = OwnLock()  # what is made when it is first needed, one thread makes for all
         self._cholesky: CholeskyFactor | None = None
         self._projection: Projection | None = None
-        self.known_draws: PriorDraws | None = None
+        self.features = RandomFeatures(num_probes=1, num_frequencies=num_frequencies, corrected=False)
+        self._has_solved_draws = False
         if known is None:
+            self.draws = draws if draws is not None and draws.fits(system) else None
             guess, num_known = _fitting(initial_weights, system), None
         else:
+            self.draws = None if known.draws is None else known.draws.extended(system, seed)
             if has_grown_from(known.system, system):
                 self._carry_over(known)
             guess = padded(known.start.unsqueeze(-1), system.residual.shape).squeeze(-1)
@@ -159,41 +173,32 @@ class TrainingSolves:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def prior_draws(self, count: int, num_frequencies: int, start: PriorDraws | None = None) -> PriorDraws:
-        """At least `count` prior samples and their solves, [*b, m, s].
+    def prior_draws(self, count: int) -> PriorDraws:
+        """At least `count` prior samples and their solves; those already solved for are kept.
 
-        Args:
-            count: samples wanted. Those already solved for are kept, and only the rest is drawn and solved.
-            num_frequencies: random frequencies a kernel term, of the first draw; later ones share them.
-            start: draws from other hyperparameters. Their randomness is kept, their solutions start the solve; ignored
-                where they belong to other data or another dtype.
-
-        Raises:
-            SpectralDensityMissingError: a kernel has no random features.
+        Raises SpectralDensityMissingError where a kernel has no random features.
         """
         with self._lock:
-            known = self.known_draws
-            if known is None and start is not None and start.fits(self.system):
-                known = self._solved(start.distribution, start.draws, start)
+            known = self.draws
+            if known is not None and not self._has_solved_draws:
+                known = self._solved(known.draws, known.solutions, known.num_solved)
             size = 0 if known is None else known.solutions.shape[-1]
             if known is None or size < count:
-                frequencies = num_frequencies if known is None else known.distribution.num_frequencies
-                draws = self._drawn(range(size, count), frequencies)
+                draws = self._drawn(range(size, count))
                 if known is not None:
                     draws |= _frequencies(known.draws)
-                distribution = RandomFeatures(num_probes=count - size, num_frequencies=frequencies, corrected=False)
-                new = self._solved(distribution, draws, None)
-                known = new if known is None else _joined(known, new)
-            self.known_draws = known
+                new = self._solved(draws)
+                known = new if known is None else known.joined(new)
+            self.draws, self._has_solved_draws = known, True
             return known
 
-    def _drawn(self, numbers: range, num_frequencies: int) -> Draws:
+    def _drawn(self, numbers: range) -> Draws:
         """The samples of these numbers, each from a stream of its own, with the frequencies of the first."""
-        one, terms = RandomFeatures(num_probes=1, num_frequencies=num_frequencies, corrected=False), self.system.terms()
+        terms = self.system.terms()
         shared: Draws = {}
         own: list[Draws] = []
         for number in numbers:
-            drawn = one.draw(self.system.operator, terms, self._generator(1 + number))
+            drawn = self.features.draw(self.system.operator, terms, self._generator(1 + number))
             shared = shared or _frequencies(drawn)
             own.append({name: tensor for name, tensor in drawn.items() if name not in shared})
         return shared | {name: torch.cat([part[name] for part in own], dim=-1) for name in own[0]}
@@ -233,12 +238,9 @@ class TrainingSolves:
             return self._cholesky
 
     @torch.no_grad()
-    def _solved(self, distribution: RandomFeatures, draws: Draws, start: PriorDraws | None) -> PriorDraws:
-        # The solution is wanted, not S^-1 xi, whose cost grows with the square of the frequencies.
-        distribution = replace(distribution, corrected=False)
-        vectors = distribution.probes(self.system.operator, self.system.terms(), draws).vectors
-        guess = () if start is None else (start.solutions, start.num_solved)
-        return PriorDraws(distribution, draws, self._solve(vectors, *guess)[0])
+    def _solved(self, draws: Draws, guess: Tensor | None = None, num_known: int | None = None) -> PriorDraws:
+        vectors = self.features.probes(self.system.operator, self.system.terms(), draws).vectors
+        return PriorDraws(draws, self._solve(vectors, guess, num_known)[0])
 
     def _generator(self, stream: int) -> torch.Generator:
         return torch.Generator().manual_seed(self._seed + stream)
@@ -249,68 +251,12 @@ def _frequencies(draws: Draws) -> Draws:
     return {name: tensor for name, tensor in draws.items() if name.startswith("features.")}
 
 
-def _joined(first: PriorDraws, second: PriorDraws) -> PriorDraws:
-    shared = _frequencies(first.draws)
-    own = {name: torch.cat([first.draws[name], second.draws[name]], dim=-1) for name in first.draws.keys() - shared}
-    draws = shared | own
-    solutions = torch.cat([first.solutions, second.solutions], dim=-1)
-    return PriorDraws(replace(first.distribution, num_probes=solutions.shape[-1]), draws, solutions)
-
-
 def _fitting(weights: Tensor | None, system: TrainingSystem) -> Tensor | None:
     if weights is None:
         return None
     if system.observed is not None and weights.shape[-1] == system.num_train:
         weights = weights[..., system.observed]
     return weights.detach().to(system.residual) if weights.shape == system.residual.shape else None
-
-
-#: Relative residual of the direct solves; their error enters the variance in second order.
-TOLERANCE = 1e-3
-
-
-@dataclass(frozen=True)
-class VarianceError:
-    """Median and largest |log(variance / exact variance)| of the latent function over `num_points` test points."""
-
-    median: float
-    largest: float
-    num_points: int
-
-    @classmethod
-    def between(cls, estimate: Tensor, exact: Tensor) -> "VarianceError":
-        """The error of estimates, of any one shape. Without points it is 0."""
-        if estimate.numel() == 0:
-            return cls(0.0, 0.0, 0)
-        tiny = torch.finfo(exact.dtype).tiny
-        errors = (estimate.clamp_min(tiny) / exact.clamp_min(tiny)).log().abs()
-        return cls(float(errors.median()), float(errors.max()), errors.numel())
-
-
-@torch.no_grad()
-def solved_variance(
-    system: TrainingSystem, projection: Projection, prior_variance: Tensor, test_train: Tensor
-) -> Tensor:
-    """k(x, x) - k_x^T H^-1 k_x by one column of a block solve a point, from k(x, x) [*b, t] and a dense K(x, X) [*b, t, n].
-
-    The projections common to all points are taken off first: k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k' with
-    k' = k_x - H A A^T k_x, so that the solver's tolerance is relative to what is left, not to the prior variance. Where
-    A is complete in float64, nothing is left. Products are in native precision.
-    """
-    columns, basis = test_train.mT, projection.basis
-    if system.observed is not None:
-        columns, basis = columns[..., system.observed, :], basis[..., system.observed, :]
-    like, columns = columns, as_columns(columns, system.operator)
-    coefficients = basis.mT @ columns.to(basis.dtype)
-    if projection.is_exact and basis.dtype == torch.float64:  # what a solve would find is rounding
-        explained = from_columns(coefficients.square().sum(-2, keepdim=True), like[..., :1, :]).squeeze(-2)
-        return (prior_variance - explained).to(prior_variance.dtype)
-    rest = columns - system.operator._matmul(basis @ coefficients)
-    solution = ConjugateGradients(tolerance=TOLERANCE).solve(native_precision(system.operator), rest)
-    if solution.status is not SolveStatus.CONVERGED:
-        warn_of("A linear solve for predictions", solution.status, solution.stats, rest.dtype)
-    explained = coefficients.square().sum(-2) + ((rest + solution.residual) * solution.value).sum(-2)
-    return prior_variance - from_columns(explained.unsqueeze(-2), like[..., :1, :]).squeeze(-2)
 
 
 def as_columns(rhs: Tensor, operator: LinearOperator) -> Tensor:

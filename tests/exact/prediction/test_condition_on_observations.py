@@ -162,7 +162,7 @@ def test_paths_are_the_same_functions_of_the_prior(name: str, solver: Any) -> No
     posterior = posterior_of(case, solver, num_frequencies=4000)
     old = posterior.sample_paths(3)
     new = posterior.condition_on_observations(x, y, noise=noise)
-    draws = new._prior_draws
+    draws = new.solves.draws
     assert draws is not None
     paths = new.sample_paths(3)
     assert paths._draws.keys() == old._draws.keys()
@@ -170,13 +170,13 @@ def test_paths_are_the_same_functions_of_the_prior(name: str, solver: Any) -> No
         assert torch.equal(drawn, paths._draws[key])
     assert torch.equal(draws.draws["noise_base"][..., : len(case.x), :], old_noise(posterior))
     again = copy.deepcopy((new.model, new.likelihood))
-    prior = (draws.distribution, draws.draws, torch.zeros_like(draws.solutions))
-    scratch = PathwisePosterior(*again, solver=solver, exact_below=0, prior=prior, params=())
+    scratch = PathwisePosterior(*again, solver=solver, exact_below=0, num_frequencies=4000, params=())
+    scratch.solves.draws = training_solves.PriorDraws(draws.draws, torch.zeros_like(draws.solutions))
     torch.testing.assert_close(paths(x + 0.1), scratch.sample_paths(3)(x + 0.1), rtol=0, atol=1e-7)
 
 
 def old_noise(posterior: PathwisePosterior) -> Tensor:
-    draws = posterior.solves.known_draws
+    draws = posterior.solves.draws
     assert draws is not None
     return draws.draws["noise_base"]
 

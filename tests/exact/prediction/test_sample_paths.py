@@ -6,10 +6,8 @@ import pickle
 import pytest
 import torch
 from gpytorch import kernels
-from torch import Tensor
 
 from gpy_iterative.errors import SpectralDensityMissingError
-from gpy_iterative.exact.probes import RandomFeatures
 from gpy_iterative.prediction import PathwisePosterior, SamplePaths
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
 from tests.exact.gaussian_models import CASES, Case, regression
@@ -153,32 +151,6 @@ def test_kernels_without_features_name_the_way_out() -> None:
     case = CASES["product"]()
     with pytest.raises(SpectralDensityMissingError, match="register_spectral_density"):
         posterior_of(case).sample_paths(3)
-
-
-def _training_draws(
-    posterior: PathwisePosterior, num_frequencies: int
-) -> tuple[RandomFeatures, dict[str, Tensor], Tensor]:
-    system = posterior.solves.system
-    distribution = RandomFeatures(num_probes=6, num_frequencies=num_frequencies)
-    draws = distribution.draw(system.operator, system.terms(), torch.Generator().manual_seed(5))
-    vectors = RandomFeatures(num_probes=6, num_frequencies=num_frequencies, corrected=False).probes(
-        system.operator, system.terms(), draws
-    )
-    return distribution, draws, torch.linalg.solve(system.operator.to_dense(), vectors.vectors)
-
-
-@pytest.mark.parametrize("num_frequencies", [100, 4000])
-def test_draws_of_training_are_reused_when_they_are_good_enough(num_frequencies: int) -> None:
-    case, x = CASES["matern-3/2"](), held_out_points()
-    prior = _training_draws(posterior_of(case), num_frequencies)
-    posterior = PathwisePosterior(case.model, case.likelihood, solver=TIGHT, prior=prior, num_frequencies=50)
-    posterior.sample_paths(6)(x)
-    reused = posterior._prior_draws
-    assert reused is not None
-    assert reused.distribution.num_frequencies == (4000 if num_frequencies == 4000 else 50)
-    if num_frequencies == 4000:
-        torch.testing.assert_close(reused.solutions, prior[2])
-        assert posterior.sample_paths(8)(x).shape == (8, 6)
 
 
 def test_bad_number() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpy_iterative.errors import ConvergenceWarning, VarianceWarning
-from gpy_iterative.exact.prediction import training_solves
+from gpy_iterative.exact.prediction import variance_error
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction import PathwisePosterior, VarianceError
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
@@ -48,7 +48,7 @@ def test_is_measured_in_the_datas_own_precision() -> None:
 
 
 def test_solves_that_miss_their_tolerance_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_solves, "TOLERANCE", 1e-30)
+    monkeypatch.setattr(variance_error, "TOLERANCE", 1e-30)
     case = CASES["rbf"]()
     posterior = PathwisePosterior(case.model, case.likelihood, exact_below=0, solver=ConjugateGradients(), rank=5)
     with pytest.warns(ConvergenceWarning, match="stagnated"):
