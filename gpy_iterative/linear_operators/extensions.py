@@ -13,10 +13,14 @@ from linear_operator import LinearOperator, to_dense
 from linear_operator.operators import (
     BlockInterleavedLinearOperator,
     ConstantMulLinearOperator,
+    InterpolatedLinearOperator,
     KroneckerProductLinearOperator,
     SumLinearOperator,
 )
 from torch import Tensor
+
+#: Numbers that a step of evaluating blocks of an interpolated matrix may hold at a time.
+MAX_NUMBERS = 2**25
 
 Rows = slice | Tensor
 Derivatives = tuple[Tensor | None, ...]
@@ -71,14 +75,31 @@ def principal_block(operator: LinearOperator, block: slice) -> Tensor:
 
 
 def principal_blocks(operator: LinearOperator, rows: Tensor) -> Tensor:
-    """operator[rows_i, rows_i] for sets of rows [c, k], without repetition in a set: [c, k, k]."""
+    """operator[rows_i, rows_i] for sets of rows [c, k]: [c, k, k]."""
     if hasattr(operator, "principal_blocks"):
         return operator.principal_blocks(rows)
     if isinstance(operator, SumLinearOperator | ConstantMulLinearOperator):
         return _of_parts(operator, lambda part: principal_blocks(part, rows))
+    if isinstance(operator, InterpolatedLinearOperator):
+        return _interpolated_blocks(operator, rows)
     shape = (*rows.shape, rows.shape[-1])
     left, right = rows.unsqueeze(-1).expand(shape), rows.unsqueeze(-2).expand(shape)
     return operator._get_indices(left.contiguous(), right.contiguous())
+
+
+def _interpolated_blocks(operator: InterpolatedLinearOperator, rows: Tensor) -> Tensor:
+    # A datum's column of the grid's covariance times its interpolation weights, once; then, for every pair, a few of its
+    # entries. Pair by pair from the start, the grid would be evaluated once for every pair of interpolation points.
+    grid, count = operator.base_linear_op, operator.left_interp_indices.shape[-1]
+    data, position = rows.unique(return_inverse=True)
+    if len(rows) > 1 and max(grid.shape[-1] * len(data), rows.numel() * rows.shape[-1] * count) > MAX_NUMBERS:
+        return torch.cat([_interpolated_blocks(operator, part) for part in rows.tensor_split(2)])
+    weights = torch.zeros(len(data), grid.shape[-1], dtype=operator.dtype, device=operator.device)
+    weights.scatter_add_(-1, operator.right_interp_indices[data], operator.right_interp_values[data])
+    columns = grid._matmul(weights.mT)
+    nodes, shares = operator.left_interp_indices[rows], operator.left_interp_values[rows]  # [c, k, count]
+    found = columns[nodes.unsqueeze(-2), position.unsqueeze(-2).unsqueeze(-1)]
+    return (found * shares.unsqueeze(-2)).sum(-1)
 
 
 def kernel_inputs(operator: LinearOperator) -> Tensor | None:

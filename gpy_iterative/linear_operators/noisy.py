@@ -109,9 +109,8 @@ class NoisyLinearOperator(LinearOperator):
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
         """operator[rows_i, rows_i] for sets of rows [c, k]."""
-        result = principal_blocks(self.kernel, rows)
-        result.diagonal(dim1=-2, dim2=-1).add_(self.noise[rows])
-        return result
+        is_same = rows.unsqueeze(-1) == rows.unsqueeze(-2)
+        return principal_blocks(self.kernel, rows) + is_same * self.noise[rows].unsqueeze(-1)
 
     def kernel_inputs(self) -> Tensor | None:
         """Points [n, d] of the kernel, see `extensions.kernel_inputs`."""

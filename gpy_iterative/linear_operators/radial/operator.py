@@ -15,7 +15,7 @@ from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.keops import RadialKeOps
-from gpy_iterative.linear_operators.radial.squared_distances import SquaredDistances, differentiable_squared_distances
+from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
@@ -154,13 +154,9 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     @torch.no_grad()
     def principal_blocks(self, rows: Tensor) -> Tensor:
         """operator[rows_i, rows_i] for sets of rows [c, k], c k^2 entries."""
-        points = self.x1[rows]
-        # Around a point of each set: rounding errors are then those of the distances inside of a set.
-        points = points - points[:, :1]
-        function, everything = self.function, slice(None)
-        distances = SquaredDistances(points, points, function.scale(self.alpha), has_kink=function.has_kink)
-        u = distances.block(everything, everything)
-        u.diagonal(dim1=-2, dim2=-1).zero_()
+        points, function = self.x1[rows], self.function
+        distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+        u = distances.square_().mul_(function.scale(self.alpha))
         return function.value_(u, torch.empty_like(u), self.alpha).mul_(self.tile_scale)
 
     def kernel_inputs(self) -> Tensor:
