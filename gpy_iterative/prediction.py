@@ -1,8 +1,9 @@
 """Posteriors: of exact Gaussian processes from the training solves, of others around their mode."""
 
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
-from gpy_iterative.exact.prediction.posterior import PathwisePosterior, PathwisePredictionStrategy
+from gpy_iterative.exact.prediction.posterior import PathwisePosterior
 from gpy_iterative.exact.prediction.sample_paths import SamplePaths
+from gpy_iterative.exact.prediction.strategy import PathwisePredictionStrategy
 from gpy_iterative.exact.prediction.variance_error import VarianceError
 from gpy_iterative.features.weight_space.posterior import WeightSpacePaths, WeightSpacePosterior
 from gpy_iterative.laplace.prediction.paths import LaplaceSamplePaths

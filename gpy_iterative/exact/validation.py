@@ -82,16 +82,13 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
         raise ValueError(
             "observation_nan_policy('fill') has no meaning for a marginal likelihood; use 'mask', which drops the rows."
         )
-    if policy == "ignore" and torch.isnan(target).any():
-        index = tuple(torch.isnan(target).nonzero()[0].tolist())
+    is_missing = torch.isnan(target)
+    if policy == "ignore" and is_missing.any():
         raise ValueError(
-            f"target must be finite, but target{list(index)} is nan. If it is a missing observation, train and predict "
-            "under gpytorch.settings.observation_nan_policy('mask'), which drops it."
+            f"target must be finite, but target{is_missing.nonzero()[0].tolist()} is nan. If it is a missing observation, "
+            "train and predict under gpytorch.settings.observation_nan_policy('mask'), which drops it."
         )
-    if policy == "ignore":
-        check_finite("target", target)
-    elif torch.isinf(target).any():
-        check_finite("target", target.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+    check_finite("target", torch.where(is_missing, 0, target))
     observed = observed_data(function_dist, target)
     if not (function_dist.event_shape.numel() if observed is None else observed.any()):
         raise ValueError("There is no observed target: pass data with at least one target that is not NaN.")

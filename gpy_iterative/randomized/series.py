@@ -206,11 +206,10 @@ class _Member:
     def of(
         cls, index: tuple[int, ...], operator: LinearOperator, residual: Tensor, probes: Probes, draws: Part
     ) -> "_Member":
+        covariance, dual = probes.covariance, cast(Tensor, probes.dual)
         if index:
             operator = cast(LinearOperator, operator[index])
-        covariance, dual = probes.covariance, cast(Tensor, probes.dual)
-        if index and covariance is not None:
-            covariance = covariance[index]
+            covariance = None if covariance is None else covariance[index]
         stops = draws["target_stops"][index].cpu(), draws["probe_stops"][index].cpu()
         return cls(operator, residual[index], probes.vectors[index], dual[index], covariance, *stops)
 

@@ -39,14 +39,13 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
     ) -> None:
         super().__init__(test_test, test_train, source=source, chunk_size=chunk_size, progress=progress)
         self.test_test, self.test_train = test_test, test_train
-        self._options = {"source": source, "chunk_size": chunk_size, "progress": progress}
         self.source, self.chunk_size, self.progress = source, chunk_size, progress
 
     def _size(self) -> torch.Size:
         return self.test_test.shape
 
     def _transpose_nonbatch(self) -> LinearOperator:
-        return type(self)(self.test_test.mT, self.test_train, **self._options)
+        return type(self)(self.test_test.mT, self.test_train, **self._kwargs)
 
     def _diagonal(self) -> Tensor:
         projection = self.source.projection()
@@ -81,7 +80,7 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
         whole = all(isinstance(index, slice) and index == slice(None) for index in batch_indices)
         if whole and isinstance(row_index, slice) and row_index == col_index and not self._is_list:
             part = self.test_test[..., row_index, row_index], self.test_train[..., row_index, :]
-            return type(self)(*part, **self._options)
+            return type(self)(*part, **self._kwargs)
         return to_linear_operator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:

@@ -94,10 +94,8 @@ def _check_targets(targets: Tensor, before: Tensor, count: int, event_dims: int)
             f"{tuple(targets.shape)}."
         )
     check_same_kind("The tensor of new targets", targets, "the training targets", before)
-    is_missing = torch.isnan(targets)
-    if gpytorch.settings.observation_nan_policy.value() == "ignore":
-        is_missing = torch.zeros_like(is_missing)
-    check_finite("targets", torch.where(is_missing, 0, targets))
+    may_be_missing = gpytorch.settings.observation_nan_policy.value() != "ignore"
+    check_finite("targets", torch.where(torch.isnan(targets), 0, targets) if may_be_missing else targets)
 
 
 def _check_noise(noise: Tensor | None, likelihood: Likelihood, targets: Tensor) -> None:
