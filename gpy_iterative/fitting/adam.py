@@ -1,7 +1,7 @@
 """Adam with a decaying rate, for what average information does not serve: networks, mini-batches, other likelihoods."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -38,12 +38,20 @@ class AdamSteps:
         num_steps: over which the rate decays.
         batches: an iterable that can be passed over again, of pairs (x, y), or of row numbers for methods that take
             `indices=`; None passes the model's training data in every step.
+        params: the likelihood's own arguments for these, as in `mll(model(x), y, *params)`.
 
     Raises:
         ValueError: no batches for a model without training data.
     """
 
-    def __init__(self, mll: MarginalLogLikelihood, *, num_steps: int, batches: Batches | None = None) -> None:
+    def __init__(
+        self,
+        mll: MarginalLogLikelihood,
+        *,
+        num_steps: int,
+        batches: Batches | None = None,
+        params: Sequence[Any] = (),
+    ) -> None:
         self.mll, self._batches, self._num_steps, self._done = mll, batches, num_steps, 0
         has_data = getattr(mll.model, "train_inputs", None) and getattr(mll.model, "train_targets", None) is not None
         if batches is None and not has_data:
@@ -54,6 +62,7 @@ class AdamSteps:
             raise ValueError("batches= is an iterator, which can be read only once: pass a list or a DataLoader.")
         Coordinates(mll)  # which raises where nothing requires a gradient
         mll.train()
+        self._params = likelihood_arguments(mll, params)
         self._taken = 0  # batches of the present pass
         self._source: Iterator[Any] = iter(())
         self._optimizer = self._own_optimizer()
@@ -133,7 +142,7 @@ class AdamSteps:
         batch = None if self._batches is None else self._next_batch()
         if batch is None or (isinstance(batch, Tensor) and not batch.is_floating_point()):
             rows = {} if batch is None else {"indices": batch}
-            return mll(model(*model.train_inputs), model.train_targets, *likelihood_arguments(mll), **rows)
+            return mll(model(*model.train_inputs), model.train_targets, *self._params, **rows)
         x, y = _pair(batch)
         own = getattr(model, "train_inputs", None)
         if own and len(x) != len(own[0]):

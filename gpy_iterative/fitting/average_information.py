@@ -8,7 +8,7 @@ common; gains below what noise is left come from the gradients.
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -162,6 +162,7 @@ class AverageInformation:
     Args:
         mll: `HutchinsonMarginalLogLikelihood` or `PathwiseMarginalLogLikelihood`, whose model has its training data. It is
             put into training mode.
+        params: the likelihood's own arguments, as in `mll(model(x), y, *params)`.
         generator: for solvers that draw; a generator or a seed.
 
     Raises:
@@ -180,7 +181,13 @@ class AverageInformation:
         True
     """
 
-    def __init__(self, mll: IterativeMarginalLogLikelihood, *, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        mll: IterativeMarginalLogLikelihood,
+        *,
+        params: Sequence[Any] = (),
+        generator: torch.Generator | None = None,
+    ) -> None:
         if not isinstance(mll, IterativeMarginalLogLikelihood):
             raise TypeError(
                 "Average information needs HutchinsonMarginalLogLikelihood or PathwiseMarginalLogLikelihood, got "
@@ -188,6 +195,7 @@ class AverageInformation:
             )
         self.coordinates = Coordinates(mll)
         self._given, self.mll = mll, mll.variant(solver=_solver(mll))
+        self._params = likelihood_arguments(mll, params)
         self._generator = torch.Generator().manual_seed(0) if generator is None else generator
         self._damping = FIRST_DAMPING
         self._guess: Tensor | None = None
@@ -316,7 +324,7 @@ class AverageInformation:
         mll, model, coordinates = self.mll, self.mll.model, self.coordinates
         before = mll.training_state()
         prior = model(*model.train_inputs)
-        evaluation = mll.evaluate(prior, model.train_targets, *likelihood_arguments(mll))
+        evaluation = mll.evaluate(prior, model.train_targets, *self._params)
         total = evaluation.value.sum() * evaluation.num_data
         error = torch.hypot(
             evaluation.estimate.value_sem.double().square().sum().sqrt().cpu(), rounding_error(evaluation)
@@ -427,6 +435,8 @@ def rounding_error(evaluation: Evaluation) -> Tensor:
     return torch.finfo(operator.dtype).eps * ((signal + noise) / noise).sum().cpu()
 
 
-def likelihood_arguments(mll: Any) -> tuple[Any, ...]:
-    """The training inputs, for likelihoods whose noise depends on them."""
-    return tuple(mll.model.train_inputs) if noise_depends_on_inputs(mll.likelihood) else ()
+def likelihood_arguments(mll: Any, params: Sequence[Any]) -> tuple[Any, ...]:
+    """What a likelihood is called with: its own arguments, else training inputs where its noise depends on them."""
+    if not params and getattr(mll.model, "train_inputs", None) and noise_depends_on_inputs(mll.likelihood):
+        return tuple(mll.model.train_inputs)
+    return tuple(params)

@@ -1,6 +1,6 @@
 """Which method fits a marginal log likelihood, with the reason; decided before the first step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -34,7 +34,7 @@ class Choice:
     reason: str
 
 
-def choose(mll: Any, method: Method, batches: object | None) -> Choice:
+def choose(mll: Any, method: Method, batches: object | None, params: Sequence[Any] = ()) -> Choice:
     """The method that is taken.
 
     Raises:
@@ -52,7 +52,7 @@ def choose(mll: Any, method: Method, batches: object | None) -> Choice:
         raise ValueError("Average information takes all data in every step: use batches=None, or method='adam'.")
     if method == "adam":
         return Choice("adam", "method='adam'.")
-    obstacle = next(_obstacles(mll, batches), None) if method == "auto" else _missing_information(mll)
+    obstacle = next(_obstacles(mll, batches, params), None) if method == "auto" else _missing_information(mll, params)
     if obstacle is None:
         return Choice("average_information", "The curvature of this model is known.")
     if method == "auto":
@@ -60,7 +60,7 @@ def choose(mll: Any, method: Method, batches: object | None) -> Choice:
     raise ValueError(f"{obstacle} Use method='adam'.")
 
 
-def _obstacles(mll: Any, batches: object | None) -> Iterator[str]:
+def _obstacles(mll: Any, batches: object | None, params: Sequence[Any]) -> Iterator[str]:
     """What keeps "auto" from average information."""
     if not isinstance(mll, IterativeMarginalLogLikelihood):
         yield f"There is no average information of a {type(mll).__name__}."
@@ -72,12 +72,12 @@ def _obstacles(mll: Any, batches: object | None) -> Iterator[str]:
     network = network_parameter(mll)
     if network is not None:
         yield f"{network} belongs to a network."
-    missing = _missing_information(mll)
+    missing = _missing_information(mll, params)
     if missing is not None:
         yield missing
 
 
-def _missing_information(mll: Any) -> str | None:
+def _missing_information(mll: Any, params: Sequence[Any]) -> str | None:
     """Why the model of an exact marginal log likelihood has no average information; None where it has one, or for others.
 
     The operator of all training data is made, and no product.
@@ -87,7 +87,7 @@ def _missing_information(mll: Any) -> str | None:
     for name, module in mll.model.named_modules():
         if isinstance(module, InducingPointKernel) and module.inducing_points.requires_grad:
             return f"Average information does not describe the inducing points of {name}, which are trained."
-    system = system_now(mll)
+    system = system_now(mll, params)
     try:
         directional_product(system.operator, torch.zeros_like(system.residual))
     except NotImplementedError as error:
@@ -95,7 +95,7 @@ def _missing_information(mll: Any) -> str | None:
     return None
 
 
-def system_now(mll: GaussianMarginalLogLikelihood) -> TrainingSystem:
+def system_now(mll: GaussianMarginalLogLikelihood, params: Sequence[Any] = ()) -> TrainingSystem:
     """The linear system of the training data at the present hyperparameters; raises ValueError for data that do not fit.
 
     Cost: the mean at all training inputs.
@@ -105,4 +105,4 @@ def system_now(mll: GaussianMarginalLogLikelihood) -> TrainingSystem:
     mll.train()
     prior, targets = model(*model.train_inputs), model.train_targets
     check_data(model, prior, targets)
-    return linear_system(mll.likelihood, prior, targets, likelihood_arguments(mll), {}, products=mll.products)
+    return linear_system(mll.likelihood, prior, targets, likelihood_arguments(mll, params), {}, products=mll.products)

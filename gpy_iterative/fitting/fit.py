@@ -3,7 +3,7 @@
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from os import PathLike
 from pathlib import Path
@@ -40,6 +40,7 @@ def fit(
     method: Method = "auto",
     max_steps: int | None = None,
     batches: Batches | None = None,
+    params: Sequence[Any] = (),
     start: Literal["current", "subsets"] = "current",
     checkpoint: str | PathLike[str] | None = None,
     progress: Progress = True,
@@ -57,6 +58,7 @@ def fit(
         max_steps: at the most; None is 30, or 300 of Adam.
         batches: for mini-batches by Adam: pairs (x, y), or row numbers for mlls that take `indices=`; a list or a
             DataLoader. None passes all training data in every step, of which mini-batch methods draw their rows.
+        params: the likelihood's own arguments for the training data, as in `mll(model(x), y, *params)`.
         start: "current" is the hyperparameters as they are; "subsets" fits small subsets first, see
             `gpy_iterative.initialize_from_subsets`.
         checkpoint: a file that is written after each step, in one piece. Where it exists, the same call goes on from it, on
@@ -87,7 +89,13 @@ def fit(
         >>> result.steps < 15
         True
     """
-    choice = choose(mll, method, batches)
+    if not isinstance(params, tuple | list):
+        raise TypeError(
+            f"params must be a tuple of the likelihood's arguments, got {type(params).__name__}: add a comma."
+        )
+    if params and (batches is not None or start == "subsets"):
+        raise ValueError("params= belong to all training data: take batches=None and start='current'.")
+    choice = choose(mll, method, batches, params)
     steps = MAX_STEPS[choice.method] if max_steps is None else max_steps
     check_count("max_steps", steps)
     check_progress(progress)
@@ -105,9 +113,9 @@ def fit(
     if start == "subsets":
         check_subsets(mll.model, mll.likelihood)
     if known is None:
-        _warn_of_data(mll)
+        _warn_of_data(mll, params)
     logger.info("fit by %s: %s", choice.method, choice.reason)
-    loop = _loop(mll, choice, known, steps, batches, random)
+    loop = _loop(mll, choice, known, steps, batches, params, random)
     before, begun = {name: tensor.clone() for name, tensor in mll.state_dict().items()}, time.perf_counter()
     try:
         if known is None and start == "subsets":
@@ -121,14 +129,20 @@ def fit(
 
 
 def _loop(
-    mll: Any, choice: Choice, known: Checkpoint | None, steps: int, batches: Batches | None, random: torch.Generator
+    mll: Any,
+    choice: Choice,
+    known: Checkpoint | None,
+    steps: int,
+    batches: Batches | None,
+    params: Sequence[Any],
+    random: torch.Generator,
 ) -> "_Loop":
     """The loop of the chosen method, where a checkpoint left it."""
     history = [] if known is None else known.history
     loop = (
-        _Adam(AdamSteps(mll, num_steps=steps, batches=batches), history, steps, choice.reason)
+        _Adam(AdamSteps(mll, num_steps=steps, batches=batches, params=params), history, steps, choice.reason)
         if choice.method == "adam"
-        else _Information(AverageInformation(mll, generator=random), history, steps, choice.reason)
+        else _Information(AverageInformation(mll, params=params, generator=random), history, steps, choice.reason)
     )
     if known is not None:
         try:
@@ -139,10 +153,10 @@ def _loop(
     return loop
 
 
-def _warn_of_data(mll: Any) -> None:
+def _warn_of_data(mll: Any, params: Sequence[Any]) -> None:
     """Warns of data that the fit cannot do much with from where it starts."""
     if isinstance(mll, GaussianMarginalLogLikelihood):
-        warn_of_data(mll.model, mll.likelihood, system_now(mll))
+        warn_of_data(mll.model, mll.likelihood, system_now(mll, params))
     else:
         warn_of_inputs(mll.model)
 

@@ -18,6 +18,8 @@ from gpy_iterative.fitting import FitStatus, average_information
 from gpy_iterative.fitting.fit import _Information
 from tests.exact.gaussian_models import CASES, Case, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_information, dense_optimum, dense_value, regression
+from tests.laplace.cases import Exposed, LaplaceModel
+from tests.laplace.cases import case as poisson_case
 
 
 def quiet(mll: Any, **options: Any) -> gpi.fitting.FitResult:
@@ -514,3 +516,39 @@ def test_dense_twin_agrees_with_itself() -> None:
     case = Case(mll.model, mll.likelihood, *mll.model.train_inputs, mll.model.train_targets)
     dense_information(case, gpi.fitting.AverageInformation(mll).coordinates)
     assert all(torch.allclose(a, b) for a, b in zip(before, mll.parameters(), strict=True))
+
+
+def test_arguments_of_a_likelihood_are_those_of_its_training_data() -> None:
+    problem = poisson_case("poisson-log", n=15)
+    exposure = torch.linspace(1, 9, 15, dtype=torch.float64)
+    values = []
+    for given in ((exposure,), ()):
+        model = LaplaceModel(problem.x, problem.y, Exposed())
+        mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model)
+        at_start = mll(model(problem.x), problem.y, *given).item()
+        result = gpi.fit(mll, params=given, max_steps=2, progress=False)
+        assert result.history[0].value == pytest.approx(at_start, rel=1e-9)
+        values.append(at_start)
+    assert values[0] != values[1]
+
+
+def test_noise_that_depends_on_inputs_takes_those_that_are_given() -> None:
+    fits = []
+    for given in ((), "own", "shifted"):
+        case = CASES["heteroskedastic"]()
+        mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
+        inputs = {"own": (case.x,), "shifted": (case.x + 0.3,)}.get(given, ()) if given else ()
+        fits.append(gpi.fit(mll, params=inputs, max_steps=2, progress=False).history[-1].value)
+    assert fits[0] == fits[1]
+    assert fits[0] != fits[2]
+
+
+def test_arguments_of_a_likelihood_that_cannot_be_passed_on_are_refused() -> None:
+    mll = regression(20)
+    x = mll.model.train_inputs[0]
+    with pytest.raises(ValueError, match="all training data"):
+        gpi.fit(mll, params=(x,), start="subsets")
+    with pytest.raises(ValueError, match="all training data"):
+        gpi.fit(mll, params=(x,), method="adam", batches=[(x, mll.model.train_targets)])
+    with pytest.raises(TypeError, match="tuple"):
+        gpi.fit(mll, params=x)  # pyright: ignore[reportArgumentType]
