@@ -30,8 +30,9 @@ from gpy_iterative.training.training_system import TrainingSystem
 NOISE_STREAM = 2**40
 #: The largest residual of the default solver, in standard deviations of the noise a datum.
 NOISE_PART = 0.03
-#: No smaller relative residual is asked for: float32 begins to round there.
-SMALLEST_TOLERANCE = 1e-4
+#: No smaller relative residual is asked for than this one, and than so many machine epsilons a datum: with a million data
+#: float32 reaches .0047, or .04 of them.
+SMALLEST_TOLERANCE, EPSILONS_PER_DATUM = 1e-4, 0.06
 #: New observations extend a projection up to this multiple of its recipe's rank; beyond, a new one is made.
 MAX_GROWTH = 2
 
@@ -74,9 +75,11 @@ def prediction_solver(system: TrainingSystem) -> Solver:
     solver = default_solver(system.operator)
     if not isinstance(solver, IterativeSolver) or not isinstance(system.operator, NoisyLinearOperator):
         return solver
-    noise, residual = system.operator.noise.mean(-1).sqrt(), system.residual.square().mean(-1).sqrt()
-    wanted = NOISE_PART * float((noise / residual.clamp_min(torch.finfo(residual.dtype).tiny)).min())
-    return replace(solver, tolerance=min(solver.tolerance, max(wanted, SMALLEST_TOLERANCE)))
+    residual = system.residual.square().mean(-1).sqrt()
+    relative_noise = system.operator.noise.mean(-1).sqrt() / residual.clamp_min(torch.finfo(residual.dtype).tiny)
+    wanted = NOISE_PART * float(relative_noise.min())
+    rounding = EPSILONS_PER_DATUM * torch.finfo(residual.dtype).eps * system.operator.shape[-1]
+    return replace(solver, tolerance=min(solver.tolerance, max(wanted, SMALLEST_TOLERANCE, rounding)))
 
 
 class TrainingSolves:
