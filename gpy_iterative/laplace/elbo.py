@@ -30,7 +30,6 @@ from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.laplace.estimate import ObjectiveEstimate
-from gpy_iterative.laplace.evidence import diagonal_blocks
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.newton.base import LaplaceSolution
@@ -138,7 +137,7 @@ def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: L
     """The bound over all Gaussians, from dense matrices: O((n C)^3) a step, a few (n C)^2 numbers."""
     kernel = prior.operator.to_dense().detach().double()
     features, _ = jittered_cholesky(kernel, "The kernel matrix")
-    blocks = diagonal_blocks(kernel, prior.num_latents)
+    blocks = prior.point_blocks().detach().double()
     problem = BoundProblem(likelihood, prior.mean.double(), features, torch.zeros_like(blocks), _variances(blocks))
     posterior, status = _maximised(problem, solution)
     # P = W - W Sigma W, with W = E[W].

@@ -45,17 +45,16 @@ MAX_ADJOINT_PRODUCTS = 500
 @torch.no_grad()
 def exact_evidence(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
     """L and its gradient from dense matrices and the mode of `LaplaceCholesky`: O((n C)^3), without randomness."""
-    kernel, latents, v = prior.operator.to_dense().detach().double(), prior.num_latents, solution.value.flatten()
+    kernel, v = prior.operator.to_dense().detach().double(), solution.value.flatten()
     precision = solution.root @ solution.root.mT
     logdet = 2 * dense_factor(kernel, solution.curvature, prior.operator.dtype).diagonal().log().sum()
-    known = solution.image_of_root.view(-1, latents, solution.root.shape[-1])
-    covariance = diagonal_blocks(kernel, latents) - known @ known.mT
+    covariance = solution.covariance_blocks(prior)
     source = _adjoint_source(likelihood, solution.latent, covariance)
     if likelihood.is_log_concave:
         adjoint = source - precision @ (kernel @ source)
     else:
-        hessian = _true_hessian(likelihood, solution.latent)
-        weighted = (hessian @ kernel.view(-1, latents, kernel.shape[-1])).flatten(0, 1)
+        hessian = likelihood.hessian(solution.latent).detach()
+        weighted = (hessian @ kernel.view(*solution.latent.shape, -1)).flatten(0, 1)
         weighted.diagonal().add_(1)
         adjoint = torch.linalg.solve(weighted, source)
     mixed = torch.outer(adjoint, v)
@@ -93,12 +92,16 @@ def stochastic_evidence(
     unknown = solved.value.double() - known @ (known.mT @ probes.vectors.double())
     left, right = curvature.root(unknown), curvature.root(probes.dual.double())
 
-    covariance = _covariance_blocks(prior, solution, left, right)
+    images = [prior.matmul(part).view(*solution.latent.shape, num_probes) for part in (left, right)]
+    unseen = images[0] @ images[1].mT / num_probes
+    covariance = solution.covariance_blocks(prior) - (unseen + unseen.mT) / 2
     source = _adjoint_source(likelihood, solution.latent, covariance)
-    if likelihood.is_log_concave:
+    if not source.any():
+        adjoint, epochs, adjoint_status = source, 0.0, SolveStatus.CONVERGED
+    elif likelihood.is_log_concave:
         adjoint, epochs, adjoint_status = _adjoint(prior, system, source, tolerance)
     else:
-        hessian = _true_hessian(likelihood, solution.latent)
+        hessian = likelihood.hessian(solution.latent).detach()
         adjoint, epochs, adjoint_status = _indefinite_adjoint(prior, hessian, source, tolerance)
     image = prior.matmul(adjoint.unsqueeze(-1))
     v = solution.value.flatten()
@@ -130,26 +133,10 @@ def _likelihood_terms(likelihood: PointwiseLikelihood, f: Tensor, image: Tensor,
     return likelihood.log_prob(f).sum() + moved + likelihood.weighted_curvature(f, covariance)
 
 
-def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
-    """The blocks [n, C, C] on the diagonal of a dense [n C, n C]."""
-    points = matrix.shape[-1] // size
-    index = torch.arange(points, device=matrix.device)
-    return matrix.view(points, size, points, size)[index, :, index, :]
-
-
 def _probes(system: WhitenedSystem, count: int, generator: torch.Generator) -> Probes:
     """Xi and S^-1 xi [n r, s]."""
     sizes = system.preconditioner.rank, system.operator.shape[-1]
     return Probes.of(system.preconditioner, *(random_signs(system.operator, rows, count, generator) for rows in sizes))
-
-
-def _covariance_blocks(prior: LatentPrior, solution: LaplaceSolution, left: Tensor, right: Tensor) -> Tensor:
-    """An unbiased estimate of Sigma's blocks [n, C, C]."""
-    known = solution.image_of_root
-    known = known.view(-1, prior.num_latents, known.shape[-1])
-    images = [prior.matmul(part).view(-1, prior.num_latents, part.shape[-1]) for part in (left, right)]
-    estimate = images[0] @ images[1].mT / left.shape[-1]
-    return prior.point_blocks().double() - known @ known.mT - (estimate + estimate.mT) / 2
 
 
 def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance: Tensor) -> Tensor:
@@ -163,18 +150,10 @@ def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance:
     return source.flatten()
 
 
-def _true_hessian(likelihood: PointwiseLikelihood, latent: Tensor) -> Tensor:
-    """The negative Hessian's blocks [n, C, C] at the mode, definite or not."""
-    with torch.inference_mode(False), torch.enable_grad():
-        return likelihood.hessian(latent.detach().clone()).detach()
-
-
 def _adjoint(
     prior: LatentPrior, system: WhitenedSystem, source: Tensor, tolerance: float
 ) -> tuple[Tensor, float, SolveStatus]:
     """U = (I + W K)^-1 s, its products, and how the solve ended."""
-    if not source.any():
-        return source, 0.0, SolveStatus.CONVERGED
     curvature = system.curvature
     found = system.solve(curvature.root_t(prior.matmul(source.unsqueeze(-1))), tolerance)
     return source - curvature.root(found.value.double()).squeeze(-1), found.stats.epochs + 1, found.status
@@ -184,10 +163,8 @@ def _indefinite_adjoint(
     prior: LatentPrior, hessian: Tensor, source: Tensor, tolerance: float
 ) -> tuple[Tensor, float, SolveStatus]:
     """As `_adjoint` for an indefinite W [n, C, C]: conjugate gradients on K^-1 + W, preconditioned with K."""
-    # K^-1 + W is positive definite at a strict mode, whatever the signs of W; with x = K u no inverse of K is needed.
-    if not source.any():
-        return source, 0.0, SolveStatus.CONVERGED
 
+    # K^-1 + W is positive definite at a strict mode, whatever the signs of W; with x = K u no inverse of K is needed.
     def product(x: Tensor) -> Tensor:
         return prior.matmul(x.unsqueeze(-1)).squeeze(-1)
 

@@ -25,7 +25,7 @@ from gpy_iterative.laplace.model import IterativeLaplaceGP
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
 from gpy_iterative.laplace.newton.newton import default_laplace_solver
-from gpy_iterative.laplace.prediction.fit import check_targets_fit, observed_params, observed_points
+from gpy_iterative.laplace.prediction.fit import check_targets_fit, observed_data
 from gpy_iterative.laplace.prediction.posterior import LaplacePosterior
 from gpy_iterative.laplace.report import LaplaceReport
 from gpy_iterative.linear_operators.extensions import far_field_error
@@ -131,14 +131,9 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         """
         start = time.perf_counter()
         self._check_problem(function_dist, target)
-        observed = observed_points(target)
+        observed, targets, known = observed_data(target, params)
         prior = latent_prior(function_dist, self.products, self._caches, observed)
-        likelihood = PointwiseLikelihood(
-            self.likelihood,
-            target if observed is None else target[observed],
-            prior.num_latents,
-            observed_params(params, observed),
-        )
+        likelihood = PointwiseLikelihood(self.likelihood, targets, prior.num_latents, known)
         solver = default_laplace_solver(prior.size) if self.solver is None else self.solver
         generator = self._run.generator()
         with torch.inference_mode(False), torch.no_grad():

@@ -15,7 +15,6 @@ from torch import Tensor
 import gpy_iterative as gpi
 from gpy_iterative.errors import ConvergenceWarning, NonFiniteError, UnsupportedLikelihoodError
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
-from gpy_iterative.laplace.prediction.fit import marginal_blocks
 from gpy_iterative.mlls import LaplaceMarginalLogLikelihood
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton
 from tests.laplace.cases import Case, Exposed, LaplaceModel, case, inputs
@@ -277,13 +276,8 @@ def test_arguments_of_the_likelihood_come_along() -> None:
     torch.testing.assert_close(solution.value.flatten(), gradient, rtol=1e-6, atol=1e-6)
     model.num_refinements = 1  # of the likelihood with its arguments
     refined = mll.posterior().solution
-    rate = (
-        exposure
-        * (
-            refined.latent.flatten()
-            + marginal_blocks(Case(model, problem.x, problem.y).prior(), solution).flatten() / 2
-        ).exp()
-    )
+    variance = solution.covariance_blocks(Case(model, problem.x, problem.y).prior()).flatten()
+    rate = exposure * (refined.latent.flatten() + variance / 2).exp()
     torch.testing.assert_close(refined.value.flatten(), problem.y - rate, rtol=1e-6, atol=1e-6)
     model.num_refinements = 0
     x, y = test_points(), torch.arange(9.0, dtype=torch.float64)

@@ -20,10 +20,8 @@ NUM_QUADRATURE, WIDE = 64, 1.5
 class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
     """p(y = 1 | f) = 1 / (1 + exp(-f)), labels 0 and 1.
 
-    GPyTorch's `BernoulliLikelihood` has the probit link. The logit's tails are heavier: a wrong label costs |f|
-    where it costs f^2 / 2 under the probit. A subclass with a `forward` of its own is integrated by GPyTorch's quadrature.
-
-    Raises ValueError for labels other than 0 and 1.
+    GPyTorch's `BernoulliLikelihood` has the probit link, whose tails are lighter. GPyTorch's quadrature integrates a
+    subclass with another `forward`. Raises ValueError for labels other than 0 and 1.
     """
 
     has_analytic_marginal = True
@@ -38,10 +36,7 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
         return Bernoulli(probs=self.log_probability(function_dist.mean, function_dist.variance).exp())
 
     def median(self, function_dist: MultivariateNormal) -> Tensor:
-        """The median of the probability of label 1, 1 / (1 + exp(-E f)): [*b, n].
-
-        Where latent variances are too wide, it scores better than the mean that `marginal` gives.
-        """
+        """The median of the probability of label 1, 1 / (1 + exp(-E f)): [*b, n]."""
         return torch.sigmoid(function_dist.mean)
 
     def log_marginal(

@@ -20,19 +20,9 @@ class Curvature(ABC):
         """Points n, latent functions C, columns r of the root for each point."""
 
     @property
-    def num_points(self) -> int:
-        """Points: n."""
-        return self.shape[0]
-
-    @property
-    def num_latents(self) -> int:
-        """Latent functions: C."""
-        return self.shape[1]
-
-    @property
-    def root_size(self) -> int:
-        """Columns of the root for each point: r."""
-        return self.shape[2]
+    def num_columns(self) -> int:
+        """Columns of R: n r."""
+        return self.shape[0] * self.shape[2]
 
     def matmul(self, columns: Tensor) -> Tensor:
         """W x for x [n C, b]."""
@@ -89,12 +79,7 @@ class DiagonalCurvature(Curvature):
 
 @dataclass(frozen=True)
 class BlockCurvature(Curvature):
-    """Blocks U diag(lambda) U^T by their eigenvalues.
-
-    Attributes:
-        eigenvalues: [n, r], not negative.
-        eigenvectors: [n, C, r], orthonormal columns: the range of each block.
-    """
+    """Blocks U diag(lambda) U^T: eigenvalues [n, r], not negative, and orthonormal eigenvectors [n, C, r]."""
 
     eigenvalues: Tensor
     eigenvectors: Tensor
@@ -108,7 +93,7 @@ class BlockCurvature(Curvature):
         return self._scaled(columns, _inverse(self.eigenvalues))
 
     def root(self, columns: Tensor) -> Tensor:
-        whitened = columns.reshape(self.num_points, self.root_size, -1) * self.eigenvalues.sqrt().unsqueeze(-1)
+        whitened = columns.reshape(*self.eigenvalues.shape, -1) * self.eigenvalues.sqrt().unsqueeze(-1)
         return (self.eigenvectors @ whitened).flatten(0, 1)
 
     def root_t(self, columns: Tensor) -> Tensor:
@@ -121,7 +106,7 @@ class BlockCurvature(Curvature):
         return (self.eigenvectors * self.eigenvalues.unsqueeze(-2)) @ self.eigenvectors.mT
 
     def _coordinates(self, columns: Tensor) -> Tensor:
-        return self.eigenvectors.mT @ columns.reshape(self.num_points, self.num_latents, -1)
+        return self.eigenvectors.mT @ columns.reshape(*self.eigenvectors.shape[:2], -1)
 
     def _scaled(self, columns: Tensor, factors: Tensor) -> Tensor:
         return (self.eigenvectors @ (self._coordinates(columns) * factors.unsqueeze(-1))).flatten(0, 1)
@@ -129,10 +114,7 @@ class BlockCurvature(Curvature):
 
 @dataclass(frozen=True)
 class SoftmaxCurvature(Curvature):
-    """W_n = diag(p) - p p^T, in closed form: O(n C) a product.
-
-    Attributes:
-        probabilities: p [n, C], positive, rows of sum 1.
+    """W_n = diag(p) - p p^T for probabilities p [n, C], positive, rows of sum 1: O(n C) a product.
 
     R_n = diag(sqrt p) - p sqrt(p)^T; W_n^+ = J diag(1/p) J with J = I - 1 1^T / C.
     """
@@ -174,12 +156,9 @@ class SoftmaxCurvature(Curvature):
 
 
 def curvature_of_blocks(blocks: Tensor, *, floor: float, basis: Tensor | None = None) -> Curvature:
-    """The curvature with these blocks, every eigenvalue raised to `floor` times the largest of all.
+    """The curvature with blocks [n, C, C], every eigenvalue raised to `floor` times the largest of all.
 
-    Args:
-        blocks: [n, C, C], symmetric.
-        floor: relative; 0 keeps eigenvalues as they are, but for negative ones of rounding size.
-        basis: [C, r], orthonormal: the range of all blocks. The rest stays without curvature.
+    An orthonormal `basis` [C, r] is the range of all blocks: the rest stays without curvature.
     """
     if blocks.shape[-1] == 1 and basis is None:
         return DiagonalCurvature(_floored(blocks[:, 0, 0], floor))

@@ -15,7 +15,7 @@ from torch.distributions import Distribution
 from gpy_iterative.checks import check_finite
 from gpy_iterative.errors import NonFiniteError, UnsupportedLikelihoodError, VarianceWarning, warn
 from gpy_iterative.laplace.likelihoods.curvature import Curvature, SoftmaxCurvature, curvature_of_blocks
-from gpy_iterative.laplace.likelihoods.stock import softmax_blocks, softmax_logits
+from gpy_iterative.laplace.likelihoods.stock import mixed_blocks, softmax_logits
 from gpy_iterative.training.likelihood_forms import LikelihoodForm, check_support, form_of, refusal_of
 
 #: Below this share of the largest eigenvalue a negative one is rounding.
@@ -24,12 +24,7 @@ INDEFINITE = 1e-8
 
 @dataclass(frozen=True)
 class CurvatureFloor:
-    """The least curvature.
-
-    Attributes:
-        eigenvalue: relative to the largest eigenvalue of all points.
-        probability: of a class, where the likelihood is a softmax.
-    """
+    """The least curvature: an eigenvalue relative to the largest of all points, a class probability for a softmax."""
 
     eigenvalue: float
     probability: float
@@ -76,8 +71,7 @@ class PointwiseLikelihood:
 
     Raises:
         UnsupportedLikelihoodError: see `check_laplace_likelihood`.
-        ValueError: targets outside the support (class and index are named), of another shape, or of another dtype than the
-            likelihood's labels need, or latents of another number than the likelihood's.
+        ValueError: targets outside the support, or of another shape or dtype; another number of latents.
     """
 
     def __init__(self, likelihood: Likelihood, targets: Tensor, num_latents: int, params: Sequence[Any] = ()) -> None:
@@ -123,8 +117,7 @@ class PointwiseLikelihood:
     def log_prob(self, f: Tensor) -> Tensor:
         """Log p(y_n | f_n) [n] at f [n, C], differentiable in f and in the likelihood's parameters.
 
-        Raises:
-            ValueError: the likelihood does not factorise over points.
+        Raises ValueError where the likelihood does not factorise over points.
         """
         return self._form.log_prob(self.likelihood, f, self.targets)
 
@@ -134,11 +127,7 @@ class PointwiseLikelihood:
             return float(self.log_prob(f).sum())
 
     def gradient(self, f: Tensor) -> Tensor:
-        """D log p / df, [n, C].
-
-        Raises:
-            NonFiniteError: an entry is not finite.
-        """
+        """D log p / df, [n, C]. Raises NonFiniteError where an entry is not finite."""
         gradient = self.slope(f)
         if not torch.isfinite(gradient).all():
             index = (~torch.isfinite(gradient)).nonzero()[0].tolist()
@@ -159,16 +148,17 @@ class PointwiseLikelihood:
         """-d^2 log p / df^2 [n, C, C], which need not be definite; differentiable where f or parameters are."""
         if self._form.hessian is not None:
             return self._form.hessian(self.likelihood, f, self.targets)
-        point = f if f.requires_grad else f.detach().clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(self.log_prob(point).sum(), point, create_graph=True)
-        rows = []
-        for latent in range(self.num_latents):
-            value = gradient[:, latent].sum()
-            if value.requires_grad:
-                (row,) = torch.autograd.grad(value, point, create_graph=True, materialize_grads=True)
-            else:  # linear in f
-                row = torch.zeros_like(point)
-            rows.append(-row)
+        with torch.inference_mode(False), torch.enable_grad():
+            point = f if f.requires_grad else f.detach().clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.log_prob(point).sum(), point, create_graph=True)
+            rows = []
+            for latent in range(self.num_latents):
+                value = gradient[:, latent].sum()
+                if value.requires_grad:
+                    (row,) = torch.autograd.grad(value, point, create_graph=True, materialize_grads=True)
+                else:  # linear in f
+                    row = torch.zeros_like(point)
+                rows.append(-row)
         return torch.stack(rows, dim=-2)
 
     def fisher(self, f: Tensor) -> Tensor:
@@ -182,10 +172,7 @@ class PointwiseLikelihood:
         """The covariance's curvature [n, C, C], differentiable as `hessian`.
 
         The negative Hessian; where the likelihood is not log-concave the Fisher information that is registered, else the
-        Hessian's absolute value.
-
-        Raises:
-            UnsupportedLikelihoodError: neither exists, for several latent functions.
+        Hessian's absolute value. Raises UnsupportedLikelihoodError where neither exists, for several latent functions.
         """
         if self._form.log_concave is False:
             return self._definite_blocks(f)
@@ -207,8 +194,7 @@ class PointwiseLikelihood:
     def step_curvature(self, f: Tensor) -> Curvature:
         """The curvature of a Newton step from f [n, C]: the Hessian's absolute value if log p may not be concave.
 
-        It leads to the same mode in a third of the steps that Fisher information takes, which is far from the Hessian at
-        outliers. Raises as `curvature`.
+        Fisher information is far from the Hessian at outliers, and takes more steps. Raises as `curvature`.
         """
         is_covariance = self.is_log_concave or self.num_latents > 1
         blocks = self.curvature_blocks if is_covariance else lambda point: self.hessian(point).abs()
@@ -254,7 +240,7 @@ class PointwiseLikelihood:
             raise NonFiniteError("A class probability is not finite: check the data and the kernel's outputscale.")
         if self.likelihood.mixing_weights is None:
             return SoftmaxCurvature(p)
-        blocks = softmax_blocks(self.likelihood, p).detach()
+        blocks = mixed_blocks(self.likelihood, SoftmaxCurvature(p).blocks()).detach()
         return curvature_of_blocks(blocks, floor=0.0, basis=self.visible_basis.to(f))
 
     def _definite_blocks(self, f: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from gpy_iterative.training.likelihood_forms import computes_as
 
 
 class PoissonLogLikelihood(_OneDimensionalLikelihood):
-    """p(y | f) = Poisson(exp(f)), for counts.
+    """p(y | f) = Poisson(exp(f)), for counts: effects multiply, as in a log-linear regression.
 
-    GPyTorch's `PoissonLikelihood` has the link softplus(f), whose rate grows linearly in f. With exp(f), effects
-    multiply, as in a log-linear regression. A subclass with a `forward` of its own is integrated by GPyTorch's quadrature.
+    GPyTorch's `PoissonLikelihood` has the link softplus(f). GPyTorch's quadrature integrates a subclass with another
+    `forward`.
     """
 
     def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Poisson:

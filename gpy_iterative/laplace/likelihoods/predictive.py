@@ -1,7 +1,4 @@
-"""From latent marginals to predictions: class probabilities, and log densities of targets.
-
-Everything is float64 inside.
-"""
+"""From latent marginals to predictions, in float64: class probabilities, and log densities of targets."""
 
 import math
 from collections.abc import Iterator

@@ -1,12 +1,9 @@
-"""Quadrature against normal distributions, with nodes in float64 under any default dtype.
+"""Quadrature against normal distributions, with nodes in float64 under any default dtype (GPyTorch's have the default's).
 
-GPyTorch's own quadrature builds its nodes in the default dtype: under float32 they stay 1.5e-7 off after `.double()`.
-
-Nodes of a Gauss-Hermite rule serve functions that are smooth on the scale of the normal distribution. A density that is
-much narrower, or has an edge that is, falls between them. Where it is log-concave, its product with the normal density has
-one maximum, and Gauss-Legendre panels on either side of it; else nodes lie densely. Averages over several values take nodes
-of a Sobol sequence with their reflections, stretched to the exact second moments: exact for polynomials of degree 3, with
-about half the error of as many random draws.
+Nodes of a Gauss-Hermite rule serve functions that are smooth on the scale of the normal distribution. A much narrower
+density falls between them: where it is log-concave, Gauss-Legendre panels lie on either side of the maximum of its product
+with the normal density; else nodes lie densely. Averages over several values take nodes of a Sobol sequence with their
+reflections, stretched to the exact second moments: exact for polynomials of degree 3.
 """
 
 import math
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-#: Nodes of an average over one value; at a deviation of 10 the logit's mean curvature has errors of about a percent.
+#: Nodes of an average over one value.
 NUM_QUADRATURE = 64
 #: Least number of nodes, with their reflections, of an average over several values.
 NUM_NODES = 128
@@ -39,10 +36,7 @@ def _nodes(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def normal_nodes(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Nodes [count, *shape] of normal distributions [*shape] and the logarithms of their weights [count, 1, ..], float64.
-
-    The sum is exact for polynomials of degree 2 count - 1.
-    """
+    """Nodes [count, *shape] of normal distributions [*shape], and the logarithms of their weights [count, 1, ..]."""
     nodes, weights = (torch.as_tensor(part, dtype=torch.float64, device=mean.device) for part in _nodes(count))
     shape = (count, *[1] * mean.dim())
     points = mean.double() + variance.double().sqrt() * nodes.view(shape)

@@ -1,13 +1,8 @@
 """A likelihood averaged over the uncertainty of the latent values: E log p(y_n | f_n + e_n) with e_n ~ N(0, V_n).
 
-The best Gaussian approximation N(mu, S) of a posterior, in the sense of the variational bound, has
-
-    S^-1 = K^-1 + E[W],    K^-1 (mu - m) = E[d log p(y | f) / df],
-
-averages over its own marginals N(mu_n, S_nn). For given blocks V_n = S_nn the second condition says that mu is the mode
-under the averaged likelihood, and E[W] is that likelihood's curvature: a mode solver finds mu.
-
-Opper and Archambeau 2009, "The variational Gaussian approximation revisited".
+The Gaussian N(mu, S) with the best variational bound has S^-1 = K^-1 + E[W] and K^-1 (mu - m) = E[d log p(y | f) / df],
+averages over its own marginals (Opper and Archambeau 2009, "The variational Gaussian approximation revisited"). For given
+blocks V_n = S_nn, mu is the mode under the averaged likelihood, and E[W] its curvature.
 """
 
 from collections.abc import Callable
@@ -16,13 +11,11 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.laplace.likelihoods.curvature import BlockCurvature, Curvature
+from gpy_iterative.laplace.likelihoods.curvature import Curvature, curvature_of_blocks
 from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.likelihoods.stock import mixed_blocks, softmax_logits
 
-#: Matrices that are factored at a time.
-CHUNK_POINTS = 4096
 #: Class probabilities that are held at a time, of all nodes of some points.
 CHUNK_NUMBERS = 2**22
 
@@ -30,16 +23,14 @@ CHUNK_NUMBERS = 2**22
 class SmoothedLikelihood(PointwiseLikelihood):
     """Averages of a pointwise log density and of its derivatives, on fixed nodes: exact derivatives of one another.
 
-    With nodes of positive weights it is log-concave where the likelihood is, and takes the same kind of curvature: the
-    averaged Hessian or Fisher information, or the absolute value of the averaged Hessian. Where log p is quadratic only a
-    constant changes.
+    It is log-concave where the likelihood is, and takes the same kind of curvature.
 
     Args:
         likelihood: with its targets.
         covariance: V [n, C, C], positive semi-definite.
 
     Values are differentiable in f; derivatives carry no graph. Every function costs 64 evaluations of the likelihood's for
-    one latent function and 128 for more, one after the other: memory O(n C^2).
+    one latent function and 128 for more; memory O(n C^2).
     """
 
     def __init__(self, likelihood: PointwiseLikelihood, covariance: Tensor) -> None:
@@ -68,10 +59,9 @@ class SmoothedLikelihood(PointwiseLikelihood):
         return total
 
     def _softmax_curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
-        """E (diag p - p p^T) is no matrix of this form again: its eigenvalues in what the likelihood sees."""
-        basis = self.visible_basis.to(f)
+        """E (diag p - p p^T), which is no matrix of this form again."""
         chunk = max(CHUNK_NUMBERS // (len(self._nodes) * self.likelihood.num_classes), 1)
-        values, vectors = [], []
+        parts = []
         for latent, root in zip(f.split(chunk), self._roots.split(chunk), strict=True):
             nodes = latent.unsqueeze(-2) + self._nodes @ root  # [*, s, C]; the root is symmetric
             p = torch.softmax(softmax_logits(self.likelihood, nodes).detach(), -1)
@@ -79,21 +69,13 @@ class SmoothedLikelihood(PointwiseLikelihood):
                 raise NonFiniteError("A class probability is not finite: check the data and the kernel's outputscale.")
             weights = torch.tensor(self._weights, dtype=p.dtype, device=p.device).unsqueeze(-1)
             blocks = torch.diag_embed((weights * p).sum(-2)) - (weights * p).mT @ p
-            seen = basis.mT @ mixed_blocks(self.likelihood, blocks).detach() @ basis
-            part_values, part_vectors = torch.linalg.eigh((seen + seen.mT) / 2)
-            values.append(part_values)
-            vectors.append(basis @ part_vectors)
-        eigenvalues = torch.cat(values)
-        eigenvalues = eigenvalues.clamp_min(floor.eigenvalue * eigenvalues.max().clamp_min(0))
-        return BlockCurvature(eigenvalues, torch.cat(vectors))
+            parts.append(mixed_blocks(self.likelihood, blocks).detach())
+        return curvature_of_blocks(torch.cat(parts), floor=floor.eigenvalue, basis=self.visible_basis.to(f))
 
 
 def symmetric_roots(blocks: Tensor) -> Tensor:
     """The symmetric square roots of covariances [n, C, C]; negative eigenvalues, of rounding size, count as zero."""
     if blocks.shape[-1] == 1:
         return blocks.clamp_min(0).sqrt()
-    roots = []
-    for part in blocks.split(CHUNK_POINTS):
-        values, vectors = torch.linalg.eigh((part + part.mT) / 2)
-        roots.append((vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT)
-    return torch.cat(roots)
+    values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)
+    return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT

@@ -1,8 +1,7 @@
 """GPyTorch's likelihoods and this package's own, in forms that stay exact in their tails and through three derivatives.
 
-The generic route, autograd through `forward`, is wrong for several of them: `BernoulliLikelihood` clamps its
-probabilities (gradient and curvature are 0 for a wrong label at |f| >= 9), `SoftmaxLikelihood` transposes an input of as
-many points as classes, the rate of `PoissonLikelihood` underflows.
+Autograd through `forward` is wrong for several: `BernoulliLikelihood` clamps its probabilities, `SoftmaxLikelihood`
+transposes an input of as many points as classes, the rate of `PoissonLikelihood` underflows.
 """
 
 import math
@@ -52,8 +51,7 @@ def _probit_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 def _log_normal_tail(z: Tensor) -> Tensor:
     """Log Phi(z) far below zero, by its asymptotic series in 1 / z^2."""
-    # Autograd through `log_ndtr` takes z + phi / Phi = -1 / z from two numbers of size z: of its second derivative nothing
-    # is left at -1e4, and of the third at -1e3.
+    # The second and third derivatives of `log_ndtr` by autograd cancel here.
     x = z.square().reciprocal()
     rest = torch.zeros_like(z)
     for odd in range(2 * TAIL_TERMS - 1, 0, -2):  # 1 - x + 3 x^2 - 15 x^3 + ...
@@ -75,11 +73,6 @@ def _softmax_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     return torch.log_softmax(softmax_logits(likelihood, f), -1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
 
-def softmax_blocks(likelihood: Likelihood, probabilities: Tensor) -> Tensor:
-    """A^T (diag p - p p^T) A [n, C, C] for probabilities [n, classes] and mixing weights A."""
-    return mixed_blocks(likelihood, SoftmaxCurvature(probabilities).blocks())
-
-
 def mixed_blocks(likelihood: Likelihood, blocks: Tensor) -> Tensor:
     """A^T B A [n, C, C] for blocks B [n, classes, classes] and mixing weights A."""
     if likelihood.mixing_weights is None:
@@ -89,7 +82,7 @@ def mixed_blocks(likelihood: Likelihood, blocks: Tensor) -> Tensor:
 
 
 def _softmax_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    return softmax_blocks(likelihood, torch.softmax(softmax_logits(likelihood, f), -1))
+    return mixed_blocks(likelihood, SoftmaxCurvature(torch.softmax(softmax_logits(likelihood, f), -1)).blocks())
 
 
 def _softmax_visible(likelihood: Likelihood) -> Tensor:

@@ -35,6 +35,8 @@ PATIENCE = 3
 #: An improvement of the gradient's norm that counts.
 LEAST_PROGRESS = 0.01
 EPS = torch.finfo(torch.float64).eps
+#: Points whose share of K Q is held at a time.
+CHUNK_POINTS = 4096
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,15 @@ class LaplaceSolution(Solution):
     def image_of_root(self) -> Tensor:
         """K Q = T A [n C, r]. Computed at each call."""
         return self.images @ self.transform
+
+    def covariance_blocks(self, prior: LatentPrior) -> Tensor:
+        """The covariance of single points [n, C, C], at no kernel product."""
+        blocks = prior.point_blocks().double().clone()
+        images = self.images.view(*self.latent.shape, self.images.shape[-1])
+        for start in range(0, prior.num_points, CHUNK_POINTS):
+            known = images[start : start + CHUNK_POINTS] @ self.transform
+            blocks[start : start + CHUNK_POINTS] -= known @ known.mT
+        return blocks
 
     @property
     def converged(self) -> bool:

@@ -34,7 +34,7 @@ class _DenseSteps(StepSolver):
 
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
         # Q = R L^-T: all of P = Q Q^T.
-        identity = torch.eye(curvature.num_points * curvature.root_size).to(self.kernel)
+        identity = torch.eye(curvature.num_columns).to(self.kernel)
         inverse = torch.linalg.solve_triangular(dense_factor(self.kernel, curvature, self.dtype), identity, upper=False)
         root = curvature.root(inverse.mT)
         return root, self.kernel @ root, torch.eye(root.shape[-1], dtype=torch.float64, device=root.device)

@@ -173,7 +173,7 @@ class _SubspaceSteps(StepSolver):
 
     def _refined(self, system: GalerkinSystem, curvature: Curvature, width: int, limit: int) -> int:
         """The number of actions, at most `limit`, that `width` random right-hand sides have added."""
-        shape = (curvature.num_points * curvature.root_size, width)
+        shape = (curvature.num_columns, width)
         base = torch.randn(shape, generator=self._generator, dtype=torch.float64, device=self._generator.device)
         rhs = curvature.pinv(curvature.root(base.to(self._problem.mean)))
         v, image = self._galerkin(system, rhs)

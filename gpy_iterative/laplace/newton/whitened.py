@@ -1,8 +1,7 @@
 """H = I + R^T K R, the matrix of every solve of Laplace's method; its eigenvalues are 1 and above.
 
-With W = R R^T the inverse that Laplace's method needs is P = R (I + R^T K R)^-1 R^T, also where W is singular. In these
-coordinates the likelihood's noise is the identity, so that solvers, preconditioners, probes and log-determinants of
-Gaussian regression serve as they are.
+With W = R R^T the inverse that Laplace's method needs is P = R H^-1 R^T, also where W is singular. The noise is the
+identity here, so that solvers, preconditioners, probes and log-determinants of Gaussian regression serve as they are.
 """
 
 from collections.abc import Callable
@@ -30,7 +29,7 @@ class WhitenedKernelLinearOperator(LinearOperator):
         self.kernel, self.curvature = kernel, curvature
 
     def _size(self) -> torch.Size:
-        size = self.curvature.num_points * self.curvature.root_size
+        size = self.curvature.num_columns
         return torch.Size((size, size))
 
     @torch.no_grad()
@@ -55,8 +54,11 @@ class WhitenedSystem:
     @classmethod
     def at(cls, kernel: LinearOperator, solution: LaplaceSolution) -> "WhitenedSystem":
         """H for K [n C, n C]; no kernel product."""
-        curvature = solution.curvature
-        preconditioner = _nystrom(curvature, solution.actions, solution.images, kernel.dtype)
+        curvature, dtype = solution.curvature, kernel.dtype
+        # Nystrom's approximation K S (S^T K S)^+ S^T K is below K: the preconditioned system's eigenvalues are at least 1.
+        known = solution.images @ inverse_root(solution.actions.mT @ solution.images, torch.finfo(dtype).eps)
+        factor = curvature.root_t(known).to(dtype)
+        preconditioner = NystromFactor(factor, torch.ones(len(factor), dtype=dtype, device=factor.device))
         return cls(whitened_system(kernel, curvature), curvature, preconditioner)
 
     def solve(
@@ -80,10 +82,3 @@ def dense_factor(kernel: Tensor, curvature: Curvature, dtype: torch.dtype) -> Te
     inner = (inner + inner.mT) / 2
     inner.diagonal().add_(1)
     return warned_cholesky(inner, "I + R^T K R at the mode", dtype)
-
-
-def _nystrom(curvature: Curvature, actions: Tensor, images: Tensor, dtype: torch.dtype) -> NystromFactor:
-    """I + L L^T, with L L^T the part of R^T K R that actions S [n C, B] and images T = K S know; no kernel product."""
-    # Nystrom's approximation K S (S^T K S)^+ S^T K is below K: the preconditioned system's eigenvalues are at least 1.
-    factor = curvature.root_t(images @ inverse_root(actions.mT @ images, torch.finfo(dtype).eps))
-    return NystromFactor(factor.to(dtype), torch.ones(factor.shape[0], dtype=dtype, device=factor.device))

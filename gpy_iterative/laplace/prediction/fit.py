@@ -1,9 +1,7 @@
 """The mode of a model at its training data, and its refinements.
 
-Where the mode saturates the likelihood, the curvature is nearly zero and the covariance nearly the prior's, though the
-likelihood rules out much of what that covariance allows. A refinement takes gradient and curvature as averages over the
-marginals of the last approximation (`gpy_iterative.likelihoods.SmoothedLikelihood`). Its fixed point is a Gaussian at which
-the variational bound is stationary; one or two refinements are most of the way.
+A refinement averages gradient and curvature over the marginals of the last approximation (`SmoothedLikelihood`). Its fixed
+point is a Gaussian at which the variational bound is stationary.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +21,13 @@ from gpy_iterative.linear_operators.latent import LatentPrior, num_latents
 from gpy_iterative.linear_solvers.solution import SolveProgress, SolveStats
 from gpy_iterative.training.snapshot import ModelSnapshot
 
-#: Points whose share of K Q is held at a time.
-CHUNK_POINTS = 4096
-
 
 @dataclass(frozen=True)
 class LaplaceFit:
-    """The data with targets, their prior without graph, and the mode or its last refinement.
+    """The observed data, their prior without graph, and the mode or its last refinement.
 
-    `is_single` says that answers have no dimension of latent functions, `mode_weights` is v [n, C] of the mode, `stats` are
-    of the mode's solve and of each refinement.
+    `is_single`: answers have no dimension of latent functions. `mode_weights`: v [n, C] of the mode. `stats`: of the mode's
+    solve and of each refinement.
     """
 
     snapshot: ModelSnapshot
@@ -48,12 +43,10 @@ class LaplaceFit:
 
     @property
     def likelihood(self) -> PointwiseLikelihood:
-        """The likelihood with its targets."""
         return PointwiseLikelihood(self.snapshot.likelihood, self.targets, self.prior.num_latents, self.params)
 
     @property
     def report(self) -> ModeReport:
-        """The figures of all solves together."""
         return ModeReport(
             status=self.solution.status,
             iterations=sum(stats.iterations for stats in self.stats),
@@ -79,42 +72,29 @@ def refine(
     generator: torch.Generator | None = None,
     callback: Callable[[SolveProgress], None] | None = None,
 ) -> LaplaceSolution:
-    """The mode under the likelihood that is averaged over a solution's marginals, and the covariance around it.
+    """The mode under the likelihood that is averaged over a solution's marginals; kernel products are used again.
 
-    Its kernel products are used again; `likelihood` is not averaged itself. Raises as `LaplaceSolver.solve`.
+    `likelihood` is not averaged itself. Raises as `LaplaceSolver.solve`.
     """
-    smoothed = SmoothedLikelihood(likelihood, marginal_blocks(prior, solution))
+    smoothed = SmoothedLikelihood(likelihood, solution.covariance_blocks(prior))
     return solver.solve(prior, smoothed, initial_solution=solution, generator=generator, callback=callback)
 
 
-@torch.no_grad()
-def marginal_blocks(prior: LatentPrior, solution: LaplaceSolution) -> Tensor:
-    """The covariance blocks [n, C, C] of a solution at the training points, at no kernel product."""
-    blocks = prior.point_blocks().double().clone()
-    images = solution.images.view(*prior.mean.shape, solution.images.shape[-1])
-    for start in range(0, prior.num_points, CHUNK_POINTS):
-        known = images[start : start + CHUNK_POINTS] @ solution.transform
-        blocks[start : start + CHUNK_POINTS] -= known @ known.mT
-    return blocks
+def observed_data(targets: Tensor, params: Sequence[Any]) -> tuple[Tensor | None, Tensor, tuple[Any, ...]]:
+    """Which points have targets, [n] bool or None when all have, and targets and the likelihood's arguments of these.
 
-
-def observed_points(targets: Tensor) -> Tensor | None:
-    """Which points have targets, [n] bool, under GPyTorch's `observation_nan_policy` "mask"; None when all have."""
+    Points may lack one under GPyTorch's `observation_nan_policy` "mask". Tensors among the arguments lose their entries.
+    """
     policy = gpytorch.settings.observation_nan_policy.value()
     if policy == "fill":
         raise ValueError("observation_nan_policy('fill') has no meaning here; use 'mask', which drops the points.")
     if policy == "ignore" or not targets.is_floating_point():
-        return None
-    observed = ~torch.isnan(targets).flatten(1).any(-1) if targets.dim() > 1 else ~torch.isnan(targets)
-    return None if bool(observed.all()) else observed
-
-
-def observed_params(params: Sequence[Any], observed: Tensor | None) -> tuple[Any, ...]:
-    """The likelihood's arguments at the observed points: tensors with an entry for each point lose the others."""
-    if observed is None:
-        return tuple(params)
+        return None, targets, tuple(params)
+    observed = ~torch.isnan(targets.unsqueeze(-1)).flatten(1).any(-1)
+    if observed.all():
+        return None, targets, tuple(params)
     has_rows = lambda value: isinstance(value, Tensor) and value.shape[:1] == observed.shape
-    return tuple(value[observed] if has_rows(value) else value for value in params)
+    return observed, targets[observed], tuple(value[observed] if has_rows(value) else value for value in params)
 
 
 def check_targets_fit(distribution: MultivariateNormal, targets: Tensor) -> None:

@@ -21,13 +21,7 @@ from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.newton import default_laplace_solver
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem
-from gpy_iterative.laplace.prediction.fit import (
-    LaplaceFit,
-    check_targets_fit,
-    observed_params,
-    observed_points,
-    refine,
-)
+from gpy_iterative.laplace.prediction.fit import LaplaceFit, check_targets_fit, observed_data, refine
 from gpy_iterative.laplace.prediction.paths import (
     LaplaceSamplePaths,
     PriorFunctions,
@@ -223,7 +217,7 @@ class LaplacePosterior:
                 fit.distribution, fit.prior.num_latents, num_paths, num_frequencies, generator
             )
             curvature = fit.solution.curvature
-            size = (curvature.num_points * curvature.root_size, num_paths)
+            size = (curvature.num_columns, num_paths)
             noise = torch.randn(size, generator=generator, dtype=torch.float64).to(fit.solution.value)
             whitened = curvature.root_t(functions(fit.distribution).double().flatten(0, 1)) + noise
             update = fit.solution.value.view(-1, 1) - curvature.root(self._solve(fit, whitened, tolerance=1e-4))
@@ -260,10 +254,10 @@ class LaplacePosterior:
         check_inputs(self.model)
         snapshot = ModelSnapshot.of(self.model, self.likelihood)
         inputs, targets = list(snapshot.model.train_inputs), snapshot.model.train_targets
-        observed = observed_points(targets)
-        params = observed_params(() if self._params is None else self._params.current(snapshot.model), observed)
+        params = () if self._params is None else self._params.current(snapshot.model)
+        observed, targets, params = observed_data(targets, params)
         if observed is not None:
-            inputs, targets = [x[observed] for x in inputs], targets[observed]
+            inputs = [x[observed] for x in inputs]
         distribution = prior_at(snapshot.model, inputs)
         check_targets_fit(distribution, targets)
         prior = latent_prior(distribution, self._products)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
-from gpy_iterative.laplace.prediction.fit import marginal_blocks, refine
+from gpy_iterative.laplace.prediction.fit import refine
 from gpy_iterative.likelihoods import LogitBernoulliLikelihood, PointwiseLikelihood
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton, LaplaceSolution
@@ -121,7 +121,7 @@ def test_marginals_are_blocks_of_the_covariance(kind: str) -> None:
     solution = LaplaceNewton(max_rank=7).solve(prior, problem.pointwise())
     whole = covariance(prior, solution)
     blocks = torch.stack([whole[i : i + 3, i : i + 3] for i in range(0, 30, 3)])
-    torch.testing.assert_close(marginal_blocks(prior, solution), blocks)
+    torch.testing.assert_close(solution.covariance_blocks(prior), blocks)
 
 
 @pytest.mark.parametrize("solver", [LaplaceCholesky(), FULL], ids=["dense", "newton"])
