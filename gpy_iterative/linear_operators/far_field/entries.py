@@ -1,6 +1,4 @@
-"""Entries of a kernel matrix for batches of pairs of nodes, by row number."""
-
-from abc import ABC, abstractmethod
+"""Entries of a radial kernel matrix for batches of pairs of nodes, by row number."""
 
 import torch
 from torch import Tensor
@@ -13,55 +11,20 @@ MOST_DIFFERENCES = 3
 DERIVATIVE_PART = 4
 
 
-class Entries(ABC):
-    """The entries K_ij of a symmetric kernel matrix that is never stored.
-
-    Attributes:
-        positions: points [n, d] by whose distances rows are near or far.
-        dtype: of the entries.
-    """
-
-    positions: Tensor
-    dtype: torch.dtype
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    @property
-    def device(self) -> torch.device:
-        """Of the entries."""
-        return self.positions.device
-
-    def are_below(self, bound: float, distances: Tensor) -> Tensor:
-        """Whether entries at these distances [p] of positions, and beyond, are known to be below a bound, [p]."""
-        return torch.zeros_like(distances, dtype=torch.bool)
-
-    @abstractmethod
-    def blocks(self, left: Tensor, right: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        """K at rows left [b, m] and columns right [b, p]: [b, m, p]. `out` and `scratch` are overwritten."""
-
-    def at_proxies(self, rows: Tensor, proxies: Tensor) -> Tensor:
-        """What an interpolation of the rows [b, m] has to reproduce: K at far rows [b, p], by default, [b, m, p]."""
-        return self.blocks(rows, proxies)
-
-    @abstractmethod
-    def double(self) -> "Entries":
-        """The same in float64."""
-
-
-class RadialEntries(Entries):
-    """f(|x_i - x_j|^2) without the outputscale.
+class RadialEntries:
+    """The entries f(|x_i - x_j|^2), without the outputscale, of a symmetric matrix that is never stored.
 
     Distances are differences, or are taken around a point of the left node: so they are exact relative to the nodes' size,
     and not only to that of the whole data.
 
     Args:
-        x: scaled inputs [n, d].
+        x: scaled inputs [n, d], by whose distances rows are near or far.
         function, alpha: the radial function, and its alpha [1] or None.
     """
 
     def __init__(self, x: Tensor, function: RadialFunction, alpha: Tensor | None) -> None:
-        self.positions, self.dtype, self._original, self.alpha = x, x.dtype, function, alpha
+        self.positions, self.dtype, self.device = x, x.dtype, x.device
+        self._original, self.alpha = function, alpha
         root = torch.as_tensor(function.scale(alpha), dtype=x.dtype, device=x.device).sqrt().reshape(())
         by_spread = x.std(0, correction=0).argsort(descending=True)
         apart, together = by_spread[:MOST_DIFFERENCES], by_spread[MOST_DIFFERENCES:]
@@ -70,20 +33,25 @@ class RadialEntries(Entries):
         self._together = scaled[:, together].contiguous() if len(together) else None
         self.function = function.at_exact_distances() if self._together is None else function
 
+    def __len__(self) -> int:
+        return len(self.positions)
+
     def double(self) -> "RadialEntries":
+        """The same in float64."""
         alpha = None if self.alpha is None else self.alpha.double()
         return RadialEntries(self.positions.double(), self._original, alpha)
 
-    def blocks(self, left: Tensor, right: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        u, scratch = self._squared_distances(left, right, out, scratch)
-        return self.function.value_(u, scratch, self.alpha)
-
     def are_below(self, bound: float, distances: Tensor) -> Tensor:
-        u = distances.double().square().view(1, -1) * torch.as_tensor(
-            self._original.scale(self.alpha)
-        ).double().reshape(())
+        """Whether entries at these distances [p] of positions, and beyond, are below a bound, [p]."""
+        scale = torch.as_tensor(self._original.scale(self.alpha)).double().reshape(())
+        u = distances.double().square().view(1, -1) * scale
         alpha = None if self.alpha is None else self.alpha.double()
         return self._original.value_(u, torch.empty_like(u), alpha).view(-1) < bound
+
+    def blocks(self, left: Tensor, right: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+        """K at rows left [b, m] and columns right [b, p]: [b, m, p]. `out` and `scratch` are overwritten."""
+        u, scratch = self._squared_distances(left, right, out, scratch)
+        return self.function.value_(u, scratch, self.alpha)
 
     def blocks_and_derivatives(
         self, left: Tensor, right: Tensor, value: Tensor, derivative: Tensor
@@ -93,9 +61,10 @@ class RadialEntries(Entries):
         return self.function.value_and_derivative_(u, scratch, self.alpha)
 
     def at_proxies(self, rows: Tensor, proxies: Tensor) -> Tensor:
-        """K at most of the proxies, and its derivative by the logarithm of a lengthscale at the last ones.
+        """What an interpolation of the rows [b, m] has to reproduce at the proxies [b, p], [b, m, p].
 
-        An interpolation of K alone need not serve the derivative: exp(-r) on a line is interpolated from a single point.
+        K at most of them, and its derivative by the logarithm of a lengthscale at the last ones: on a line, exp(-r) is
+        interpolated from a single point, and its derivative is not.
         """
         first, last = proxies.tensor_split([len(proxies[0]) - len(proxies[0]) // DERIVATIVE_PART], dim=1)
         u, scratch = self._squared_distances(rows, last)

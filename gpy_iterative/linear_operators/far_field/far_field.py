@@ -1,14 +1,21 @@
-"""The far field of a kernel matrix: its levels, and the error that was measured."""
+"""The far field of a kernel matrix: skeletons and interpolations of the levels of a plan, and the error that they leave."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
-from gpy_iterative.linear_operators.far_field.build import build_levels
-from gpy_iterative.linear_operators.far_field.entries import Entries
-from gpy_iterative.linear_operators.far_field.levels import Levels
-from gpy_iterative.linear_operators.far_field.measured import measured_error
+import torch
+from torch import Tensor
+
+from gpy_iterative.linear_operators.far_field.entries import RadialEntries
+from gpy_iterative.linear_operators.far_field.levels import Levels, PairBlocks
 from gpy_iterative.linear_operators.far_field.plan import RANK_STEP, Plan, make_plan, with_measured_ranks
-from gpy_iterative.worker_threads import divided
+from gpy_iterative.linear_operators.far_field.proxies import level_proxies
+from gpy_iterative.linear_operators.far_field.skeletons import skeletons
+from gpy_iterative.linear_operators.tiles.tiles import blocks
+from gpy_iterative.worker_threads import divided, run, shares
 
 #: The tolerance that "auto" takes up to so many rows. Beyond, it falls with their number, as the matrix's largest
 #: eigenvalue grows and the noise does not; but not below what float32 resolves, which is 1e-7 at best.
@@ -21,6 +28,14 @@ AUTO_ROWS = 4000
 LOWER_AIM = 0.2
 #: A second one is taken up to so many tolerances: where rounding is the rest, tiles would take hours for nothing.
 MOST_MISSED = 10
+#: Proxies for each point of a skeleton, and how many at least: of few, those for derivatives may lie on one side.
+PROXIES_PER_POINT, LEAST_PROXIES = 5, 160
+#: The smallest error for which skeletons are picked at once, and not in halves.
+SMALLEST_AT_ONCE = 1e-6
+#: Nodes of which skeletons are picked together.
+BATCH_NODES = 128
+#: Entries of every level whose errors are measured.
+MEASURED_ENTRIES = 512
 
 
 @dataclass(frozen=True)
@@ -29,17 +44,15 @@ class FarField:
 
     Attributes:
         levels: near blocks and skeletons.
-        tolerance: the relative error of products with random vectors that was asked for.
-        error: that which was measured, on random far entries of each level.
+        error: the relative error of products with random vectors, measured on random far entries of each level.
     """
 
     levels: Levels
-    tolerance: float
     error: float
 
 
 @divided()
-def far_field(entries: Entries, wanted: float | Literal["auto"]) -> FarField | None:
+def far_field(entries: RadialEntries, wanted: float | Literal["auto"]) -> FarField | None:
     """The far field of a symmetric matrix of these entries; None where it would not pay, or misses its tolerance by far.
 
     Two are made at the most. The error that is measured is reported, and solves compare themselves with exact rows.
@@ -53,23 +66,106 @@ def far_field(entries: Entries, wanted: float | Literal["auto"]) -> FarField | N
     plan = make_plan(entries, tolerance, limit)
     if plan is None or plan.cost >= limit:
         return None
-    first = _built(plan, entries, tolerance)
+    first = _built(plan, entries)
     if first.error <= tolerance:
         return first
     plan = _with_higher_ranks(plan, entries, tolerance / first.error)
     if plan.cost >= limit:
         return None
-    second = _built(plan, entries, tolerance)
+    second = _built(plan, entries)
     return second if second.error <= MOST_MISSED * tolerance else None
 
 
-def _built(plan: Plan, entries: Entries, tolerance: float) -> FarField:
+def _built(plan: Plan, entries: RadialEntries) -> FarField:
     levels = build_levels(plan, entries)
-    return FarField(levels, tolerance, measured_error(plan, levels, entries))
+    return FarField(levels, measured_error(plan, levels, entries))
 
 
-def _with_higher_ranks(plan: Plan, entries: Entries, ratio: float) -> Plan:
+def _with_higher_ranks(plan: Plan, entries: RadialEntries, ratio: float) -> Plan:
     """The plan for an error that is lower by this ratio and some more."""
     other = with_measured_ranks(replace(plan, error=plan.error * LOWER_AIM * ratio), entries)
     ranks = [max(rank, before + RANK_STEP) for rank, before in zip(other.ranks, plan.ranks, strict=False)]
     return replace(other, ranks=ranks)
+
+
+# Skeletons and interpolations
+
+
+def build_levels(plan: Plan, entries: RadialEntries) -> Levels:
+    """Skeletons and interpolations of every level from the leaves to the topmost one with far pairs.
+
+    Cost: at every row of the data the entries of some hundred proxies, in float64.
+    """
+    leaves, pairs, double = plan.levels[-1], plan.pairs[-1], entries.double()
+    is_same = pairs.near[0] == pairs.near[1]
+    parts = [
+        PairBlocks(leaves.rows, pairs.near[:, is_same], is_diagonal=True, step=0),
+        PairBlocks(leaves.rows, pairs.near[:, ~is_same], is_diagonal=False, step=0),
+    ]
+    interpolations, points, in_halves = [], leaves.rows, plan.error < SMALLEST_AT_ONCE
+    proxies = level_proxies(plan.levels, plan.pairs, _num_proxies(max(plan.ranks[plan.top :], default=0)))
+    for depth in range(len(plan.levels) - 1, plan.top - 1, -1):
+        rank = min(plan.ranks[depth], points.shape[1])
+        picked, weights = _skeletons(double, points, proxies[depth].rows[:, : _num_proxies(rank)], rank, in_halves)
+        interpolations.append(weights.to(entries.dtype))
+        parts.append(PairBlocks(picked, plan.pairs[depth].far, is_diagonal=False, step=len(interpolations)))
+        points = picked.view(len(picked) // 2, -1) if depth else picked
+    return Levels(leaves.rows, leaves.is_own(), interpolations, [part for part in parts if part.pairs.shape[1]])
+
+
+def _num_proxies(rank: int) -> int:
+    return max(PROXIES_PER_POINT * rank, LEAST_PROXIES)
+
+
+def _skeletons(
+    entries: RadialEntries, points: Tensor, proxies: Tensor, rank: int, in_halves: bool
+) -> tuple[Tensor, Tensor]:
+    """Row numbers [nodes, rank] that are picked from points [nodes, size], and the transposed U [nodes, rank, size]."""
+    picked = points.new_empty(len(points), rank)
+    weights = torch.empty(len(points), rank, points.shape[1], dtype=torch.float64, device=points.device)
+
+    def pick(share: Sequence[slice]) -> None:
+        for nodes in share:
+            found = skeletons(entries.at_proxies(points[nodes], proxies[nodes]), rank, in_halves=in_halves)
+            picked[nodes], weights[nodes] = points[nodes].gather(1, found.pivots), found.weights
+
+    run([partial(pick, share) for share in shares(blocks(len(points), BATCH_NODES), points.device)])
+    return picked, weights
+
+
+# The error, on random entries of every level
+
+
+def measured_error(plan: Plan, levels: Levels, entries: RadialEntries) -> float:
+    """The relative error of products with random vectors: that of the entries, both as root mean squares."""
+    generator = torch.Generator().manual_seed(3)
+    double, total = entries.double(), 0.0
+    for part in levels.parts:
+        if part.step:
+            errors = _errors(levels, part, double, generator)
+            nodes = plan.levels[len(plan.levels) - part.step]
+            total += 2 * part.pairs.shape[1] * nodes.size**2 * float(errors.square().mean())
+    return math.sqrt(total) / (len(entries) * plan.size)
+
+
+def _errors(levels: Levels, part: PairBlocks, entries: RadialEntries, generator: torch.Generator) -> Tensor:
+    """Errors of random entries of far pairs of one step, [p]."""
+    pairs, step = part.pairs, part.step
+    draw = lambda stop: torch.randint(stop, (MEASURED_ENTRIES,), generator=generator).to(pairs.device)
+    chosen = pairs[:, draw(pairs.shape[1])]
+    sides = [_weights(levels, step, nodes, draw(2 ** (step - 1)), draw(levels.rows.shape[1])) for nodes in chosen]
+    (left, first), (right, second) = sides
+    at_skeletons = entries.blocks(part.points[chosen[0]], part.points[chosen[1]])
+    found = (first.unsqueeze(1) @ at_skeletons @ second.unsqueeze(2)).flatten()
+    return found - entries.blocks(left.unsqueeze(1), right.unsqueeze(1)).flatten()
+
+
+def _weights(levels: Levels, step: int, nodes: Tensor, leaf: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [p] of nodes of a step, by leaf in the node and slot in the leaf; their weights [p, rank] at its skeleton."""
+    leaves = nodes * 2 ** (step - 1) + leaf
+    rows, weights = levels.rows[leaves, slot], levels.interpolations[0][leaves, :, slot].double()
+    for above, interpolation in enumerate(levels.interpolations[1:step], 1):
+        half = (leaves >> (above - 1)) % 2
+        of_half = interpolation.unflatten(2, (2, -1))[leaves >> above, :, half].double()
+        weights = (of_half @ weights.unsqueeze(2)).squeeze(2)
+    return rows, weights

@@ -26,7 +26,7 @@ MOST_COLUMNS = 64
 
 @dataclass(frozen=True)
 class PairBlocks:
-    """The blocks of some pairs of nodes i <= j, all of one size, in batches.
+    """The blocks of some pairs of nodes i <= j, all of one size.
 
     Attributes:
         points: the row numbers of the nodes' points, [nodes, size].
@@ -40,21 +40,15 @@ class PairBlocks:
     is_diagonal: bool
     step: int
 
-    @cached_property
     def batches(self) -> list[slice]:
         """The pairs that are evaluated together."""
         entries = BATCH_ENTRIES.get(self.points.device.type, BATCH_ENTRIES["cuda"])
         return blocks(self.pairs.shape[1], max(entries // self.points.shape[1] ** 2, 1))
 
-    @property
-    def num_entries(self) -> int:
-        """Entries that are evaluated."""
-        return self.pairs.shape[1] * self.points.shape[1] ** 2
-
 
 @dataclass(frozen=True)
 class Batch:
-    """Blocks that are evaluated together.
+    """Blocks [b, size, size] that are evaluated together.
 
     Attributes:
         part: the blocks that they are among.
@@ -90,7 +84,6 @@ class Batch:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the blocks, [b, size, size]."""
         size = self.part.points.shape[1]
         return torch.Size((self.pairs.stop - self.pairs.start, size, size))
 
@@ -114,38 +107,28 @@ class Levels:
     @property
     def num_entries(self) -> int:
         """Entries that are evaluated for a product; each off the diagonal serves twice."""
-        return sum(part.num_entries for part in self.parts)
+        return sum(part.pairs.shape[1] * part.points.shape[1] ** 2 for part in self.parts)
 
     @cached_property
-    def batch_numbers(self) -> list[tuple[int, int]]:
-        """The batches of all parts, in their order: number of the part, number in the part."""
-        return [(i, j) for i, part in enumerate(self.parts) for j in range(len(part.batches))]
+    def batches(self) -> list[Batch]:
+        """The blocks of all parts, some at a time. Their keys are none of tiles."""
+        numbered = enumerate(self.parts)
+        return [Batch(part, pairs, (-1 - i, j)) for i, part in numbered for j, pairs in enumerate(part.batches())]
 
-    def batch(self, number: tuple[int, int]) -> Batch:
-        """One of `batch_numbers`."""
-        part = self.parts[number[0]]
-        return Batch(part, part.batches[number[1]], (-1 - number[0], number[1]))  # tiles have other keys
-
-    def matmul(
-        self, rhs: Tensor, values: Callable[[Batch], Tensor], numbers: Sequence[tuple[int, int]] | None = None
-    ) -> Tensor:
-        """The sum of some batches, of all where `numbers` is None, times rhs [n, s]: [n, s].
+    def matmul(self, rhs: Tensor, values: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> Tensor:
+        """The sum of some batches times rhs [n, s]: [n, s].
 
         `values` evaluates a batch, [b, size, size]; what it returns is used before it is called again by the same thread.
         """
-        numbers = self.batch_numbers if numbers is None else numbers
-        return torch.cat([self._matmul(columns, values, numbers) for columns in rhs.split(MOST_COLUMNS, dim=1)], dim=1)
+        return torch.cat([self._matmul(columns, values, batches) for columns in rhs.split(MOST_COLUMNS, dim=1)], dim=1)
 
-    def _matmul(self, rhs: Tensor, values: Callable[[Batch], Tensor], numbers: Sequence[tuple[int, int]]) -> Tensor:
-        return self.down(summed(partial(self._share, self.up(rhs), values), numbers, self.rows.device))
+    def _matmul(self, rhs: Tensor, values: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> Tensor:
+        return self.down(summed(partial(self._share, self.up(rhs), values), batches, self.rows.device))
 
-    def _share(
-        self, given: list[Tensor], values: Callable[[Batch], Tensor], numbers: Sequence[tuple[int, int]]
-    ) -> list[Tensor]:
+    def _share(self, given: list[Tensor], values: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> list[Tensor]:
         """The sums over some batches, by step."""
         sums = [torch.zeros_like(vectors) for vectors in given]
-        for number in numbers:
-            batch = self.batch(number)
+        for batch in batches:
             vectors, total, left, right = given[batch.part.step], sums[batch.part.step], batch.left, batch.right
             block = values(batch)
             total.index_add_(0, left, torch.bmm(vectors.index_select(0, right), block.mT))
@@ -154,8 +137,9 @@ class Levels:
         return sums
 
     def up(self, rhs: Tensor) -> list[Tensor]:
-        """E_l rhs for every step l, [nodes, s, points]."""
-        vectors = self._at_leaves(rhs)
+        """E_l rhs for every step l, [nodes, s, points]; rhs is [n, s]."""
+        # At the leaves zero in slots that repeat a row.
+        vectors = rhs[self.rows].mul_(self.is_own.unsqueeze(-1)).mT.contiguous()
         found = [vectors]
         for weights in self.interpolations:
             found.append(self._product(vectors, weights.mT))
@@ -170,10 +154,6 @@ class Levels:
                 pulled = pulled.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
             sums[step - 1] += pulled
         return sums[0].mT.flatten(0, 1)[self.position]
-
-    def _at_leaves(self, rhs: Tensor) -> Tensor:
-        """Vectors [n, s] at the leaves, [leaves, s, leaf]: zero in slots that repeat a row."""
-        return rhs[self.rows].mul_(self.is_own.unsqueeze(-1)).mT.contiguous()
 
     def _product(self, vectors: Tensor, matrices: Tensor) -> Tensor:
         """[nodes, s, p] times [nodes, p, q]."""

@@ -47,7 +47,7 @@ def are_nearly_all_near(x: Tensor, is_negligible: Callable[[Tensor], Tensor]) ->
 
 
 def level_pairs(
-    tree: Iterable[Nodes], is_negligible: Callable[[Tensor], Tensor], separation: float = SEPARATION
+    tree: Iterable[Nodes], is_negligible: Callable[[Tensor], Tensor]
 ) -> tuple[list[Nodes], list[LevelPairs]]:
     """The levels of a tree and the pairs of each, from the root on. They end early where near pairs are many.
 
@@ -56,7 +56,6 @@ def level_pairs(
     Args:
         tree: its levels, the root first.
         is_negligible: of gaps [p], whether the kernel is so small at this distance, and beyond, that it may count as zero.
-        separation: gap of far nodes in diameters of the larger one.
     """
     levels: list[Nodes] = []
     found: list[LevelPairs] = []
@@ -65,17 +64,17 @@ def level_pairs(
             _of_children(found[-1].near, len(nodes)) if found else torch.zeros(2, 1, dtype=torch.int64).to(nodes.rows)
         )
         levels.append(nodes)
-        found.append(_divided(nodes, pairs, is_negligible, separation))
+        found.append(_divided(nodes, pairs, is_negligible))
         if found[-1].near.shape[1] > MAX_NEAR_PAIRS * levels[0].size:
             break
     return levels, found
 
 
-def _divided(nodes: Nodes, pairs: Tensor, is_negligible: Callable[[Tensor], Tensor], separation: float) -> LevelPairs:
+def _divided(nodes: Nodes, pairs: Tensor, is_negligible: Callable[[Tensor], Tensor]) -> LevelPairs:
     left, right = pairs
     gaps, diameters = nodes.boxes.gaps(left, right), nodes.boxes.diameters()
     # Boxes of equal points have no diameter: a gap of 0 is near all the same.
-    is_far = (gaps >= separation * torch.maximum(diameters[left], diameters[right])) & (gaps > 0)
+    is_far = (gaps >= SEPARATION * torch.maximum(diameters[left], diameters[right])) & (gaps > 0)
     is_seen = ~is_negligible(gaps)
     far = is_far & is_seen
     return LevelPairs(pairs[:, ~is_far & is_seen], pairs[:, far], gaps[far])

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from gpy_iterative.linear_operators.far_field.entries import Entries
+from gpy_iterative.linear_operators.far_field.entries import RadialEntries
 from gpy_iterative.linear_operators.far_field.pairs import LevelPairs, are_nearly_all_near, level_pairs
 from gpy_iterative.linear_operators.far_field.proxies import sampled_proxies
 from gpy_iterative.linear_operators.far_field.skeletons import needed_rank
@@ -71,7 +71,7 @@ def _cost(pairs: int, size: int) -> float:
     return pairs * size * (size + POINT_COST)
 
 
-def make_plan(entries: Entries, tolerance: float, limit: float) -> Plan | None:
+def make_plan(entries: RadialEntries, tolerance: float, limit: float) -> Plan | None:
     """The plan of least cost for the matrix of these entries; None where it must cost more than a limit.
 
     Args:
@@ -93,14 +93,14 @@ def make_plan(entries: Entries, tolerance: float, limit: float) -> Plan | None:
     return with_measured_ranks(hoped, entries)
 
 
-def with_measured_ranks(plan: Plan, entries: Entries) -> Plan:
+def with_measured_ranks(plan: Plan, entries: RadialEntries) -> Plan:
     """The plan with the ranks that its error takes, and with its leaves at the depth of least cost."""
     double = entries.double()
     # The root first: large nodes take longest.
     return replace(plan, ranks=run([partial(_rank, double, nodes, plan.error) for nodes in plan.levels])).cheapest()
 
 
-def entries_size(entries: Entries) -> float:
+def entries_size(entries: RadialEntries) -> float:
     """The root mean square of all entries, from random ones and the diagonal."""
     generator, n = torch.Generator().manual_seed(0), len(entries)
     rows, columns = torch.randint(n, (2, SAMPLED_ENTRIES, 1), generator=generator).to(entries.device)
@@ -108,7 +108,7 @@ def entries_size(entries: Entries) -> float:
     return math.sqrt(float(found + diagonal / n))
 
 
-def _rank(entries: Entries, nodes: Nodes, error: float) -> int:
+def _rank(entries: RadialEntries, nodes: Nodes, error: float) -> int:
     """The rank that a level needs for this error; the nodes' size where there is none."""
     generator = torch.Generator().manual_seed(1)
     chosen = torch.randperm(len(nodes), generator=generator)[:SAMPLED_NODES].to(nodes.rows.device)

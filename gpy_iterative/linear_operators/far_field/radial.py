@@ -10,10 +10,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators.far_field.entries import RadialEntries
 from gpy_iterative.linear_operators.far_field.far_field import FarField, far_field
 from gpy_iterative.linear_operators.far_field.levels import Batch
-from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.tiles import RadialDerivative, RadialTiles
-from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import BilinearWeights, TileWeights
 from gpy_iterative.worker_threads import divided, summed
 
@@ -26,23 +23,7 @@ class RadialFarField(RadialTiles):
     Products with all rows and columns, derivatives of bilinear forms and directional derivatives go through the far field;
     some rows or columns, dense blocks and derivatives for dense weights are made of tiles, and are exact. Where there is no
     far field that pays, everything is made of tiles.
-
-    Args:
-        x: scaled inputs [n, d].
-        function, alpha, products, cache: those of `RadialTiles`.
     """
-
-    def __init__(
-        self,
-        x: Tensor,
-        function: RadialFunction,
-        alpha: Tensor | None,
-        products: KernelProducts,
-        cache: TileCache,
-    ) -> None:
-        super().__init__(x, None, function, alpha, products, cache)
-        assert products.far_field is not None
-        self._wanted = products.far_field
 
     @cached_property
     def entries(self) -> RadialEntries:
@@ -51,8 +32,10 @@ class RadialFarField(RadialTiles):
 
     def far_field(self) -> FarField | None:
         """The far field, made once for the tensors that the cache serves; None where it does not pay."""
+        wanted = self.products.far_field
+        assert wanted is not None
         with self.cache.serving(*self.owner):
-            return cast(FarField | None, self.cache.structure(lambda: far_field(self.entries, self._wanted)))
+            return cast(FarField | None, self.cache.structure(lambda: far_field(self.entries, wanted)))
 
     # Products
 
@@ -68,15 +51,15 @@ class RadialFarField(RadialTiles):
         """The matrix of these blocks times rhs [*b, n, s]."""
         columns = rhs.movedim(-2, 0)
         with self.cache.serving(*self.owner):
-            product = field.levels.matmul(columns.flatten(1), values, self._own_numbers(field))
+            product = field.levels.matmul(columns.flatten(1), values, self._own_batches(field))
         product = product.view(columns.shape).movedim(0, -2)
         self.complete([product], [rhs])
         return product
 
-    def _own_numbers(self, field: FarField) -> list[tuple[int, int]]:
+    def _own_batches(self, field: FarField) -> list[Batch]:
         """The batches of this process."""
-        numbers = field.levels.batch_numbers
-        return numbers if self.ranks is None else numbers[self.ranks.rank :: self.ranks.size]
+        batches = field.levels.batches
+        return batches if self.ranks is None else batches[self.ranks.rank :: self.ranks.size]
 
     def scale_products(self, rhs: Tensor) -> Tensor:
         """sum_j G_ij (x_i - x_j)^2 rhs_j by coordinate, as that of the tiles; one product for each coordinate."""
@@ -94,31 +77,17 @@ class RadialFarField(RadialTiles):
     # Blocks of a batch of pairs
 
     def _values(self, batch: Batch) -> Tensor:
-        kept = self.cache.tiles.get(batch.key)
-        if kept is None and self._budget > 0:
-            evaluate = partial(self._evaluate_batch_to_keep, batch)
-            kept = self.cache.evaluate(batch.key, batch.shape, self._like, self._budget, evaluate)
-        return self._evaluate_batch(batch, self.scratch(batch.shape, 0)) if kept is None else kept
+        evaluate, evaluate_both = partial(self._evaluate_batch, batch), partial(self._evaluate_both_of, batch)
+        return self.kept_value(batch.key, batch.shape, evaluate, evaluate_both)
+
+    def _values_and_derivatives(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The blocks of f, and those of df/dq over its factor."""
+        return self.kept_pair(batch.key, batch.shape, partial(self._evaluate_both_of, batch))
 
     def _evaluate_batch(self, batch: Batch, out: Tensor) -> Tensor:
         return self.entries.blocks(batch.rows, batch.columns, out, self.scratch(batch.shape, 1))
 
-    def _evaluate_batch_to_keep(self, batch: Batch, out: Tensor) -> Tensor:
-        if self._keeps_derivatives:
-            evaluate = lambda derivative: self.entries.blocks_and_derivatives(
-                batch.rows, batch.columns, out, derivative
-            )
-            if self.cache.derivatives.evaluate(batch.key, batch.shape, out, self._budget, evaluate) is not None:
-                return out
-        return self._evaluate_batch(batch, out)
-
-    def _values_and_derivatives(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The blocks of f, and those of df/dq over its factor."""
-        if self._keeps_derivatives:
-            value, derivative = self.cache.tiles.get(batch.key), self.cache.derivatives.tiles.get(batch.key)
-            if value is not None and derivative is not None:
-                return value, derivative
-        value, derivative = self.scratch(batch.shape, 0), self.scratch(batch.shape, 1)
+    def _evaluate_both_of(self, batch: Batch, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         return self.entries.blocks_and_derivatives(batch.rows, batch.columns, value, derivative)
 
     def _alpha_derivatives(self, batch: Batch) -> Tensor:
@@ -134,9 +103,9 @@ class RadialFarField(RadialTiles):
             return super().derivative(weights, value=value, alpha=alpha)
         left, right = (side.movedim(-2, 0).flatten(1) for side in (weights.left, weights.right))
         given = field.levels.up(left), field.levels.up(right)
-        share = partial(self._share_of_derivative, *given, value, alpha, field)
+        share = partial(self._share_of_derivative, *given, value, alpha)
         with self.cache.serving(*self.owner):
-            totals = summed(share, self._own_numbers(field), self.x1.device)
+            totals = summed(share, self._own_batches(field), self.x1.device)
         self.complete(totals, weights.tensors)
         inputs, sum_of_values, sum_of_alpha = totals
         factor = 2 * self.function.derivative_factor
@@ -148,14 +117,12 @@ class RadialFarField(RadialTiles):
         right: list[Tensor],
         value: bool,
         alpha: bool,
-        field: FarField,
-        numbers: Sequence[tuple[int, int]],
+        batches: Sequence[Batch],
     ) -> list[Tensor]:
         """Sums over some batches: of G_ij (x_i - x_j) by row [n, d], of the values, of the derivatives by alpha."""
         zeros = partial(self.x1.new_zeros, dtype=torch.float64)  # parts of the sums cancel
         inputs, sum_of_values, sum_of_alpha = zeros(self.x1.shape), zeros(()), zeros(())
-        for number in numbers:
-            batch = field.levels.batch(number)
+        for batch in batches:
             step = batch.part.step
             weights = torch.bmm(left[step].index_select(0, batch.left).mT, right[step].index_select(0, batch.right))
             if batch.part.is_diagonal:

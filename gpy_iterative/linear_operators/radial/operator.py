@@ -66,12 +66,11 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return self.x1.dim() > 2 or (self.alpha is not None and self.alpha.dim() > 1)
 
     def _make_tiles(self) -> RadialTiles:
+        engine = RadialTiles
         if self.products.backend == "keops":
             engine = RadialKeOps
         elif self.products.far_field is not None and self.symmetric and self.x1.numel() and not self._is_batched:
-            return RadialFarField(self.x1, self.function, self.alpha, self.products, self.cache)
-        else:
-            engine = RadialTiles
+            engine = RadialFarField
         return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
 
     def _size(self) -> torch.Size:
@@ -97,9 +96,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         distances = differentiable_squared_distances(self.x1, self.x2)
         values = self.function.value(distances * self.function.scale(self.alpha), self.alpha)
         return self.outputscale.unsqueeze(-1).unsqueeze(-1) * values
-
-    def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return self._transpose_nonbatch()._matmul(rhs)
 
     # Derivative
 

@@ -5,7 +5,7 @@ products give it, G x and G 1. In float32 their difference loses the digits that
 that stretch over hundreds of lengthscales, whose differences `SquaredDistances` takes one by one, are differences here too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -16,9 +16,12 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.fused import fused_value_, fused_value_and_derivative_
 from gpy_iterative.linear_operators.radial.squared_distances import SquaredDistances
-from gpy_iterative.linear_operators.tiles.cache import TileCache
+from gpy_iterative.linear_operators.tiles.cache import Key, TileCache
 from gpy_iterative.linear_operators.tiles.operator import TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
+
+#: Writes f and df/dq over its factor into two tensors, and returns them.
+EvaluateBoth = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class RadialTiles(Tiles):
@@ -43,7 +46,7 @@ class RadialTiles(Tiles):
         self.x1 = x1.detach()
         self.x2 = self.x1 if x2 is None else x2.detach()
         self.alpha = None if alpha is None else alpha.detach()
-        self._function, self._is_fused = function, products.is_fused(x1.device)
+        self._function, self.products, self._is_fused = function, products, products.is_fused(x1.device)
         batches = [tensor.shape[:-dims] for tensor, dims in ((x1, 2), (self.x2, 2), (alpha, 1)) if tensor is not None]
         # The tensors themselves, not detached copies: the cache recognises them.
         owner = tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None)
@@ -94,21 +97,36 @@ class RadialTiles(Tiles):
             u.masked_fill_(same, 0.0)
         return u
 
-    def evaluate_to_keep(self, i: int, j: int, out: Tensor) -> Tensor:
-        if self._keeps_derivatives:
-            evaluate = lambda derivative: self._evaluate_both(i, j, out, derivative)[1]
-            if self.cache.derivatives.evaluate((i, j), out.shape, out, self._budget, evaluate) is not None:
-                return out
-        return self.evaluate(i, j, out)
+    def tile(self, i: int, j: int) -> Tensor:
+        evaluate, evaluate_both = partial(self.evaluate, i, j), partial(self._evaluate_both, i, j)
+        return self.kept_value((i, j), self.tile_shape(i, j), evaluate, evaluate_both)
 
     def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
         """The tile (i, j) of f, and that of df/dq over its factor; see `tile`."""
+        return self.kept_pair((i, j), self.tile_shape(i, j), partial(self._evaluate_both, i, j))
+
+    def kept_value(
+        self, key: Key, shape: torch.Size, evaluate: Callable[[Tensor], Tensor], evaluate_both: EvaluateBoth
+    ) -> Tensor:
+        """Entries of f, see `kept`; those of df/dq are kept beside them."""
+
+        def to_keep(out: Tensor) -> None:
+            kept = None
+            if self._keeps_derivatives:
+                both = partial(evaluate_both, out)
+                kept = self.cache.derivatives.evaluate(key, shape, out, self._budget, both)
+            if kept is None:
+                evaluate(out)
+
+        return self.kept(key, shape, evaluate, to_keep)
+
+    def kept_pair(self, key: Key, shape: torch.Size, evaluate_both: EvaluateBoth) -> tuple[Tensor, Tensor]:
+        """Entries of f, and of df/dq over its factor: both kept, or both new."""
         if self._keeps_derivatives:
-            value, derivative = self.cache.tiles.get((i, j)), self.cache.derivatives.tiles.get((i, j))
+            value, derivative = self.cache.tiles.get(key), self.cache.derivatives.tiles.get(key)
             if value is not None and derivative is not None:
                 return value, derivative
-        shape = self.tile_shape(i, j)
-        return self._evaluate_both(i, j, self.scratch(shape, 0), self.scratch(shape, 1))
+        return evaluate_both(self.scratch(shape, 0), self.scratch(shape, 1))
 
     def _evaluate_both(self, i: int, j: int, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         u = self._squared_distances(self.rows[i], self.columns[j], value, derivative)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpy_iterative.changes import SeenVersions
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_operators.tiles.cache import TileCache, new_memory
+from gpy_iterative.linear_operators.tiles.cache import Key, TileCache, new_memory
 from gpy_iterative.worker_threads import run, shares, summed
 
 #: Numbers of columns for which a CPU multiplies tiles by them from the right, and not their transposes from the left.
@@ -116,15 +116,21 @@ class Tiles(ABC):
 
         Called only where the cache serves `owner`.
         """
-        kept = self.cache.tiles.get((i, j))
-        if kept is None and self._budget > 0:
-            evaluate = partial(self.evaluate_to_keep, i, j)
-            kept = self.cache.evaluate((i, j), self.tile_shape(i, j), self._like, self._budget, evaluate)
-        return self.evaluate(i, j, self.scratch(self.tile_shape(i, j), 0)) if kept is None else kept
+        evaluate = partial(self.evaluate, i, j)
+        return self.kept((i, j), self.tile_shape(i, j), evaluate, evaluate)
 
-    def evaluate_to_keep(self, i: int, j: int, out: Tensor) -> Tensor:
-        """Writes a tile that is kept afterwards."""
-        return self.evaluate(i, j, out)
+    def kept(
+        self,
+        key: Key,
+        shape: torch.Size,
+        evaluate: Callable[[Tensor], Tensor],
+        evaluate_to_keep: Callable[[Tensor], object],
+    ) -> Tensor:
+        """The entries of this key and shape: those in the cache, or else new ones, which the cache keeps if it has room."""
+        kept = self.cache.tiles.get(key)
+        if kept is None and self._budget > 0:
+            kept = self.cache.evaluate(key, shape, self._like, self._budget, evaluate_to_keep)
+        return evaluate(self.scratch(shape, 0)) if kept is None else kept
 
     def tile_shape(self, i: int, j: int) -> torch.Size:
         """[*b, rows, columns]."""
