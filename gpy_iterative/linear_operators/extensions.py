@@ -5,7 +5,7 @@ An operator that has a method of the operation's name, as this package's have, c
 structures pass the call on to their parts; all others are sliced or rebuilt.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -158,15 +158,20 @@ def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
     return operator._bilinear_derivative(weights, identity.expand(*weights.shape[:-2], *identity.shape))
 
 
-# Far fields
+# What is inside of an operator
+
+
+def all_parts(operator: LinearOperator) -> Iterator[LinearOperator]:
+    """The operator, and all operators that it is made of."""
+    yield operator
+    for part in (*operator._args, *operator._kwargs.values()):
+        if isinstance(part, LinearOperator):
+            yield from all_parts(part)
 
 
 def far_field_error(operator: LinearOperator) -> float | None:
     """The largest of the measured relative errors of products that pass through far fields; None where none does."""
-    if hasattr(operator, "far_field_error"):
-        return operator.far_field_error()
-    parts = (*operator._args, *operator._kwargs.values())
-    found = [far_field_error(part) for part in parts if isinstance(part, LinearOperator)]
+    found = [part.far_field_error() for part in all_parts(operator) if hasattr(part, "far_field_error")]
     return max((error for error in found if error is not None), default=None)
 
 
@@ -177,59 +182,48 @@ def low_precision_copy(operator: LinearOperator) -> LinearOperator | None:
     """A copy of the operator in float32, without gradient; None where no kernel in it has `precision="float32"`.
 
     The iterations of a solve multiply by it. Iterative refinement measures true residuals with the operator itself.
-    Nothing is evaluated here.
 
     Raises:
         ValueError: a kernel's dtype or own code does not allow float32.
     """
-    return _in_float32(operator) if _has_low_precision(operator) else None
+    if not _has_low_precision(operator):
+        return None
+    return _converted(operator, "low_precision_copy", lambda tensor: tensor.detach().float(), torch.float32)
 
 
 def native_precision(operator: LinearOperator) -> LinearOperator:
-    """The same operator with `precision="native"`: it shares tensors, gradients and kept tiles. Nothing is evaluated."""
-    return _native(operator) if _has_low_precision(operator) else operator
+    """The same operator with `precision="native"`: it shares tensors, gradients and kept tiles."""
+    if not _has_low_precision(operator):
+        return operator
+    return _converted(operator, "native_precision", lambda tensor: tensor)
 
 
 def in_float64(operator: LinearOperator, *, keeps_tiles: bool = True) -> LinearOperator:
     """The same operator, computed in float64 and with the graph to the same tensors. Its kept tiles are its own, if any.
 
-    A kernel whose own code does not allow float64 computes its entries as it did, and they are converted. Nothing but that
-    is evaluated here.
+    A kernel whose own code does not allow float64 computes its entries as it did, and they are converted.
     """
-
-    def convert(part: Any) -> Any:
-        if hasattr(part, "in_float64"):
-            return part.in_float64(keeps_tiles=keeps_tiles)
-        if isinstance(part, LinearOperator):
-            return rebuilt(part, convert)
-        if isinstance(part, torch.dtype):
-            return torch.float64 if part.is_floating_point else part
-        return part.double() if torch.is_tensor(part) and part.is_floating_point() else part
-
-    return convert(operator)
+    return _converted(operator, "in_float64", torch.Tensor.double, torch.float64, keeps_tiles=keeps_tiles)
 
 
 def _has_low_precision(operator: LinearOperator) -> bool:
-    if hasattr(operator, "has_low_precision"):
-        return operator.has_low_precision
-    parts = (*operator._args, *operator._kwargs.values())
-    return any(_has_low_precision(part) for part in parts if isinstance(part, LinearOperator))
+    return any(part.products.precision != "native" for part in all_parts(operator) if hasattr(part, "products"))
 
 
-def _in_float32(part: Any) -> Any:
-    if hasattr(part, "low_precision_copy"):
-        return part.low_precision_copy()
+def _converted(
+    part: Any, method: str, convert: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, **options: Any
+) -> Any:
+    """An operator, all of whose parts are converted: operators by their method of this name, where they have it.
+
+    `dtype` replaces that of operators without tensors.
+    """
+    if hasattr(part, method):
+        return getattr(part, method)(**options)
     if isinstance(part, LinearOperator):
-        return rebuilt(part, _in_float32)
-    if isinstance(part, torch.dtype):  # an argument of operators without tensors
-        return torch.float32 if part.is_floating_point else part
-    return part.detach().float() if torch.is_tensor(part) and part.is_floating_point() else part
-
-
-def _native(part: Any) -> Any:
-    if hasattr(part, "native_precision"):
-        return part.native_precision()
-    return rebuilt(part, _native) if isinstance(part, LinearOperator) else part
+        return rebuilt(part, lambda inner: _converted(inner, method, convert, dtype, **options))
+    if isinstance(part, torch.dtype):
+        return dtype if dtype is not None and part.is_floating_point else part
+    return convert(part) if torch.is_tensor(part) and part.is_floating_point() else part
 
 
 def rebuilt(operator: LinearOperator, convert: Callable[[Any], Any], **changes: Any) -> LinearOperator:

@@ -26,6 +26,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
+from gpy_iterative.linear_operators.extensions import all_parts
 from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOperator
 from gpy_iterative.linear_operators.kernel_functions import GPYTORCH_SETTINGS, evaluated
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
@@ -99,20 +100,12 @@ def _read(covariance: LinearOperator | Tensor, place: _Place) -> LinearOperator:
     if isinstance(covariance, ConstantMulLinearOperator):
         return _times(_read(covariance.base_linear_op, place), covariance._constant)
     covariance = to_linear_operator(covariance)
-    if not _is_lazy(covariance):
+    if not any(isinstance(part, LazyEvaluatedKernelTensor) for part in all_parts(covariance)):
         return covariance
     # Any other composition (batches summed or interleaved, masks) of kernels that nobody has evaluated yet.
     read = lambda name, part: _read(part, place.at(str(name))) if isinstance(part, LinearOperator) else part
     parts = [read(number, part) for number, part in enumerate(covariance._args)]
     return type(covariance)(*parts, **{name: read(name, part) for name, part in covariance._kwargs.items()})
-
-
-def _is_lazy(covariance: LinearOperator) -> bool:
-    """Whether some part of it is a kernel that nobody has evaluated yet."""
-    parts = (*covariance._args, *covariance._kwargs.values())
-    return isinstance(covariance, LazyEvaluatedKernelTensor) or any(
-        _is_lazy(part) for part in parts if isinstance(part, LinearOperator)
-    )
 
 
 def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:

@@ -114,11 +114,6 @@ class TiledLinearOperator(LinearOperator):
             kept = self.__dict__["_tiles"] = self._make_tiles()
         return kept
 
-    @property
-    def has_low_precision(self) -> bool:
-        """Whether products inside a solve are made in float32."""
-        return self.products.precision != "native"
-
     def low_precision_copy(self) -> LinearOperator:
         """The same matrix in float32, without gradient. All operators that share the cache share its tiles.
 
