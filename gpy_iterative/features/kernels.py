@@ -35,6 +35,7 @@ class WeightSpaceFeatures:
 
     @classmethod
     def standard(cls, basis: Tensor) -> "WeightSpaceFeatures":
+        """Weights of variance 1."""
         return cls(basis, basis.new_ones(*basis.shape[:-2], basis.shape[-1]))
 
     def scaled(self) -> Tensor:

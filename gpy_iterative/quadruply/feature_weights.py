@@ -26,6 +26,7 @@ class WeightRows:
 
     @property
     def joined(self) -> Tensor:
+        """Mean and columns, [t, 1 + k]."""
         return torch.cat([self.mean.unsqueeze(-1), self.columns], dim=-1)
 
 

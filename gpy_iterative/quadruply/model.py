@@ -77,10 +77,12 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
     @property
     def num_tail_groups(self) -> int:
+        """Groups that a step samples from."""
         return self.basis.num_groups - self.num_leading_groups
 
     @property
     def device(self) -> torch.device:
+        """Of basis and parameters."""
         return self.basis.like.device
 
     def forward(self, x: Tensor) -> MultivariateNormal:
