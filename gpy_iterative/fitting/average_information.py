@@ -435,7 +435,7 @@ def rounding_error(evaluation: Evaluation) -> Tensor:
     return torch.finfo(operator.dtype).eps * ((signal + noise) / noise).sum().cpu()
 
 
-def likelihood_arguments(mll: Any, params: Sequence[Any]) -> tuple[Any, ...]:
+def likelihood_arguments(mll: Any, params: Sequence[Any] = ()) -> tuple[Any, ...]:
     """What a likelihood is called with: its own arguments, else training inputs where its noise depends on them."""
     if not params and getattr(mll.model, "train_inputs", None) and noise_depends_on_inputs(mll.likelihood):
         return tuple(mll.model.train_inputs)
