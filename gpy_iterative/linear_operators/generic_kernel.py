@@ -97,7 +97,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     knows.
 
     Raises:
-        ValueError: the backend is "keops", which knows only radial kernels.
+        ValueError: the backend is "keops", which knows only radial kernels; later, the kernel's forward returns another
+            shape than that of its inputs.
     """
 
     def __init__(
@@ -191,6 +192,11 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         parameters = self.parameters if parameters is None else parameters
         # What a kernel makes of float32 inputs may be float64, by tensors of its own.
         values = self._function(self._named(parameters), x1, x2).to(self.dtype)
+        if values.shape[-2:] != (x1.shape[-2] * self._outputs, x2.shape[-2] * self._outputs):
+            raise ValueError(
+                f"{type(self.kernel).__name__} has a matrix of shape {tuple(values.shape)} for {x1.shape[-2]} and "
+                f"{x2.shape[-2]} inputs: its forward must return a row for each input of x1 and a column for each of x2."
+            )
         return self._of_members(values.expand(*self._whole_batch(), *values.shape[-2:]), values.shape[-2:])
 
     def _whole_batch(self) -> torch.Size:
@@ -327,7 +333,13 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         if diagonal.shape != whole:
             if diagonal.shape[-2:] == (size, size):  # a kernel that overlooks `diag`
                 diagonal = diagonal.diagonal(dim1=-2, dim2=-1)
-            diagonal = diagonal.expand(whole)
+            try:
+                diagonal = diagonal.expand(whole)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{type(self.kernel).__name__} has a diagonal of shape {tuple(diagonal.shape)} for {x.shape[-2]} "
+                    "inputs: with diag=True its forward must return one entry for each."
+                ) from error
         return self._of_members(diagonal, whole[-1:])
 
     @torch.no_grad()

@@ -112,6 +112,19 @@ def test_a_kernel_that_raises_is_left_as_it_was() -> None:
     assert kernel.active_dims.tolist() == [0, 1]
 
 
+def test_a_kernel_that_returns_another_shape_is_named() -> None:
+    class Short(UserKernel):
+        def forward(self, x1: Tensor, x2: Tensor, **params) -> Tensor:
+            return super().forward(x1, x2)[:, :-1]
+
+    with torch.no_grad():
+        operator = GenericKernelLinearOperator.of_kernel(Short().double(), inputs(5, 2).double())
+    with pytest.raises(ValueError, match=r"Short has a matrix of shape \(5, 4\) for 5 and 5 inputs: its forward must"):
+        operator.to_dense()
+    with pytest.raises(ValueError, match=r"Short has a diagonal of shape \(5, 4\) for 5 inputs: with diag=True"):
+        operator.diagonal(dim1=-1, dim2=-2)
+
+
 class Borrowing(UserKernel):
     """Uses whatever tensor it is given."""
 
