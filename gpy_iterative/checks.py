@@ -55,12 +55,14 @@ def check_finite(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Raises ValueError where the dtypes or the devices of two tensors differ."""
+def check_same_kind(
+    name: str, tensor: Tensor, other_name: str, other: Tensor, advice: str = "Convert one of them with .to(...)."
+) -> None:
+    """Raises ValueError, with the advice, where the dtypes or the devices of two tensors differ."""
     if (tensor.dtype, tensor.device) != (other.dtype, other.device):
         raise ValueError(
             f"{name} has dtype {tensor.dtype} on {tensor.device}, {other_name} dtype {other.dtype} on {other.device}. "
-            "Convert one of them with .to(...)."
+            + advice
         )
 
 

@@ -67,7 +67,8 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
                 f"The target's shape {tuple(target.shape)} does not fit the model's output {tuple(mean.shape)}: their "
                 "batch dimensions must broadcast."
             ) from error
-    check_same_kind("The model's output", mean, "the target", target)
+    advice = f"Use target.to('{mean.device}', {mean.dtype}), or convert model and inputs."
+    check_same_kind("The model's output", mean, "the target", target, advice)
 
 
 def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:

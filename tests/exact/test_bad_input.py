@@ -162,7 +162,7 @@ def test_target_of_another_length() -> None:
 
 def test_target_of_another_dtype() -> None:
     case, mll = case_and_mll()
-    with pytest.raises(ValueError, match=r"float64.*float32"):
+    with pytest.raises(ValueError, match=r"float64.*float32.* Use target\.to\('cpu', torch\.float64\), or"):
         mll(case.model(case.x), case.y.float())
 
 
