@@ -170,6 +170,8 @@ def test_advice_is_of_the_solver_and_dtype_in_use(dtype: torch.dtype) -> None:
         assert ("float64" in texts[1]) == (dtype == torch.float32)
     for status in SolveStatus:
         assert "float64" not in status.advice_for(torch.float64)
+        assert "native" not in status.advice_for(torch.float32)
+    assert "precision='float32'" in SolveStatus.STAGNATED.advice_for(torch.float64)
 
 
 def test_a_jitter_is_advised_float64_where_there_is_less() -> None:

@@ -22,13 +22,12 @@ class SolveStatus(Enum):
     )
     BUDGET_EXHAUSTED = (
         "The budget ran out before the tolerance was reached. Raise max_epochs, loosen the tolerance, keep the "
-        "noise away from zero (a noise constraint), take a stronger preconditioner or larger blocks, or use "
-        "KernelProducts(precision='native')."
+        "noise away from zero (a noise constraint), or take a stronger preconditioner or larger blocks."
     )
     STAGNATED = (
         "The residual stopped falling above the tolerance: the arithmetic allows no more. Loosen the tolerance, "
-        "keep the noise away from zero (a noise constraint), take a smaller tolerance of the far field where there is "
-        "one, or use KernelProducts(precision='native')."
+        "keep the noise away from zero (a noise constraint), or take a smaller tolerance of the far field where there is "
+        "one."
     )
     DIVERGED = (
         "The residual grew even at the smallest step size that was tried. Lower learning_rate, or take "
@@ -46,9 +45,13 @@ class SolveStatus(Enum):
         return self.advice_for(None)
 
     def advice_for(self, dtype: torch.dtype | None) -> str:
-        """As `advice`, for a solve in a dtype: without a word of float64 where it is that."""
-        is_rounding = self in (SolveStatus.STAGNATED, SolveStatus.INDEFINITE)
-        return self.value + (" Or use float64." if is_rounding and dtype != torch.float64 else "")
+        """As `advice`, for a solve in a dtype: float64 where it is not that, all of its digits where it is."""
+        more = ""
+        if dtype != torch.float64 and self in (SolveStatus.STAGNATED, SolveStatus.INDEFINITE):
+            more += " Or use float64."
+        if dtype != torch.float32 and self in (SolveStatus.STAGNATED, SolveStatus.BUDGET_EXHAUSTED):
+            more += " With KernelProducts(precision='float32'), use 'native'."
+        return self.value + more
 
 
 @dataclass(frozen=True)
