@@ -11,6 +11,8 @@ from gpy_iterative.command_line.table import BadInputError
 
 #: Cells without a value, in small letters.
 MISSING = frozenset({"", "na", "n/a", "#n/a", "<na>", "nan", "null", "none"})
+#: Stands for the level of an empty cell.
+EMPTY = "(empty)"
 #: More different texts than this are no categories.
 MAX_LEVELS = 20
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -66,7 +68,11 @@ class Column:
     @property
     def inputs(self) -> list[str]:
         """Names of the inputs."""
-        return [f"{self.name}={level}" for level in self._input_levels] or [self.name]
+        return [f"{self.name}={level or EMPTY}" for level in self._input_levels] or [self.name]
+
+    def __str__(self) -> str:
+        """Name, kind and levels, for a reader."""
+        return f"{self.name}: {self.kind} {', '.join(level or EMPTY for level in self.levels)}".rstrip()
 
     @property
     def _input_levels(self) -> tuple[str, ...]:
@@ -89,9 +95,10 @@ class Column:
         """Raises BadInputError for a level that is not known."""
         for row, cell in enumerate(cells, 1):
             if cell not in self.levels:
-                known = ", ".join(map(repr, self.levels))
+                strange, *known = (repr(text) if text else EMPTY for text in (cell, *self.levels))
                 raise BadInputError(
-                    f"Column {self.name!r} has {cell!r} in row {row}, but the model knows only {known}."
+                    f"Column {self.name!r} has {strange} in row {row}, but the model knows only {', '.join(known)}: "
+                    "correct it, or leave the row out."
                 )
 
 

@@ -86,7 +86,7 @@ def data_lines(data: TrainingData, num_kept: int) -> list[str]:
     """What is learned from what."""
     return [
         f"{num_kept} rows to learn from, {len(data.targets) - num_kept} held out; inputs:",
-        *(f"  {column.name}: {column.kind} {', '.join(column.levels)}".rstrip() for column in data.columns),
+        *(f"  {column}" for column in data.columns),
         *([f"Constant, and left out: {', '.join(data.constant)}."] if data.constant else []),
     ]
 

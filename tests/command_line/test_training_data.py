@@ -59,6 +59,12 @@ def test_a_gap_in_a_category_is_a_category(tmp_path: Path) -> None:
     table["district"][0] = ""
     (column,) = (column for column in read(tmp_path, table).columns if column.name == "district")
     assert column.levels == ("", "Harbour", "North", "South")
+    assert column.inputs[0] == "district=(empty)"
+    assert str(column) == "district: category (empty), Harbour, North, South"
+    with pytest.raises(
+        BadInputError, match=r"'East' in row 1, but the model knows only \(empty\), 'Harbour', .*: correct"
+    ):
+        column.encode(["East"])
 
 
 @pytest.mark.parametrize(
