@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+#: Matrices that are factored at a time: cuSOLVER is known to refuse very large batches.
+CHUNK_POINTS = 4096
+
 
 class Curvature(ABC):
     """W [n C, n C], positive semi-definite, block diagonal."""
@@ -163,8 +166,15 @@ def curvature_of_blocks(blocks: Tensor, *, floor: float, basis: Tensor | None = 
     if blocks.shape[-1] == 1 and basis is None:
         return DiagonalCurvature(_floored(blocks[:, 0, 0], floor))
     reduced = blocks if basis is None else basis.mT @ blocks @ basis
-    values, vectors = torch.linalg.eigh((reduced + reduced.mT) / 2)
+    values, vectors = block_eigh(reduced)
     return BlockCurvature(_floored(values, floor), vectors if basis is None else basis @ vectors)
+
+
+def block_eigh(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of symmetric [n, C, C], a part at a time."""
+    parts = [torch.linalg.eigh((part + part.mT) / 2) for part in blocks.split(CHUNK_POINTS)]
+    values, vectors = zip(*parts, strict=True)
+    return torch.cat(values), torch.cat(vectors)
 
 
 def _floored(values: Tensor, floor: float) -> Tensor:

@@ -15,8 +15,8 @@ from gpy_iterative.training.likelihood_forms import computes_as
 class PoissonLogLikelihood(_OneDimensionalLikelihood):
     """p(y | f) = Poisson(exp(f)), for counts: effects multiply, as in a log-linear regression.
 
-    GPyTorch's `PoissonLikelihood` has the link softplus(f). GPyTorch's quadrature integrates a subclass with another
-    `forward`.
+    GPyTorch's `PoissonLikelihood` has the link softplus(f).
+    A subclass with a `forward` of its own is integrated by GPyTorch's quadrature.
     """
 
     def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Poisson:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.laplace.likelihoods.curvature import Curvature, curvature_of_blocks
+from gpy_iterative.laplace.likelihoods.curvature import Curvature, block_eigh, curvature_of_blocks
 from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.likelihoods.stock import mixed_blocks, softmax_logits
@@ -77,5 +77,5 @@ def symmetric_roots(blocks: Tensor) -> Tensor:
     """The symmetric square roots of covariances [n, C, C]; negative eigenvalues, of rounding size, count as zero."""
     if blocks.shape[-1] == 1:
         return blocks.clamp_min(0).sqrt()
-    values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)
+    values, vectors = block_eigh(blocks)
     return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT

@@ -1,7 +1,7 @@
 """H = I + R^T K R, the matrix of every solve of Laplace's method; its eigenvalues are 1 and above.
 
 With W = R R^T the inverse that Laplace's method needs is P = R H^-1 R^T, also where W is singular. The noise is the
-identity here, so that solvers, preconditioners, probes and log-determinants of Gaussian regression serve as they are.
+identity, so that solvers, preconditioners, probes and log-determinants of Gaussian regression serve as they are.
 """
 
 from collections.abc import Callable
