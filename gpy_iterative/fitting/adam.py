@@ -9,9 +9,9 @@ import torch
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.fitting.average_information import likelihood_arguments
 from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
 from gpy_iterative.fitting.prior_support import is_in_supports
+from gpy_iterative.training.likelihood_params import likelihood_arguments
 
 #: First rates, for hyperparameters alone and where a network is among them; the last rate is a part of the first.
 RATE, NETWORK_RATE, LAST = 0.1, 0.01, 0.05
@@ -62,7 +62,7 @@ class AdamSteps:
             raise ValueError("batches= is an iterator, which can be read only once: pass a list or a DataLoader.")
         Coordinates(mll)  # which raises where nothing requires a gradient
         mll.train()
-        self._params = likelihood_arguments(mll, params)
+        self._params = tuple(params)
         self._taken = 0  # batches of the present pass
         self._source: Iterator[Any] = iter(())
         self._optimizer = self._own_optimizer()
@@ -142,7 +142,9 @@ class AdamSteps:
         batch = None if self._batches is None else self._next_batch()
         if batch is None or (isinstance(batch, Tensor) and not batch.is_floating_point()):
             rows = {} if batch is None else {"indices": batch}
-            return mll(model(*model.train_inputs), model.train_targets, *self._params, **rows)
+            return mll(
+                model(*model.train_inputs), model.train_targets, *likelihood_arguments(mll, self._params), **rows
+            )
         x, y = _pair(batch)
         own = getattr(model, "train_inputs", None)
         if own and len(x) != len(own[0]):

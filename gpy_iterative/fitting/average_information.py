@@ -26,11 +26,11 @@ from gpy_iterative.fitting.curvature import (
     gradient_noise,
 )
 from gpy_iterative.fitting.prior_support import is_in_supports
-from gpy_iterative.linear_operators.from_gpytorch import noise_depends_on_inputs
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, conjugate_gradients
 from gpy_iterative.linear_solvers.solution import SolveStatus
+from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.training_system import num_training_data
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class AverageInformation:
             )
         self.coordinates = Coordinates(mll)
         self._given, self.mll = mll, mll.variant(solver=_solver(mll))
-        self._params = likelihood_arguments(mll, params)
+        self._params = tuple(params)
         self._generator = torch.Generator().manual_seed(0) if generator is None else generator
         self._damping = FIRST_DAMPING
         self._guess: Tensor | None = None
@@ -324,7 +324,7 @@ class AverageInformation:
         mll, model, coordinates = self.mll, self.mll.model, self.coordinates
         before = mll.training_state()
         prior = model(*model.train_inputs)
-        evaluation = mll.evaluate(prior, model.train_targets, *self._params)
+        evaluation = mll.evaluate(prior, model.train_targets, *likelihood_arguments(mll, self._params))
         total = evaluation.value.sum() * evaluation.num_data
         error = torch.hypot(
             evaluation.estimate.value_sem.double().square().sum().sqrt().cpu(), rounding_error(evaluation)
@@ -433,10 +433,3 @@ def rounding_error(evaluation: Evaluation) -> Tensor:
     noise = operator.noise.detach().double()
     signal = operator.kernel._diagonal().detach().double()
     return torch.finfo(operator.dtype).eps * ((signal + noise) / noise).sum().cpu()
-
-
-def likelihood_arguments(mll: Any, params: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """What a likelihood is called with: its own arguments, else training inputs where its noise depends on them."""
-    if not params and getattr(mll.model, "train_inputs", None) and noise_depends_on_inputs(mll.likelihood):
-        return tuple(mll.model.train_inputs)
-    return tuple(params)

@@ -9,9 +9,9 @@ from gpytorch.kernels import InducingPointKernel
 
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
 from gpy_iterative.exact.validation import check_data
-from gpy_iterative.fitting.average_information import likelihood_arguments
 from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
 from gpy_iterative.fitting.directional import directional_product
+from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.run import Resumable
 from gpy_iterative.training.training_system import TrainingSystem, check_has_data, linear_system
 

@@ -11,11 +11,19 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.changes import same_tensor
+from gpy_iterative.linear_operators.from_gpytorch import noise_depends_on_inputs
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import unexpanded
 
 #: Errors of bytes that are no arguments.
 UNREADABLE = (AttributeError, TypeError, ValueError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError)
+
+
+def likelihood_arguments(mll: Any, params: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """What a likelihood is called with: its own arguments, else training inputs where its noise depends on them."""
+    if not params and getattr(mll.model, "train_inputs", None) and noise_depends_on_inputs(mll.likelihood):
+        return tuple(mll.model.train_inputs)
+    return tuple(params)
 
 
 class LikelihoodParams:

@@ -552,3 +552,15 @@ def test_arguments_of_a_likelihood_that_cannot_be_passed_on_are_refused() -> Non
         gpi.fit(mll, params=(x,), method="adam", batches=[(x, mll.model.train_targets)])
     with pytest.raises(TypeError, match="tuple"):
         gpi.fit(mll, params=x)  # pyright: ignore[reportArgumentType]
+
+
+def test_noise_follows_training_inputs_that_were_replaced() -> None:
+    mlls = []
+    for _ in range(2):
+        case = CASES["heteroskedastic"]()
+        mlls.append(gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0))
+    optimiser = gpi.fitting.AverageInformation(mlls[0])
+    for mll in mlls:
+        mll.model.set_train_data(case.x + 0.3, case.y, strict=False)
+    expected = gpi.fitting.AverageInformation(mlls[1]).point.value
+    assert optimiser.point.value == pytest.approx(expected, rel=1e-12)
