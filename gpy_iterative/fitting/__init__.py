@@ -4,7 +4,8 @@ Begin with `fit.py`, which has the loop; `average_information.py` is one step, `
 with. It may import `exact/` and what that may import.
 """
 
-from gpy_iterative.fitting.average_information import Assessment, AverageInformation, Point, Step
+from gpy_iterative.fitting.average_information import AverageInformation
+from gpy_iterative.fitting.points import Assessment, Point, Step
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow
 from gpy_iterative.fitting.stopping import FitStatus
 

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,8 @@ from torch import Tensor
 
 from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
 from gpy_iterative.fitting.coordinates import MARGIN, Coordinates
-from gpy_iterative.fitting.curvature import (
-    NOISE_SAMPLES,
-    Curvature,
-    average_information,
-    gradient_noise,
-)
+from gpy_iterative.fitting.curvature import NOISE_SAMPLES, average_information, gradient_noise
+from gpy_iterative.fitting.points import Assessment, Point, Secant, Step
 from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import Solver
@@ -48,9 +44,8 @@ LEAST_GAIN, GOOD_GAIN, VERY_GOOD_GAIN = 0.1, 0.5, 0.75
 FAR = 100.0
 #: A predicted gain of less than so many standard errors of a difference of two values is not compared with that.
 VISIBLE = 2.0
-#: Where less than so many nats are left to gain, the last step tells the curvature along itself, in parts of the average
-#: information between these.
-NEAR, SEEN_CURVATURE = 5.0, (0.05, 4.0)
+#: Where less than so many nats are left to gain, the last step tells the curvature along itself.
+NEAR = 5.0
 #: Steps that may be undone before there is no way on.
 MAX_TRIALS = 8
 #: More probes are taken while a block of their vectors, [n, probes], has at most so many entries: twenty blocks live at
@@ -58,102 +53,6 @@ MAX_TRIALS = 8
 MOST_ENTRIES = 2**25
 #: Solves that ended so say nothing about the point.
 _FAILED = (SolveStatus.DIVERGED, SolveStatus.INDEFINITE)
-
-
-@dataclass(frozen=True)
-class Point:
-    """An evaluation of the marginal log likelihood at one position of the coordinates.
-
-    Attributes:
-        position: [p].
-        value: log marginal likelihood in nats, priors included, summed over a batch.
-        error: its standard error.
-        gradient: [p].
-        evaluation: with graph and solves.
-        before: training state of the marginal log likelihood before the evaluation, which repeats it exactly.
-        epochs: passes over the kernel matrix.
-    """
-
-    position: Tensor
-    value: float
-    error: float
-    gradient: Tensor
-    evaluation: Evaluation
-    before: Mapping[str, Tensor]
-    epochs: float
-
-
-@dataclass(frozen=True)
-class Assessment:
-    """What is known about a point: curvature, and what is left to gain.
-
-    Attributes:
-        curvature: the average information.
-        gradient: [p], corrected for the residual of the targets' solve.
-        held: [p], coordinates at a bound that the gradient pushes against.
-        left: 1/2 g^T A^-1 g, nats that are left to gain.
-        noise: what the probes' noise is expected to add to it, or to hide of it; 0 for an exact gradient.
-        samples: [k, p], samples of the gradient's noise; k is 0 for an exact one.
-        ridge: [p], added to the diagonal of A.
-    """
-
-    curvature: Curvature
-    gradient: Tensor
-    held: Tensor
-    left: float
-    noise: float
-    samples: Tensor
-    ridge: Tensor
-
-    def error_along(self, move: Tensor) -> float:
-        """Standard error of the predicted gain that comes from the gradient's noise."""
-        return float((self.samples @ move).square().sum() / max(len(self.samples), 1)) ** 0.5
-
-    @property
-    def matrix(self) -> Tensor:
-        """A with its ridge, [p, p]."""
-        return self.curvature.matrix + torch.diag(self.ridge)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step that was made.
-
-    Attributes:
-        length: the largest move of a coordinate; 0 for no step.
-        predicted: gain that the quadratic model predicted, nats.
-        gained: nats; the difference of the two values where `seen`, else by the trapezoidal rule from the two gradients.
-        seen: whether the predicted gain was larger than the noise of the values.
-        trials: evaluations, those that were undone among them.
-        epochs: passes over the kernel matrix of all trials; those of the curvature are in the assessment.
-        seconds: wall-clock time.
-    """
-
-    length: float
-    predicted: float
-    gained: float
-    seen: bool
-    trials: int
-    epochs: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Secant:
-    """What a step has seen: its move [p], and how much the gradient fell along it, [p]."""
-
-    move: Tensor
-    change: Tensor
-
-    def seen_in(self, matrix: Tensor) -> Tensor:
-        """A curvature [p, p] with that which the step has seen along itself; as it is where that is out of range."""
-        product = matrix @ self.move
-        expected = self.move @ product
-        part = float(self.move @ self.change / expected)
-        least, most = SEEN_CURVATURE
-        if not least < part < most:
-            return matrix
-        return matrix - (1 - part) / expected * torch.outer(product, product)
 
 
 class AverageInformation:
@@ -350,11 +249,11 @@ class AverageInformation:
         diagonal = curvature.matrix.diagonal()
         ridge = RIDGE * torch.where(curvature.linear, diagonal, torch.full_like(diagonal, point.evaluation.num_data))
         found = Assessment(curvature, gradient, held, 0.0, 0.0, gradient.new_zeros(0, len(gradient)), ridge)
-        left = _energy(found, gradient.unsqueeze(0))
+        left = found.energy(gradient.unsqueeze(0))
         samples = gradient_noise(point.evaluation, self.coordinates, 1 if left > FAR else NOISE_SAMPLES)
         if samples is None:
             return replace(found, left=left)
-        return replace(found, left=left, samples=samples, noise=_energy(found, samples))
+        return replace(found, left=left, samples=samples, noise=found.energy(samples))
 
     def _move(self, point: Point, found: Assessment, matrix: Tensor) -> Tensor:
         """The damped step for a curvature [p, p], clipped by coordinate and projected on the bounds."""
@@ -413,13 +312,6 @@ def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predict
         return reached.value - point.value, LEAST_GAIN * predicted, True
     by_gradients = 0.5 * float((point.gradient + reached.gradient) @ move)
     return by_gradients, LEAST_GAIN * predicted - VISIBLE * noise, False
-
-
-def _energy(found: Assessment, gradients: Tensor) -> float:
-    """The mean of 1/2 g^T A^-1 g over gradients [k, p], in the coordinates that are free."""
-    free = ~found.held
-    solved = torch.linalg.solve(found.matrix[free][:, free], gradients[:, free].mT)
-    return float(0.5 * (gradients[:, free].mT * solved).sum(0).mean())
 
 
 def rounding_error(evaluation: Evaluation) -> Tensor:

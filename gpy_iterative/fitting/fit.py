@@ -16,10 +16,11 @@ from torch import Tensor
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.fitting.adam import AdamSteps, Batches
-from gpy_iterative.fitting.average_information import Assessment, AverageInformation, Point, Step
+from gpy_iterative.fitting.average_information import AverageInformation
 from gpy_iterative.fitting.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from gpy_iterative.fitting.choice import Choice, Method, choose, system_now
 from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.fitting.points import Assessment, Point, Step
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
 from gpy_iterative.fitting.stopping import LEFT, NOISE, FitStatus, has_converged, has_stalled, is_drowned
 from gpy_iterative.fitting.subsets import check_subsets, initialize_from_subsets
