@@ -56,8 +56,13 @@ class Ranks:
 
     def __init__(self, group: "dist.ProcessGroup | Literal['world']") -> None:
         check_group(group)
-        self._group = dist.group.WORLD if group == "world" else group
+        self._given = group
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+
+    @property
+    def _group(self) -> "dist.ProcessGroup | None":
+        """The group. The default one is not held: a model that outlives `destroy_process_group()` would end gloo badly."""
+        return dist.group.WORLD if self._given == "world" else self._given
 
     @property
     def on_this_machine(self) -> int:
