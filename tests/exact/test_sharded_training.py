@@ -163,7 +163,7 @@ def train_until(group: Any, folder: Path, until: int, leaves: str | None = None)
 
 
 #: Of a process group that loses a rank, in seconds: longer than a step takes on a machine with other work.
-SHORT_TIMEOUT = 15
+SHORT_TIMEOUT = 8
 
 
 def test_a_rank_that_leaves_ends_the_others_and_a_restart_goes_on_exactly(processes: Processes, tmp_path: Path) -> None:

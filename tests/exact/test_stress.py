@@ -20,7 +20,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.ConvergenceWarning")
 @pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.NumericalWarning")
 def test_runs(run: Run, pytestconfig: pytest.Config) -> None:
-    options = {} if pytestconfig.getoption("--stress") else {"steps": 3, "draws": 4}
+    options = {} if pytestconfig.getoption("--stress") else {"steps": 2, "draws": 3}
     assert not problems_of(run, **options)
 
 
