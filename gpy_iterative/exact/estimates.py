@@ -26,6 +26,7 @@ from gpy_iterative.linear_solvers.logdet.lanczos import (
     stochastic_logdet,
 )
 from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, SolveStats, SolveStatus
+from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Part
@@ -83,7 +84,7 @@ class DensityEstimate(Estimate):
     weights: Tensor  # a = H^-1 residual, [*b, n]
     left: Tensor  # [*b, n, k]; of the exact estimate the weights of all entries of dH, [*b, n, n]
     right: Tensor | None  # [*b, n, k], or None
-    factor: SparseInverseCholesky | None = None  # the covariance of the probes that preconditioned the solve
+    preconditioner: Preconditioner | None = None  # of the solve, for others with the same H
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         check_estimated("solve for y - mean", self.weights)
@@ -174,12 +175,11 @@ def stochastic_estimate(
     groups = (ColumnGroup("targets", 1, tolerances[0]), ColumnGroup("probes", num_probes, tolerances[1]))
     rhs = torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1)
     covariance = logdet_probes.covariance  # a Vecchia factor is the solver's own, see `exact.probes.suited_to`
-    factor = covariance if isinstance(covariance, SparseInverseCholesky) else None
     solution = solver.solve(
         operator,
         rhs,
         groups=groups,
-        preconditioner=factor,
+        preconditioner=covariance if isinstance(covariance, SparseInverseCholesky) else None,
         initial_guess=initial_guess,
         guess_product=guess_product,
         generator=generator,
@@ -195,7 +195,7 @@ def stochastic_estimate(
         weights=weights,
         left=coefficients * solution.value,
         right=torch.cat([weights.unsqueeze(-1), solved if probes.dual is None else probes.dual], dim=-1),
-        factor=factor,
+        preconditioner=solution.preconditioner,
         status=SolveStatus.INDEFINITE if log_determinant.is_indefinite else solution.status,
         stats=solution.stats,
         probe_jitter=probe_jitter(probes, logdet_probes),

@@ -87,7 +87,7 @@ def average_information(
             evaluation.system.operator,
             rhs,
             groups=(ColumnGroup("curvature", rhs.shape[-1], tolerance),),
-            preconditioner=estimate.factor,
+            preconditioner=estimate.preconditioner,
             initial_guess=initial_guess.to(rhs.device) if is_fitting else None,
             generator=generator,
         )

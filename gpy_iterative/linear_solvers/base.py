@@ -113,11 +113,13 @@ class SolverState:
         setup: epochs that went into the state, reported as `overhead`.
         curvature: an upper bound on the smallest eigenvalue of H, from the steps' directions or blocks.
         has_diverged: whether no step can help any more.
+        preconditioner: of the iteration, where it has one.
     """
 
     setup: float = 0.0
     curvature: float | Tensor = math.inf
     has_diverged: bool = False
+    preconditioner: Preconditioner | None = None
 
 
 State = TypeVar("State", bound=SolverState)
@@ -239,7 +241,10 @@ class IterativeSolver(Solver, Generic[State]):
         limit = None if status is SolveStatus.CONVERGED else columns.far_field_limit()
         stats = SolveStats(work.iterations, work.epochs, overhead, columns.group_norms(), seconds, limit)
         logger.debug("%s: %s, %s", type(self).__name__, status.name.lower(), stats)
-        return Solution(columns.value * columns.scale, columns.residual * columns.scale, status, stats)
+        used = preconditioner if work.state is None else work.state.preconditioner
+        return Solution(
+            columns.value * columns.scale, columns.residual * columns.scale, status, stats, preconditioner=used
+        )
 
     def _iterate(
         self,

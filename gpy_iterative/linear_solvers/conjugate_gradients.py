@@ -96,10 +96,10 @@ class ConjugateGradients(IterativeSolver[_State]):
             setup = preconditioner.build_epochs
         curvature = torch.full_like(iterate.residual[0, 0], torch.inf)
         directions = ConjugateDirections.begin(iterate.residual, preconditioner)
-        return _State(directions=directions, setup=setup, curvature=curvature)
+        return _State(directions=directions, setup=setup, curvature=curvature, preconditioner=preconditioner)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
-        return replace(state, directions=ConjugateDirections.begin(iterate.residual, state.directions.preconditioner))
+        return replace(state, directions=ConjugateDirections.begin(iterate.residual, state.preconditioner))
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
         direction = state.directions.direction

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpy_iterative.errors import ConvergenceWarning, warn
 from gpy_iterative.linear_operators.products import FAR_FIELD_TOLERANCES
+from gpy_iterative.preconditioners.preconditioner import Preconditioner
 
 
 class SolveStatus(Enum):
@@ -160,6 +161,8 @@ class Solution:
         residual: [*b, n, s], the true `rhs - H value`. Gradients are made of it: one that is not true makes them wrong.
         status: how the solve ended; of several batch members, the worst.
         stats: cost and accuracy.
+        preconditioner: that of the iterations, for another solve with the same operator; None where there was none, and of
+            a batch.
 
     A warm start of the next solve needs `value` and nothing else.
     """
@@ -168,6 +171,7 @@ class Solution:
     residual: Tensor
     status: SolveStatus
     stats: SolveStats
+    preconditioner: Preconditioner | None = field(default=None, kw_only=True)
 
 
 def warn_of(what: str, status: SolveStatus, stats: SolveStats, dtype: torch.dtype) -> None:

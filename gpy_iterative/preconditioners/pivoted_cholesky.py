@@ -106,6 +106,12 @@ class PivotedCholesky(LowRankRecipe):
             added = (noise + rest if correct_diagonal else noise).maximum(eps * mean)
         return PivotedCholeskyFactor(factor, added, pivots, jitter)
 
+    @torch.no_grad()
+    def low_rank(self, operator: LinearOperator) -> Tensor:
+        """L [*b, n, k] alone, for the operators and at the cost of `build`."""
+        kernel, diagonal, _ = kernel_and_noise(operator)
+        return self._factor(kernel, diagonal, None, torch.Generator().manual_seed(0))[0]
+
     def _factor(
         self, kernel: LinearOperator, diagonal: Tensor, pivots: Tensor | None, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -52,6 +52,15 @@ def test_every_kind_of_model(name: str, tolerance: float) -> None:
     assert (found - expected).abs().max() < tolerance * expected.abs().max()
 
 
+def test_one_preconditioner_serves_an_evaluation_and_its_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, built = gpi.preconditioners.RandomlyPivotedCholesky, []
+    build = recipe.build
+    monkeypatch.setattr(recipe, "build", lambda *given, **named: built.append(None) or build(*given, **named))
+    mll = regression(solver=gpi.solvers.ConjugateGradients(preconditioner=recipe(rank=20)))
+    assert curvature(mll, Coordinates(mll)).epochs > 0
+    assert len(built) == 1
+
+
 @pytest.fixture(scope="module")
 def expected() -> torch.Tensor:
     mll = regression()

@@ -39,6 +39,11 @@ def test_a_preconditioner_that_was_built_before_is_used() -> None:
     given = ConjugateGradients(preconditioner=None).solve(operator, rhs, preconditioner=built)
     assert torch.equal(own.value, given.value)
     assert own.stats.overhead == pytest.approx(given.stats.overhead + 30 / N)
+    again = ConjugateGradients(preconditioner=None).solve(operator, rhs, preconditioner=own.preconditioner)
+    assert torch.equal(again.value, own.value)
+    solved = ConjugateGradients(preconditioner=None).solve(operator, rhs, initial_guess=own.value)
+    assert solved.stats.iterations == 0
+    assert solved.preconditioner is None
 
 
 def test_preconditioner_of_a_batch() -> None:

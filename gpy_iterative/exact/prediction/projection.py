@@ -52,6 +52,7 @@ class LocalPart:
     operator: LinearOperator  # H [*b, m, m]
     product: Tensor  # H A [*b, m, r]
     deviation: Tensor  # standard deviations of the data past the projections, diag(R)^1/2 [*b, m]
+    rounding: Tensor  # the rounding error of R [*b]
     num_neighbours: int  # at the most
     observed: Tensor | None  # [n], or None for all
 
@@ -63,7 +64,7 @@ class LocalPart:
         explained = torch.linalg.vector_norm(product, dim=-1).square()
         noise = operator.noise if isinstance(operator, NoisyLinearOperator) else diagonal
         deviation = torch.maximum(diagonal - explained, 1e-4 * noise).sqrt()
-        return cls(operator, product, deviation, num_neighbours, observed)
+        return cls(operator, product, deviation, _rounding(product), num_neighbours, observed)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Projection:
         cross = rows[..., :size] @ known  # B^T
         rest = rows[..., size:].double() - cross.double() @ cross.mT.double()
         before = self.local.product.expand(*batch, size, rank)
-        rest.diagonal(dim1=-2, dim2=-1).add_(_rounding(before).unsqueeze(-1))
+        rest.diagonal(dim1=-2, dim2=-1).add_(self.local.rounding.unsqueeze(-1))
         lower, info = torch.linalg.cholesky_ex(0.5 * (rest + rest.mT))
         if info.any():
             return None
@@ -240,7 +241,7 @@ class _Neighbours:
             score = self.rest.abs() / local.deviation.to(self.rest.dtype).unsqueeze(-2)
             self.index = score.topk(local.num_neighbours, dim=-1).indices
             self.blocks = self._blocks(self.index)
-            self.rounding = _rounding(self.product)[..., None, None]
+            self.rounding = local.rounding[..., None, None]
             self.blocks.diagonal(dim1=-2, dim2=-1).add_(self.rounding)
             self.lower = jittered_factor(self.blocks)
         self.correlation = self.rest.gather(-1, self.index).double()
@@ -297,7 +298,7 @@ class _Neighbours:
 
 def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor]:
     """A with A^T H A = I, in the span of a pivoted Cholesky factor, and H A: [n, r] each."""
-    basis = torch.linalg.qr(PivotedCholesky(rank=rank).build(operator).factor).Q.contiguous()
+    basis = torch.linalg.qr(PivotedCholesky(rank=rank).low_rank(operator)).Q.contiguous()
     product = operator._matmul(basis)
     gram = torch.zeros(basis.shape[-1], basis.shape[-1], dtype=torch.float64, device=basis.device)
     for left, right in zip(basis.split(CHUNK), product.split(CHUNK), strict=True):
