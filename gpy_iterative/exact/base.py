@@ -41,7 +41,7 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
-from gpy_iterative.linear_solvers.default import default_solver, is_exact
+from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
 from gpy_iterative.linear_solvers.logdet.lanczos import BracketPositions
 from gpy_iterative.linear_solvers.solution import SolveStatus, warn_of
 from gpy_iterative.training.likelihood_params import LikelihoodParams
@@ -287,7 +287,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             self._run = variant._run
 
     def _has_dense_factor(self, size: int) -> bool:
-        return is_exact(self.solver, size)
+        return size <= EXACT_BELOW if self.solver is None else isinstance(self.solver, Cholesky)
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
         operator, residual = system.operator, system.residual

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_number
 from gpy_iterative.linear_operators.tiles.ranks import Ranks, check_group
@@ -21,6 +22,9 @@ Backend = Literal["auto", "tiles", "keops"]
 Precision = Literal["native", "float32"]
 #: Between these a tolerance of a far field makes sense.
 FAR_FIELD_TOLERANCES = (1e-9, 0.1)
+#: Rows from which "auto" counts the entries of a far field. With fewer, measuring ranks costs more than the products that
+#: it could save.
+FAR_FIELD_ROWS = 4000
 
 #: What an automatic tile cache may take at the most on a CPU, in bytes.
 MAX_CPU_CACHE = 4 * 1024**3
@@ -144,6 +148,12 @@ class KernelProducts:
                 "precision='float32' is for float64 inputs, and these are float32 already: use precision='native', or "
                 "convert model and data to float64."
             )
+
+    def may_have_far_field(self, inputs: Tensor) -> bool:
+        """Whether a symmetric kernel matrix of inputs [n, d] may have one: "auto" on CUDA is not measured yet."""
+        if self.far_field == "auto":
+            return len(inputs) >= FAR_FIELD_ROWS and inputs.device.type == "cpu"
+        return self.far_field is not None and inputs.numel() > 0
 
     def ranks(self) -> Ranks | None:
         """The processes that share the tiles; None where there is only this one."""

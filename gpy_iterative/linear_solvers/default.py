@@ -25,7 +25,7 @@ def default_solver(operator: LinearOperator) -> Solver:
     Cholesky up to 3,000 rows. Beyond, alternating projections for matrices that are evaluated in tiles, and conjugate
     gradients for structured operators and those with a far field, whose products are cheap as a whole.
     """
-    if is_exact(None, operator.shape[-1]):
+    if operator.shape[-1] <= EXACT_BELOW:
         return Cholesky()
     kernel = operator.kernel if isinstance(operator, NoisyLinearOperator) else operator
     if not _is_tiled(kernel):
@@ -39,11 +39,6 @@ def conjugate_gradients(size: int) -> ConjugateGradients:
     """Conjugate gradients with a preconditioner for matrices in tiles of so many rows."""
     rank = min(max(size // ROWS_PER_COLUMN, 1), MAX_FALLBACK_RANK)
     return ConjugateGradients(preconditioner=LowRankOrVecchia(rank))
-
-
-def is_exact(solver: Solver | None, size: int) -> bool:
-    """Whether a dense factor solves systems of so many rows; None is the default solver. Nothing is evaluated."""
-    return size <= EXACT_BELOW if solver is None else isinstance(solver, Cholesky)
 
 
 def _is_tiled(operator: LinearOperator) -> bool:

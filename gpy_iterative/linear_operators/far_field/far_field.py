@@ -22,8 +22,6 @@ from gpy_iterative.worker_threads import divided, run, shares
 TOLERANCE, ROWS, SMALLEST_TOLERANCE = 1e-5, 10_000, 3e-7
 #: A far field pays where it evaluates less than this part of the entries of tiles: for "auto", and for a tolerance.
 AUTO_PART, GIVEN_PART = 0.5, 1.0
-#: Rows from which "auto" counts entries. With fewer, measuring ranks costs more than the products that it could save.
-AUTO_ROWS = 4000
 #: After a far field that missed its tolerance ranks are measured for so much of the error that would have reached it.
 LOWER_AIM = 0.2
 #: A second one is taken up to so many tolerances: where rounding is the rest, tiles would take hours for nothing.
@@ -58,9 +56,6 @@ def far_field(entries: RadialEntries, wanted: float | Literal["auto"]) -> FarFie
     Two are made at the most. The error that is measured is reported, and solves compare themselves with exact rows.
     """
     n = len(entries)
-    # Where it pays on CUDA is not measured yet.
-    if wanted == "auto" and (n < AUTO_ROWS or entries.device.type != "cpu"):
-        return None
     tolerance = max(TOLERANCE * min(1, ROWS / n), SMALLEST_TOLERANCE) if wanted == "auto" else wanted
     limit = (AUTO_PART if wanted == "auto" else GIVEN_PART) * n**2 / 2
     plan = make_plan(entries, tolerance, limit)

@@ -69,7 +69,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         engine = RadialTiles
         if self.products.backend == "keops":
             engine = RadialKeOps
-        elif self.products.far_field is not None and self.symmetric and self.x1.numel() and not self._is_batched:
+        elif self.symmetric and not self._is_batched and self.products.may_have_far_field(self.x1):
             engine = RadialFarField
         return engine(self.x1, self.x2, self.function, self.alpha, self.products, self.cache)
 
