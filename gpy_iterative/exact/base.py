@@ -191,8 +191,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             num_neighbours: observations near each test point for its variance, see `PathwisePosterior`.
 
         Puts model and likelihood into evaluation mode and becomes the model's prediction strategy, so that
-        `likelihood(model(x))` answers from the same solves until `model.train()`. Cost: one product when the
-        hyperparameters have not changed since the last solve, else one warm-started solve for the targets, which is more
+        `likelihood(model(x))` answers from the same solves until `model.train()` or `load_state_dict`. Cost: one product
+        when the hyperparameters have not changed since the last solve, else one warm-started solve for the targets, more
         exact than in training where the noise is small; for variances and sample paths see `PathwisePosterior`.
         """
         solutions = self._run.part("warm_start")

@@ -9,11 +9,11 @@ import torch
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
+from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
 from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 
-#: First rates, for hyperparameters alone and where a network is among them; the last rate is a part of the first.
+#: First rates, of hyperparameters and of a network's weights; the last rate is a part of the first.
 RATE, NETWORK_RATE, LAST = 0.1, 0.01, 0.05
 #: Times that a step which leaves the support of a prior is halved, before it is undone.
 MAX_HALVINGS = 20
@@ -123,7 +123,10 @@ class AdamSteps:
     def _own_optimizer(self) -> torch.optim.Optimizer:
         if isinstance(self.mll, HasOptimizer):
             return self.mll.make_optimizer(self._num_steps, self._num_data())
-        return torch.optim.Adam(self._parameters(), lr=RATE if network_parameter(self.mll) is None else NETWORK_RATE)
+        network = set(network_parameters(self.mll).values())
+        parts = [[p for p in self._parameters() if (p in network) is of_network] for of_network in (False, True)]
+        groups = [{"params": part, "lr": rate} for part, rate in zip(parts, (RATE, NETWORK_RATE), strict=True) if part]
+        return torch.optim.Adam(groups)
 
     def _num_data(self) -> int:
         """Rows of the first batch: an mll that gets a part of the data knows their number itself."""

@@ -9,7 +9,7 @@ from gpytorch.kernels import InducingPointKernel
 
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
 from gpy_iterative.exact.validation import check_data
-from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
+from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
 from gpy_iterative.fitting.directional import directional_product
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.run import Resumable
@@ -66,12 +66,12 @@ def _obstacles(mll: Any, batches: object | None, params: Sequence[Any]) -> Itera
         yield f"There is no average information of a {type(mll).__name__}."
     if batches is not None:
         yield "Average information takes all data in every step, and batches= were given."
+    network = next(iter(network_parameters(mll)), None)
+    if network is not None:
+        yield f"{network} belongs to a network."
     size = len(Coordinates(mll))
     if size > MOST_HYPERPARAMETERS:
         yield f"{size} free hyperparameters are more than the {MOST_HYPERPARAMETERS} that average information is meant for."
-    network = network_parameter(mll)
-    if network is not None:
-        yield f"{network} belongs to a network."
     missing = _missing_information(mll, params)
     if missing is not None:
         yield missing

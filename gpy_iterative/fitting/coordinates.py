@@ -131,14 +131,15 @@ def free_parameters(module: gpytorch.Module) -> Iterator[tuple[str, Parameter, I
             yield name, parameter, constraint
 
 
-def network_parameter(module: torch.nn.Module) -> str | None:
-    """The name of a free parameter that belongs to a module which is none of GPyTorch's; None where there is none."""
-    for path, part in module.named_modules():
-        if not isinstance(part, gpytorch.Module):
-            for name, parameter in part.named_parameters(recurse=False):
-                if parameter.requires_grad:
-                    return f"{path}.{name}"
-    return None
+def network_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The free parameters, by name, that belong to modules which are none of GPyTorch's."""
+    return {
+        f"{path}.{name}": parameter
+        for path, part in module.named_modules()
+        if not isinstance(part, gpytorch.Module)
+        for name, parameter in part.named_parameters(recurse=False)
+        if parameter.requires_grad
+    }
 
 
 class Coordinates:

@@ -76,7 +76,7 @@ class KernelProducts:
         far_field: products of radial kernels whose cost grows with n and not with n^2, for inputs of up to three dimensions
             (dimensions with long lengthscales do not count): blocks of points that are far from one another pass through
             a few points each. A number is the relative error that a product with random vectors may have, 1e-9 to .1;
-            "auto" takes 1e-5 at 10,000 rows, 1e-7 at a million, on a CPU and 4,000 rows or more, where it evaluates less
+            "auto" takes 1e-6, and 3e-7 at a million rows, on a CPU and 4,000 rows or more, where it evaluates less
             than half of the entries that tiles evaluate; None is tiles. Where the tolerance cannot be reached, or nothing
             would be saved, tiles are used. Single rows, columns and dense blocks are always exact.
 

@@ -15,6 +15,19 @@ GROWTH = 1.5
 FOUND = 2**22
 
 
+class Tree:
+    """Points [n, d], among which the nearest ones to others are found in O(log n)."""
+
+    def __init__(self, points: Tensor) -> None:
+        self._tree = cKDTree(points.double().cpu().numpy())
+
+    def nearest(self, points: Tensor, count: int) -> Tensor:
+        """The numbers [t, count] of those that are nearest to points [t, d]; count is n at the most."""
+        coordinates = points.double().cpu().numpy()
+        _, found = self._tree.query(coordinates, k=np.arange(1, count + 1), workers=num_threads())
+        return torch.from_numpy(found).to(points.device)
+
+
 def random_order(size: int, generator: torch.Generator) -> Tensor:
     """A random permutation [n]."""
     return torch.randperm(size, generator=generator, device=generator.device).cpu()

@@ -8,6 +8,7 @@ import torch
 from gpytorch import kernels
 
 import gpy_iterative as gpi
+from gpy_iterative.fitting.adam import AdamSteps
 from gpy_iterative.fitting.choice import choose
 from tests.exact.gaussian_models import CASES, Regression
 from tests.fitting.problems import data, regression
@@ -70,3 +71,15 @@ def test_inducing_points_are_trained_by_adam() -> None:
 def test_fixed_inducing_points_leave_average_information() -> None:
     result = gpi.fit(inducing(False), progress=False)
     assert (result.method, result.status.name) == ("average_information", "CONVERGED")
+
+
+def test_adam_moves_hyperparameters_faster_than_a_network() -> None:
+    """Its first step moves every parameter by its rate."""
+    case = CASES["deep"]()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, generator=0)
+    before = {name: parameter.detach().clone() for name, parameter in mll.named_parameters()}
+    AdamSteps(mll, num_steps=10).step()
+    moves = {name: float((parameter.detach() - before[name]).abs().max()) for name, parameter in mll.named_parameters()}
+    for of_network, rate in ((True, 0.01), (False, 0.1)):
+        found = [move for name, move in moves.items() if ("network" in name) is of_network]
+        assert max(found) == pytest.approx(rate, rel=1e-3)

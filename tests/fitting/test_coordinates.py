@@ -7,7 +7,7 @@ import pytest
 import torch
 from gpytorch.constraints import GreaterThan, Interval, LessThan, Positive
 
-from gpy_iterative.fitting.coordinates import Coordinates, network_parameter
+from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
 from tests.exact.gaussian_models import CASES
 from tests.fitting.problems import regression
 
@@ -110,5 +110,5 @@ def test_nothing_to_fit() -> None:
 
 
 def test_networks_are_recognised() -> None:
-    assert network_parameter(CASES["deep"]().model) == "network.0.weight"
-    assert network_parameter(regression(20)) is None
+    assert [name.split(".")[0] for name in network_parameters(CASES["deep"]().model)] == ["network"] * 4
+    assert network_parameters(regression(20)) == {}

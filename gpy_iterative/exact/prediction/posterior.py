@@ -59,9 +59,9 @@ class PathwisePosterior:
         params, kwargs: the likelihood's own arguments, as passed to the marginal log likelihood; training inputs among them
             are recognised and followed when they change.
         initial_weights: [*b, n] representer weights of the last training solve, where the solve for the mean starts.
-        rank: projections for variances where H is too large to factor, see below. None is 1,024, and 64 where products pass
-            through a far field.
-        num_neighbours: observations near each test point for its variance, see below. None is 128, and 64 with a far field.
+        rank: projections for variances where H is too large to factor, see below. None is 1,024, and 64 to 256 where there
+            is a far field.
+        num_neighbours: observations near each test point for its variance, see below. None is 128.
         num_frequencies: random frequencies a kernel term, of sample paths.
         exact_below: up to this many data variances come from a Cholesky factor, exactly, whatever the solver.
         progress: True shows a bar for every solve and for variances that come in chunks; a callable gets every

@@ -9,7 +9,8 @@ never less than var(x), and off by the square of what is wrong with g. Here g is
 * the span of `rank` vectors C that all x share, from a pivoted Cholesky factor of K: the smooth part of the data. With
   A^T H A = I on that span, its weights are A A^T k_x.
 * the `num_neighbours` observations that, past those projections, x is most correlated with: the local part. With
-  R = H - H A A^T H and k' = k_x - H A A^T k_x, its weights are R_NN^-1 k'_N, for a set N of x's own.
+  R = H - H A A^T H and k' = k_x - H A A^T k_x, its weights are R_NN^-1 k'_N, for a set N of x's own. Where there is a far
+  field, they are the nearest observations, which a tree finds without a look at all of them.
 
 Nothing is sampled and no system of the size of the data is solved, so small noise and bad conditioning cost nothing.
 
@@ -29,18 +30,23 @@ from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.prediction import blocks
-from gpy_iterative.linear_operators.extensions import far_field_error
+from gpy_iterative.linear_operators.extensions import far_field_error, kernel_inputs
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, jittered_cholesky
+from gpy_iterative.preconditioners.neighbours import Tree
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 
-#: Rank and neighbours where none were chosen, without and with a far field.
-SIZES, FAR_FIELD_SIZES = (1024, 128), (64, 64)
+#: Rank and neighbours where none were chosen. With a far field neighbours say most: the rank is as large as so many entries
+#: of a block [n, rank] allow, between these.
+RANK, NUM_NEIGHBOURS = 1024, 128
+FAR_FIELD_RANKS, FAR_FIELD_ENTRIES = (64, 256), 2**24
 #: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
 MAX_PAIRWISE = 2048
 #: Relative jitters, tried in turn on a covariance of neighbours that has no Cholesky factor. In float32, little more than
 #: rounding errors may be left past the projections: the last jitters then take little from the neighbours.
 JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+#: The rounding error of an entry of R, in machine epsilons of the largest prior variance.
+ROUNDING_ERRORS = 8
 #: Rows that are converted to float64 at a time.
 CHUNK = 4096
 
@@ -52,19 +58,36 @@ class LocalPart:
     operator: LinearOperator  # H [*b, m, m]
     product: Tensor  # H A [*b, m, r]
     deviation: Tensor  # standard deviations of the data past the projections, diag(R)^1/2 [*b, m]
-    rounding: Tensor  # the rounding error of R [*b]
+    rounding: Tensor  # of the blocks of R that neighbours need, as a norm [*b]
     num_neighbours: int  # at the most
     observed: Tensor | None  # [n], or None for all
+    tree: Tree | None  # of the m points, where the nearest ones are the neighbours
 
     @classmethod
-    def of(cls, operator: LinearOperator, product: Tensor, num_neighbours: int, observed: Tensor | None) -> "LocalPart":
-        """The local part past the projections with the product H A."""
+    def of(
+        cls,
+        operator: LinearOperator,
+        product: Tensor,
+        num_neighbours: int,
+        observed: Tensor | None,
+        *,
+        are_nearest: bool,
+    ) -> "LocalPart":
+        """The local part past the projections with the product H A; its neighbours are the nearest data, or correlated."""
         diagonal = operator.diagonal(dim1=-2, dim2=-1)
         # Of data inside the span only rounding is left, which must not make them neighbours. Norms save memory for squares.
         explained = torch.linalg.vector_norm(product, dim=-1).square()
         noise = operator.noise if isinstance(operator, NoisyLinearOperator) else diagonal
         deviation = torch.maximum(diagonal - explained, 1e-4 * noise).sqrt()
-        return cls(operator, product, deviation, _rounding(product), num_neighbours, observed)
+        points = kernel_inputs(operator) if are_nearest and not operator.batch_shape else None
+        tree = None if points is None else Tree(points)
+        rounding = ROUNDING_ERRORS * torch.finfo(product.dtype).eps * num_neighbours**0.5 * diagonal.amax(-1).double()
+        return cls(operator, product, deviation, rounding, num_neighbours, observed, tree)
+
+    def nearest_to(self, test_train: LinearOperator) -> Tensor | None:
+        """The nearest data to each of t points, [t, num_neighbours]; None where neighbours are the correlated ones."""
+        points = None if self.tree is None else kernel_inputs(test_train)
+        return None if self.tree is None or points is None else self.tree.nearest(points, self.num_neighbours)
 
 
 @dataclass(frozen=True)
@@ -127,7 +150,7 @@ class Projection:
         cross = rows[..., :size] @ known  # B^T
         rest = rows[..., size:].double() - cross.double() @ cross.mT.double()
         before = self.local.product.expand(*batch, size, rank)
-        rest.diagonal(dim1=-2, dim2=-1).add_(self.local.rounding.unsqueeze(-1))
+        rest.diagonal(dim1=-2, dim2=-1).add_(_rounding(before).unsqueeze(-1))
         lower, info = torch.linalg.cholesky_ex(0.5 * (rest + rest.mT))
         if info.any():
             return None
@@ -136,7 +159,9 @@ class Projection:
         basis = torch.cat([pad(known, (0, 0, 0, rows.shape[-2])), added], dim=-1)
         before = torch.cat([before, cross], dim=-2)
         product = torch.cat([before, _solve_right_(rows.mT - before @ cross.mT, lower)], dim=-1)
-        local = LocalPart.of(operator, product, self.local.num_neighbours, observed)
+        local = LocalPart.of(
+            operator, product, self.local.num_neighbours, observed, are_nearest=self.local.tree is not None
+        )
         return Projection(scatter_rows(basis, observed), local)
 
     def numbers_per_point(self, num_data: int) -> int:
@@ -145,7 +170,8 @@ class Projection:
         if self.local is None:
             return rank
         neighbours = min(self.local.num_neighbours, num_data)
-        return rank + 2 * num_data + neighbours * (2 * neighbours + 2 * rank)
+        all_data = 0 if self.local.tree is not None else 2 * num_data
+        return rank + all_data + neighbours * (2 * neighbours + 2 * rank)
 
 
 @dataclass(frozen=True)
@@ -153,9 +179,9 @@ class ProjectionRecipe:
     """How a projection is made where H is too large to factor.
 
     Args:
-        rank: r, projections that all test points share; clamped at n. None is 1,024, and 64 for an operator with a far
-            field.
-        num_neighbours: observations in each test point's own part; clamped at n. None is 128, and 64 with a far field.
+        rank: r, projections that all test points share; clamped at n. None is 1,024; for an operator with a far field it is
+            256 up to 65,000 data, and falls to 64.
+        num_neighbours: observations in each test point's own part; clamped at n. None is 128.
 
     Raises:
         ValueError: an option below 1.
@@ -171,8 +197,10 @@ class ProjectionRecipe:
 
     def sizes_for(self, operator: LinearOperator) -> tuple[int, int]:
         """Rank and number of neighbours for this operator."""
-        rank, num_neighbours = SIZES if far_field_error(operator) is None else FAR_FIELD_SIZES
-        return self.rank or rank, self.num_neighbours or num_neighbours
+        rank, (least, most) = RANK, FAR_FIELD_RANKS
+        if _has_far_field(operator):
+            rank = min(max(FAR_FIELD_ENTRIES // operator.shape[-1], least), most)
+        return self.rank or rank, self.num_neighbours or NUM_NEIGHBOURS
 
     @torch.no_grad()
     def build(self, operator: LinearOperator, observed: Tensor | None = None) -> Projection:
@@ -195,7 +223,8 @@ class ProjectionRecipe:
             basis, product = _galerkin_basis(operator, rank)
         local = None
         if basis.shape[-1] < size:
-            local = LocalPart.of(operator, product, min(num_neighbours, size), observed)
+            count, are_nearest = min(num_neighbours, size), _has_far_field(operator)
+            local = LocalPart.of(operator, product, count, observed, are_nearest=are_nearest)
         return Projection(scatter_rows(basis, observed), local)
 
 
@@ -234,18 +263,38 @@ class _Neighbours:
     def __init__(self, local: LocalPart, test_train: LinearOperator, coefficients: Tensor, points: torch.Size) -> None:
         self.local, self.test_train, self.coefficients, self.points = local, test_train, coefficients, points
         self.product = local.product.to(coefficients.dtype)
-        prior = blocks.dense(test_train)
-        prior = prior if local.observed is None else prior[..., local.observed]
-        self.rest = prior.reshape(*points, -1) - coefficients @ self.product.mT
+        nearest = local.nearest_to(test_train)
+        self.rest = self._rest_at_all() if nearest is None else None
         with torch.no_grad():
-            score = self.rest.abs() / local.deviation.to(self.rest.dtype).unsqueeze(-2)
-            self.index = score.topk(local.num_neighbours, dim=-1).indices
+            self.index = self._most_correlated() if nearest is None else nearest.reshape(*points, -1)
             self.blocks = self._blocks(self.index)
             self.rounding = local.rounding[..., None, None]
             self.blocks.diagonal(dim1=-2, dim2=-1).add_(self.rounding)
             self.lower = jittered_factor(self.blocks)
-        self.correlation = self.rest.gather(-1, self.index).double()
+        self.correlation = self._rest_at(self.index).double()
         self.weights = torch.cholesky_solve(self.correlation.unsqueeze(-1), self.lower).squeeze(-1)
+
+    def _rest_at_all(self) -> Tensor:
+        """The k' of each point at all data, [*batch, t, m]."""
+        prior, observed = blocks.dense(self.test_train), self.local.observed
+        prior = prior if observed is None else prior[..., observed]
+        return prior.reshape(*self.points, -1) - self.coefficients @ self.product.mT
+
+    def _most_correlated(self) -> Tensor:
+        assert self.rest is not None
+        score = self.rest.abs() / self.local.deviation.to(self.rest.dtype).unsqueeze(-2)
+        return score.topk(self.local.num_neighbours, dim=-1).indices
+
+    def _rest_at(self, index: Tensor) -> Tensor:
+        """The k' of each point at data of its own, [*batch, t, j] for an index of this shape."""
+        if self.rest is not None:
+            return self.rest.gather(-1, index)
+        observed = self.local.observed
+        columns = index if observed is None else observed.nonzero().squeeze(-1)[index]
+        rows = torch.arange(self.test_train.shape[-2], device=index.device).repeat_interleave(index.shape[-1])
+        prior = self.test_train[rows, columns.flatten()].view(index.shape)
+        projected = self.product[index] @ self.coefficients.unsqueeze(-1)
+        return prior - projected.squeeze(-1)
 
     def explained_variance(self) -> Tensor:
         """2 g^T k' - g^T R g, [*batch, t]: right also for weights that rounding has touched."""
@@ -265,12 +314,13 @@ class _Neighbours:
         covariance = self._blocks(together).squeeze(-3)
         # [*batch, t k, t]: the weights of point i in column i, at its own rows.
         weights = torch.diag_embed(self.weights.mT).movedim(-3, -2).flatten(-3, -2)
-        rest = self.rest.gather(-1, together.expand(*self.points, -1))
+        rest = self._rest_at(together.expand(*self.points, -1))
         return rest.double() @ weights, weights.mT @ (covariance @ weights)
 
     def _by_products(self) -> tuple[Tensor, Tensor]:
         """The same through one product with H and one with K(x, X), a column a point."""
-        columns = torch.zeros_like(self.rest).scatter(-1, self.index, self.weights.to(self.rest.dtype)).mT
+        columns = self.product.new_zeros(*self.points, self.product.shape[-2])
+        columns = columns.scatter(-1, self.index, self.weights.to(columns.dtype)).mT
         projected = self.product.mT @ columns
         square = columns.mT.double() @ blocks.product(self.local.operator, columns).double()
         square = square - projected.mT.double() @ projected.double()
@@ -314,6 +364,10 @@ def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:
     for rows in columns.split(CHUNK, dim=-2):
         rows.copy_(torch.linalg.solve_triangular(lower, rows.mT.double(), upper=False).mT)
     return columns
+
+
+def _has_far_field(operator: LinearOperator) -> bool:
+    return far_field_error(operator) is not None
 
 
 def _rounding(product: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from gpy_iterative.training.training_system import TrainingSystem
 #: Seeds of the noise that new observations add to old samples, by the number of data before: away from all other draws.
 NOISE_STREAM = 2**40
 #: The largest residual of the default solver, in standard deviations of the noise a datum.
-NOISE_PART = 0.03
+NOISE_PART = 0.01
 #: No smaller relative residual is asked for than this one, and than so many machine epsilons a datum: with a million data
 #: float32 reaches .0047, or .04 of them.
 SMALLEST_TOLERANCE, EPSILONS_PER_DATUM = 1e-4, 0.06

@@ -17,9 +17,9 @@ from gpy_iterative.linear_operators.far_field.skeletons import skeletons
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.worker_threads import divided, run, shares
 
-#: The tolerance that "auto" takes up to so many rows. Beyond, it falls with their number, as the matrix's largest
-#: eigenvalue grows and the noise does not; but not below what float32 resolves, which is 1e-7 at best.
-TOLERANCE, ROWS, SMALLEST_TOLERANCE = 1e-5, 10_000, 3e-7
+#: The tolerance of "auto" is this over the number of rows, as the matrix's largest eigenvalue grows and the noise does not:
+#: no less than float32 resolves (1e-7 at best), and no more than 1e-6, which costs hardly more than 1e-5.
+TOLERANCE_TIMES_ROWS, SMALLEST_TOLERANCE, LARGEST_TOLERANCE = 0.1, 3e-7, 1e-6
 #: A far field pays where it evaluates less than this part of the entries of tiles: for "auto", and for a tolerance.
 AUTO_PART, GIVEN_PART = 0.5, 1.0
 #: After a far field that missed its tolerance ranks are measured for so much of the error that would have reached it.
@@ -56,7 +56,8 @@ def far_field(entries: RadialEntries, wanted: float | Literal["auto"]) -> FarFie
     Two are made at the most. The error that is measured is reported, and solves compare themselves with exact rows.
     """
     n = len(entries)
-    tolerance = max(TOLERANCE * min(1, ROWS / n), SMALLEST_TOLERANCE) if wanted == "auto" else wanted
+    automatic = min(max(TOLERANCE_TIMES_ROWS / n, SMALLEST_TOLERANCE), LARGEST_TOLERANCE)
+    tolerance = automatic if wanted == "auto" else wanted
     limit = (AUTO_PART if wanted == "auto" else GIVEN_PART) * n**2 / 2
     plan = make_plan(entries, tolerance, limit)
     if plan is None or plan.cost >= limit:
