@@ -114,8 +114,10 @@ class AdamSteps:
         The batches that were taken of a pass are passed over: a DataLoader that shuffles draws another order for the rest.
         Raises ValueError, and changes nothing, for the state of another marginal log likelihood.
         """
+        self._optimizer.load_state_dict(
+            state["optimizer"]
+        )  # raises for other groups of parameters, as older versions had
         self.mll.load_training_state(state["run"])
-        self._optimizer.load_state_dict(state["optimizer"])
         self._done, self._taken = state["done"], state["taken"]
         if self._batches is not None:
             self._source = islice(iter(self._batches), self._taken, None)

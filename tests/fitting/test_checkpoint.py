@@ -11,7 +11,7 @@ from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 
 import gpy_iterative as gpi
 from gpy_iterative.fitting.adam import AdamSteps
-from tests.exact.gaussian_models import Regression
+from tests.exact.gaussian_models import CASES, Regression
 from tests.fitting.problems import ITERATIVE, data, regression
 
 
@@ -150,6 +150,20 @@ def test_a_step_of_adam_that_fails_leaves_the_optimiser() -> None:
         steps.step()
     after = [tensor for state in optimizer.state.values() for tensor in state.values()]
     assert all(map(torch.equal, before, after))
+
+
+def test_a_state_with_other_groups_of_parameters_changes_nothing() -> None:
+    case = CASES["deep"]()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(case.likelihood, case.model, solver=ITERATIVE, generator=0)
+    steps = AdamSteps(mll, num_steps=10)
+    steps.step()
+    before, state = mll.training_state(), steps.state()
+    steps.step()
+    moved = mll.training_state()
+    assert any(not torch.equal(moved[name], before[name]) for name in before)
+    with pytest.raises(ValueError, match="parameter group"):
+        steps.load_state({**state, "optimizer": torch.optim.Adam(mll.parameters()).state_dict()})
+    assert all(torch.equal(tensor, moved[name]) for name, tensor in mll.training_state().items())
 
 
 def features(n: int = 200) -> gpi.mlls.VariationalFeatureMarginalLogLikelihood:
