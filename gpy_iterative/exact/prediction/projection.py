@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.exact.prediction import blocks
-from gpy_iterative.linear_operators.extensions import far_field_error, kernel_inputs
+from gpy_iterative.linear_operators.extensions import far_field_error, in_float64, kernel_inputs
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, jittered_cholesky
 from gpy_iterative.preconditioners.neighbours import Tree
@@ -47,6 +47,8 @@ MAX_PAIRWISE = 2048
 JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 #: The rounding error of an entry of R, in machine epsilons of the largest prior variance.
 ROUNDING_ERRORS = 8
+#: Rounding errors of a product up to this part of the noise are left to float32.
+NEGLIGIBLE = 0.05
 #: Rows that are converted to float64 at a time.
 CHUNK = 4096
 
@@ -348,15 +350,30 @@ class _Neighbours:
 
 def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor]:
     """A with A^T H A = I, in the span of a pivoted Cholesky factor, and H A: [n, r] each."""
-    basis = torch.linalg.qr(PivotedCholesky(rank=rank).low_rank(operator)).Q.contiguous()
-    product = operator._matmul(basis)
+    precise = _precise(operator)
+    basis = torch.linalg.qr(PivotedCholesky(rank=rank).low_rank(precise)).Q.contiguous()
+    product = precise._matmul(basis)
     gram = torch.zeros(basis.shape[-1], basis.shape[-1], dtype=torch.float64, device=basis.device)
     for left, right in zip(basis.split(CHUNK), product.split(CHUNK), strict=True):
         gram += left.mT.double() @ right.double()
     if basis.shape[-1]:
         gram.diagonal().add_(_rounding(product / gram.diagonal().sqrt().to(product)))
     lower = psd_safe_cholesky(0.5 * (gram + gram.mT))
-    return _solve_right_(basis, lower), _solve_right_(product, lower)
+    return _solve_right_(basis, lower).to(operator.dtype), _solve_right_(product, lower).to(operator.dtype)
+
+
+def _precise(operator: LinearOperator) -> LinearOperator:
+    """The operator whose products the basis is made of: in float64 where their rounding errors come near to the noise.
+
+    Those of K's entries are random, and a matrix of them has a norm of some sqrt(n) errors. With a far field the few
+    projections are of large eigenvalues, beside which nothing is lost.
+    """
+    if operator.dtype == torch.float64 or not isinstance(operator, NoisyLinearOperator) or _has_far_field(operator):
+        return operator
+    largest = float(operator.diagonal(dim1=-2, dim2=-1).amax())
+    rounding = ROUNDING_ERRORS * torch.finfo(operator.dtype).eps * operator.shape[-1] ** 0.5 * largest
+    is_seen = rounding > NEGLIGIBLE * float(operator.noise.amin())
+    return in_float64(operator, keeps_tiles=False) if is_seen else operator
 
 
 def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:

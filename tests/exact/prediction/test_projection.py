@@ -221,6 +221,27 @@ def test_rounding_does_not_add_up_where_neighbours_are_nearly_explained() -> Non
     assert (variance / exact).log().abs().max() < 0.05
 
 
+def test_projections_that_reach_down_to_the_noise_are_not_those_of_float32() -> None:
+    """Their eigenvalues are smaller than the rounding errors of a product: variances at the data were a sixth of the noise."""
+    generator = torch.Generator().manual_seed(19)
+    centres = torch.randn(20, 10, generator=generator)[torch.randint(20, (700,), generator=generator)]
+    x = centres + 0.05 * torch.randn(700, 10, generator=generator)
+    kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=2.5))
+    kernel.outputscale, kernel.base_kernel.lengthscale = 50.0, 0.3
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = 1e-3
+    model = Regression(x, x[:, 0].sin(), likelihood, kernel)
+    posterior = PathwisePosterior(
+        model, likelihood, solver=ConjugateGradients(), exact_below=0, rank=600, num_neighbours=64
+    )
+    with torch.no_grad():
+        variance = posterior(x).variance
+        matrix = kernel.double()(x.double()).to_dense()
+        noisy = matrix + 1e-3 * torch.eye(700, dtype=torch.float64)
+        exact = 1e-3 - 1e-6 * torch.linalg.inv(noisy).diagonal()
+    assert (variance / exact).log().abs().max() < 0.5
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_rounding_never_makes_grown_projections_overconfident(seed: int) -> None:
     """In float32 with little noise, most of what is new about another datum is rounding."""
