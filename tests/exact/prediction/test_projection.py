@@ -222,7 +222,7 @@ def test_rounding_does_not_add_up_where_neighbours_are_nearly_explained() -> Non
 
 
 def test_projections_that_reach_down_to_the_noise_are_not_those_of_float32() -> None:
-    """Their eigenvalues are smaller than the rounding errors of a product: variances at the data were a sixth of the noise."""
+    """Their eigenvalues are below the rounding errors of a product: variances at the data were a sixth of the noise."""
     generator = torch.Generator().manual_seed(19)
     centres = torch.randn(20, 10, generator=generator)[torch.randint(20, (700,), generator=generator)]
     x = centres + 0.05 * torch.randn(700, 10, generator=generator)
