@@ -151,8 +151,8 @@ class KernelProducts:
 
     def may_have_far_field(self, inputs: Tensor) -> bool:
         """Whether a symmetric kernel matrix of inputs [n, d] may have one: "auto" on CUDA is not measured yet."""
-        if self.far_field == "auto":
-            return len(inputs) >= FAR_FIELD_ROWS and inputs.device.type == "cpu"
+        if self.far_field == "auto" and (len(inputs) < FAR_FIELD_ROWS or inputs.device.type != "cpu"):
+            return False
         return self.far_field is not None and inputs.numel() > 0
 
     def ranks(self) -> Ranks | None:

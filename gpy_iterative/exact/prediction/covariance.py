@@ -103,7 +103,7 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
         return self.test_train.dim() < self.test_test.dim()
 
     def _chunk_length(self, projection: Projection) -> int:
-        numbers = projection.numbers_per_point(self.test_train.shape[-1]) * self.test_train.batch_shape.numel()
+        numbers = projection.numbers_per_point(self.test_train) * self.test_train.batch_shape.numel()
         length = self.chunk_size or CHUNK_NUMBERS // numbers
         # Whole points: the rows of one point's outputs belong together.
         group = row_group(self.test_train)

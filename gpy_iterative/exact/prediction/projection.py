@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 from linear_operator import LinearOperator
+from linear_operator.operators import SumLinearOperator
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
 from torch.nn.functional import pad
@@ -33,6 +34,7 @@ from gpy_iterative.exact.prediction import blocks
 from gpy_iterative.linear_operators.extensions import far_field_error, in_float64, kernel_inputs
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor, jittered_cholesky
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.preconditioners.neighbours import Tree
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 
@@ -76,20 +78,31 @@ class LocalPart:
         are_nearest: bool,
     ) -> "LocalPart":
         """The local part past the projections with the product H A; its neighbours are the nearest data, or correlated."""
-        diagonal = operator.diagonal(dim1=-2, dim2=-1)
+        kernel, diagonal, noise = kernel_and_noise(operator)
+        rounding = ROUNDING_ERRORS * torch.finfo(product.dtype).eps * num_neighbours**0.5 * diagonal.amax(-1).double()
+        diagonal, noise = (diagonal, diagonal) if noise is None else (diagonal + noise, noise)
         # Of data inside the span only rounding is left, which must not make them neighbours. Norms save memory for squares.
         explained = torch.linalg.vector_norm(product, dim=-1).square()
-        noise = operator.noise if isinstance(operator, NoisyLinearOperator) else diagonal
         deviation = torch.maximum(diagonal - explained, 1e-4 * noise).sqrt()
-        points = kernel_inputs(operator) if are_nearest and not operator.batch_shape else None
+        # The nearest ones are the most correlated ones of a single kernel, and not of a sum with a weak one that is short.
+        is_single = not (operator.batch_shape or isinstance(kernel, SumLinearOperator))
+        points = kernel_inputs(operator) if are_nearest and is_single else None
         tree = None if points is None else Tree(points)
-        rounding = ROUNDING_ERRORS * torch.finfo(product.dtype).eps * num_neighbours**0.5 * diagonal.amax(-1).double()
         return cls(operator, product, deviation, rounding, num_neighbours, observed, tree)
 
     def nearest_to(self, test_train: LinearOperator) -> Tensor | None:
-        """The nearest data to each of t points, [t, num_neighbours]; None where neighbours are the correlated ones."""
-        points = None if self.tree is None else kernel_inputs(test_train)
-        return None if self.tree is None or points is None else self.tree.nearest(points, self.num_neighbours)
+        """The nearest data to each of t points, [t, num_neighbours]; None where neighbours are the correlated ones.
+
+        Inputs are centred in each operator for itself: a datum that both have tells how far their centres are apart.
+        """
+        if self.tree is None or test_train.batch_shape:
+            return None
+        points, data = kernel_inputs(test_train), kernel_inputs(test_train.mT)
+        known = kernel_inputs(self.operator)
+        if points is None or data is None or known is None:
+            return None
+        first = 0 if self.observed is None else int(self.observed.nonzero()[0])
+        return self.tree.nearest(points + (known[0] - data[first]), self.num_neighbours)
 
 
 @dataclass(frozen=True)
@@ -166,13 +179,13 @@ class Projection:
         )
         return Projection(scatter_rows(basis, observed), local)
 
-    def numbers_per_point(self, num_data: int) -> int:
+    def numbers_per_point(self, test_train: LinearOperator) -> int:
         """Memory for one test point, to cut many into chunks."""
-        rank = self.basis.shape[-1]
+        rank, num_data = self.basis.shape[-1], test_train.shape[-1]
         if self.local is None:
             return rank
         neighbours = min(self.local.num_neighbours, num_data)
-        all_data = 0 if self.local.tree is not None else 2 * num_data
+        all_data = 2 * num_data if self.local.tree is None or test_train.batch_shape else 0
         return rank + all_data + neighbours * (2 * neighbours + 2 * rank)
 
 
@@ -370,7 +383,7 @@ def _precise(operator: LinearOperator) -> LinearOperator:
     """
     if operator.dtype == torch.float64 or not isinstance(operator, NoisyLinearOperator) or _has_far_field(operator):
         return operator
-    largest = float(operator.diagonal(dim1=-2, dim2=-1).amax())
+    largest = float(operator.kernel.diagonal(dim1=-2, dim2=-1).amax())
     rounding = ROUNDING_ERRORS * torch.finfo(operator.dtype).eps * operator.shape[-1] ** 0.5 * largest
     is_seen = rounding > NEGLIGIBLE * float(operator.noise.amin())
     return in_float64(operator, keeps_tiles=False) if is_seen else operator

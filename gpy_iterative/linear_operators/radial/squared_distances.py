@@ -21,7 +21,9 @@ from torch import Tensor
 ALLOWED_ERROR = 3e-5
 #: Coordinates up to which a function with a kink at 0 has all differences taken one by one. What its lengthscale is lies in
 #: the nearest points, which are that near in few dimensions.
-FEW = 2
+FEW_OF_KINK = 2
+#: The same for k(x, X): a prediction solves for the nearest of thousands of data, which magnifies errors.
+FEW_OF_PREDICTION = 3
 
 
 class SquaredDistances:
@@ -30,7 +32,7 @@ class SquaredDistances:
     Args:
         x1, x2: inputs [*b, n, d] and [*b, m, d], around a common centre near zero.
         scale: a constant that is folded in, [] or [*b, 1, 1].
-        has_kink: whether it is for a function that is not differentiable at 0.
+        few: up to so many coordinates, all differences are taken one by one.
 
     Attributes:
         together, apart: the coordinates that one product serves, and those whose differences are taken one by one.
@@ -39,10 +41,10 @@ class SquaredDistances:
     where the scale is a tensor).
     """
 
-    def __init__(self, x1: Tensor, x2: Tensor, scale: float | Tensor, *, has_kink: bool = False) -> None:
+    def __init__(self, x1: Tensor, x2: Tensor, scale: float | Tensor, *, few: int = 0) -> None:
         left, right = x1.detach() * scale**0.5, x2.detach() * scale**0.5
         self.batch_shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-        self.together, self.apart = _by_spread(left, right, has_kink)
+        self.together, self.apart = _by_spread(left, right, few)
         self._left, self._right = _with_norms(left[..., self.together], right[..., self.together])
         # Not multiplied by the scale's root, which would round them differently from where no tiles are made.
         self._x1, self._x2, self._scale = x1.detach().expand_as(left), x2.detach().expand_as(right), scale
@@ -72,7 +74,8 @@ def differentiable_squared_distances(x1: Tensor, x2: Tensor | None) -> Tensor:
     Memory O(n m), and once more for every coordinate that is taken apart.
     """
     left, right = x1, x1 if x2 is None else x2
-    together, apart = _by_spread(left.detach(), right.detach(), True)
+    few = FEW_OF_KINK if x2 is None else FEW_OF_PREDICTION
+    together, apart = _by_spread(left.detach(), right.detach(), few)
     rows, columns = left[..., together], right[..., together]
     norms = rows.square().sum(-1).unsqueeze(-1) + columns.square().sum(-1).unsqueeze(-2)
     distances = (norms - 2 * rows @ columns.mT).clamp_min(0)
@@ -87,12 +90,12 @@ def differentiable_squared_distances(x1: Tensor, x2: Tensor | None) -> Tensor:
 def needs_differences(x1: Tensor, x2: Tensor) -> bool:
     """Whether one product for all coordinates, around a common centre, may leave more rounding error than is allowed."""
     centre = x2.detach().mean(-2, keepdim=True)
-    return bool(_by_spread(x1.detach() - centre, x2.detach() - centre, True)[1])
+    return bool(_by_spread(x1.detach() - centre, x2.detach() - centre, FEW_OF_KINK)[1])
 
 
-def _by_spread(x1: Tensor, x2: Tensor, has_kink: bool) -> tuple[list[int], list[int]]:
-    """The coordinates whose rounding errors add up to no more than is allowed, and the others."""
-    if has_kink and x1.shape[-1] <= FEW:
+def _by_spread(x1: Tensor, x2: Tensor, few: int) -> tuple[list[int], list[int]]:
+    """The coordinates whose rounding errors add up to no more than is allowed, and the others; none of up to `few`."""
+    if x1.shape[-1] <= few:
         return [], list(range(x1.shape[-1]))
     mean_squares = [x.square().mean(-2).reshape(-1, x.shape[-1]).amax(0) for x in (x1, x2) if x.numel()]
     if not mean_squares:

@@ -357,3 +357,10 @@ class TestConformance(LinearOperatorTestCase, unittest.TestCase):
 
     def evaluate_linear_op(self, linear_op: RadialKernelLinearOperator) -> Tensor:
         return dense(linear_op)
+
+
+def test_inputs_without_dimensions_have_tiles() -> None:
+    operator = radial(torch.zeros(4100, 0), far_field="auto")
+    with torch.no_grad():
+        expected = 4100 * operator.outputscale.detach().expand(4100, 1)
+        torch.testing.assert_close(operator._matmul(torch.ones(4100, 1)), expected)

@@ -91,29 +91,121 @@ def test_variances_need_fewer_projections_where_there_is_a_far_field() -> None:
     assert ranks == {1e-5: 256, None: N}
 
 
+def variances(
+    x: Tensor,
+    y: Tensor,
+    points: Tensor,
+    kernel: kernels.Kernel,
+    likelihood: gpytorch.likelihoods.Likelihood,
+    *,
+    has_tree: bool = True,
+    jitter: float = 0.0,
+    **options: int,
+) -> tuple[Tensor, Tensor]:
+    """Latent variances by neighbours and projections, in the dtype of x, and those of dense float64 matrices."""
+
+    class Jittered(Regression):
+        def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+            prior = super().forward(x)
+            return prior.add_jitter(jitter) if jitter else prior
+
+    model = Jittered(x, y, likelihood, kernel).to(x.dtype)
+    solver, products = gpi.solvers.ConjugateGradients(), KernelProducts(far_field=1e-5)
+    posterior = gpi.prediction.PathwisePosterior(
+        model, likelihood, solver=solver, products=products, exact_below=10, **options
+    )
+    assert (posterior.solves.projection().local.tree is not None) is has_tree
+    with torch.no_grad():
+        found = posterior(points).variance
+        noise = likelihood._shaped_noise_covar(x.shape[:1]).diagonal(dim1=-1, dim2=-2).double() + jitter
+        is_known = ~y.isnan()
+        kernel, points, x = kernel.double(), points.double(), x[is_known].double()
+        cross = kernel(points, x).to_dense()
+        factor = torch.linalg.cholesky(kernel(x).to_dense() + torch.diag(noise.expand(len(y))[is_known]))
+        explained = torch.linalg.solve_triangular(factor, cross.mT, upper=False).square().sum(0)
+        return found, kernel(points, diag=True) + jitter - explained
+
+
+def matern(lengthscale: float, outputscale: float = 1.0, **options: object) -> kernels.Kernel:
+    kernel = kernels.ScaleKernel(kernels.MaternKernel(nu=1.5, **options))
+    kernel.base_kernel.lengthscale, kernel.outputscale = lengthscale, outputscale
+    return kernel
+
+
+def gaussian(noise: float) -> gpytorch.likelihoods.GaussianLikelihood:
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = noise
+    return likelihood
+
+
 def test_variances_of_float32_know_the_data_where_the_noise_is_small() -> None:
     """A point that was observed twice has half of the noise left: no rounding error of the largest eigenvalue."""
     x, y = (tensor.float() for tensor in data(2 * N))
     x = (10 * x).round() / 10
-    likelihood, kernel = gpytorch.likelihoods.GaussianLikelihood(), kernels.ScaleKernel(kernels.MaternKernel(nu=1.5))
-    likelihood.noise, kernel.outputscale = 1e-3, 4.0
-    model = Regression(x, y, likelihood, kernel)
+    found, exact = variances(x, y, x[:50], matern(0.69, 4.0), gaussian(1e-3))
+    assert (found / exact).log().abs().max() < 0.1
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_many_near_neighbours_do_not_magnify_the_rounding_errors_of_distances(dims: int) -> None:
+    """Entries and products of k(x, X) are of the same distances; a variance is never below the exact one."""
+    generator = torch.Generator().manual_seed(0)
+    x, points = torch.rand(1500, dims, generator=generator), torch.rand(100, dims, generator=generator)
+    kernel = kernels.ScaleKernel(kernels.RBFKernel())
+    kernel.base_kernel.lengthscale = {1: 0.02, 2: 0.1, 3: 0.1}[dims]
+    found, exact = variances(x, x.sum(-1).sin(), points, kernel, gaussian(1e-3), has_tree=dims < 3)
+    assert (found / exact).min() > 0.97
+    assert (found / exact).median() < 1.02
+
+
+@pytest.mark.parametrize("case", ["missing", "jitter"])
+def test_test_points_and_data_have_the_same_centre(case: str) -> None:
+    """Kernels centre their inputs by the data that they see: without missing ones, and with test points beside jitter."""
+    generator = torch.Generator().manual_seed(0)
+    x = 10 * torch.rand(1500, 2, generator=generator, dtype=torch.float64)
+    y, points = x.sum(-1).sin(), torch.rand(40, 2, generator=generator, dtype=torch.float64) * torch.tensor([5.0, 10.0])
+    if case == "missing":
+        y[x[:, 0] > 5] = torch.nan
+    else:
+        points = torch.cat([points, 30 + torch.rand(1500, 2, generator=generator, dtype=torch.float64)])
+    with gpytorch.settings.observation_nan_policy("mask"):
+        found, exact = variances(x, y, points, matern(0.5), gaussian(0.01), jitter=1e-4 * (case == "jitter"))
+    assert (found / exact)[:40].log().abs().max() < 0.05
+
+
+def test_one_noisy_datum_costs_the_others_no_digits() -> None:
+    x, y = (tensor.float() for tensor in data(N))
+    noise = torch.full((N,), 0.01)
+    noise[7] = 1e6
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(noise)
+    found, exact = variances(x, y, TEST_X.float(), matern(0.1), likelihood)
+    assert (found / exact).log().abs().max() < 0.1
+
+
+def test_neighbours_of_a_sum_are_the_correlated_ones() -> None:
+    """The nearest ones are those of a weak term here, whose lengthscale is a ten thousandth."""
+    generator = torch.Generator().manual_seed(0)
+    x, points = (torch.rand(size, 2, generator=generator, dtype=torch.float64) for size in (N, 40))
+    kernel = matern(0.2, 0.7, active_dims=[0]) + matern(1e-4, 1e-4, active_dims=[1])
+    found, exact = variances(x, x.sum(-1).sin(), points, kernel, gaussian(0.01), has_tree=False, rank=64)
+    assert (found / exact).log().abs().max() < 0.1
+
+
+def test_fantasies_share_the_neighbours_of_their_data() -> None:
+    x, y = data(N)
+    model = Regression(x, y, gaussian(0.01), matern(0.1)).double()
+    solver, products = gpi.solvers.ConjugateGradients(tolerance=1e-6), KernelProducts(far_field=1e-5)
     posterior = gpi.prediction.PathwisePosterior(
-        model,
-        likelihood,
-        solver=gpi.solvers.ConjugateGradients(),
-        products=KernelProducts(far_field=1e-5),
-        exact_below=10,
+        model, model.likelihood, solver=solver, products=products, exact_below=10
     )
-    assert posterior.solves.projection().local.tree is not None
-    points = x[:50]
-    with torch.no_grad():
-        variance = posterior(points).variance
-        kernel, points, x = kernel.double(), points.double(), x.double()
-        cross = kernel(points, x).to_dense()
-        factor = torch.linalg.cholesky(kernel(x).to_dense() + likelihood.noise.double() * torch.eye(2 * N))
-        exact = 4 - torch.linalg.solve_triangular(factor, cross.mT, upper=False).square().sum(0)
-    assert (variance / exact).log().abs().max() < 0.1
+    generator = torch.Generator().manual_seed(0)
+    new = 4 * torch.rand(5, 2, generator=generator, dtype=torch.float64)
+    targets = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    together = posterior.condition_on_observations(new, targets)(TEST_X)
+    alone = posterior.condition_on_observations(new, targets[1])(TEST_X)
+    assert together.variance.shape == (3, 20)
+    torch.testing.assert_close(together.variance[1], alone.variance, rtol=0.02, atol=1e-4)
+    torch.testing.assert_close(together.mean[1], alone.mean, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kernel", ["one", "sum"])
@@ -138,7 +230,7 @@ def test_with_all_data_as_neighbours_covariances_and_their_gradients_are_exact(
             rank=5,
             num_neighbours=N,
         )
-        assert posterior.solves.projection().local.tree is not None
+        assert (posterior.solves.projection().local.tree is not None) is (kernel == "one")
         points = TEST_X[:count].reshape(2, -1, 2)  # a batch, which is a list of points for one system
         found, wanted = points.clone().requires_grad_(), points.clone().requires_grad_()
         latent = posterior(found)

@@ -56,7 +56,7 @@ def test_few_coordinates_before_a_kink(dims: int) -> None:
     x1 = points(0, 100, [1.0] * dims)
     x2 = x1 + points(1, 100, [1e-4] * dims)
     everything = slice(0, 100)
-    distances = SquaredDistances(x1, x2, 1.0, has_kink=True)
+    distances = SquaredDistances(x1, x2, 1.0, few=2)
     assert len(distances.apart) == (dims if dims <= 2 else 0)
     if dims <= 2:
         found = distances.block(everything, everything).double()
