@@ -48,9 +48,9 @@ MAX_PAIRWISE = 2048
 #: rounding errors may be left past the projections: the last jitters then take little from the neighbours.
 JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 #: The rounding error of an entry of R, in machine epsilons of the largest prior variance.
-ROUNDING_ERRORS = 8
+ROUNDING_ERRORS = 16
 #: Rounding errors of a product up to this part of the noise are left to float32.
-NEGLIGIBLE = 0.05
+NEGLIGIBLE = 0.1
 #: Rows that are converted to float64 at a time.
 CHUNK = 4096
 

@@ -239,7 +239,9 @@ def test_projections_that_reach_down_to_the_noise_are_not_those_of_float32() -> 
         matrix = kernel.double()(x.double()).to_dense()
         noisy = matrix + 1e-3 * torch.eye(700, dtype=torch.float64)
         exact = 1e-3 - 1e-6 * torch.linalg.inv(noisy).diagonal()
-    assert (variance / exact).log().abs().max() < 0.5
+    error = (variance / exact).log()
+    assert error.min() > -0.2
+    assert error.max() < 1
 
 
 @pytest.mark.parametrize("seed", [0, 1])
