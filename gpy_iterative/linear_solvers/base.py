@@ -113,13 +113,16 @@ class SolverState:
         setup: epochs that went into the state, reported as `overhead`.
         curvature: an upper bound on the smallest eigenvalue of H, from the steps' directions or blocks.
         has_diverged: whether no step can help any more.
-        preconditioner: of the iteration, where it has one.
     """
 
     setup: float = 0.0
     curvature: float | Tensor = math.inf
     has_diverged: bool = False
-    preconditioner: Preconditioner | None = None
+
+    @property
+    def preconditioner(self) -> Preconditioner | None:
+        """That of the iteration; None where it has none."""
+        return None
 
 
 State = TypeVar("State", bound=SolverState)

@@ -72,3 +72,12 @@ def row_group(operator: LinearOperator) -> int:
 
 def _shrunk(rows: slice, group: int) -> slice:
     return slice(rows.start // group, rows.stop // group)
+
+
+def scatter_rows(columns: Tensor, observed: Tensor | None) -> Tensor:
+    """[*b, m, s] to [*b, n, s], with zeros for what is not observed: products with K(x, X) then ignore it."""
+    if observed is None:
+        return columns
+    result = columns.new_zeros(*columns.shape[:-2], observed.shape[-1], columns.shape[-1])
+    result[..., observed, :] = columns
+    return result

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from gpy_iterative.checks import check_finite, check_same_kind
 from gpy_iterative.exact.prediction.blocks import principal_blocks
 from gpy_iterative.exact.prediction.joint_prior import checked_inputs
-from gpy_iterative.exact.prediction.projection import jittered_factor
+from gpy_iterative.exact.prediction.local_part import jittered_factor
 from gpy_iterative.linear_operators.extensions import dense_rows
 from gpy_iterative.training.training_system import TrainingSystem, unexpanded
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_instance, check_number, generator_or_seed
 from gpy_iterative.errors import VarianceWarning, warn
-from gpy_iterative.exact.prediction.blocks import product
+from gpy_iterative.exact.prediction.blocks import product, scatter_rows
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.exact.prediction.joint_prior import JointPrior, checked_inputs, graph_for, joint_prior
 from gpy_iterative.exact.prediction.new_observations import (
@@ -26,7 +26,7 @@ from gpy_iterative.exact.prediction.new_observations import (
     check_without_gradients,
     with_observations,
 )
-from gpy_iterative.exact.prediction.projection import ProjectionRecipe, scatter_rows
+from gpy_iterative.exact.prediction.projection import ProjectionRecipe
 from gpy_iterative.exact.prediction.sample_paths import SamplePaths
 from gpy_iterative.exact.prediction.strategy import PathwisePredictionStrategy
 from gpy_iterative.exact.prediction.training_solves import PriorDraws, TrainingSolves, prediction_solver

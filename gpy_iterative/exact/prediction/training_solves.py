@@ -7,13 +7,13 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.exact.prediction.blocks import scatter_rows
 from gpy_iterative.exact.prediction.new_observations import has_grown_from, locally_corrected, new_rows, padded
 from gpy_iterative.exact.prediction.projection import (
     Projection,
     ProjectionRecipe,
     exact_projection,
     extended_exact_projection,
-    scatter_rows,
 )
 from gpy_iterative.exact.probes import RandomFeatures
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator

@@ -68,13 +68,20 @@ class SquaredDistances:
         return torch.sub(left.unsqueeze(-1), right.unsqueeze(-2), out=out)
 
 
+def few_coordinates(*, has_kink: bool, is_symmetric: bool) -> int:
+    """Up to how many coordinates a kernel matrix takes all differences one by one."""
+    if not is_symmetric:
+        return FEW_OF_PREDICTION
+    return FEW_OF_KINK if has_kink else 0
+
+
 def differentiable_squared_distances(x1: Tensor, x2: Tensor | None) -> Tensor:
     """|x1_i - x2_j|^2 [*b, n, m] with the graph to the inputs, as exact as `SquaredDistances`; x2 None is x1.
 
     Memory O(n m), and once more for every coordinate that is taken apart.
     """
     left, right = x1, x1 if x2 is None else x2
-    few = FEW_OF_KINK if x2 is None else FEW_OF_PREDICTION
+    few = few_coordinates(has_kink=True, is_symmetric=x2 is None)
     together, apart = _by_spread(left.detach(), right.detach(), few)
     rows, columns = left[..., together], right[..., together]
     norms = rows.square().sum(-1).unsqueeze(-1) + columns.square().sum(-1).unsqueeze(-2)

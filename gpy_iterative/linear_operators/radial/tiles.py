@@ -15,11 +15,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
 from gpy_iterative.linear_operators.radial.fused import fused_value_, fused_value_and_derivative_
-from gpy_iterative.linear_operators.radial.squared_distances import (
-    FEW_OF_KINK,
-    FEW_OF_PREDICTION,
-    SquaredDistances,
-)
+from gpy_iterative.linear_operators.radial.squared_distances import SquaredDistances, few_coordinates
 from gpy_iterative.linear_operators.tiles.cache import Key, TileCache
 from gpy_iterative.linear_operators.tiles.operator import TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
@@ -69,9 +65,9 @@ class RadialTiles(Tiles):
     @cached_property
     def distances(self) -> SquaredDistances:
         """Made when an entry is evaluated, and not where all tiles are kept."""
-        few = FEW_OF_KINK if self._function.has_kink else 0
-        few = few if self.symmetric else FEW_OF_PREDICTION
-        return SquaredDistances(self.x1, self.x2, self._function.scale(self.alpha), few=few)
+        function = self._function
+        few = few_coordinates(has_kink=function.has_kink, is_symmetric=self.symmetric)
+        return SquaredDistances(self.x1, self.x2, function.scale(self.alpha), few=few)
 
     @cached_property
     def function(self) -> RadialFunction:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
+from gpy_iterative.exact.prediction import local_part
 from gpy_iterative.exact.prediction import projection as projection_module
 from gpy_iterative.exact.prediction.projection import Projection, ProjectionRecipe, exact_projection
 from gpy_iterative.linear_operators import NoisyLinearOperator
@@ -94,7 +95,7 @@ def test_covariance_is_that_of_the_predictors_errors(
     rank: int, neighbours: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By either route: semi-definite, above the exact covariance, with the variances on its diagonal."""
-    monkeypatch.setattr(projection_module, "MAX_PAIRWISE", limit)
+    monkeypatch.setattr(local_part, "MAX_PAIRWISE", limit)
     operator, cross, prior = system()
     projection = ProjectionRecipe(rank=rank, num_neighbours=neighbours).build(operator)
     covariance = projection.covariance(prior, cross)
@@ -108,7 +109,7 @@ def test_both_routes_to_a_covariance_agree(monkeypatch: pytest.MonkeyPatch) -> N
     operator, cross, prior = system()
     projection = ProjectionRecipe(rank=5, num_neighbours=6).build(operator)
     pairwise = projection.covariance(prior, cross)
-    monkeypatch.setattr(projection_module, "MAX_PAIRWISE", 0)
+    monkeypatch.setattr(local_part, "MAX_PAIRWISE", 0)
     torch.testing.assert_close(projection.covariance(prior, cross), pairwise)
     listed = projection.covariance(prior.expand(3, T, T), to_linear_operator(cross.to_dense().repeat(3, 1)))
     torch.testing.assert_close(listed, pairwise.expand(3, T, T))
@@ -192,7 +193,7 @@ def test_rounding_in_one_block_of_neighbours_changes_no_other() -> None:
     # float32 with noise of 1e-4 leaves such blocks: past the projections hardly more than rounding errors.
     good = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
     rounded = torch.tensor([[1.0, 1.5], [1.5, 1.0]], dtype=torch.float64)
-    lower = projection_module.jittered_factor(torch.stack([good, rounded]))
+    lower = local_part.jittered_factor(torch.stack([good, rounded]))
     assert torch.equal(lower[0], torch.linalg.cholesky(good))
     assert torch.isfinite(lower[1]).all()
     rest = lower[1] @ lower[1].mT - rounded
