@@ -1,6 +1,8 @@
 """Command line of the benchmarks: the suite. The cases' modules add commands of their own."""
 
+import importlib
 import json
+import pkgutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -133,7 +135,11 @@ def contender(case: str, name: str, options: str, output: Path) -> None:
     run_here(case, name, json.loads(options), output)
 
 
-__all__ = ["app", "cases"]
+# Here, not in the package: what processes of one case run needs that case alone.
+for _module in pkgutil.iter_modules(cases.__path__, f"{cases.__name__}."):
+    importlib.import_module(_module.name)
+
+__all__ = ["app"]
 
 if __name__ == "__main__":
     app()

@@ -4,8 +4,8 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.cases import scaling
+from benchmarks.command_line import app
 from tests.processes import Processes
 
 N, D, S = 700, 3, 5

@@ -59,10 +59,10 @@ def features(kernel: kernels.Kernel, x: torch.Tensor, count: int, seed: int = 0)
 )
 def test_features_reproduce_the_kernel(name: str, dtype: torch.dtype) -> None:
     kernel, (x, _) = make(name, dtype), data(40, dtype=dtype)
-    phi = features(kernel, x, 100_000)
+    phi = features(kernel, x, 25_000)
     assert phi.dtype == dtype
     matrix = kernel(x).to_dense()
-    assert (phi @ phi.mT - matrix).abs().max() < 0.03 * matrix.max()
+    assert (phi @ phi.mT - matrix).abs().max() < 0.06 * matrix.max()
 
 
 def test_one_chi_square_for_each_frequency_not_for_each_coordinate() -> None:

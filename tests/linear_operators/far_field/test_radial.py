@@ -175,8 +175,9 @@ def test_many_columns_and_batches_of_vectors() -> None:
     assert relative(operator._matmul(batch), torch.stack([true[:, :3], true[:, 3:6]])) < 2e-5
 
 
-@pytest.mark.parametrize("cache_memory", [None, 0])
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
+@pytest.mark.parametrize(
+    ("function", "cache_memory"), [*((function, None) for function in FUNCTIONS), (RATIONAL_QUADRATIC, 0)]
+)
 def test_derivatives(function: RadialFunction, cache_memory: int | None) -> None:
     """By lengthscales, outputscale and alpha, of a bilinear form."""
     inputs, left, right = uniform(N, 2, lengthscale=1.0), vectors(N, 3), vectors(N, 3, seed=2)
