@@ -1,6 +1,6 @@
 """Training to the optimum: steps by average information, a rule that stops them, and a report of the result.
 
-Begin with `fit.py`, which has the loop; `average_information.py` is one step, `curvature.py` the matrix that it solves
+Begin with `fit.py`, then `loops.py`; `average_information.py` is one step, `curvature.py` the matrix that it solves
 with. It may import `exact/` and what that may import.
 """
 

@@ -15,7 +15,7 @@ import torch
 import gpy_iterative as gpi
 from gpy_iterative.errors import DataWarning
 from gpy_iterative.fitting import FitStatus, average_information
-from gpy_iterative.fitting.fit import _Information
+from gpy_iterative.fitting.loops import InformationLoop
 from tests.exact.gaussian_models import CASES, Case, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_information, dense_optimum, dense_value, regression
 from tests.laplace.cases import Exposed, LaplaceModel
@@ -159,7 +159,7 @@ def test_probes_whose_vectors_would_fill_the_memory_are_not_taken(
 ) -> None:
     monkeypatch.setattr("gpy_iterative.fitting.average_information.MOST_ENTRIES", most)
     mll = regression(200, solver=ITERATIVE, num_probes=2, probes="rademacher")
-    loop = _Information(gpi.fitting.AverageInformation(mll), [], 10)
+    loop = InformationLoop(gpi.fitting.AverageInformation(mll), [], 10)
     assert loop.run(None, False, None).status is FitStatus.NOISE
     assert loop._optimiser.mll.probes.num_probes == probes
 
@@ -182,12 +182,12 @@ def test_stagnated() -> None:
 
 def test_a_fit_that_blind_steps_do_not_help_ends_at_its_best_point(monkeypatch: pytest.MonkeyPatch) -> None:
     mll = regression(80)
-    loop = _Information(gpi.fitting.AverageInformation(mll), [], 10)
+    loop = InformationLoop(gpi.fitting.AverageInformation(mll), [], 10)
     assert loop.advance() is None
     best = [parameter.detach().clone() for parameter in mll.parameters()]
     loop._best = (0.0, gpi.fitting.AverageInformation(mll).coordinates.read())
     assert loop.advance() is None
-    monkeypatch.setattr("gpy_iterative.fitting.fit.is_drowned", lambda *told: True)
+    monkeypatch.setattr("gpy_iterative.fitting.loops.is_drowned", lambda *told: True)
     assert loop.advance() is FitStatus.NOISE
     assert all(map(torch.allclose, mll.parameters(), best))
     assert loop.history[-1].left_to_gain == pytest.approx(loop.history[1].left_to_gain)
@@ -232,7 +232,7 @@ def test_the_history_counts_the_epochs_of_trials_that_were_undone(monkeypatch: p
 
     optimiser.mll.evaluate = counting
     monkeypatch.setattr(average_information, "_gain", refusing_the_second)
-    loop = _Information(optimiser, [], 2)
+    loop = InformationLoop(optimiser, [], 2)
     while loop.advance() is None:
         pass
     assert (len(loop.history), len(evaluated)) == (3, 4)

@@ -1,0 +1,253 @@
+"""The loops of `gpi.fit`: steps until a rule, their number or Ctrl-C ends them; a row and a checkpoint after each."""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gpytorch.mlls import MarginalLogLikelihood
+from torch import Tensor
+
+from gpy_iterative.fitting.adam import AdamSteps
+from gpy_iterative.fitting.average_information import AverageInformation
+from gpy_iterative.fitting.checkpoint import write_checkpoint
+from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.fitting.points import Assessment, Point, Step
+from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
+from gpy_iterative.fitting.stopping import LEFT, NOISE, FitStatus, has_converged, has_stalled, is_drowned
+from gpy_iterative.training.progress import Progress, reporting
+
+logger = logging.getLogger(__name__)
+
+
+class Loop(ABC):
+    """Steps until a rule, the number of steps or Ctrl-C ends them; history and checkpoint after each.
+
+    Args:
+        mll: that is fitted.
+        history: rows of the steps that a checkpoint has made.
+        max_steps: of the whole fit.
+        reason: for the method.
+
+    Attributes:
+        preparation: seconds that the start took, which count in the first row.
+    """
+
+    method: ClassVar[str]
+    preparation = 0.0
+
+    def __init__(self, mll: MarginalLogLikelihood, history: list[HistoryRow], max_steps: int, reason: str) -> None:
+        self.mll, self.history, self.max_steps, self.reason = mll, history, max_steps, reason
+
+    @abstractmethod
+    def advance(self) -> FitStatus | None:
+        """Adds a row to the history, and makes a step unless the fit ends here with a status."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside parameters and history."""
+
+    @abstractmethod
+    def hyperparameters(self) -> tuple[Estimated, ...]:
+        """Values and standard errors of now."""
+
+    def irrelevant(self) -> tuple[str, ...]:
+        """Names of the lengthscales of inputs that the data do not need."""
+        return ()
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """How many were made."""
+
+    def run(self, path: Path | None, progress: Progress, callback: Callable[[HistoryRow], object] | None) -> FitResult:
+        """The whole fit."""
+        with reporting(progress, "fit", "steps", self.max_steps) as tell:
+            status = None
+            while status is None:
+                known = len(self.history)
+                self.mll.train()  # a callback may have predicted
+                try:
+                    status = self.advance()
+                    if not known:
+                        first = self.history[0]
+                        self.history[0] = replace(first, seconds=first.seconds + self.preparation)
+                    for row in self.history[known:]:
+                        logger.info("%s", row)
+                        tell(row.step, row.figures())
+                        if callback is not None:
+                            callback(row)
+                    if status is None and path is not None:
+                        write_checkpoint(path, self.mll, self.method, self.state(), self.history)
+                except KeyboardInterrupt:
+                    if not self.history:
+                        raise
+                    status = FitStatus.BUDGET
+        return self._result(status)
+
+    def _result(self, status: FitStatus) -> FitResult:
+        return FitResult(
+            status=status,
+            steps=self.steps,
+            history=tuple(self.history),
+            hyperparameters=self.hyperparameters(),
+            irrelevant=self.irrelevant(),
+            method=self.method,
+            reason=self.reason,
+            seconds=sum(row.seconds for row in self.history),
+        )
+
+
+class InformationLoop(Loop):
+    """Average information."""
+
+    method = "average_information"
+
+    def __init__(
+        self, optimiser: AverageInformation, history: list[HistoryRow], max_steps: int, reason: str = ""
+    ) -> None:
+        super().__init__(optimiser.mll, history, max_steps, reason)
+        self._optimiser = optimiser
+        self._steps, self._has_raised = 0, False
+        self._seen: list[bool] = []
+        self._best: tuple[float, Tensor] | None = None  # what was left to gain at the best point, and its position
+        self._last: Step | None = None
+        self._assessed: Assessment | None = None  # of the current point
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    def advance(self) -> FitStatus | None:
+        found = self._assess()
+        limit = NOISE * max(int((~found.held).sum()), 1)
+        if has_converged(found.left, found.noise):
+            is_settled = found.noise <= limit or self._has_raised
+            if is_settled or not self._optimiser.raise_probes():
+                return _ended(found, found.noise, limit)
+            self._has_raised, self._last, self._best = True, None, None
+            return None
+        if is_drowned([row.left_to_gain or 0.0 for row in self.history], self._seen, limit):
+            if self._best is not None and self._best[0] < found.left:
+                self._optimiser.go_to(self._best[1])
+                self._last = None
+                found = self._assess()
+            return _ended(found, max(found.left, found.noise), limit)
+        if self._steps >= self.max_steps:
+            return FitStatus.BUDGET
+        self._last, assessed, self._assessed = self._optimiser.step(), self._assessed, None
+        if self._last is None:
+            self._assessed = assessed
+            return FitStatus.STAGNATED
+        self._steps += 1
+        return None
+
+    def _assess(self) -> Assessment:
+        """What is known of the current point, which gets a row."""
+        start = time.perf_counter()
+        point, found = self._optimiser.point, self._optimiser.assess()
+        evaluated = point.epochs if self._last is None else self._last.epochs
+        self._assessed = found
+        if self._best is None or found.left < self._best[0]:
+            self._best = found.left, point.position
+        self._seen.append(self._last is None or self._last.seen)
+        self.history.append(self._row(point, found, found.curvature.epochs + evaluated, time.perf_counter() - start))
+        return found
+
+    def _row(self, point: Point, found: Assessment, epochs: float, seconds: float) -> HistoryRow:
+        last = self._last
+        return HistoryRow(
+            step=self._steps,
+            value=float(point.evaluation.value.detach().mean()),
+            value_sem=float(point.evaluation.estimate.value_sem.mean()) / point.evaluation.num_data,
+            left_to_gain=found.left,
+            noise=found.noise,
+            step_length=0.0 if last is None else last.length,
+            epochs=epochs,
+            seconds=seconds + (0.0 if last is None else last.seconds),
+        )
+
+    def state(self) -> dict[str, Any]:
+        last = None if self._last is None else astuple(self._last)
+        own = {
+            "steps": self._steps,
+            "has_raised": self._has_raised,
+            "seen": self._seen,
+            "last": last,
+            "best": self._best,
+        }
+        return {**own, **self._optimiser.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes what `state()` gave. Raises ValueError, and changes nothing, where it does not fit."""
+        self._steps, self._has_raised, self._seen = state["steps"], state["has_raised"], state["seen"]
+        self._last = None if state["last"] is None else Step(*state["last"])
+        self._best = state["best"]
+        self._optimiser.load_state(state)
+
+    def hyperparameters(self) -> tuple[Estimated, ...]:
+        coordinates = self._optimiser.coordinates
+        if self._assessed is None:
+            return without_errors(coordinates)
+        return estimated(
+            coordinates,
+            coordinates.read(),
+            self._assessed.curvature.matrix,
+            self._assessed.ridge,
+            self._assessed.held,
+        )
+
+    def irrelevant(self) -> tuple[str, ...]:
+        if self._assessed is None:
+            return ()
+        return irrelevant_inputs(self._optimiser.coordinates, self._assessed.curvature.matrix)
+
+
+def _ended(found: Assessment, blur: float, limit: float) -> FitStatus:
+    """The status of a fit with nothing left to gain that can be seen, but for so many nats of noise."""
+    if found.held.any():
+        return FitStatus.BOUND
+    return FitStatus.CONVERGED if blur <= limit else FitStatus.NOISE
+
+
+class AdamLoop(Loop):
+    """Adam, or the method's own optimiser."""
+
+    method = "adam"
+
+    def __init__(self, optimiser: AdamSteps, history: list[HistoryRow], max_steps: int, reason: str) -> None:
+        super().__init__(optimiser.mll, history, max_steps, reason)
+        self._optimiser = optimiser
+
+    @property
+    def steps(self) -> int:
+        return len(self.history)
+
+    def advance(self) -> FitStatus | None:
+        if self.steps >= self.max_steps:
+            return FitStatus.BUDGET
+        start = time.perf_counter()
+        value, sem, length = self._optimiser.step()
+        epochs = getattr(self.mll.report, "epochs", None)
+        self.history.append(
+            HistoryRow(self.steps + 1, value, sem, None, None, length, epochs, time.perf_counter() - start)
+        )
+        # Values of mini-batches rise and fall long before the end, and a schedule is made for all of its steps.
+        values = [row.value for row in self.history]
+        if not self._optimiser.is_sampled and has_stalled(values, LEFT / self.mll.model.train_targets.numel()):
+            return FitStatus.NOISE if sem else FitStatus.CONVERGED
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return self._optimiser.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes what `state()` gave. Raises ValueError, and changes nothing, where it does not fit."""
+        self._optimiser.load_state(state)
+
+    def hyperparameters(self) -> tuple[Estimated, ...]:
+        coordinates = Coordinates(self.mll)
+        return without_errors(coordinates)
