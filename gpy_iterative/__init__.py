@@ -1,4 +1,4 @@
-"""Gaussian processes at scale for GPyTorch: swap the marginal log likelihood, keep everything else."""
+"""Gaussian processes at scale for GPyTorch: replace the marginal log likelihood, keep everything else."""
 
 from gpy_iterative import (
     errors,
@@ -19,7 +19,7 @@ from gpy_iterative import (
 from gpy_iterative.fitting.fit import fit
 from gpy_iterative.fitting.subsets import initialize_from_subsets
 
-#: Semantic version: the one place where it is set.
+#: Semantic version, set only here.
 __version__ = "0.1.0"
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""Posterior functions and `gpi.fit` in BoTorch: the only module that imports it, and that nothing else imports.
+"""Posterior functions and `gpi.fit` for BoTorch. Only this module imports BoTorch; no other imports this module.
 
-BoTorch is an extra. Its import changes process-wide settings of linear_operator and GPyTorch, which is why
-`import gpy_iterative` does without it: write `from gpy_iterative.botorch import SamplePathModel`.
+BoTorch is an extra, and its import changes process-wide settings of linear_operator and GPyTorch. So import this module
+explicitly: `from gpy_iterative.botorch import SamplePathModel`.
 """
 
 import copy
@@ -31,17 +31,17 @@ __all__ = ["SamplePathModel", "fit_average_information"]
 def fit_average_information(
     mll: MarginalLogLikelihood, *, closure: object = None, progress: bool = False, **options: Any
 ) -> OptimizationResult:
-    """`gpi.fit` as an optimiser of BoTorch: `fit_gpytorch_mll(mll, optimizer=fit_average_information)`.
+    """`gpi.fit` as a BoTorch optimiser: `fit_gpytorch_mll(mll, optimizer=fit_average_information)`.
 
     Args:
-        mll: one of this package, of a BoTorch model.
-        closure: None. The steps need the curvature, which no closure gives.
-        progress: whether a bar is shown.
-        options: of `gpy_iterative.fit`, by BoTorch's `optimizer_kwargs=`.
+        mll: of this package, for a BoTorch model.
+        closure: must be None, as no closure gives the curvature.
+        progress: whether to show a bar.
+        options: of `gpy_iterative.fit`, from BoTorch's `optimizer_kwargs=`.
 
     Returns:
-        BoTorch's result; `message` is the advice of the fit's status. A fit that stagnates warns with an
-        OptimizationWarning, after which BoTorch starts again from hyperparameters drawn from their priors.
+        BoTorch's result; `message` is the status' advice. A stagnated fit gives an OptimizationWarning, after which BoTorch
+        restarts from hyperparameters drawn from their priors.
 
     Raises:
         ValueError: a closure was given.
@@ -63,19 +63,18 @@ def fit_average_information(
 
 
 class SamplePathModel(DeterministicModel):
-    """Posterior functions as one of BoTorch's deterministic models, in the units of `model.posterior`.
+    """Posterior functions as a BoTorch deterministic model, in the units of `model.posterior`.
 
-    It does what `botorch.sampling.pathwise.get_matheron_path_model(model, sample_shape=torch.Size([k]))` does, without a
-    dense factor of the training data: `optimize_posterior_samples(paths, bounds)` takes it, and
-    `PathwiseThompsonSampling(model)` when it is set as its `samples`, with `batch_size` k.
+    Like `botorch.sampling.pathwise.get_matheron_path_model(model, sample_shape=torch.Size([k]))`, but without a dense
+    factor of the training data. Use it in `optimize_posterior_samples(paths, bounds)`, or as the `samples` of
+    `PathwiseThompsonSampling(model)` with `batch_size` k.
 
     Args:
-        model: the model that the paths come from, a SingleTaskGP for one. Its input transform is applied to what the
-            functions are asked for, and its outcome transform is undone; both as they are now.
+        model: model of the paths, such as a SingleTaskGP. Its present input and outcome transforms are copied and applied.
         paths: `mll.posterior().sample_paths(k)`.
 
     Raises:
-        TypeError: no BoTorch model of exact Gaussian processes, or one of several tasks.
+        TypeError: no exact BoTorch Gaussian process, or a multitask one.
         ValueError: a batch of models.
     """
 
@@ -87,7 +86,7 @@ class SamplePathModel(DeterministicModel):
         super().__init__()
         self.paths = paths
         self._num_outputs = model.num_outputs
-        # Other names than BoTorch's own, by which it would apply them once more.
+        # Not BoTorch's names: it would apply them again.
         self._to_model = copy.deepcopy(getattr(model, "input_transform", None))
         self._from_model = copy.deepcopy(getattr(model, "outcome_transform", None))
         self.eval()
@@ -98,19 +97,19 @@ class SamplePathModel(DeterministicModel):
         return torch.Size([self.paths.num_paths])
 
     def train(self, mode: bool = True) -> "SamplePathModel":
-        """Stays in evaluation mode: in training transforms learn from what they see."""
+        """Stays in evaluation mode: in training mode, transforms adapt to their inputs."""
         return super().train(False)
 
     def forward(self, X: Tensor) -> Tensor:
-        """The functions at X, in the units of the data that the model was given.
+        """The functions at X, in the units of the model's data.
 
         Args:
-            X: [t, d] or [*b, 1, t, d] for all functions at the same points, [*b, k, t, d] for each at its own.
+            X: [t, d] or [*b, 1, t, d] for shared points, [*b, k, t, d] for separate ones.
 
         Returns:
-            [k, t, m] or [*b, k, t, m] for m outputs. Differentiable with respect to X.
+            [k, t, m] or [*b, k, t, m] for m outputs. Differentiable in X.
 
-        Own points cost as much as k times the points of one function: the kernel is evaluated once for each.
+        Separate points cost as much as k times the points of one function.
         """
         num_paths = self.paths.num_paths
         if X.dim() > 2 and X.shape[-3] not in (1, num_paths):
@@ -134,6 +133,6 @@ class SamplePathModel(DeterministicModel):
 
 
 def _lists_outputs_first(model: GPyTorchModel) -> bool:
-    """Whether outputs are a batch dimension; tasks are a column of the inputs."""
+    """Whether outputs are a batch dimension; tasks are an input column."""
     has_one = model.num_outputs == 1 and not isinstance(model, MultiTaskGPyTorchModel)
     return has_one or isinstance(model, BatchedMultiOutputGPyTorchModel)

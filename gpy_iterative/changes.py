@@ -1,8 +1,7 @@
-"""Whether tensors are still what they were: by version, at no cost, or by value.
+"""Detection of changed tensors, by version (free) or by value.
 
-A version counts what is written to a tensor by torch's in-place operations. It does not count what goes through `.data`, as
-GPyTorch's `initialize` does: hyperparameters are compared by value. Inference tensors have no version, and are compared by
-value too.
+Versions count in-place operations of torch, but not writes through `.data`, such as GPyTorch's `initialize`: compare
+hyperparameters by value. Inference tensors have no version and are compared by value.
 """
 
 import weakref
@@ -16,29 +15,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SeenValues:
-    """Tensors recognised by shape, dtype, device and values, of which it keeps copies."""
+    """Tensors recognised by shape, dtype, device and copied values."""
 
     values: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> "SeenValues":
-        """The values that these tensors have now."""
+        """The present values of these tensors."""
         return cls(tuple(tensor.detach().clone() for tensor in tensors))
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors have the same values. Cost: one pass over them."""
+        """Whether the values are equal. Cost: one pass."""
         return len(tensors) == len(self.values) and all(map(same_tensor, self.values, tensors))
 
 
 @dataclass(frozen=True)
 class SeenVersions:
-    """Tensors recognised by identity and version; inference tensors by identity and value. Keeps none of them alive.
+    """Tensors recognised by identity and version; inference tensors by identity and value. Holds only weak references.
 
     Attributes:
         references: to the tensors.
-        states: their versions, and their layouts in the base where views are compared.
-        views: whether another view of the same entries of the same tensor counts as the tensor.
-        values: copies of those that are inference tensors.
+        states: versions, and for views their layouts in the base.
+        views: whether another view of the same entries counts as the tensor.
+        values: copies of the inference tensors.
     """
 
     references: tuple[weakref.ref[Tensor], ...] = ()
@@ -48,16 +47,12 @@ class SeenVersions:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], *, views: bool = False) -> "SeenVersions":
-        """These tensors, as they are now."""
         seen = [_as_seen(tensor, views) for tensor in tensors]
         references, states = tuple(weakref.ref(tensor) for tensor, _ in seen), tuple(state for _, state in seen)
         return cls(references, states, views, SeenValues.of(filter(Tensor.is_inference, tensors)))
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the same tensors, and nothing has been written to them since.
-
-        Cost: one pass over those that are inference tensors.
-        """
+        """Whether these are the same, unchanged tensors. Cost: one pass over inference tensors."""
         seen = [_as_seen(tensor, self.views) for tensor in tensors]
         return (
             self.states == tuple(state for _, state in seen)
@@ -66,15 +61,15 @@ class SeenVersions:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeenVersions, ()  # copies and pickles know nothing: versions are not copied with tensors
+        return SeenVersions, ()  # versions do not follow copies and pickles
 
 
 @dataclass(frozen=True)
 class SeenData:
-    """Data recognised by version where the tensors are the same, and by value where others have replaced them.
+    """Data recognised by version for the same tensors, by value for others.
 
-    Keeps the tensors and copies nothing. Another dtype or device is no other data. A tensor that requires gradients is
-    learned: it may move, and only its shape is compared. Writes to inference tensors are not seen.
+    Keeps the tensors without copies. Dtype and device may change. Tensors that require gradients are learned: only their
+    shape is compared. Writes to inference tensors are not detected.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -82,12 +77,11 @@ class SeenData:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "SeenData":
-        """These tensors, as they are now."""
         kept = tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
         return cls(kept, SeenVersions.of(_counting_writes(kept, tensors)))
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the same data. Cost: one pass over those that are other tensors."""
+        """Whether the data are equal. Cost: one pass over replaced tensors."""
         return (
             len(tensors) == len(self.tensors)
             and self.versions.are(_counting_writes(self.tensors, tensors))
@@ -95,11 +89,11 @@ class SeenData:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeenData.of, (self.tensors,)  # versions are not copied with tensors
+        return SeenData.of, (self.tensors,)  # versions do not follow copies
 
 
 def same_tensor(left: Tensor, right: Tensor) -> bool:
-    """Equal shape, dtype, device and values; NaN equals NaN, since missing targets are NaN."""
+    """Equal shape, dtype, device and values; NaN equals NaN, as missing targets are NaN."""
     if left is right:
         return True
     if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
@@ -110,7 +104,7 @@ def same_tensor(left: Tensor, right: Tensor) -> bool:
 
 
 def _as_seen(tensor: Tensor, views: bool) -> tuple[Tensor, object]:
-    """The tensor that is recognised (the one behind a view where views are compared), and its state."""
+    """The recognised tensor (a view's base with `views`), and its state."""
     version = None if tensor.is_inference() else tensor._version
     if not views:
         return tensor, version
@@ -119,7 +113,7 @@ def _as_seen(tensor: Tensor, views: bool) -> tuple[Tensor, object]:
 
 
 def _counting_writes(tensors: Sequence[Tensor], originals: Sequence[Tensor]) -> list[Tensor]:
-    """Those that are not learned, and have a version."""
+    """Tensors with a version that are not learned."""
     pairs = zip(tensors, originals, strict=True)
     return [tensor for tensor, original in pairs if not original.requires_grad and not tensor.is_inference()]
 

@@ -1,8 +1,7 @@
-"""What can go wrong, in words that say what to do about it.
+"""Errors and warnings, with advice in their messages.
 
-The classes inherit from the errors and warnings that GPyTorch and BoTorch already know, so that
-their code treats ours as it should: BoTorch's line search steps over a `NanError`, drops an
-attempt on a `NotPSDError`, and lets a `NumericalWarning` pass.
+They inherit from those of GPyTorch and BoTorch, whose code then handles them: BoTorch's line search steps over a
+`NanError`, drops an attempt on a `NotPSDError`, and lets a `NumericalWarning` pass.
 """
 
 import sys
@@ -12,12 +11,12 @@ import torch
 from linear_operator.utils.errors import NanError, NotPSDError
 from linear_operator.utils.warnings import NumericalWarning
 
-#: Between a user's line and ours, with what wraps functions: a warning points at none of their lines.
+#: Packages between a user's line and ours: warnings skip their lines.
 _BETWEEN = {"gpy_iterative", "gpytorch", "torch", "linear_operator", "botorch", "scipy", "contextlib", "functools"}
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """As `warnings.warn`, pointing at the user's line, however far down it was called from."""
+    """`warnings.warn` that points at the user's line, at any depth."""
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
@@ -25,49 +24,49 @@ def warn(message: str, category: type[Warning]) -> None:
 
 
 def float64_first(dtype: torch.dtype) -> str:
-    """The first words of an advice: float64, unless the dtype is that already."""
+    """Start of an advice, empty in float64."""
     return "" if dtype == torch.float64 else "use float64, "
 
 
 class NonFiniteError(NanError):
-    """A NaN or an infinity appeared during a computation; nothing was changed by it."""
+    """A NaN or an infinity appeared; nothing was changed."""
 
 
 class NotPositiveDefiniteError(NotPSDError):
-    """A matrix that must be positive definite is not, even after the jitter ladder."""
+    """A matrix is not positive definite, even after the jitter ladder."""
 
 
 class SpectralDensityMissingError(RuntimeError):
-    """Random features were asked for from a kernel that has no registered spectral density."""
+    """A kernel without registered spectral density has no random features."""
 
 
 class UnsupportedLikelihoodError(RuntimeError):
-    """The marginal log likelihood cannot be formed with this likelihood; the text names what can."""
+    """Unsupported likelihood; the message names supported ones."""
 
 
 class RanksDisagreeError(RuntimeError):
-    """The processes that share a kernel matrix were given different data, seeds or hyperparameters."""
+    """Processes with a shared kernel matrix have different data, seeds or hyperparameters."""
 
 
 class RankLostError(RuntimeError):
-    """Another of the processes that share a kernel matrix ended, or does not answer in time."""
+    """Another process with the shared kernel matrix ended, or timed out."""
 
 
 class ConvergenceWarning(NumericalWarning):
-    """A linear solver stopped before it reached its tolerance; the text says which lever helps."""
+    """A linear solver stopped before its tolerance; the message gives advice."""
 
 
 class VarianceWarning(NumericalWarning):
-    """A stochastic estimate is noisier than what it is used for."""
+    """A stochastic estimate is too noisy for its use."""
 
 
 class BiasWarning(NumericalWarning):
-    """An estimator was set up so that its optimum is not that of what it estimates; the text says which lever helps."""
+    """An estimator's settings bias its optimum; the message gives advice."""
 
 
 class ApproximationWarning(NumericalWarning):
-    """An approximation is too coarse, or is used in a way, for its numbers to mean what they seem to."""
+    """An approximation is too coarse or misused, so that its numbers mislead."""
 
 
 class DataWarning(NumericalWarning):
-    """Training data have a scale, copies or constant columns that a fit cannot do much with; the text says what to do."""
+    """Unsuitable training data (scale, copies, constant columns); the message gives advice."""

@@ -1,4 +1,4 @@
-"""Kernels that run matrix-free wherever GPyTorch expects a kernel, and kernels with finitely many features."""
+"""Matrix-free kernels, and kernels with finitely many features."""
 
 from gpy_iterative.exact.matrix_free_kernel import MatrixFreeKernel
 from gpy_iterative.features.kernels import (

@@ -1,4 +1,4 @@
-"""Likelihoods that GPyTorch lacks, and what Laplace's method knows of all others."""
+"""Likelihoods that GPyTorch lacks, and tools of Laplace's method."""
 
 from gpy_iterative.laplace.likelihoods.bernoulli import LogitBernoulliLikelihood
 from gpy_iterative.laplace.likelihoods.curvature import BlockCurvature, Curvature, DiagonalCurvature, SoftmaxCurvature

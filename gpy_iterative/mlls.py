@@ -1,4 +1,4 @@
-"""Marginal log likelihoods: what a training loop calls in place of GPyTorch's own."""
+"""Marginal log likelihoods that replace GPyTorch's own."""
 
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood, IterativeMarginalLogLikelihood
 from gpy_iterative.exact.hutchinson import HutchinsonMarginalLogLikelihood

@@ -1,4 +1,4 @@
-"""Models beyond GPyTorch's ExactGP, and the bases of those in weight space."""
+"""Models beyond GPyTorch's ExactGP, and bases of weight-space models."""
 
 from gpy_iterative.laplace.model import IterativeLaplaceGP
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis

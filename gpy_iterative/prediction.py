@@ -1,4 +1,4 @@
-"""Posteriors: of exact Gaussian processes from the training solves, of others around their mode."""
+"""Posteriors of exact Gaussian processes and of Laplace and weight-space models."""
 
 from gpy_iterative.exact.prediction.covariance import PosteriorCovarianceLinearOperator
 from gpy_iterative.exact.prediction.posterior import PathwisePosterior

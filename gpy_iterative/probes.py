@@ -1,4 +1,4 @@
-"""Distributions of probe vectors, for estimators of your own."""
+"""Probe vector distributions, for your own estimators."""
 
 from gpy_iterative.exact.probes import (
     ExactPrior,

@@ -1,4 +1,4 @@
-"""Progress of long operations, as `progress=` reports it."""
+"""Progress of long operations."""
 
 from gpy_iterative.training.progress import Progress, ProgressReport
 

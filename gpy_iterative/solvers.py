@@ -1,4 +1,4 @@
-"""Solvers for linear systems with the kernel matrix, and for the mode of Laplace's method."""
+"""Solvers for kernel matrices, and for the mode of Laplace's method."""
 
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver
 from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky

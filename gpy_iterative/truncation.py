@@ -1,4 +1,4 @@
-"""Distributions over where a truncated series stops."""
+"""Distributions of the number of terms of a truncated series."""
 
 from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, FixedTruncation, Truncation
 

@@ -1,11 +1,11 @@
 """Threads that share the parts of a computation.
 
-Torch divides every operation among OpenMP's threads, which wait for each other at its end. Where another process holds one
-of the processors, each of the thousands of operations of a training step waits for a thread that is not running. So the
-work is divided above torch: worker threads take the next part, some tiles for example, and every operation inside runs on
-one thread. Nobody waits before the parts run out, and a worker that never gets to run takes none.
+Torch divides each operation among OpenMP's threads, which wait for each other at its end. If another process holds a
+processor, each operation waits for a thread that does not run. So the work is divided above torch: each worker takes the
+next part, such as some tiles, and runs its operations on one thread. Nobody waits before the parts run out, and a blocked
+worker takes none.
 
-The number of threads is torch's own setting, `torch.set_num_threads`.
+The number of threads is `torch.set_num_threads`.
 """
 
 import os
@@ -23,32 +23,32 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 CPU = torch.device("cpu")
-#: Parts for every thread. With one each, all wait for the slowest; each part of a sum costs a copy of its result.
+#: With one part per thread, all wait for the slowest; each part of a sum costs a copy of its result.
 PARTS_PER_THREAD = 2
 
-#: Torch keeps the number of OpenMP's threads for each thread. Other parallel backends know one number for all.
+#: OpenMP has a number of threads per thread. Other backends have one number for all.
 _HAS_OWN_NUMBERS = "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
 
 
 class _Setting(threading.local):
-    """The number of threads that the user set, while torch's own operations run on one."""
+    """The user's number of threads, while torch runs on one."""
 
     number: int | None = None
 
 
 class _Pool:
-    """The worker threads of this process, made when they are first needed."""
+    """The worker threads of this process, made on first use."""
 
     def __init__(self) -> None:
-        # The number that new threads of the process start with is the one that was set last, by whichever thread. A
-        # thread of its own sets it to what it was whenever another thread has changed its own number.
+        # New threads start with the number last set by any thread. A separate thread restores that after another changes
+        # its own.
         self._keeper = ThreadPoolExecutor(1, "gpy_iterative-setting")
         self._workers: ThreadPoolExecutor | None = None
         self._lock, self._starting = threading.Lock(), threading.Lock()
 
     @property
     def workers(self) -> ThreadPoolExecutor:
-        """All of them started: a thread that begins while a late one changes its number would take that for its own."""
+        """All started: a thread that begins while a late one changes its number would inherit that."""
         with self._starting:
             if self._workers is None:
                 number = max(os.cpu_count() or 1, 2)
@@ -60,7 +60,7 @@ class _Pool:
         return self._workers
 
     def set_own_number(self, number: int) -> int:
-        """Sets how many threads torch's operations take in the calling thread only; returns what it was."""
+        """Sets torch's threads for the calling thread only; returns the old number."""
         with self._lock:
             before = torch.get_num_threads()
             torch.set_num_threads(number)
@@ -83,7 +83,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def num_threads() -> int:
-    """How many threads share a computation that is divided: torch's setting, of the calling thread."""
+    """Threads of a divided computation: torch's setting, of the calling thread."""
     if _setting.number is not None:
         return _setting.number
     return torch.get_num_threads() if _HAS_OWN_NUMBERS else 1
@@ -91,10 +91,10 @@ def num_threads() -> int:
 
 @contextmanager
 def divided() -> Iterator[None]:
-    """Inside, torch's operations run on the calling thread alone; what is to be divided is given to `run`.
+    """Inside, torch runs on the calling thread alone; give parallel work to `run`.
 
-    Entering takes some 50 microseconds, nothing inside of another one or where there is one thread. Torch's setting is
-    as it was afterwards, and other threads do not see the change.
+    Entering takes about 50 microseconds, or nothing when nested or with one thread. Torch's setting is restored; other
+    threads see no change.
     """
     number = num_threads()
     if number == 1 or _setting.number is not None:
@@ -110,9 +110,9 @@ def divided() -> Iterator[None]:
 
 
 def shares(items: Sequence[Item], device: torch.device = CPU) -> list[Sequence[Item]]:
-    """Neighbouring items together, in as many shares of nearly the same length as `run` has use for: at least one.
+    """Splits the items into contiguous shares of similar length for `run`: at least one.
 
-    On a device other than a CPU there is one.
+    A device other than a CPU gets one.
     """
     number = num_threads()
     count = min(PARTS_PER_THREAD * number, len(items))
@@ -123,7 +123,7 @@ def shares(items: Sequence[Item], device: torch.device = CPU) -> list[Sequence[I
 
 
 class _Work(Generic[Result]):
-    """Tasks that several threads take one by one. The first exception ends it."""
+    """Tasks taken one by one by several threads. The first exception ends it."""
 
     def __init__(self, tasks: Sequence[Callable[[], Result]]) -> None:
         self._next = iter(enumerate(tasks))
@@ -133,7 +133,6 @@ class _Work(Generic[Result]):
         self.error: BaseException | None = None
 
     def take(self) -> None:
-        """Takes tasks until there are none."""
         is_grad_enabled, is_inference = self._modes
         with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad_enabled):
             while (taken := self._taken()) is not None:
@@ -148,25 +147,24 @@ class _Work(Generic[Result]):
             return None if self.error is not None else next(self._next, None)
 
     def end(self, error: BaseException) -> None:
-        """No further task is taken."""
+        """Stops taking tasks."""
         with self._lock:
             self.error = self.error or error
 
     def outcome(self) -> tuple[dict[int, Result], BaseException | None]:
-        """Results and error, handed out: the pool's queue holds this object until a worker gets to see its cancellation."""
+        """Results and error, released here: the pool's queue keeps this object until a worker sees its cancellation."""
         results, error = self.results, self.error
         self._next, self.results, self.error = iter(()), {}, None
         return results, error
 
 
 def run(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
-    """What the tasks return, in their order, run on the calling thread and on as many workers as there is use for.
+    """The tasks' results in order, from the calling thread and workers.
 
-    Which thread takes which task is chance: tasks must not depend on one another. Grad mode and inference mode are the
-    caller's.
+    Tasks must be independent: threads take them in any order. Grad and inference mode are the caller's.
 
     Raises:
-        The first exception of a task, after the tasks that had begun have ended; tasks that had not are left out.
+        The first exception of a task, after started tasks have ended; others are skipped.
     """
     number = min(num_threads(), len(tasks))
     if number <= 1:
@@ -177,12 +175,12 @@ def run(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
         workers = [pool.submit(work.take) for _ in range(number - 1)]
         try:
             work.take()
-        except BaseException as error:  # an interrupt from the keyboard, between two tasks
+        except BaseException as error:  # Ctrl-C between two tasks
             work.end(error)
             raise
         finally:
             for worker in workers:
-                if not worker.cancel():  # one that has not begun is not waited for
+                if not worker.cancel():  # does not wait for workers that have not begun
                     worker.result()
     results, error = work.outcome()
     if error is not None:
@@ -193,7 +191,7 @@ def run(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
 def summed(
     task: Callable[[Sequence[Item]], list[torch.Tensor]], items: Sequence[Item], device: torch.device
 ) -> list[torch.Tensor]:
-    """Sums over all items, from new tensors that `task` finds for each share of them on a device."""
+    """Sums over all items: `task` returns new tensors for each share."""
     totals, *others = run([partial(task, share) for share in shares(items, device)])
     for other in others:
         for total, part in zip(totals, other, strict=True):

@@ -1,6 +1,5 @@
-"""Commands for a table of one's own: `python -m gpy_iterative fit my.csv --target price`, then `predict`.
+"""Commands for CSV tables: `python -m gpy_iterative fit my.csv --target price`, then `predict`.
 
-Begin with `commands.py`, which has both from beginning to end; `columns.py` turns cells into numbers, `model.py` is the
-Gaussian process and its file. It may import everything below it: the faces, `fitting/` and what that may import. Nothing
-imports it but `__main__.py` of the package.
+Begin with `commands.py`; `columns.py` encodes cells, `model.py` is the Gaussian process and its file. May import everything
+below it: the public modules, `fitting/` and its imports. Only `__main__.py` imports it.
 """

@@ -1,4 +1,4 @@
-"""What the commands are called with."""
+"""Arguments of the commands."""
 
 import argparse
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from gpy_iterative import __version__
 
 
 def parser(fit: Callable[..., None], predict: Callable[..., None]) -> argparse.ArgumentParser:
-    """Of a command line: `command` is one of the two functions, all other arguments are its own."""
+    """The parser: `command` is one of the two functions, the rest its arguments."""
     whole = argparse.ArgumentParser(prog="python -m gpy_iterative", description="Gaussian processes on CSV files.")
     whole.add_argument("--version", action="version", version=__version__)
     commands = whole.add_subparsers(required=True, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""Columns of a table as numbers: numbers, ISO dates in days, and a 0-1 input for each level of a category."""
+"""Numeric columns: numbers, ISO dates in days, a 0-1 input per level of a category."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,23 +9,23 @@ import numpy as np
 
 from gpy_iterative.command_line.table import BadInputError
 
-#: Cells without a value, in small letters.
+#: Lower-case cells without a value.
 MISSING = frozenset({"", "na", "n/a", "#n/a", "<na>", "nan", "null", "none"})
-#: Stands for the level of an empty cell.
+#: Level of an empty cell.
 EMPTY = "(empty)"
-#: More different texts than this are no categories.
+#: Most levels of a category.
 MAX_LEVELS = 20
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def number(cell: str) -> float:
-    """The value of a cell, NaN for a missing or infinite one. Raises ValueError for text."""
+    """A cell's value, NaN if missing or infinite. Raises ValueError for text."""
     value = math.nan if cell.lower() in MISSING else float(cell)
     return value if math.isfinite(value) else math.nan
 
 
 def days(cell: str) -> float:
-    """Days from 1970 to an ISO date or time (UTC where it names no zone), NaN for a missing one. Raises ValueError."""
+    """Days from 1970 to an ISO date or time (default UTC), NaN if missing. Raises ValueError."""
     if cell.lower() in MISSING:
         return math.nan
     when = datetime.fromisoformat(cell)
@@ -37,12 +37,12 @@ PARSERS: dict[str, Callable[[str], float]] = {"number": number, "date": days}
 
 @dataclass(frozen=True)
 class Column:
-    """How cells become inputs.
+    """Encoding of cells.
 
     Attributes:
         name: of the column.
         kind: "number", "date" or "category".
-        levels: the texts of a category; a missing one is a text, too.
+        levels: texts of a category, including the missing one.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Column:
 
     @classmethod
     def of(cls, name: str, cells: Sequence[str]) -> "Column":
-        """The first kind that all cells fit. Raises BadInputError for text with more than `MAX_LEVELS` levels."""
+        """The first kind that fits all cells. Raises BadInputError for more than `MAX_LEVELS` levels."""
         strange = {kind: _first_strange(cells, parse) for kind, parse in PARSERS.items()}
         for kind, row in strange.items():
             if row is None:
@@ -67,20 +67,18 @@ class Column:
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the inputs."""
         return [f"{self.name}={level or EMPTY}" for level in self._input_levels] or [self.name]
 
     def __str__(self) -> str:
-        """Name, kind and levels, for a reader."""
         return f"{self.name}: {self.kind} {', '.join(level or EMPTY for level in self.levels)}".rstrip()
 
     @property
     def _input_levels(self) -> tuple[str, ...]:
-        """Of two levels, one says everything."""
+        """Two levels need only one input."""
         return self.levels[1:] if len(self.levels) == 2 else self.levels
 
     def encode(self, cells: Sequence[str]) -> np.ndarray:
-        """Inputs [n, k], NaN where a number or a date is missing. Raises BadInputError for cells of another kind."""
+        """Inputs [n, k], NaN for missing numbers and dates. Raises BadInputError for cells of another kind."""
         if self.kind == "category":
             self._check_levels(cells)
             return np.array([[float(cell == level) for level in self._input_levels] for cell in cells])
@@ -92,7 +90,7 @@ class Column:
         return np.array([[PARSERS[self.kind](cell)] for cell in cells])
 
     def _check_levels(self, cells: Sequence[str]) -> None:
-        """Raises BadInputError for a level that is not known."""
+        """Raises BadInputError for an unknown level."""
         for row, cell in enumerate(cells, 1):
             if cell not in self.levels:
                 strange, *known = (repr(text) if text else EMPTY for text in (cell, *self.levels))
@@ -103,7 +101,7 @@ class Column:
 
 
 def _first_strange(cells: Sequence[str], parse: Callable[[str], float]) -> int | None:
-    """The first row that cannot be parsed; None where all can."""
+    """The first row that does not parse, or None."""
     for row, cell in enumerate(cells):
         try:
             parse(cell)

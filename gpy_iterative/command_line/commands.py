@@ -1,4 +1,4 @@
-"""The commands: `fit` reads, fits, tests and saves; `predict` reads a saved model and predicts new rows."""
+"""The commands `fit` and `predict`."""
 
 import sys
 import warnings
@@ -20,15 +20,15 @@ from gpy_iterative.fitting.fit import fit
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.prediction import PathwisePosterior
 
-#: Up to here float64 is cheap, and more steps on all rows cost less than a start from fits to subsets.
+#: Up to here float64 is cheap, and a start from subsets costs more than it saves.
 ROWS_OF_CHEAP_STEPS = 20_000
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the command of a command line, None for that of the process.
+    """Runs a command line; None is that of the process.
 
-    Returns the exit code: 2, with one sentence on stderr, for bad input. Help, version and unknown options end the process,
-    by argparse.
+    Returns the exit code: 2, with one sentence on stderr, for bad input. For help, version and unknown options argparse
+    ends the process.
     """
     arguments = vars(parser(fit_table, predict_table).parse_args(words))
     with warnings.catch_warnings():
@@ -53,7 +53,7 @@ def fit_table(
     checkpoint: Path | None,
     plot: Path | None,
 ) -> None:
-    """Learns the target from the other columns; prints a report and saves the model. Raises BadInputError."""
+    """Fits, tests and saves a model. Raises BadInputError."""
     output = output or table.with_suffix(".gpi.pt")
     check_outputs(table, [path for path in (output, checkpoint, plot) if path is not None])
     if plot is not None:
@@ -77,13 +77,13 @@ def fit_table(
 
 
 def split(n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Numbers of the rows to learn from, and of the tenth that is held out."""
+    """Numbers of the training rows, and of the held-out tenth."""
     shuffled = torch.from_numpy(np.random.default_rng(seed).permutation(n))
     return shuffled[n // 10 :], shuffled[: n // 10]
 
 
 def data_lines(data: TrainingData, num_kept: int) -> list[str]:
-    """What is learned from what."""
+    """Describes rows and inputs."""
     return [
         f"{num_kept} rows to learn from, {len(data.targets) - num_kept} held out; inputs:",
         *(f"  {column}" for column in data.columns),
@@ -92,7 +92,7 @@ def data_lines(data: TrainingData, num_kept: int) -> list[str]:
 
 
 def fitted(mll: HutchinsonMarginalLogLikelihood, max_steps: int | None, checkpoint: Path | None) -> FitResult:
-    """Trains to the optimum, under a bar. Raises BadInputError for a checkpoint or data that the fit refuses."""
+    """Trains with a progress bar. Raises BadInputError for a checkpoint or data that the fit refuses."""
     is_large = len(mll.model.train_targets) > ROWS_OF_CHEAP_STEPS
     try:
         return fit(mll, start="subsets" if is_large else "current", max_steps=max_steps, checkpoint=checkpoint)
@@ -101,7 +101,7 @@ def fitted(mll: HutchinsonMarginalLogLikelihood, max_steps: int | None, checkpoi
 
 
 def predict_table(model: Path, table: Path, output: Path | None) -> None:
-    """Writes the rows with mean and standard deviation of the target, empty beside gaps. Raises BadInputError."""
+    """Writes rows with mean and standard deviation of the target, empty for incomplete rows. Raises BadInputError."""
     output = output or table.with_suffix(".predictions.csv")
     check_outputs(table, [output])
     loaded = TableModel.load(model)
@@ -123,7 +123,7 @@ def predict_table(model: Path, table: Path, output: Path | None) -> None:
 
 
 def check_outputs(table: Path, outputs: Sequence[Path]) -> None:
-    """Raises BadInputError, before any work, where a file cannot be written or would replace the table."""
+    """Raises BadInputError for a file that cannot be written or would replace the table."""
     for path in outputs:
         if path.is_dir() or not path.parent.is_dir():
             raise BadInputError(f"{path} cannot be written: it is a folder, or its folder does not exist.")

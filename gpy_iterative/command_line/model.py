@@ -1,4 +1,4 @@
-"""The Gaussian process of a table, with all that predictions in the table's units need, and its file."""
+"""The Gaussian process of a table, with units and file."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,18 +14,17 @@ from gpy_iterative.command_line.columns import Column
 from gpy_iterative.command_line.table import BadInputError
 from gpy_iterative.prediction import PathwisePosterior
 
-#: Raised whenever older files cannot be read any more.
+#: Raise it when older files become unreadable.
 FORMAT = 1
-#: Rows that are predicted at a time.
+#: Rows per prediction.
 CHUNK = 4096
 
 
 class Regression(gpytorch.models.ExactGP):
-    """A constant mean, and a Matern-5/2 kernel with a lengthscale for every input, in the dtype of the data.
+    """A constant mean and a Matern-5/2 kernel with a lengthscale per input, in the dtype of the data.
 
-    Lengthscales begin at the square root of d, as distances of standardised inputs grow (Hvarfner, Hellsten and Nardi 2024,
-    "Vanilla Bayesian Optimization Performs Great in High Dimensions"): from shorter ones, levels of a category may end
-    as strangers to one another.
+    Lengthscales start at sqrt(d), as distances of standardised inputs grow (Hvarfner, Hellsten and Nardi 2024, "Vanilla
+    Bayesian Optimization Performs Great in High Dimensions"): with shorter ones, levels of a category may end uncorrelated.
     """
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
@@ -43,29 +42,28 @@ class Regression(gpytorch.models.ExactGP):
 
 @dataclass(frozen=True)
 class Units:
-    """What is subtracted from a column [] or from several [d], and what they are then divided by."""
+    """Shift and divisor of one column [] or several [d]."""
 
     mean: Tensor
     scale: Tensor
 
     @classmethod
     def of(cls, values: Tensor) -> "Units":
-        """Mean and standard deviation of rows [n, d]; a column of these that is constant keeps its scale."""
+        """Mean and standard deviation of rows [n, d]; constant columns keep their scale."""
         scale = values.std(0, correction=0)
         return cls(values.mean(0), torch.where(scale > 0, scale, 1.0))
 
     def standardise(self, values: Tensor) -> Tensor:
-        """Rows with mean 0 and variance 1."""
         return (values - self.mean) / self.scale
 
 
 @dataclass(frozen=True)
 class TableModel:
-    """A Gaussian process of standardised columns, and how to get there from a table.
+    """A Gaussian process of standardised columns, and their encoding.
 
     Attributes:
         columns: of the inputs.
-        target: name of the column that is predicted.
+        target: predicted column.
         input_units: [d].
         target_units: [].
         regression: with its training data.
@@ -79,19 +77,19 @@ class TableModel:
 
     @classmethod
     def of(cls, columns: Sequence[Column], target: str, x: Tensor, y: Tensor, dtype: torch.dtype) -> "TableModel":
-        """The model before its fit, of inputs [n, d] and targets [n] in the table's units."""
+        """The unfitted model, from inputs [n, d] and targets [n] in the table's units."""
         units = Units.of(x), Units.of(y)
         rows = units[0].standardise(x).to(dtype), units[1].standardise(y).to(dtype)
         return cls(tuple(columns), target, *units, Regression(*rows))
 
     @property
     def inputs(self) -> dict[str, float]:
-        """Names of all d inputs, and what they are divided by."""
+        """Names and scales of all d inputs."""
         names = [name for column in self.columns for name in column.inputs]
         return dict(zip(names, self.input_units.scale.tolist(), strict=True))
 
     def predict(self, posterior: PathwisePosterior, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of observations [t] at inputs [t, d], both in the table's units and float64."""
+        """Mean and standard deviation of observations [t] at inputs [t, d], in the table's units, float64."""
         rows = self.input_units.standardise(x).to(self.regression.train_targets)
         with torch.no_grad():
             parts = [posterior.likelihood(posterior(part)) for part in rows.split(CHUNK)]
@@ -99,7 +97,7 @@ class TableModel:
         return mean * self.target_units.scale + self.target_units.mean, deviation * self.target_units.scale
 
     def save(self, path: Path, x: Tensor, y: Tensor) -> None:
-        """Writes a file that predicts from all observations [n, d], [n], in the table's units, at these hyperparameters."""
+        """Writes a model file with these observations [n, d], [n], in the table's units."""
         like = self.regression.train_targets
         data = {
             "inputs": self.input_units.standardise(x).to(like),
@@ -111,7 +109,7 @@ class TableModel:
 
     @classmethod
     def load(cls, path: Path) -> "TableModel":
-        """Reads what `save` wrote. Raises BadInputError for any other file."""
+        """Reads what `save` wrote. Raises BadInputError for other files."""
         saved = _load(path)
         regression = Regression(saved["inputs"], saved["targets"])
         regression.load_state_dict(saved["state"])

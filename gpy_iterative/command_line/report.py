@@ -1,4 +1,4 @@
-"""What a fit has learned, in words, figures and a picture, in the units of the table."""
+"""Results of a fit in the table's units, as text and plot."""
 
 import importlib.util
 import math
@@ -18,7 +18,7 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def score_lines(model: TableModel, y: Tensor, mean: Tensor, deviation: Tensor) -> list[str]:
-    """Scores of predictions [t] of held-out targets y [t], and beside them those of the normal of training targets."""
+    """Scores of predictions [t] of held-out targets y [t], and of the training targets' normal distribution."""
     plain = (parameter.expand_as(y) for parameter in (model.target_units.mean, model.target_units.scale))
     (rmse, density), (plain_rmse, plain_density) = _scores(y, mean, deviation), _scores(y, *plain)
     inside = int(((y - mean).abs() < WIDTH * deviation).sum())
@@ -38,16 +38,16 @@ def _scores(y: Tensor, mean: Tensor, deviation: Tensor) -> tuple[float, float]:
 
 
 def fit_lines(model: TableModel, result: FitResult) -> list[str]:
-    """How the fit ended, what to do about it, and what is known about each hyperparameter."""
+    """Status, advice and hyperparameters."""
     shift, scale = float(model.target_units.mean), float(model.target_units.scale)
-    rows = [  # name, and the change to the table's units: power, factor, shift
+    rows = [  # name, and conversion to the table's units: power, factor, shift
         (f"noise of {model.target} (standard deviation)", 0.5, scale, 0.0),
         (f"mean of {model.target} far from the data", 1.0, scale, shift),
         (f"variation of {model.target} around it (standard deviation)", 0.5, scale, 0.0),
         *((f"lengthscale of {name}", 1.0, factor, 0.0) for name, factor in model.inputs.items()),
     ]
     lengthscales = [each for each in result.hyperparameters if "lengthscale" in each.name]
-    useless = {  # a short one, which also changes nothing, tells rows apart
+    useless = {  # not short ones, which also change nothing but separate rows
         name
         for name, each in zip(model.inputs, lengthscales, strict=True)
         if each.name in result.irrelevant and each.value > 1
@@ -64,7 +64,7 @@ def fit_lines(model: TableModel, result: FitResult) -> list[str]:
 
 
 def _in_words(each: Estimated, name: str, power: float, factor: float, shift: float, unknown: str) -> str:
-    """Value, standard error (a factor where the value is positive) and 95 % interval."""
+    """Value, standard error (a factor for positive values) and 95 % interval."""
     value = f"  {name}: {each.value**power * factor + shift:.4g}"
     if each.at_bound:
         return f"{value}, held at its bound"
@@ -79,7 +79,7 @@ def _in_words(each: Estimated, name: str, power: float, factor: float, shift: fl
 
 
 def check_plot(path: Path) -> None:
-    """Raises BadInputError where `save_plot` could not write a picture."""
+    """Raises BadInputError if `save_plot` cannot work."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BadInputError("--plot needs matplotlib, which is not installed: pip install matplotlib.")
     if path.suffix not in PICTURES:
@@ -87,7 +87,7 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(path: Path, name: str, y: Tensor, mean: Tensor, deviation: Tensor) -> None:
-    """Held-out targets [t] over their predictions, with 95 % intervals."""
+    """Held-out targets [t] over predictions, with 95 % intervals."""
     figure = new_figure("--plot", (5, 5))
     axes = figure.subplots()
     axes.errorbar(mean, y, xerr=WIDTH * deviation, fmt="o", ms=3, lw=0.7, alpha=0.6)

@@ -1,21 +1,21 @@
-"""Tables of text: a CSV file as columns of cells, and back to a file."""
+"""CSV files as columns of cells."""
 
 import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-#: Cells by the name of their column, in the order of the file, without blanks around them.
+#: Stripped cells by column name, in the order of the file.
 Table = dict[str, Sequence[str]]
 
 
 class BadInputError(ValueError):
-    """What a command cannot use; the text is one sentence for its user."""
+    """Unusable input; the message is one sentence for the user."""
 
 
 def read_table(path: Path, needed: Iterable[str]) -> Table:
-    """A CSV file in UTF-8 with a line of column names; commas, semicolons or tabs are between its cells.
+    """Reads a UTF-8 CSV file with column names, separated by commas, semicolons or tabs.
 
-    Raises BadInputError for any other file, and where a needed column is missing.
+    Raises BadInputError for any other file, or a missing needed column.
     """
     names, *rows = _read_lines(path)
     names = [name or f"column {number}" for number, name in enumerate(names, 1)]
@@ -34,7 +34,7 @@ def read_table(path: Path, needed: Iterable[str]) -> Table:
 
 
 def _read_lines(path: Path) -> list[list[str]]:
-    """All lines but empty ones; at least one."""
+    """All nonempty lines; at least one."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()
@@ -51,7 +51,6 @@ def _read_lines(path: Path) -> list[list[str]]:
 
 
 def write_table(path: Path, table: Table) -> None:
-    """Writes a CSV file with commas."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(table)

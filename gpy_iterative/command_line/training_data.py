@@ -1,4 +1,4 @@
-"""Inputs and targets of a table to learn from."""
+"""Inputs and targets of a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from torch import Tensor
 from gpy_iterative.command_line.columns import Column
 from gpy_iterative.command_line.table import BadInputError, Table, read_table
 
-#: Fewer rows are too few to learn from and to test with.
+#: Least rows for training and testing.
 LEAST_ROWS = 20
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Rows without gaps.
+    """Complete rows.
 
     Attributes:
         columns: of the inputs.
         inputs: [n, d], float64.
         targets: [n], float64.
-        constant: names of the columns that are left out because they do not vary.
+        constant: names of excluded constant columns.
     """
 
     columns: tuple[Column, ...]
@@ -33,14 +33,14 @@ class TrainingData:
 
 
 def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_incomplete: bool) -> TrainingData:
-    """Reads a CSV file. Raises BadInputError, which says what is wrong with it and what to do."""
+    """Reads a CSV file. Raises BadInputError with advice."""
     if target in dropped:
         raise BadInputError(f"{target!r} is the target: it cannot be left out by --drop.")
     table = read_table(path, (target, *dropped))
     table = {name: table[name] for name in table if name not in dropped}
     values = _encoded(table, target)
     kept = _complete_rows(values, drop_incomplete)
-    if len(kept) < len(table[target]):  # other levels and kinds may be left
+    if len(kept) < len(table[target]):  # levels and kinds may change
         table = {name: [cells[row] for row in kept] for name, cells in table.items()}
         values = _encoded(table, target)
     constant = tuple(column.name for column, rows in values.items() if (rows == rows[0]).all())
@@ -55,13 +55,13 @@ def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_
 
 
 def _encoded(table: Table, target: str) -> dict[Column, np.ndarray]:
-    """Values [n, k] of each column; those of the target are numbers."""
+    """Values [n, k] of each column; target values are numbers."""
     columns = [Column(name, "number") if name == target else Column.of(name, table[name]) for name in table]
     return {column: column.encode(table[column.name]) for column in columns}
 
 
 def _complete_rows(values: dict[Column, np.ndarray], drop_incomplete: bool) -> np.ndarray:
-    """Numbers of the rows without gaps. Raises BadInputError for gaps that are not to be dropped, and for too few rows."""
+    """Numbers of the complete rows. Raises BadInputError for gaps without `drop_incomplete`, or too few rows."""
     gaps = {column.name: np.isnan(rows[:, 0]) for column, rows in values.items()}
     counts = [f"{name} ({rows.sum()})" for name, rows in gaps.items() if rows.any()]
     has_gap = np.any(list(gaps.values()), axis=0)

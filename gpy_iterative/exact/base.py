@@ -1,8 +1,6 @@
-"""One training step: the step that all Gaussian marginal log likelihoods share, and the one with probes and a solver.
+"""One training step of the Gaussian marginal log likelihoods.
 
-`model(train_x)` gives a prior; its lazy covariance and the likelihood's noise become H; the probes are
-drawn or rebuilt from their frozen randomness; one solve answers for the targets and the probes together;
-one closed-form derivative pass carries the gradient to the user's own parameters.
+Prior covariance and noise become H. One solve serves targets and probes; a closed-form derivative pass gives the gradient.
 """
 
 import copy
@@ -60,19 +58,19 @@ from gpy_iterative.worker_threads import divided
 
 logger = logging.getLogger(__name__)
 
-#: Probes of the log-determinant's quadrature. They serve the reported value alone, never the gradient.
+#: Probes of the log-determinant's quadrature; only the value uses them.
 NUM_LOGDET_PROBES = 4
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation of a marginal log likelihood, with the linear system and the solves behind it.
+    """One evaluation of a marginal log likelihood.
 
     Attributes:
-        value: [*b], what `forward` returns, with the graph of the gradient estimator.
-        system: H, y - mean and the prior, with the graph to the hyperparameters; in float64 where a dense factor answers.
-        estimate: the log density without priors and added loss terms, a = H^-1 (y - mean) and the gradient's factors.
-        num_data: n, by which the value was divided.
+        value: [*b], the result of `forward`.
+        system: H, y - mean and the prior; float64 where H is factored.
+        estimate: the log density without priors and added loss terms; its solves.
+        num_data: n, the divisor of `value`.
     """
 
     value: Tensor
@@ -82,10 +80,9 @@ class Evaluation:
 
 
 class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
-    """Base of the marginal log likelihoods of exact Gaussian processes.
+    """Base of the marginal log likelihoods: checks, gradient, report, posterior and resume.
 
-    A subclass estimates the log density of the targets (`_estimate`), and names the options that shape what it draws, which
-    a loaded state has to fit. Checks, gradient, report, posterior and resume are here.
+    A subclass estimates the log density (`_estimate`) and names the options that a loaded state must match.
     """
 
     def __init__(
@@ -99,7 +96,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         options: Mapping[str, Any],
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
-        check_inputs(model)  # now: of NaN inputs GPyTorch says later that they are not the training inputs
+        check_inputs(model)  # early: GPyTorch reports NaN inputs later as "not the training inputs"
         check_instance("solver", solver, Solver, "ConjugateGradients()")
         check_instance("products", products, KernelProducts, "KernelProducts()")
         super().__init__(likelihood, model)
@@ -109,49 +106,49 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self.progress: Progress = False
         self._run = Run.begin(generator)
         self._options = dict(options)
-        # Lives as long as the run, so that every step evaluates its tiles into the same memory.
+        # Every step reuses the memory of the tiles.
         self._caches = TileCaches()
         self._warned_of: set[SolveStatus] = set()
         self._line_search: LineSearchWatch | None = LineSearchWatch()  # None once it has warned
 
     @abstractmethod
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[Estimate, Run]:
-        """The log density of N(0, H) at y - mean with its gradient's factors, and the next run; without autograd."""
+        """The log density of N(0, H) at y - mean, and the next run."""
 
     def forward(self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
         """An estimate of the log marginal likelihood divided by the number of data.
 
         Args:
-            function_dist: the prior `model(train_x)`, [*b, n] (or [*b, n, T] for a multitask model).
-            target: [*b, n] (or [*b, n, T]).
-            params: passed to the likelihood, as with GPyTorch's ExactMarginalLogLikelihood.
+            function_dist: the prior `model(train_x)`, [*b, n] or [*b, n, T].
+            target: [*b, n] or [*b, n, T].
+            params: passed to the likelihood.
             kwargs: passed to the likelihood.
 
         Returns:
-            [*b]. Priors and added loss terms are included. `.backward()` on it is the method's gradient estimator.
+            [*b], with priors and added loss terms. Its `.backward()` is the gradient estimator.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not fit, non-finite data, non-positive noise.
-            NonFiniteError: a non-finite hyperparameter, or a non-finite number inside the solver; parameters and
-                warm start stay as they were. From `.backward()`, a non-finite gradient: no parameter's `.grad` is changed.
-            NotPositiveDefiniteError: H has no Cholesky factor where one is needed.
+            ValueError: wrong shapes, dtypes, devices; non-finite data; non-positive noise.
+            NonFiniteError: a non-finite hyperparameter or solve; parameters and warm start stay unchanged. From
+                `.backward()`: a non-finite gradient; every `.grad` stays unchanged.
+            NotPositiveDefiniteError: H has no Cholesky factor.
         """
         evaluation = self.evaluate(function_dist, target, *params, **kwargs)
         self._watch_line_search(evaluation.estimate)
         return evaluation.value
 
     def evaluate(self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any) -> Evaluation:
-        """`forward`, with the system and the solves behind the value; arguments and errors are the same."""
+        """`forward`, with the system and the solves."""
         start = time.perf_counter()
         check_data(self.model, function_dist, target)
         check_hyperparameters(self.model)
         system = linear_system(
             self.likelihood, function_dist, target, params, kwargs, products=self.products, caches=self._caches
         )
-        if self._has_dense_factor(system.operator.shape[-1]):  # rounded entries would be all of its error
+        if self._has_dense_factor(system.operator.shape[-1]):  # otherwise rounded entries are its only error
             system = system.in_float64()
         is_inference = torch.is_inference_mode_enabled()
-        with torch.inference_mode(False), torch.no_grad():  # later steps could not use inference tensors of the run
+        with torch.inference_mode(False), torch.no_grad():  # later steps cannot use inference tensors of the run
             operator = system.operator.clone() if is_inference else system.operator
             estimate, run = self._estimate(
                 replace(system, operator=operator, residual=system.residual.detach()), self._run
@@ -176,7 +173,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             far_field_error=estimate.far_field_error,
         )
         logger.info("%s: %s", type(self).__name__, self.report)
-        self._run, self._params = run, likelihood_params  # only now: a step that fails changes nothing
+        self._run, self._params = run, likelihood_params  # last: a failed step changes nothing
         return Evaluation(with_checked_gradient(result, self), system, estimate, num_data)
 
     def posterior(
@@ -184,16 +181,13 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     ) -> PathwisePosterior:
         """The posterior at the current hyperparameters, warm-started from the training solves.
 
-        Args:
-            solver: for means and sample paths; None is that of training. After training with few epochs pass one with more:
-                a single column is cheap.
-            rank: projections for predictive variances, see `PathwisePosterior`; memory for about four blocks [n, rank].
-            num_neighbours: observations near each test point for its variance, see `PathwisePosterior`.
+        It puts model and likelihood into evaluation mode; `likelihood(model(x))` uses its solves until `model.train()` or
+        `load_state_dict`. Cost: one product, or after a change of hyperparameters one solve with one column.
 
-        Puts model and likelihood into evaluation mode and becomes the model's prediction strategy, so that
-        `likelihood(model(x))` answers from the same solves until `model.train()` or `load_state_dict`. Cost: one product
-        when the hyperparameters have not changed since the last solve, else one warm-started solve for the targets, more
-        exact than in training where the noise is small; for variances and sample paths see `PathwisePosterior`.
+        Args:
+            solver: for means and sample paths; None is that of training. After training with few epochs pass more.
+            rank: see `PathwisePosterior`; memory about four blocks [n, rank].
+            num_neighbours: see `PathwisePosterior`.
         """
         solutions = self._run.part("warm_start")
         self._caches.clear()  # the posterior keeps tiles of its own
@@ -202,7 +196,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             self.likelihood,
             solver=self.solver if solver is None else solver,
             products=self.products,
-            # A generator of its own: predictions in the middle of training do not change the training.
+            # Its own generator: predictions do not change the training.
             generator=torch.Generator().manual_seed((self._run.generator().initial_seed() + 1) % 2**64),
             params=() if self._params is None else self._params.current(self.model),
             kwargs=None if self._params is None else self._params.current_kwargs(self.model),
@@ -215,7 +209,6 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return posterior
 
     def _has_dense_factor(self, size: int) -> bool:
-        """Whether the density of N(0, H) is computed by one, without an estimate, where H has so many rows."""
         return False
 
     def _description(self) -> StateDescription:
@@ -240,10 +233,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
 
 class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
-    """Base of the marginal log likelihoods that estimate the gradient's trace term from probes.
-
-    A subclass chooses the probe distribution.
-    """
+    """Base of the marginal log likelihoods with probes; a subclass chooses their distribution."""
 
     def __init__(
         self,
@@ -263,14 +253,14 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         self.probes, self._warm_start = probes, warm_start
         check_progress(progress)
         self.progress = progress
-        # Without the missing diagonal the spectrum is bounded by 1 from below, which the quadrature makes use of.
+        # Without the missing diagonal 1 bounds the spectrum from below, as the quadrature needs.
         self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES, correct_diagonal=False)
 
     def variant(self, *, num_probes: int | None = None, solver: Solver | None = None) -> Self:
-        """The same marginal log likelihood with another number of probes, or another solver; None keeps them.
+        """The same marginal log likelihood with another number of probes or another solver; None keeps them.
 
-        It shares model, likelihood and kept tiles with this one. With the same number of probes it goes on with this one's
-        run, and their training states can be exchanged; with another it draws new ones.
+        Both share model, likelihood and tiles. With as many probes they also share the run, and training states are
+        interchangeable; otherwise the variant draws new probes.
         """
         other = copy.copy(self)
         other.solver = self.solver if solver is None else solver
@@ -281,7 +271,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return other
 
     def continue_from(self, variant: Self) -> None:
-        """Takes the report of a variant's last step, and its run where it has as many probes: a start for predictions."""
+        """Takes a variant's report and, where it has as many probes, its run."""
         self.report, self._params = variant.report, variant._params
         if variant.probes == self.probes:
             self._run = variant._run
@@ -306,7 +296,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         probes = distribution.probes(operator, terms, draws)
         probe_tolerance, residual_of_one = solver.probe_tolerance or solver.tolerance, distribution.residual_of_one
         if solver.probe_tolerance is None and residual_of_one is not None:
-            # The solver's error of the probes is a bias of the gradient: below the probes' noise of 1 / sqrt(num_probes).
+            # Solver errors bias the gradient: keep them below the probes' noise, 1 / sqrt(num_probes).
             probe_tolerance = max(probe_tolerance, min(0.05, residual_of_one / math.sqrt(self.probes.num_probes)))
         learned = parts.get("quadrature")
         with divided(), reporting_solve(self.progress) as callback:
@@ -334,7 +324,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
 
 def _with_draws_of(run: Run, logdet_distribution: ProbeDistribution) -> Run:
-    """The run without its draws, and what was learned from them, where the solver of its last step asked for others."""
+    """The run, without draws and results of them where the solver needs others."""
     part = run.part("logdet")
     if part is None or ("order" in part) == isinstance(logdet_distribution, Whitened):
         return run

@@ -1,7 +1,6 @@
-"""The log density of N(0, H) at the residual y - mean, with its gradient: by a Cholesky factor, or by one block solve.
+"""The log density of N(0, H) at y - mean and its gradient, by a Cholesky factor or one block solve.
 
-A warm start begins the solve at the last solution, or at the extrapolation 2 V_t - V_{t-1} of the last two (Lin et al.
-2024, section 4). The solutions are a part of the run: "latest" and, where they extrapolate, "before".
+Warm starts (Lin et al. 2024, section 4) keep the last solutions: "latest" and, to extrapolate, "before".
 """
 
 import math
@@ -36,13 +35,13 @@ WarmStart = Literal["extrapolated", "previous", False]
 
 
 def check_warm_start(mode: WarmStart) -> None:
-    """Raises ValueError for any other mode."""
+    """ValueError for any other mode."""
     if not (mode is False or (isinstance(mode, str) and mode in get_args(WarmStart))):  # 0 == False
         raise ValueError(f"warm_start must be 'extrapolated', 'previous' or False, got {mode!r}.")
 
 
 def initial_guess(mode: WarmStart, part: Part | None) -> Tensor | None:
-    """Where the next solve of the same system starts, [*b, n, s]; None is zero."""
+    """Start of the next solve, [*b, n, s]; None is zero."""
     if mode is False or part is None:
         return None
     if mode == "extrapolated" and "before" in part:
@@ -51,7 +50,7 @@ def initial_guess(mode: WarmStart, part: Part | None) -> Tensor | None:
 
 
 def updated(mode: WarmStart, part: Part | None, solutions: Tensor) -> Part:
-    """The part after a solve with these solutions [*b, n, s], which the caller leaves unchanged."""
+    """The part after a solve; do not change `solutions` [*b, n, s] later."""
     if mode == "extrapolated" and part is not None:
         return {"latest": solutions, "before": part["latest"]}
     return {"latest": solutions}
@@ -59,22 +58,22 @@ def updated(mode: WarmStart, part: Part | None, solutions: Tensor) -> Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(ABC):
-    """A log density with its gradient and the figures of its report. Raises NonFiniteError where it is not finite."""
+    """A log density with gradient; NonFiniteError for a non-finite value."""
 
     value: Tensor  # [*b], not divided by n
-    value_sem: Tensor  # [*b], its standard error
+    value_sem: Tensor  # [*b], standard error
     status: SolveStatus
     stats: SolveStats
-    truncation: Report | None = None  # the draws of a method that truncates at random
+    truncation: Report | None = None  # draws of a random truncation
     probe_jitter: float | None = None  # of the probes' covariance
-    far_field_error: float | None = None  # of the products that were made, where they pass through far fields
+    far_field_error: float | None = None  # of the products, with a far field
 
     def __post_init__(self) -> None:
         check_estimated("value", self.value)
 
     @abstractmethod
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
-        """The value [*b], connected with the parameters behind H and the residual."""
+        """The value [*b], with the graph to H and residual."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +81,9 @@ class DensityEstimate(Estimate):
     """log N(residual; 0, H), whose derivative is `sum_k left_k^T dH right_k` (see `gpy_iterative.training.surrogate`)."""
 
     weights: Tensor  # a = H^-1 residual, [*b, n]
-    left: Tensor  # [*b, n, k]; of the exact estimate the weights of all entries of dH, [*b, n, n]
-    right: Tensor | None  # [*b, n, k], or None
-    preconditioner: Preconditioner | None = None  # of the solve, for others with the same H
+    left: Tensor  # [*b, n, k]; exact: weights of all entries of dH, [*b, n, n]
+    right: Tensor | None  # [*b, n, k]
+    preconditioner: Preconditioner | None = None  # of the solve, for reuse
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
         check_estimated("solve for y - mean", self.weights)
@@ -92,7 +91,7 @@ class DensityEstimate(Estimate):
 
 
 def check_estimated(name: str, tensor: Tensor) -> None:
-    """NonFiniteError where a part of an estimate is not finite."""
+    """NonFiniteError for a non-finite part of an estimate."""
     if not torch.isfinite(tensor).all():
         raise NonFiniteError(
             f"The log marginal likelihood's {name} is not finite: data or hyperparameters are too large for "
@@ -102,10 +101,9 @@ def check_estimated(name: str, tensor: Tensor) -> None:
 
 
 def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky) -> DensityEstimate:
-    """Value and gradient without any randomness, by a Cholesky factor of the dense H.
+    """Value and gradient from a Cholesky factor of H [*b, n, n].
 
-    Cost O(n^3) time and, with the backward pass, up to 9 n^2 float64 numbers of memory; `operator` [*b, n, n],
-    `residual` [*b, n]. Raises NotPositiveDefiniteError when H has no factor even after the jitter ladder.
+    Cost: O(n^3), with the backward pass up to 9 n^2 float64 numbers. NotPositiveDefiniteError if the largest jitter fails.
     """
     start = time.perf_counter()
     factor = solver.factorize(operator)
@@ -140,28 +138,28 @@ def stochastic_estimate(
     generator: torch.Generator,
     callback: Callable[[SolveProgress], None] | None,
 ) -> tuple[DensityEstimate, Tensor, BracketPositions]:
-    """Value and gradient from one block solve; its solutions [*b, n, 1 + s], and the next step's positions.
+    """Value and gradient from one block solve; its solutions [*b, n, 1 + s]; the next positions.
 
     Args:
         operator: H [*b, n, n].
-        residual: y - mean [*b, n].
-        probes: xi and S^-1 xi [*b, n, s], see `gpy_iterative.exact.probes`.
-        logdet_probes: those of the log-determinant's quadrature.
-        solver: an iterative solver.
-        tolerances: relative residuals for the target and for the probes.
-        initial_guess: [*b, n, 1 + s] or None.
-        positions: of the last step's quadrature.
-        generator: for solvers that draw.
-        callback: gets the solve's progress.
+        residual: r = y - mean [*b, n].
+        probes: for the gradient.
+        logdet_probes: for the value.
+        solver: iterative.
+        tolerances: of target and probes.
+        initial_guess: [*b, n, 1 + s].
+        positions: of the last quadrature.
+        generator: for the solver.
+        callback: for progress.
 
-    The quadratic term is `a^T (r + (r - H a))`: its error is of second order in the solver's.
+    The quadratic term `a^T (r + (r - H a))` has a second-order error in the solver's.
     """
     guess_product = dual_product = None
-    if initial_guess is not None:  # H times the guess and the first product of the quadrature read the tiles once
+    if initial_guess is not None:  # one product for both reads the tiles once
         columns = torch.cat([initial_guess, logdet_probes.covariance.solve(logdet_probes.vectors)], dim=-1)
         split = [initial_guess.shape[-1]]
         guess_product, dual_product = operator._matmul(columns).tensor_split(split, dim=-1)
-    # The value must not cost more passes over the matrix than the gradient may.
+    # The value must not cost more products than the gradient.
     budget = solver.max_epochs if isinstance(solver, IterativeSolver) else MAX_LOGDET_PRODUCTS
     log_determinant = stochastic_logdet(
         operator,
@@ -174,7 +172,7 @@ def stochastic_estimate(
     num_probes = probes.vectors.shape[-1]
     groups = (ColumnGroup("targets", 1, tolerances[0]), ColumnGroup("probes", num_probes, tolerances[1]))
     rhs = torch.cat([residual.unsqueeze(-1), probes.vectors], dim=-1)
-    covariance = logdet_probes.covariance  # a Vecchia factor is the solver's own, see `exact.probes.suited_to`
+    covariance = logdet_probes.covariance  # a Vecchia factor is the solver's, see `suited_to`
     solution = solver.solve(
         operator,
         rhs,

@@ -1,8 +1,6 @@
-"""Hutchinson's estimator, with probes drawn from a preconditioner's covariance.
+"""Hutchinson's estimator, with probes from a preconditioner's covariance, which is near H and reduces the variance.
 
-Gardner et al. 2018, "GPyTorch: Blackbox Matrix-Matrix Gaussian Process Inference", estimate the gradient's
-trace from probes with identity covariance. Probes whose covariance S resembles H make the same estimate with
-a fraction of the variance: tr(H^-1 dH) = E[(H^-1 xi)^T dH (S^-1 xi)] for any S.
+Gardner et al. 2018, "GPyTorch: Blackbox Matrix-Matrix Gaussian Process Inference", use identity covariance.
 """
 
 from typing import Literal
@@ -21,28 +19,28 @@ _DISTRIBUTIONS = {"preconditioned": Preconditioned, "rademacher": Rademacher, "g
 
 
 class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
-    """The marginal log likelihood of an exact Gaussian process, for any kernel, without its matrix.
+    """Marginal log likelihood of an exact Gaussian process, for any kernel.
 
-    Takes the place of `gpytorch.mlls.ExactMarginalLogLikelihood` in an unchanged training loop. Up to 3,000 data it is
-    exact (Cholesky); beyond, a step costs a few passes over the kernel matrix, which is stored as far as `products` allows.
+    It replaces `gpytorch.mlls.ExactMarginalLogLikelihood` in the training loop. Up to 3,000 data it is exact (Cholesky);
+    with more, a step costs a few passes over the kernel matrix, stored as far as `products` allows.
 
     Args:
-        likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
-        model: a `gpytorch.models.ExactGP`.
-        num_probes: probe vectors. The gradient's variance falls as 1 / num_probes.
-        probes: "preconditioned" (covariance of a rank-100 pivoted Cholesky factor plus noise, or of the solver's
-            preconditioner where that is `Vecchia`; lowest variance), "rademacher" or "gaussian" (identity covariance).
+        likelihood: Gaussian.
+        model: an ExactGP.
+        num_probes: the gradient's variance falls as 1 / num_probes.
+        probes: "preconditioned" (lowest variance: covariance of a rank-100 pivoted Cholesky factor plus noise, or of the
+            solver's `Vecchia` preconditioner), "rademacher" or "gaussian" (identity).
         solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
-        warm_start: "extrapolated" starts each solve at twice the last solution less the one before, "previous"
-            at the last; both keep the probes frozen. False draws new probes and starts at zero, every step.
+        warm_start: start at 2 V_t - V_{t-1} of the last solutions ("extrapolated") or V_t ("previous"), with frozen probes;
+            False starts at zero with new probes.
         products: how kernel products are computed.
-        generator: a generator, or the seed of one. The global generator is never touched.
+        generator: a generator or seed; the global generator is never used.
         progress: True shows a bar for every solve; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
-        UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an option outside its range, training inputs that are not finite.
-        TypeError: a model that is no ExactGP; a solver, products or progress of another type.
+        UnsupportedLikelihoodError: a non-Gaussian likelihood.
+        ValueError: an option outside its range, non-finite training inputs.
+        TypeError: a wrong type of model, solver, products or progress.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)

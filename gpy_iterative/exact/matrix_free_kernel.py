@@ -1,4 +1,4 @@
-"""A kernel for stock GPyTorch code: its own mll, its predictions and BoTorch run on this package's operators."""
+"""A kernel for GPyTorch's own mll and predictions, and BoTorch."""
 
 from typing import Any
 
@@ -12,14 +12,13 @@ from gpy_iterative.linear_operators.products import KernelProducts
 
 
 class MatrixFreeKernel(Kernel):
-    """Wraps any kernel; evaluates to an operator that stores no kernel matrix.
+    """Wraps a kernel; evaluates to an operator that stores no matrix.
 
     Args:
-        base_kernel: the kernel, its parameters and its priors.
+        base_kernel: any kernel.
         products: how products are computed.
 
-    `MatrixFreeKernel(ScaleKernel(RBFKernel()))` and `ScaleKernel(MatrixFreeKernel(RBFKernel()))` are both fine. In a
-    product with another kernel GPyTorch multiplies dense matrices: put the product inside.
+    A `ScaleKernel` may be inside or outside. A product must be inside: GPyTorch multiplies dense matrices.
 
     Examples:
         >>> kernel = gpi.kernels.MatrixFreeKernel(gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()))
@@ -44,7 +43,7 @@ class MatrixFreeKernel(Kernel):
         return self.base_kernel.num_outputs_per_input(x1, x2)
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **params: Any) -> LinearOperator | Tensor:
-        """The operator k(x1, x2), or its diagonal; x1 and x2 are already reduced to the active dims."""
+        """The operator k(x1, x2), or its diagonal, for inputs in the active dims."""
         if params.pop("last_dim_is_batch", False) or params:
             raise ValueError(
                 f"MatrixFreeKernel does not support the kernel argument {', '.join(params) or 'last_dim_is_batch'}."

@@ -1,7 +1,7 @@
-"""Pathwise probes: right-hand sides drawn from the model itself, whose solves are posterior samples.
+"""Pathwise probes: samples of the prior.
 
-Lin et al. 2024, "Improving Linear System Solvers for Hyperparameter Optimisation in Iterative Gaussian
-Processes" (arXiv 2405.18457), sections 3 and 4, with the bias of the random features removed.
+Lin et al. 2024, "Improving Linear System Solvers for Hyperparameter Optimisation in Iterative Gaussian Processes"
+(arXiv 2405.18457), sections 3 and 4, without the bias of the random features.
 """
 
 from typing import Literal
@@ -17,28 +17,27 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.training.progress import Progress
 
-#: Corrected estimates are unbiased for any number; more lower the variance at a cost of n (2m)^2.
+#: More frequencies m lower the variance and cost n (2m)^2.
 DEFAULT_NUM_FREQUENCIES = 200
 
 
 class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
-    """The marginal log likelihood of an exact Gaussian process, with probes that are samples of its prior.
+    """Marginal log likelihood of an exact Gaussian process, with samples of its prior as probes.
 
-    The probes xi = Phi(X) w + sqrt(noise) e have covariance S = Phi Phi^T + D, known exactly, and
-    tr(H^-1 dH) = E[(H^-1 xi)^T dH (S^-1 xi)] holds for any number of frequencies.
+    Probes xi = Phi(X) w + sqrt(noise) e have the covariance S = Phi Phi^T + D, see `exact.probes`.
 
     Args:
         likelihood, solver, warm_start, products, generator, progress: as in `HutchinsonMarginalLogLikelihood`.
-        model: a `gpytorch.models.ExactGP` whose kernel has a registered spectral density.
+        model: an ExactGP whose kernel has a registered spectral density.
         num_probes: probe vectors.
-        num_frequencies: random frequencies a kernel term, for prior="features"; None takes 200.
-        prior: "features" (random Fourier features), or "exact" (a Cholesky factor of the prior, for small n).
-        corrected: True weights by S^-1 xi, which is unbiased; False takes S = H as published, whose error for a
-            frozen set of frequencies does not fall with the number of probes.
+        num_frequencies: per kernel term; None is 200.
+        prior: random Fourier "features", or "exact" (Cholesky, for small n).
+        corrected: True is unbiased. False takes S = H as published: with frozen frequencies more probes do not reduce its
+            error.
 
     Raises:
         UnsupportedLikelihoodError, ValueError, TypeError: as `HutchinsonMarginalLogLikelihood`.
-        SpectralDensityMissingError: at the first step, a kernel without a spectral density (`prior="features"`).
+        SpectralDensityMissingError: at the first step, a kernel without spectral density.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)

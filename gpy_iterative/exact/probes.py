@@ -1,12 +1,9 @@
-"""Probe vectors for the trace in a marginal likelihood's gradient.
-
-A probe distribution gives vectors xi with a known covariance S and, cheaply, S^-1 xi. Then, for any S,
+"""Probe vectors xi with covariance S, for the trace in the gradient: for any S,
 
     tr(H^-1 dH) = E[(H^-1 xi)^T dH (S^-1 xi)].
 
-S = I is Hutchinson's estimator; an S that resembles H has a fraction of its variance, which for Gaussian draws and
-A = H^-1 dH is tr(A^2) + tr(S A S^-1 A^T) a probe. All randomness is drawn first, as plain tensors that know nothing of the
-hyperparameters; from the same draws the probes are a smooth function of them.
+S = I is Hutchinson's estimator; an S near H has less variance. Gaussian probes have the variance
+tr(A^2) + tr(S A S^-1 A^T) each, A = H^-1 dH. For fixed draws, probes are smooth in the hyperparameters.
 """
 
 from abc import ABC, abstractmethod
@@ -41,11 +38,11 @@ Terms = Sequence[KernelTerm]
 
 @dataclass(frozen=True)
 class Probes:
-    """Probe vectors xi and S^-1 xi.
+    """Probe vectors and their duals.
 
     Attributes:
         vectors: xi [*b, n, s].
-        dual: S^-1 xi [*b, n, s]; None where S = H, whose dual is the solution itself.
+        dual: S^-1 xi [*b, n, s]; None where S = H (the dual is the solution).
         covariance: S, where it is a preconditioner.
     """
 
@@ -55,13 +52,13 @@ class Probes:
 
     @classmethod
     def of(cls, covariance: LowRankPlusDiagonal, factor_base: Tensor, diagonal_base: Tensor) -> Self:
-        """Samples of a covariance and their duals, from base vectors [*b, k, s] and [*b, n, s] of identity covariance."""
+        """Samples of a covariance, from white vectors [*b, k, s] and [*b, n, s]."""
         base = factor_base, diagonal_base
         return cls(covariance.sample(*base), covariance.dual_sample(*base), covariance)
 
 
 def probe_jitter(*probes: Probes) -> float | None:
-    """The largest jitter of the probes' covariances; None where there is none."""
+    """The largest jitter of the covariances; None without jitter."""
     factors = (each.covariance for each in probes)
     kinds = PivotedCholeskyFactor, SparseInverseCholesky
     jitter = max((float(factor.jitter.max()) for factor in factors if isinstance(factor, kinds)), default=0.0)
@@ -80,10 +77,10 @@ class ProbeDistribution(ABC):
     """
 
     num_probes: int
-    #: Whether the prior's kernels are needed, beyond its operator.
+    #: Whether the prior's kernels are needed.
     needs_terms: ClassVar[bool] = False
-    #: Relative residual at which the solver's error of a single probe stays below half of the probe's own noise. None
-    #: where S does not resemble H, or S^-1 xi is not known: errors of the solves then enter the trace more than once.
+    #: Relative residual with a solver error below half of a probe's noise. None where S is far from H or S^-1 xi unknown:
+    #: solver errors then enter the trace more than once.
     residual_of_one: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
@@ -93,24 +90,18 @@ class ProbeDistribution(ABC):
     def draw(
         self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
-        """Randomness for a system H [*b, n, n] and the kernels of its prior.
-
-        `others` are draws for the same system, for a distribution that makes its covariance S from draws that it shares.
-        """
+        """Draws for H [*b, n, n] and the prior's kernels; `others` of the same system may be shared."""
 
     @abstractmethod
     def probes(
         self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
     ) -> Probes:
-        """The probes of these draws at the operator's hyperparameters.
-
-        `others` are probes of the same operator, with which they may share what S is made of.
-        """
+        """The probes at the operator's hyperparameters; the S of `others` may be shared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rademacher(ProbeDistribution):
-    """Independent signs: S = I with the least variance of all product distributions."""
+    """Independent signs: S = I, with the least variance of all product distributions."""
 
     def draw(
         self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
@@ -140,15 +131,14 @@ class Gaussian(ProbeDistribution):
 
 @dataclass(frozen=True, kw_only=True)
 class Preconditioned(ProbeDistribution):
-    """S = L L^T + diag(d): a pivoted Cholesky factor of K, its missing diagonal and the noise; from signs.
+    """S = L L^T + diag(d): a pivoted Cholesky factor of K, missing diagonal and noise.
 
     Args:
-        rank: of a greedily pivoted factor.
+        rank: of the factor.
         correct_diagonal: give S the diagonal of H.
-        recipe: for the factor; replaces `rank`.
+        recipe: replaces `rank`.
 
-    The pivots are frozen with the signs, so that probes move smoothly with the hyperparameters. Cost: `rank` rows of the
-    kernel matrix, and n rank (rank + s) multiply-adds.
+    Pivots are frozen. Cost: `rank` kernel rows, n rank (rank + s) multiply-adds.
     """
 
     rank: int = 100
@@ -187,14 +177,14 @@ class Preconditioned(ProbeDistribution):
 
 @dataclass(frozen=True, kw_only=True)
 class Whitened(ProbeDistribution):
-    """S = (B^T B)^-1 of Vecchia's approximation, H^-1 ~ B^T B; from signs z: xi = B^-1 z and S^-1 xi = B^T z.
+    """S = (B^T B)^-1 of Vecchia's approximation H^-1 ~ B^T B. From signs z: xi = B^-1 z and S^-1 xi = B^T z.
 
     With M = B H B^T this is Hutchinson's estimator of the whitened trace, tr(H^-1 dH) = E[w^T B dH B^T z], M w = z.
 
     Args:
         recipe: of the factor.
 
-    The order of elimination is frozen with the signs. Cost: see `Vecchia.build`; 4 n (m + 1) s multiply-adds.
+    The order of elimination is frozen. Cost: `Vecchia.build`, 4 n (m + 1) s multiply-adds.
     """
 
     recipe: Vecchia
@@ -219,10 +209,7 @@ class Whitened(ProbeDistribution):
 
 
 def suited_to(distribution: ProbeDistribution, solver: Solver, operator: LinearOperator) -> ProbeDistribution:
-    """The distribution, or probes with the covariance of the solver's preconditioner where that is Vecchia's.
-
-    It replaces the low rank of `Preconditioned`, which resembles H less. One factor then serves solver and probes.
-    """
+    """Replaces `Preconditioned` by `Whitened` where the solver has Vecchia's preconditioner: one factor serves both."""
     recipe = solver.preconditioner if isinstance(solver, ConjugateGradients) else None
     if isinstance(recipe, LowRankOrVecchia):
         recipe = recipe.for_far_field(operator)
@@ -233,15 +220,13 @@ def suited_to(distribution: ProbeDistribution, solver: Solver, operator: LinearO
 
 @dataclass(frozen=True, kw_only=True)
 class RandomFeatures(ProbeDistribution):
-    """Samples of the prior and its noise, xi = Phi(X) w + sqrt(noise) e, whose solves are posterior samples.
+    """Samples of the prior and its noise, xi = Phi(X) w + sqrt(noise) e.
 
     Args:
         num_frequencies: m, for each kernel of the prior's sum.
-        corrected: True takes S = Phi Phi^T + D, the covariance that xi really has: unbiased for any m. False takes
-            S = H, as published by Lin et al. 2024: with frozen frequencies its error does not fall with s.
+        corrected: True takes S = Phi Phi^T + D, unbiased for any m; False S = H, see `PathwiseMarginalLogLikelihood`.
 
-    Cost an evaluation: n d m for the features; corrected, half of their n (2m)^2 Gram matrix and its Cholesky factor
-    beside, and the features in memory. Uncorrected, a few thousand rows of features are held at a time.
+    Cost: n d m for the features. Corrected: also n (2m)^2 / 2 for the Gram matrix, and all features in memory.
     """
 
     num_frequencies: int
@@ -282,14 +267,14 @@ class RandomFeatures(ProbeDistribution):
         return Probes.of(covariance, draws["weights"], draws["noise_base"])
 
     def prior_sample(self, terms: Terms, draws: Draws) -> Tensor:
-        """The functions behind the probes, Phi(x) w, at the inputs of the terms: [*b, t, s]; differentiable there."""
+        """Phi(x) w [*b, t, s] at the terms' inputs; differentiable in them."""
         features = RandomFourierFeatures(self.num_frequencies)
         return features.apply(terms, draws_under("features", draws), draws["weights"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactPrior(ProbeDistribution):
-    """Exact samples of the prior and its noise: S = H. Factors the dense matrix in float64, for small n."""
+    """Exact samples of prior and noise: S = H, by a dense float64 factor."""
 
     def draw(
         self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
@@ -303,7 +288,7 @@ class ExactPrior(ProbeDistribution):
         self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
     ) -> Probes:
         noisy, _ = _prior(operator, ())
-        # Kernel matrices are often singular to rounding: half of the noise goes into the factor, and no jitter is needed.
+        # K may be numerically singular: half of the noise in the factor replaces jitter.
         half = noisy.noise.detach() / 2
         factor = Cholesky().factorize(NoisyLinearOperator(noisy.kernel, half))
         sample = (factor.lower @ draws["base"].double()).to(draws["base"].dtype)
@@ -320,14 +305,14 @@ def _prior(operator: LinearOperator, terms: Terms | None) -> tuple[NoisyLinearOp
 
 
 def standard_normal(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """[*b, rows, columns], of the operator's batch, dtype and device."""
+    """[*b, rows, columns], with the operator's batch, dtype and device."""
     shape = (*operator.batch_shape, rows, columns)
     draws = torch.randn(shape, generator=generator, device=generator.device, dtype=operator.dtype)
     return draws.to(operator.device)
 
 
 def random_signs(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """[*b, rows, columns] of 1 and -1, of the operator's batch, dtype and device."""
+    """[*b, rows, columns] of 1 and -1, as `standard_normal`."""
     shape = (*operator.batch_shape, rows, columns)
     bits = torch.randint(0, 2, shape, generator=generator, device=generator.device)
     return (2 * bits - 1).to(dtype=operator.dtype, device=operator.device)

@@ -1,4 +1,4 @@
-"""Checks of what a Gaussian marginal log likelihood is given, before any work, and of the optimiser that it meets."""
+"""Checks of a marginal log likelihood's arguments and optimiser."""
 
 import gpytorch
 import torch
@@ -15,9 +15,7 @@ from gpy_iterative.training.training_system import check_inputs, prior_at
 
 
 def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.nn.Module, mll: str) -> None:
-    """Raises UnsupportedLikelihoodError for a non-Gaussian likelihood and TypeError for a model that is no ExactGP, also
-    where the two are swapped.
-    """
+    """UnsupportedLikelihoodError for a non-Gaussian likelihood, TypeError for other wrong types."""
     if isinstance(likelihood, gpytorch.models.GP) and isinstance(model, gpytorch.likelihoods.Likelihood):
         raise TypeError(f"The likelihood comes first: {mll}(likelihood, model).")
     if not isinstance(likelihood, _GaussianLikelihoodBase):
@@ -30,7 +28,7 @@ def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.n
 
 
 def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
-    """Raises ValueError where shapes, dtypes or devices of prior and targets do not fit; reads no data."""
+    """ValueError for wrong shapes, dtypes or devices; RuntimeError for a posterior."""
     if not isinstance(function_dist, MultivariateNormal):
         raise RuntimeError(
             "An exact marginal log likelihood takes the MultivariateNormal that model(train_x) returns, got "
@@ -45,7 +43,7 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
     if is_ours or not model.training:
         known = model.train_targets
         is_at_training_data = known is not None and torch.equal(target, known)
-        # GPyTorch's own has no mark; a prior, of `model.forward` or under `settings.prior_mode`, has the prior's mean.
+        # GPyTorch's posterior has no mark, but a prior has the prior's mean.
         if is_at_training_data and (
             is_ours or not torch.equal(function_dist.mean, prior_at(model, list(model.train_inputs)).mean)
         ):
@@ -72,10 +70,7 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
 
 
 def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
-    """Raises ValueError where prior and targets do not fit, or data are missing or not finite.
-
-    NaN targets pass here under GPyTorch's `observation_nan_policy("mask")`; they are dropped later.
-    """
+    """`check_fit`, and ValueError for missing or non-finite data; `observation_nan_policy("mask")` allows NaN targets."""
     check_fit(model, function_dist, target)
     check_inputs(model)
     policy = gpytorch.settings.observation_nan_policy.value()
@@ -95,9 +90,9 @@ def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal
         raise ValueError("There is no observed target: pass data with at least one target that is not NaN.")
 
 
-#: Angle within which a step goes straight back, in square roots of the rounding unit: 7e-8 in float64, 2e-3 in float32.
+#: Largest angle of a step straight back, in sqrt(eps): 7e-8 in float64, 2e-3 in float32.
 ANGLE = 5.0
-#: Steps straight back before an optimiser is known to search: one may be chance, with two or three hyperparameters.
+#: Steps straight back that show a search; one may be chance.
 SIGHTINGS = 2
 
 ADVICE = (
@@ -109,10 +104,9 @@ ADVICE = (
 
 
 class LineSearchWatch:
-    """Watches a model's hyperparameters from call to call.
+    """Detects a line search from the hyperparameters of successive calls.
 
-    A search that has gone too far comes back on the line that it went; steps of Adam, momentum or plain gradient descent do
-    not, but for rounding and chance.
+    A line search steps back on the same line; Adam, momentum and gradient descent do not.
     """
 
     def __init__(self) -> None:
@@ -121,7 +115,7 @@ class LineSearchWatch:
 
     @torch.no_grad()
     def sees_search(self, model: ExactGP) -> bool:
-        """Whether the steps up to the present hyperparameters are those of a search."""
+        """Whether the steps so far are those of a line search."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not parameters:
             return False
@@ -130,7 +124,7 @@ class LineSearchWatch:
         self._points = [*known, point]
         if len(self._points) == 3:
             first, second = self._points[1] - self._points[0], self._points[2] - self._points[1]
-            has_lines = int(((first != 0) | (second != 0)).sum()) > 1  # one hyperparameter has one line only
-            gap = (first / first.norm() + second / second.norm()).norm()  # NaN, and no answer, where nothing has moved
+            has_lines = int(((first != 0) | (second != 0)).sum()) > 1  # one hyperparameter always moves on a line
+            gap = (first / first.norm() + second / second.norm()).norm()  # NaN where nothing has moved: no sighting
             self._sightings += has_lines and bool(gap < ANGLE * torch.finfo(parameters[0].dtype).eps ** 0.5)
         return self._sightings >= SIGHTINGS

@@ -1,4 +1,4 @@
-"""The step of all mini-batch methods: features, noise and residuals at a batch of rows, an estimate from them, a report."""
+"""The step of all mini-batch methods."""
 
 import logging
 import math
@@ -39,7 +39,7 @@ from gpy_iterative.training.training_system import check_has_data, check_hyperpa
 
 logger = logging.getLogger(__name__)
 
-#: Rows of a step where the user gives no batch size.
+#: Default batch size.
 BATCH_SIZE = 256
 
 
@@ -48,11 +48,11 @@ class MinibatchReport(Report):
     """One mini-batch step.
 
     Attributes:
-        value: what `forward` returned, a scalar.
+        value: result of `forward`, [].
         batch_size: rows of the batch.
         num_data: n.
         steps: training steps so far.
-        seconds: wall-clock time of the forward pass.
+        seconds: wall-clock time of `forward`.
     """
 
     value: Tensor
@@ -69,18 +69,17 @@ class MinibatchReport(Report):
 
 
 class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
-    """Base of the marginal log likelihoods that see a mini-batch a step.
+    """Base of the marginal log likelihoods that take mini-batches.
 
-    The run's part "weights" has what a subclass knows about the weights, its part "parameters" the module's own parameters.
-    Both are float64, whatever the model's dtype, and no part of `state_dict()`.
+    A run's parts "weights" (a subclass's state) and "parameters" (of the module) are float64 and not in `state_dict()`.
 
     Attributes:
-        progress: of every pass over all data: True shows a bar, a callable gets every `ProgressReport`.
+        progress: of passes over all data: True shows a bar, a callable gets every `ProgressReport`.
         report: of the last step.
     """
 
     needs_features = True
-    #: Whether weights are those of the basis (prior variances c), or of scaled features (prior variances 1).
+    #: Weights of the basis (prior variances c), else of scaled features (prior variances 1).
     centred = False
 
     def __init__(
@@ -97,12 +96,12 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         if batch_size is not None:
             check_count("batch_size", batch_size)
         super().__init__(likelihood, model)
-        counts = {"steps": torch.tensor(0), "num_data": torch.tensor(0)}  # 0 data: the weights are not started
+        counts = {"steps": torch.tensor(0), "num_data": torch.tensor(0)}  # 0 data: weights are not started
         self._run = Run.begin(generator).having(counts=counts, rows=NO_ROWS, weights={})
         self.batch_size, self._options = batch_size, dict(options)
         self.report: MinibatchReport | None = None
         self.progress: Progress = False
-        self._seen: SeenData | None = None  # None: the data of the next call are those of the run
+        self._seen: SeenData | None = None  # None: the next call has the run's data
         self._checked_modes: list[bool] = []
         self._standstill = StandstillWatch(type(self).__name__)
         self._current_batch_size()
@@ -110,18 +109,18 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
     @abstractmethod
     def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
-        """The run with exact weights and parameters; without autograd."""
+        """The run with exact weights, without autograd."""
 
     @abstractmethod
     def _step(self, problem: WeightSpaceProblem, rows: Tensor, run: Run) -> tuple[Tensor, Run]:
-        """An estimate of -2 log p(y) - n log(2 pi) with the method's gradient, and the run after a training step."""
+        """Estimate of -2 log p(y) - n log(2 pi) with the method's gradient, and the run after a step."""
 
     @abstractmethod
     def _weights(self, run: Run) -> WeightDistribution:
-        """The distribution of the weights that the run describes."""
+        """Distribution of the weights."""
 
     def _settle(self, problem: WeightSpaceProblem, run: Run) -> Run:
-        """The run after what the optimiser's last step has left to do; without autograd."""
+        """Completes the last step, without autograd."""
         return run
 
     def forward(
@@ -132,26 +131,24 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         indices: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """An estimate of the log marginal likelihood divided by the number of data, from one batch of rows.
+        """Estimate of the log marginal likelihood divided by n, from one batch.
 
         Args:
             function_dist: the prior `model(train_x)` at all training inputs, [n].
             target: [n].
-            params: passed to the likelihood, as with GPyTorch's ExactMarginalLogLikelihood.
-            indices: [b] row numbers of this step's batch, for loops over a DataLoader (of indices); None draws them.
+            params: passed to the likelihood.
+            indices: [b] rows of the batch, as from a DataLoader; None draws them.
             kwargs: passed to the likelihood.
 
         Returns:
-            A scalar, with priors and added loss terms. `.backward()` on it is the method's gradient estimator. In training
-            mode with gradients on, a call is a step: it draws a batch and moves the state. Otherwise it looks at the next
-            batch and moves nothing. Data other than those of the last call start the state again by a pass over all data.
+            A scalar with priors and added loss terms. In training mode with gradients, a call draws a batch and updates the
+            state; else it evaluates the next batch and changes nothing. New data reset the state by a pass over them.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not fit, a prior at some of the training data, data that are not
-                finite, noise that is not positive, a prior without finite feature maps, layers whose output depends on the
-                batch, row numbers outside of the data, another number of features than at the start.
-            NonFiniteError: a hyperparameter, feature or loss that is not finite; parameters and state stay as they were.
-                From `.backward()`, a non-finite gradient: no parameter's `.grad` is changed.
+            ValueError: unfit shapes, dtypes or devices, a prior at part of the data, non-finite data, non-positive noise,
+                no finite feature map, layers that depend on the batch, rows outside the data, another number of features.
+            NonFiniteError: a hyperparameter, feature or loss is not finite; nothing changes. From `.backward()`: a gradient
+                is not finite; no `.grad` changes.
         """
         start = time.perf_counter()
         check_fit(self.model, function_dist, target)
@@ -194,17 +191,14 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return with_checked_gradient(result, self)
 
     def refresh(self) -> None:
-        """Makes the state exact at the current hyperparameters: one pass over the training data, n m^2.
-
-        Call it every few epochs where features move fast (deep kernels).
-        """
+        """Makes the state exact by one pass, n m^2. Deep kernels need it every few epochs."""
         problem, target = self._train_problem()
         self._commit(self._begun(problem, target, is_known=False), (*self._train_inputs(), target))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def exact_value(self) -> Tensor:
-        """The log marginal likelihood divided by n, with priors and added loss terms: two passes, n m^2; no gradient."""
+        """Exact log marginal likelihood over n with priors and added loss terms, without gradient; two passes, n m^2."""
         problem, target = self._train_problem()
         value = exact_log_marginal_likelihood(problem).to(target)
         params = () if self._params is None else self._params.current(self.model)
@@ -213,7 +207,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.inference_mode(False)
     @torch.no_grad()
     def gap(self) -> Tensor:
-        """How far the bound of the state's weights lies below `exact_value()`: a float64 scalar; one pass, n m^2."""
+        """`exact_value()` minus the weights' bound, a float64 scalar; one pass, n m^2."""
         check_hyperparameters(self)
         problem, target = self._train_problem()
         run = self._begun(problem, target)
@@ -223,7 +217,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return gap
 
     def posterior(self) -> WeightSpacePosterior:
-        """The exact posterior at the current hyperparameters; one pass, n m^2. Training state and modes stay."""
+        """Exact posterior; one pass, n m^2. Training state and modes stay."""
         params = self._known_params()
         return WeightSpacePosterior(
             self.model,
@@ -235,15 +229,15 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         )
 
     def training_state(self) -> dict[str, Tensor]:
-        """The state of the run as a plain dict of tensors, which resumes a run bit for bit.
+        """A dict of tensors that resumes a run bit for bit.
 
-        Raises ValueError where an argument of the likelihood is no tensor, number or string.
+        Raises ValueError if an argument of the likelihood is not a tensor, number or string.
         """
         self._run = self._present_run().mapped(torch.detach)
         return super().training_state()
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Takes what `training_state()` gave. Raises ValueError with the difference, and changes nothing, for others."""
+        """Loads `training_state()`. Raises ValueError for another run's state, and changes nothing."""
         super().load_training_state(state)
         self._commit(self._run)
         self._seen = None
@@ -268,7 +262,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _begun(self, problem: WeightSpaceProblem, target: Tensor, *, is_known: bool = True) -> Run:
-        """The run before a step: settled, or started from all data where these are other data."""
         run, num_data = self._present_run(), problem.num_data
         if is_known and int(run.parts["counts"]["num_data"]) == num_data:
             return self._settle(problem, run)
@@ -278,11 +271,10 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return self._start(problem, run.having(counts=counts))
 
     def _present_run(self) -> Run:
-        """The run, with the parameters that the optimiser moves."""
         return self._run.having(parameters=dict(self.named_parameters(recurse=False)))
 
     def _differentiable(self, run: Run) -> Run:
-        """The run, whose parameters pass gradients to those of the module, which may have other values until `_commit`."""
+        """The run with gradients to the module's parameters, whose values may differ."""
         parameters = {}
         for name, value in run.parts["parameters"].items():
             own = self._parameters[name]
@@ -291,7 +283,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
     @torch.inference_mode(False)
     def _commit(self, run: Run, data: Sequence[Tensor] | None = None) -> None:
-        """Keeps a run, and the data that it belongs to where they are given."""
         for name, value in run.parts.get("parameters", {}).items():
             if value is not self._parameters[name]:
                 self._parameters[name].data = value.detach()
@@ -317,7 +308,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return batch if self.centred else batch.uncentred()
 
     def _blank_state(self) -> tuple[Tensor, Tensor]:
-        """Zeros [m] and an identity [m, m] in float64 on the data's device, until `_start` has better ones."""
+        """Zeros [m] and identity [m, m] in float64."""
         options = {"dtype": torch.float64, "device": self._train_inputs()[0].device}
         return torch.zeros(self.num_features, **options), torch.eye(self.num_features, **options)
 
@@ -339,7 +330,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _train_problem(self) -> tuple[WeightSpaceProblem, Tensor]:
-        """The problem at the model's own training data and current hyperparameters, and its targets."""
         inputs = self._train_inputs()
         check_hyperparameters(self.model)
         prior = prior_at(self.model, inputs)
@@ -349,7 +339,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return self._problem(prior, target, params, kwargs), target
 
     def _known_params(self) -> LikelihoodParams:
-        """The likelihood's arguments of the last call; the training inputs where there were none."""
         return LikelihoodParams((), self.model) if self._params is None else self._params
 
     def _train_inputs(self) -> list[Tensor]:
@@ -357,7 +346,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return list(self.model.train_inputs)
 
     def _current_batch_size(self) -> int:
-        """The batch size. Raises ValueError where there are fewer data."""
         num_data = self._train_inputs()[0].shape[-2]
         if num_data < 1:
             raise ValueError("There are no training data.")
@@ -370,7 +358,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _count_features(self) -> int:
-        """m, from features of two rows. Raises ValueError where a kernel has no feature map."""
         check_features(self.model)
         prior = WeightSpacePrior(prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()]))
         return prior.features().basis.shape[-1]
@@ -383,7 +370,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return self
 
     def _move_run(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Weights and parameters follow the data to their device and stay float64; counts and rows stay where they are."""
+        """Weights and parameters stay float64; counts and rows stay on their device."""
         device = self._train_inputs()[0].device
         parts = {name: self._run.parts.get(name, {}) for name in ("weights", "parameters")}
         moved = {name: {key: tensor.to(device) for key, tensor in part.items()} for name, part in parts.items()}
@@ -392,10 +379,10 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             self._params.apply(function)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Nothing: dicts go to and from GPyTorch's own classes."""
+        """Nothing: compatible with GPyTorch's classes."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing, as nothing was saved."""
+        """Nothing was saved."""
 
 
 def num_steps(run: Run) -> int:
@@ -408,7 +395,7 @@ def _counted(run: Run) -> Run:
 
 
 def _layout(run: Run) -> dict[str, object]:
-    """Shape and dtype of weights and parameters; names only of what changes its shape in a run."""
+    """Shapes and dtypes, but only names of entries that change shape."""
     fixed = ("weights.", "parameters.")
     return {
         name: (tensor.shape, tensor.dtype) if name.startswith(fixed) else () for name, tensor in run.to_dict().items()

@@ -1,4 +1,4 @@
-"""Stochastic compositional gradient descent: a running average inside of the log-determinant.
+"""Stochastic compositional gradient descent.
 
 Shoham and Avron, "Unbiased Stochastic Optimization for Gaussian Processes on Finite Dimensional RKHS", section 4.2.
 """
@@ -23,20 +23,18 @@ from gpy_iterative.training.run import Run
 
 
 class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
-    """The marginal likelihood by stochastic compositional gradient descent (SCGD).
+    """Marginal likelihood by stochastic compositional gradient descent (SCGD).
 
-    The weights' posterior precision P = I + sum_i z_i z_i^T / s_i is tracked by a moving average of its batch estimates,
-    through whose inverse the log-determinant's gradient goes; the weights w are parameters of this module, to be trained
-    with the others: `Adam(mll.parameters())`. The value is no bound.
+    A moving average tracks the weights' posterior precision P = I + sum_i z_i z_i^T / s_i; its inverse gives the
+    log-determinant's gradient. The weights are parameters: train with `Adam(mll.parameters())`. The value is not a bound.
 
     Args:
         likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.
-        tracker_rate: b_t in (0, 1], or a function of the step's number (from 0); None is min(.05, .1 b / m), falling
-            with the square root of the steps to .001. The inverse of an average over N = b (2 - b_t) / b_t rows is too
-            large by 1 / (1 - m / N).
+        tracker_rate: b_t, as in `VariationalFeatureMarginalLogLikelihood`. The inverse of an average over
+            N = b (2 - b_t) / b_t rows is too large by 1 / (1 - m / N).
 
-    Differs from the paper: the tracker starts with the exact P; sums over a batch are weighted with n / b; P is divided by
-    the noise. Costs as `VariationalFeatureMarginalLogLikelihood`.
+    Differs from the paper: starts with the exact P, weights sums over a batch by n / b, and divides P by the noise. Costs
+    as `VariationalFeatureMarginalLogLikelihood`.
     """
 
     def __init__(
@@ -68,10 +66,10 @@ class CompositionalMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         batch, weights = self._batch(problem, rows), self._weights(run)
         loss = surrogate(batch, weights.mean, weights.root, weights.root)
         with torch.no_grad():
-            # The value is that of log|P|, where the gradient is one of <P^-1, batch estimate of P>.
+            # The value is of log|P|, the gradient of <P^-1, batch estimate of P>.
             nothing = torch.zeros_like(weights.root[:, :1])
             value = surrogate(batch, weights.mean, nothing, nothing) - weights.log_determinant
-            # At the hyperparameters before the optimiser's step, as in the paper.
+            # Before the optimiser's step, as in the paper.
             rate = self.tracker_rate(num_steps(run))
             tracked = torch.lerp(run.parts["weights"]["precision"], batch.precision(), rate)
         return loss - loss.detach() + value, run.having(weights={"precision": tracked})

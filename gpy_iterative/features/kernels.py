@@ -1,4 +1,4 @@
-"""Kernels with finitely many features: the base class, the feature maps of GPyTorch's kernels, and deep kernels."""
+"""Kernels with finitely many features, and feature maps of GPyTorch's kernels."""
 
 import math
 from abc import abstractmethod
@@ -22,12 +22,11 @@ from gpy_iterative.linear_operators.from_gpytorch import active_inputs, are_same
 
 @dataclass(frozen=True)
 class WeightSpaceFeatures:
-    """k(x, x') = sum_j variances_j basis_j(x) basis_j(x'): a linear model whose weights are N(0, variances) a priori.
+    """k(x, x') = sum_j variances_j basis_j(x) basis_j(x'): a linear model with weights N(0, variances).
 
     Attributes:
         basis: [*b, n, m].
-        variances: of the weights, [*b, m], positive. Outputscales go here and not into the basis, so that a distribution
-            of the weights does not have to follow them.
+        variances: of the weights, [*b, m], positive, with outputscales: distributions of the weights need not follow these.
     """
 
     basis: Tensor
@@ -46,22 +45,22 @@ class WeightSpaceFeatures:
 class FiniteFeatureKernel(Kernel):
     """Base of kernels k(x, x') = features(x)^T features(x') with m features.
 
-    A subclass gives `features`, and for scales that can be pulled out of them `weight_space_features`. The kernel works
-    with GPyTorch's own ExactGP (through m x m matrices where m < n) and `VariationalFeatureMarginalLogLikelihood`.
+    A subclass defines `features`, and `weight_space_features` if it can separate scales. It works with GPyTorch's ExactGP
+    (m x m matrices if m < n) and `VariationalFeatureMarginalLogLikelihood`.
     """
 
     @abstractmethod
     def features(self, x: Tensor) -> Tensor:
-        """phi(x) [*b, n, m] at inputs [*b, n, d] that are already reduced to the active dims.
+        """phi(x) [*b, n, m] at inputs [*b, n, d] with active dims only.
 
-        A row depends on the row of the inputs alone: batches of rows must have the features of these rows.
+        A row of features must depend only on its row of inputs.
         """
         raise NotImplementedError(f"{type(self).__name__} must define features(x).")
 
     def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
-        """The features, with the scales of their weights apart where there are any.
+        """The features, with separate scales of the weights.
 
-        Raises ValueError where `features` gives other rows than the input has.
+        Raises ValueError if `features` changes the rows.
         """
         features = self.features(x)
         if features.shape[-2:-1] != x.shape[-2:-1]:
@@ -74,7 +73,7 @@ class FiniteFeatureKernel(Kernel):
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
     ) -> LinearOperator | Tensor:
-        """The operator k(x1, x2), or its diagonal; a root of m columns where x1 is x2."""
+        """k(x1, x2) or its diagonal; a root of m columns if x1 is x2."""
         if last_dim_is_batch or params:
             raise ValueError(
                 f"{type(self).__name__} does not support the kernel argument {', '.join(params) or 'last_dim_is_batch'}."
@@ -91,11 +90,10 @@ class FiniteFeatureKernel(Kernel):
     def prediction_strategy(
         self, train_inputs: Any, train_prior_dist: Any, train_labels: Any, likelihood: Any
     ) -> DefaultPredictionStrategy:
-        """GPyTorch's own for kernels with features."""
         return LinearPredictionStrategy(train_inputs, train_prior_dist, train_labels, likelihood)
 
 
-#: From inputs [*b, n, d], reduced to the kernel's active dims, to its features.
+#: From inputs [*b, n, d] with active dims only to features.
 FeatureMap = Callable[[Tensor], WeightSpaceFeatures]
 _REGISTRY: dict[type[Kernel], Callable[[Kernel], FeatureMap]] = {}
 
@@ -103,10 +101,7 @@ _REGISTRY: dict[type[Kernel], Callable[[Kernel], FeatureMap]] = {}
 def register_feature_map(
     kernel_class: type[Kernel],
 ) -> Callable[[Callable[..., FeatureMap]], Callable[..., FeatureMap]]:
-    """Decorator: registers what makes the feature map of a kernel. Subclasses may compute anything, and are not covered.
-
-    A kernel of your own needs no registration: derive it from `FiniteFeatureKernel`.
-    """
+    """Decorator that registers a function from a kernel to its feature map. Subclasses of the kernel are not covered."""
 
     def register(make: Callable[..., FeatureMap]) -> Callable[..., FeatureMap]:
         _REGISTRY[kernel_class] = make
@@ -116,7 +111,7 @@ def register_feature_map(
 
 
 def has_feature_map(kernel: Kernel) -> bool:
-    """Whether `feature_map` knows the kernel and all of its parts."""
+    """Whether `feature_map` knows the kernel and its parts."""
     try:
         feature_map(kernel)
     except ValueError:
@@ -125,10 +120,10 @@ def has_feature_map(kernel: Kernel) -> bool:
 
 
 def feature_map(kernel: Kernel) -> FeatureMap:
-    """The feature map of a kernel, which follows its hyperparameters.
+    """The kernel's feature map, which follows its hyperparameters.
 
     Raises:
-        ValueError: the kernel, or a part of it, has none; the text names it and those that have.
+        ValueError: the kernel or a part has none.
     """
     if isinstance(kernel, FiniteFeatureKernel):
         return kernel.weight_space_features
@@ -157,7 +152,7 @@ def _constant(kernel: kernels.ConstantKernel) -> FeatureMap:
 def _random_fourier(kernel: kernels.RFFKernel) -> FeatureMap:
     def features(x: Tensor) -> WeightSpaceFeatures:
         covariance = kernel.forward(x, x)
-        if isinstance(covariance, MatmulLinearOperator):  # x with NaN, which equals nothing
+        if isinstance(covariance, MatmulLinearOperator):  # x with NaN, not equal to itself
             return WeightSpaceFeatures.standard(covariance.left_linear_op.to_dense())
         return WeightSpaceFeatures.standard(cast(RootLinearOperator, covariance).root.to_dense())
 
@@ -166,13 +161,13 @@ def _random_fourier(kernel: kernels.RFFKernel) -> FeatureMap:
 
 @register_feature_map(kernels.PolynomialKernel)
 def _polynomial(kernel: kernels.PolynomialKernel) -> FeatureMap:
-    """(x^T x' + c)^p has the monomials of degree up to p, each with its multinomial coefficient times a power of c."""
+    """(x^T x' + c)^p: monomials with multinomial coefficients times powers of c."""
 
     def features(x: Tensor) -> WeightSpaceFeatures:
         columns, counts, constants = (tensor.to(x.device) for tensor in _monomials(x.shape[-1], kernel.power))
         one = torch.ones_like(x[..., :1])
         padded, basis = torch.cat([x, one], dim=-1), one
-        for factor in columns.unbind(-1):  # a third of the time of one gather and `prod`
+        for factor in columns.unbind(-1):  # faster than a gather and `prod`
             basis = basis * padded.index_select(-1, factor)
         offset = kernel.offset  # [*b, 1]
         return WeightSpaceFeatures(basis, counts.to(x) * offset.pow(constants))
@@ -182,7 +177,7 @@ def _polynomial(kernel: kernels.PolynomialKernel) -> FeatureMap:
 
 @lru_cache(maxsize=8)
 def _monomials(dims: int, degree: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Factors of each monomial [m, degree], its multinomial coefficient [m] and its power of the constant [m]."""
+    """Monomials' factors [m, degree], multinomial coefficients [m], powers of the constant [m]."""
     with torch.inference_mode(False):
         monomials = list(combinations_with_replacement(range(dims + 1), degree))
         counts = [math.factorial(degree) / math.prod(map(math.factorial, Counter(m).values())) for m in monomials]
@@ -192,7 +187,7 @@ def _monomials(dims: int, degree: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @register_feature_map(kernels.ScaleKernel)
 def _scale(kernel: kernels.ScaleKernel) -> FeatureMap:
-    # It calls its base's forward: the base's active dims are its own, applied already.
+    # GPyTorch calls the base's forward: its active dims are already applied.
     base = feature_map(kernel.base_kernel)
 
     def features(x: Tensor) -> WeightSpaceFeatures:
@@ -223,7 +218,7 @@ def _product(kernel: kernels.ProductKernel) -> FeatureMap:
 
 
 def concatenated(parts: list[WeightSpaceFeatures]) -> WeightSpaceFeatures:
-    """The features of a sum of kernels."""
+    """Features of a sum of kernels."""
     if len(parts) == 1:
         return parts[0]
     batch = torch.broadcast_shapes(*(part.basis.shape[:-1] for part in parts))
@@ -235,7 +230,7 @@ def concatenated(parts: list[WeightSpaceFeatures]) -> WeightSpaceFeatures:
 
 
 def _times(left: WeightSpaceFeatures, right: WeightSpaceFeatures) -> WeightSpaceFeatures:
-    """The features of a product: all products of two, row by row."""
+    """Features of a product of kernels."""
     outer = lambda a, b: (a.unsqueeze(-1) * b.unsqueeze(-2)).flatten(-2)
     return WeightSpaceFeatures(outer(left.basis, right.basis), outer(left.variances, right.variances))
 
@@ -243,18 +238,17 @@ def _times(left: WeightSpaceFeatures, right: WeightSpaceFeatures) -> WeightSpace
 class DeepFeatureKernel(FiniteFeatureKernel):
     """k(x, x') = base_kernel(network(x), network(x')), for a base kernel with a finite feature map.
 
-    A mini-batch method runs the network on its batch. One that the model's `forward` calls runs on all data at every step.
+    Mini-batch methods run the network on their batch; a network in the model's `forward` runs on all data.
 
     Args:
-        feature_extractor: a module from [*b, n, d] to [*b, n, e], row by row: its batch normalisation, if it has any,
-            must be in evaluation mode.
-        base_kernel: any of the kernels that `feature_map` knows, such as `ScaleKernel(LinearKernel())`, m = e, or
+        feature_extractor: a module from [*b, n, d] to [*b, n, e], row by row: batch normalisation in evaluation mode.
+        base_kernel: known to `feature_map`, such as `ScaleKernel(LinearKernel())`, m = e, or
             `ScaleKernel(RFFKernel(num_samples=500, num_dims=e))`, m = 1000.
         kwargs: passed to `gpytorch.kernels.Kernel`.
 
     Raises:
-        ValueError: a base kernel without a finite feature map.
-        TypeError: an extractor that is no module.
+        ValueError: base_kernel has no finite feature map.
+        TypeError: feature_extractor is not a module.
     """
 
     def __init__(self, feature_extractor: torch.nn.Module, base_kernel: Kernel, **kwargs: Any) -> None:
@@ -270,7 +264,7 @@ class DeepFeatureKernel(FiniteFeatureKernel):
         return self.weight_space_features(x).scaled()
 
     def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
-        """The base kernel's, at the network's output. Raises ValueError where that has other rows than the input."""
+        """The base kernel's at the network's output. Raises ValueError for other rows."""
         extracted = self.feature_extractor(x)
         if extracted.shape[:-1] != x.shape[:-1]:
             raise ValueError(

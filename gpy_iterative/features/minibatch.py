@@ -1,4 +1,4 @@
-"""The marginal likelihood of each batch by itself: the biased baseline.
+"""Marginal likelihood of each batch alone, a biased baseline.
 
 Chen et al. 2020, "Stochastic Gradient Descent in Correlated Settings: A Study on Gaussian Processes".
 """
@@ -15,16 +15,15 @@ from gpy_iterative.training.run import Run
 
 
 class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
-    """The log marginal likelihood of a batch as if there were no other data, divided by its size (BSGD).
+    """Log marginal likelihood of a batch without the other data, divided by its size (BSGD).
 
-    It estimates the marginal likelihood of b data and not of n: the optimum is another one at any learning rate, and comes
-    closer with b. It keeps nothing between steps, has no parameters of its own, and takes any kernel (`exact_value` and
-    `posterior` need finite feature maps; there is no `gap`).
+    The optimum is biased at any learning rate, less for larger b. It has no state or parameters, and takes any kernel
+    (`exact_value` and `posterior` need finite feature maps; there is no `gap`).
 
     Args:
         likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.
 
-    A step costs b^3 + b^2 m (any other kernel: b^2 kernel values).
+    A step costs b^3 + b^2 m, or b^3 and b^2 kernel values without features.
     """
 
     needs_features = False

@@ -1,4 +1,4 @@
-"""The marginal likelihood as a penalised minimax problem.
+"""Marginal likelihood as a penalised minimax problem.
 
 Shoham and Avron, "Unbiased Stochastic Optimization for Gaussian Processes on Finite Dimensional RKHS", sections 3 and 4.1.
 """
@@ -19,30 +19,29 @@ from gpy_iterative.features.weight_space.weights import WeightDistribution, exac
 from gpy_iterative.training.row_sampler import NO_ROWS, next_rows
 from gpy_iterative.training.run import Run
 
-#: Whether the projection of A and the ascent in B of the last training step are still to be made.
+#: Whether the last step's projection and ascent are due.
 DUE, DONE = {"is_due": torch.tensor(True)}, {"is_due": torch.tensor(False)}
-#: "auto" is this many times the smallest strength at which the saddle point is exact.
+#: mu="auto" over the smallest mu with an exact saddle point.
 MARGIN = 1.2
-#: Length of the ascent in B along (A - P) / |A|.
+#: Step of B along (A - P) / |A|.
 DUAL_STEP = 0.5
 
 
 class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
-    """The marginal likelihood by stochastic gradient descent and ascent, for comparison with the paper.
+    """Marginal likelihood by stochastic gradient descent and ascent, for comparison with the paper.
 
-    An auxiliary matrix A stands for the weights' posterior precision P in log|P|, held there by the penalty
-    mu |A - P| / |A| (Frobenius norms), which is a maximum over |B| <= 1 of mu <B, A - P> / |A|: linear in P, so that
-    mini-batches have no bias. Weights and A are parameters of this module, to be trained with the others
-    (`Adam(mll.parameters())`); A's projection to eigenvalues of at least those of the prior, and the ascent in B with an
-    independent batch, are made at the start of the next call.
+    A matrix A replaces the weights' posterior precision P in log|P|, with the penalty mu |A - P| / |A| (Frobenius norms):
+    the maximum over |B| <= 1 of mu <B, A - P> / |A|, linear in P, so mini-batches are unbiased. Weights and A are
+    parameters: train with `Adam(mll.parameters())`. The next call projects A to eigenvalues not below the prior's, and
+    moves B by an independent batch.
 
     Args:
         likelihood, model, batch_size, generator: as in `VariationalFeatureMarginalLogLikelihood`.
-        mu: strength of the penalty. "auto" is 1.2 |P| |P^-1| at every refresh: above |P| |P^-1|, which is at least m, the
-            saddle point is the exact likelihood; below, A = P is not even a local minimum. The paper has 1.
+        mu: penalty. "auto" is 1.2 |P| |P^-1| at every refresh. Above |P| |P^-1| >= m the saddle point is exact; below,
+            A = P is no local minimum. The paper has 1.
 
-    Slow where mu has to be large. Two batches a step, and an eigendecomposition of m x m. Differs from the paper: A and B
-    start at the saddle point (B within its ball); P is divided by the noise, and A by the mean diagonal of the first P.
+    A step takes two batches and an m x m eigendecomposition; large mu is slow. Unlike the paper, A and B start at the
+    saddle point (B within its ball), P is divided by the noise, and A by the first P's mean diagonal.
 
     Warns:
         BiasWarning: mu is below m.
@@ -76,7 +75,7 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         self._run = self._run.having(weights=weights, ascent=DONE, other_rows=NO_ROWS)
 
     def training_state(self) -> dict[str, Tensor]:
-        """As for all methods, after the projection and the ascent of the last step."""
+        """Completes the last step first."""
         if self._run.parts["ascent"]["is_due"]:
             self._commit(self._begun(*self._train_problem()))
         return super().training_state()
@@ -126,7 +125,7 @@ class MinimaxMarginalLogLikelihood(FeatureMarginalLogLikelihood):
 
 
 def _constants(run: Run) -> tuple[Tensor, Tensor, Tensor]:
-    """B, the units of A, and mu."""
+    """B, unit of A, mu."""
     weights = run.parts["weights"]
     return weights["dual"], weights["scale"], weights["strength"]
 

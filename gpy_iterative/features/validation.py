@@ -1,4 +1,4 @@
-"""Checks of models, batches and optimisers for mini-batch training."""
+"""Checks for mini-batch training."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -12,16 +12,16 @@ from torch.nn.modules.dropout import _DropoutNd
 from gpy_iterative.changes import SeenVersions
 from gpy_iterative.errors import BiasWarning, warn
 
-#: Rows that are evaluated by themselves, and beside others.
+#: Rows evaluated alone and with others.
 FEW_ROWS, MANY_ROWS = 2, 16
-#: Relative difference that rounding may cause, in half precision too; batches and chance cause more.
+#: Largest relative difference from rounding, even in half precision.
 SAME_ROWS = 0.01
-#: Steps after which an optimiser that does not move the weights is noticed.
+#: Steps before the warning.
 STEPS_ALONE = 10
 
 
 def check_features(model: gpytorch.models.ExactGP) -> None:
-    """Raises ValueError where a layer is known to give a row other features beside other rows, or by chance."""
+    """Raises ValueError for layers known to depend on the batch or on chance."""
     for name, module in model.named_modules():
         is_dropout = isinstance(module, _DropoutNd) and module.p > 0
         if isinstance(module, _BatchNorm) and module.running_mean is None:
@@ -40,10 +40,10 @@ def check_features(model: gpytorch.models.ExactGP) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-    """Raises ValueError where the prior at a row depends on the rows beside it, or on chance: by trying.
+    """Raises ValueError if the evaluated prior depends on the batch or on chance.
 
     Args:
-        model: whose buffers stay as they are, as does torch's generator.
+        model: its buffers, and torch's generator, stay unchanged.
         moments: mean [k] and covariance [k, k] at the first k data.
     """
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -69,7 +69,7 @@ def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Te
 
 
 def checked_indices(indices: Tensor, num_data: int) -> Tensor:
-    """Row numbers as int64 [b]. Raises ValueError unless they are whole numbers from 0 to n - 1, at least one of them."""
+    """Row numbers, int64 [b]. Raises ValueError unless integers from 0 to n - 1, at least one."""
     if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32) or indices.dim() != 1:
         what = f"{tuple(indices.shape)}, {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
         raise ValueError(f"indices must be a tensor of whole row numbers [b], got {what}.")
@@ -82,17 +82,14 @@ def checked_indices(indices: Tensor, num_data: int) -> Tensor:
 
 
 class StandstillWatch:
-    """Warns where an optimiser moves the hyperparameters while a `method`'s weights or batches stay where they are."""
+    """Warns if hyperparameters move but the weights or batches of `method` do not."""
 
     def __init__(self, method: str) -> None:
         self._method, self._steps = method, 0
         self._own, self._hyperparameters = SeenVersions(), SeenVersions()
 
     def see(self, own: Sequence[Tensor], hyperparameters: Sequence[Tensor], trains: bool) -> None:
-        """Warns after ten calls between which the model's hyperparameters have moved, and the method's `own` have not.
-
-        `trains` is whether this call draws a batch of its own.
-        """
+        """Call it at every step; `trains`: the step draws its own batch, `own`: the method's parameters."""
         weights = [parameter for parameter in own if parameter.requires_grad]
         stands = not trains or (bool(weights) and self._own.are(weights))
         self._steps = self._steps + 1 if stands and not self._hyperparameters.are(hyperparameters) else 0

@@ -1,7 +1,6 @@
-"""Mini-batches for kernels with finitely many features: a bound on the marginal likelihood that is tight at its optimum.
+"""Mini-batch bound on the marginal likelihood that is tight at its optimum.
 
-The log-determinant is a minimum, log|F| = min_S tr(S F) - log|S| - m. Put in, the weights' mean and covariance are
-minimised over together with the hyperparameters.
+It uses log|F| = min_S tr(S F) - log|S| - m.
 """
 
 from collections.abc import Callable
@@ -26,36 +25,34 @@ from gpy_iterative.training.run import Run
 
 
 class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
-    """An unbiased mini-batch estimate of a lower bound on the marginal likelihood, whose maximum is the exact one's.
+    """Mini-batch estimate of a lower bound on the marginal likelihood with the same maximum.
 
-    The bound takes weights N(v, S) for their posterior. Where they are the posterior, it equals the log marginal likelihood
-    and has the same gradient for every hyperparameter. `gap()` measures how far the weights are behind.
+    At the posterior of the weights N(v, S), the bound has the value and hyperparameter gradient of the log marginal
+    likelihood. `gap()` measures the distance.
 
     Args:
-        likelihood: Gaussian, with independent noise: homoskedastic, fixed or heteroskedastic.
-        model: a `gpytorch.models.ExactGP` with one output, whose kernels have finite feature maps (`kernels.feature_map`).
-        batch_size: rows a step; None is 256, or all data where there are fewer.
-        update: how the weights follow. "natural": moving averages of the precision's and the moment's batch estimates,
-            which are natural gradient steps; no parameters, m^3 a step. "gradient": the mean v and a triangular root L of S
-            are parameters of this module, to be trained with the others (`Adam(mll.parameters())`); b m^2 a step.
-        tracker_rate: step size in (0, 1] of the natural update, or a function of the step's number (from 0); None is
-            min(.05, .1 b / m), falling with the square root of the steps to .001. Deep kernels with little noise
-            gain from .2.
-        include_batch: whether the weights of an estimate know its batch, with half of the share that it has in the averages
-            of the next step, which lets them follow a network. The bias is of second order in the rate. Off, value and
-            gradient are exactly unbiased for any weights, as with update="gradient".
-        centred: whether weights are those of the features before scaling (by outputscales, a LinearKernel's variances).
-            Off, scales and weights have to follow each other, which is slow with update="gradient".
-        generator: a generator, or the seed of one. The global generator is never touched.
+        likelihood: Gaussian with independent noise: homoskedastic, fixed or heteroskedastic.
+        model: an ExactGP with one output and finite feature maps (`kernels.feature_map`).
+        batch_size: rows per step; None is 256, or all data if fewer.
+        update: of the weights. "natural": moving averages of precision and moment, which are natural gradient steps; m^3
+            per step. "gradient": v and a triangular root L of S are parameters: train with `Adam(mll.parameters())`; b m^2
+            per step.
+        tracker_rate: step size in (0, 1] of the natural update, or a function of the step (from 0); None falls from
+            min(.05, .1 b / m) to .001 with the square root of the steps. Deep kernels with little noise gain from .2.
+        include_batch: weights include half of their batch's share in the next averages, to follow a network; the bias is
+            of second order in the rate. Off, or with update="gradient", estimates are unbiased.
+        centred: weights of features before scaling (outputscales, a LinearKernel's variances). Off is slow with
+            update="gradient": scales and weights must follow each other.
+        generator: a generator or its seed.
 
-    The first call, and `refresh()`, make one pass over the data, n m^2. After it a step costs b features, b m^2, and m^3
-    (natural), independent of n; memory m^2 + b m. State and m x m algebra are in float64, whatever the data's dtype.
+    The first call and `refresh()` make a pass over the data, n m^2. A step then costs b features, b m^2, and m^3 (natural);
+    memory m^2 + b m. State and m x m algebra are float64.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
         ValueError: an option outside its range, a kernel without a finite feature map.
 
-    A step moves the state: line searches and L-BFGS, which call several times a step, are not for this objective.
+    Every training call moves the state, so line searches and L-BFGS do not work.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)
@@ -105,7 +102,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             self._run = self._run.having(weights={"precision": identity, "moment": zeros})
         else:
             self.mean = torch.nn.Parameter(zeros)
-            # L below its diagonal, and the logarithm of its diagonal there: positive whatever the optimiser does.
+            # L with the logarithm of its diagonal, which thus stays positive.
             self.raw_root = torch.nn.Parameter(torch.zeros_like(identity))
 
     def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
@@ -142,6 +139,6 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
 
 
 def _halfway(run: Run, after: Run) -> Run:
-    """A run whose weights know half of the batch's share: see `include_batch`."""
+    """Weights between both runs, see `include_batch`."""
     later = after.parts["weights"]
     return run.having(weights={name: (tensor + later[name]) / 2 for name, tensor in run.parts["weights"].items()})

@@ -1,7 +1,7 @@
-"""Training to the optimum: steps by average information, a rule that stops them, and a report of the result.
+"""Training to the optimum: average information steps, a stopping rule and a report.
 
-Begin with `fit.py`, then `loops.py`; `average_information.py` is one step, `curvature.py` the matrix that it solves
-with. It may import `exact/` and what that may import.
+Begin with `fit.py`, then `loops.py`; `average_information.py` is one step, `curvature.py` its matrix. May import `exact/`
+and its imports.
 """
 
 from gpy_iterative.fitting.average_information import AverageInformation

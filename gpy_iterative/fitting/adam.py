@@ -1,4 +1,4 @@
-"""Adam with a decaying rate, for what average information does not serve: networks, mini-batches, other likelihoods."""
+"""Adam with a decaying rate, for models without average information."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,9 +13,9 @@ from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
 from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 
-#: First rates, of hyperparameters and of a network's weights; the last rate is a part of the first.
+#: First rates; the last rate relative to the first.
 RATE, NETWORK_RATE, LAST = 0.1, 0.01, 0.05
-#: Times that a step which leaves the support of a prior is halved, before it is undone.
+#: Halvings of a step that leaves a prior's support; then it is undone.
 MAX_HALVINGS = 20
 
 Batches = Iterable[Any]
@@ -23,22 +23,20 @@ Batches = Iterable[Any]
 
 @runtime_checkable
 class HasOptimizer(Protocol):
-    """A marginal log likelihood with an optimiser of its own."""
+    """A marginal log likelihood with its own optimiser."""
 
-    def make_optimizer(self, num_steps: int, num_data: int) -> torch.optim.Optimizer:
-        """For a training of so many steps; it has its own schedule."""
-        ...
+    def make_optimizer(self, num_steps: int, num_data: int) -> torch.optim.Optimizer: ...
 
 
 class AdamSteps:
-    """Steps of Adam, or of the method's own optimiser (`QuadruplyStochasticOptimizer`), on a marginal log likelihood.
+    """Steps of Adam, or of the method's own optimiser (`QuadruplyStochasticOptimizer`).
 
     Args:
-        mll: any of the package; put into training mode.
-        num_steps: over which the rate decays.
-        batches: an iterable that can be passed over again, of pairs (x, y), or of row numbers for methods that take
-            `indices=`; None passes the model's training data in every step.
-        params: the likelihood's own arguments for these, as in `mll(model(x), y, *params)`.
+        mll: any of the package; set to training mode.
+        num_steps: steps over which the rate decays.
+        batches: a reusable iterable of pairs (x, y), or of row numbers for methods with `indices=`. None passes the model's
+            training data in every step.
+        params: the likelihood's arguments, as in `mll(model(x), y, *params)`.
 
     Raises:
         ValueError: no batches for a model without training data.
@@ -60,23 +58,23 @@ class AdamSteps:
             raise TypeError(f"batches must be a list or a DataLoader, got {batches!r}.")
         if batches is not None and iter(batches) is batches:
             raise ValueError("batches= is an iterator, which can be read only once: pass a list or a DataLoader.")
-        Coordinates(mll)  # which raises where nothing requires a gradient
+        Coordinates(mll)  # raises without free parameters
         mll.train()
         self._params = tuple(params)
-        self._taken = 0  # batches of the present pass
+        self._taken = 0  # batches of this pass
         self._source: Iterator[Any] = iter(())
         self._optimizer = self._own_optimizer()
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
 
     def step(self) -> tuple[float, float, float]:
-        """One step: the value before it, that value's standard error (0 where it is not known), and the largest move.
+        """One step: the value before it, its standard error (0 if unknown), and the largest move.
 
-        Before the first step, parameters outside of their bounds are moved inside. A step that leaves a prior's support is
-        halved. Raises whatever the mll raises; parameters and optimiser are then as they were.
+        The first step moves parameters inside their bounds. A step that leaves a prior's support is halved. Any error
+        restores parameters and optimiser.
         """
         parameters = self._parameters()
         before = _copied(parameters)
-        state = copy.deepcopy(self._optimizer.state_dict())  # whose tensors a step changes in place
+        state = copy.deepcopy(self._optimizer.state_dict())  # a step changes its tensors in place
         if not isinstance(self.mll, HasOptimizer):
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * LAST ** (self._done / self._num_steps)
@@ -89,7 +87,7 @@ class AdamSteps:
             (-value).backward()
             self._optimizer.step()
             self._keep_in_supports(parameters, begun)
-        except BaseException:  # Ctrl-C among them
+        except BaseException:  # also Ctrl-C
             _restore(parameters, before)
             self._optimizer.load_state_dict(state)
             raise
@@ -100,23 +98,21 @@ class AdamSteps:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether a value is that of some of the data."""
+        """Whether a value uses only some of the data."""
         return self._batches is not None or not hasattr(self.mll.report, "value_sem")
 
     def state(self) -> dict[str, Any]:
-        """What resumes the steps exactly, beside the parameters and the order of batches."""
+        """State for an exact resume, without parameters and the order of batches."""
         optimizer, run = self._optimizer.state_dict(), self.mll.training_state()
         return {"done": self._done, "taken": self._taken, "optimizer": optimizer, "run": run}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state()` gave, before or after the parameters are loaded.
+        """Restores `state()`, before or after the parameters are loaded.
 
-        The batches that were taken of a pass are passed over: a DataLoader that shuffles draws another order for the rest.
-        Raises ValueError, and changes nothing, for the state of another marginal log likelihood.
+        Skips the used batches of the pass; a shuffling DataLoader draws a new order for the rest. Raises ValueError,
+        without changes, for another marginal log likelihood.
         """
-        self._optimizer.load_state_dict(
-            state["optimizer"]
-        )  # raises for other groups of parameters, as older versions had
+        self._optimizer.load_state_dict(state["optimizer"])  # raises for other parameter groups
         self.mll.load_training_state(state["run"])
         self._done, self._taken = state["done"], state["taken"]
         if self._batches is not None:
@@ -131,7 +127,7 @@ class AdamSteps:
         return torch.optim.Adam(groups)
 
     def _num_data(self) -> int:
-        """Rows of the first batch: an mll that gets a part of the data knows their number itself."""
+        """Rows of the first batch: an mll with partial data knows the total."""
         if self._batches is None:
             return len(self.mll.model.train_targets)
         _, y = _pair(self._next_batch())
@@ -171,7 +167,6 @@ class AdamSteps:
 
     @torch.no_grad()
     def _keep_in_supports(self, parameters: list[Tensor], before: list[Tensor]) -> None:
-        """Halves the step until every prior knows the values."""
         for _ in range(MAX_HALVINGS):
             if is_in_supports(self.mll.model):
                 return

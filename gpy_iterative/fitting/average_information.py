@@ -1,8 +1,8 @@
-"""One step to the optimum of the log marginal likelihood, by Levenberg and Marquardt's method on the average information.
+"""Levenberg-Marquardt steps to the optimum, with the average information as curvature.
 
-A step clips each coordinate by itself: a lengthscale on its way to infinity must not hold the others back. A step that
-gains too little is undone, and a shorter one is tried. Probes stay frozen meanwhile, so that two values have their noise in
-common; gains below what noise is left come from the gradients.
+Each coordinate is clipped separately: a lengthscale that goes to infinity must not slow the others. A step with too little
+gain is undone and shortened. Frozen probes make noise cancel in differences of values; smaller gains are computed from
+gradients.
 """
 
 import logging
@@ -31,27 +31,25 @@ from gpy_iterative.training.training_system import num_training_data
 
 logger = logging.getLogger(__name__)
 
-#: The most that a step moves a coordinate.
+#: Largest move of a coordinate.
 RADIUS = 2.0
-#: Added to the diagonal of A for each datum: bounds the steps of coordinates that the data say nothing about.
+#: Added to the diagonal of A per datum: bounds steps of undetermined coordinates.
 RIDGE = 1e-6
-#: Damping, relative to the diagonal of A: at the start, and the least after a step that gained little or was undone.
+#: Damping relative to the diagonal of A: at the start, and the minimum after a poor or undone step.
 FIRST_DAMPING, POOR_DAMPING = 0.1, 1e-2
-#: A step is kept when it gains at least this part of what was predicted, is a good one from this part on, and a very good
-#: one from that part on.
+#: Gained part of the prediction from which a step is kept, good, and very good.
 LEAST_GAIN, GOOD_GAIN, VERY_GOOD_GAIN = 0.1, 0.5, 0.75
-#: Where so many nats are left to gain, one sample of the gradient's noise is enough.
+#: With more nats left, one sample of the gradient's noise is enough.
 FAR = 100.0
-#: A predicted gain of less than so many standard errors of a difference of two values is not compared with that.
+#: A predicted gain below this many standard errors is computed from gradients.
 VISIBLE = 2.0
-#: Where less than so many nats are left to gain, the last step tells the curvature along itself.
+#: With fewer nats left, the last step corrects the curvature.
 NEAR = 5.0
-#: Steps that may be undone before there is no way on.
+#: Undone steps before giving up.
 MAX_TRIALS = 8
-#: More probes are taken while a block of their vectors, [n, probes], has at most so many entries: twenty blocks live at
-#: once, 2.7 GB in float32.
+#: Largest block of probe vectors, [n, probes]: twenty live at once, 2.7 GB in float32.
 MOST_ENTRIES = 2**25
-#: Solves that ended so say nothing about the point.
+#: After these, the point is unusable.
 _FAILED = (SolveStatus.DIVERGED, SolveStatus.INDEFINITE)
 
 
@@ -59,16 +57,15 @@ class AverageInformation:
     """Steps of a marginal log likelihood to its optimum.
 
     Args:
-        mll: `HutchinsonMarginalLogLikelihood` or `PathwiseMarginalLogLikelihood`, whose model has its training data. It is
-            put into training mode.
-        params: the likelihood's own arguments, as in `mll(model(x), y, *params)`.
-        generator: for solvers that draw; a generator or a seed.
+        mll: `HutchinsonMarginalLogLikelihood` or `PathwiseMarginalLogLikelihood` with training data; set to training mode.
+        params: the likelihood's arguments, as in `mll(model(x), y, *params)`.
+        generator: for stochastic solvers; a generator or a seed.
 
     Raises:
         TypeError: another marginal log likelihood.
-        ValueError: nothing is free to be fitted.
+        ValueError: no free parameter.
 
-    Between two steps nothing but the parameters, the training state of the mll and `state()` has to be saved.
+    To resume, save parameters, the mll's training state and `state()`.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)
@@ -101,12 +98,12 @@ class AverageInformation:
         self._point: Point | None = None
         self._assessment: Assessment | None = None
         self._last: Secant | None = None
-        self._is_inside = False  # whether the parameters are known to lie inside of their bounds
+        self._is_inside = False  # whether the parameters are inside their bounds
         mll.train()
 
     @property
     def point(self) -> Point:
-        """The current point; evaluated where it is not known. A first one outside of its bounds is moved inside."""
+        """The current point. The first one is moved inside its bounds."""
         if self._point is None:
             parameters = self._parameters()
             try:
@@ -119,7 +116,7 @@ class AverageInformation:
         return self._point
 
     def assess(self) -> Assessment:
-        """Curvature and what is left to gain at the current point."""
+        """Curvature and nats left to gain at the current point."""
         if self._assessment is None:
             self._assessment = self._assessed(self.point)
             self._given.continue_from(self.mll)
@@ -127,20 +124,19 @@ class AverageInformation:
         return self._assessment
 
     def step(self) -> Step | None:
-        """One step; None where no step gains anything, and everything is as it was.
+        """One step; None, with nothing changed, if no step gains.
 
-        Raises NonFiniteError, NotPositiveDefiniteError: at the first point. Later ones that fail are undone.
+        Raises NonFiniteError, NotPositiveDefiniteError: at the first point. Later failing steps are undone.
         """
         point, found = self.point, self.assess()
         parameters, state = self._parameters(), self.mll.training_state()
         try:
             return self._stepped(point, found, partial(self._undo, parameters, state))
-        except BaseException:  # Ctrl-C among them
+        except BaseException:  # also Ctrl-C
             self._undo(parameters, state)
             raise
 
     def _stepped(self, point: Point, found: Assessment, undo: Callable[[], None]) -> Step | None:
-        """Tries shorter and shorter steps, undone by `undo` where they gain too little."""
         start, epochs, matrix = time.perf_counter(), 0.0, found.matrix
         if self._last is not None and found.left < NEAR:
             matrix = self._last.seen_in(matrix)
@@ -163,7 +159,7 @@ class AverageInformation:
         return None
 
     def _damp(self, part: float, *, is_first: bool) -> None:
-        """Adapts the damping to a step that gained this part of what was predicted."""
+        """Adapts the damping to gained / predicted."""
         if part > VERY_GOOD_GAIN and is_first:
             self._damping /= 10
         elif part > GOOD_GAIN:
@@ -177,9 +173,9 @@ class AverageInformation:
         self._point = self._assessment = self._last = None
 
     def raise_probes(self, factor: int = 4) -> bool:
-        """Goes on with more probes, whose noise is smaller. The mll that was given keeps its own.
+        """Multiplies the number of probes; the given mll keeps its own.
 
-        False, and nothing is done, where their vectors would have more than `MOST_ENTRIES`.
+        Returns False, without changes, if they would exceed `MOST_ENTRIES`.
         """
         num_probes = factor * self.mll.probes.num_probes
         if num_probes * num_training_data(self.mll.model) > MOST_ENTRIES:
@@ -189,7 +185,7 @@ class AverageInformation:
         return True
 
     def state(self) -> dict[str, Tensor]:
-        """What resumes the steps exactly, beside the parameters: a plain dict of tensors."""
+        """State for an exact resume, without parameters: a plain dict of tensors."""
         guess = {} if self._guess is None else {"guess": self._guess.clone()}
         last = {} if self._last is None else {"move": self._last.move, "change": self._last.change}
         damping = torch.tensor(self._damping, dtype=torch.float64)
@@ -205,9 +201,9 @@ class AverageInformation:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state()` gave, before or after the parameters are loaded.
+        """Restores `state()`, before or after the parameters are loaded.
 
-        Raises ValueError, and changes nothing, for a state of another marginal log likelihood.
+        Raises ValueError, without changes, for another marginal log likelihood.
         """
         mll = self.mll.variant(num_probes=int(state["num_probes"]))
         mll.load_training_state(
@@ -256,7 +252,7 @@ class AverageInformation:
         return replace(found, left=left, samples=samples, noise=found.energy(samples))
 
     def _move(self, point: Point, found: Assessment, matrix: Tensor) -> Tensor:
-        """The damped step for a curvature [p, p], clipped by coordinate and projected on the bounds."""
+        """The damped step for a curvature [p, p], clipped per coordinate and projected on the bounds."""
         free = ~found.held
         matrix = matrix + self._damping * torch.diag(found.curvature.matrix.diagonal())
         move = torch.zeros_like(point.position)
@@ -267,7 +263,7 @@ class AverageInformation:
         return (point.position + move).clamp(self.coordinates.lower, self.coordinates.upper) - point.position
 
     def _tried(self, position: Tensor) -> Point | None:
-        """The point at a position; None where a prior excludes it, or the evaluation fails."""
+        """The point at a position; None where a prior excludes it or the evaluation fails."""
         self.coordinates.write(position)
         if not is_in_supports(self.mll.model):
             return None
@@ -291,21 +287,20 @@ class AverageInformation:
 
 
 def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
-    """The mll's own; where it leaves the choice and is not exact, conjugate gradients.
+    """The mll's own solver; else conjugate gradients, or None for exact sizes.
 
-    At the same residual they leave less error in the energy of H, and what is left to gain is measured in that: on 4,000
-    rows of elevators .5 nats, where alternating projections leave 12.
+    At the same residual, alternating projections leave a larger error in the energy norm of H, which is the error of the
+    nats left to gain.
     """
     size = num_training_data(mll.model)
     return mll.solver if mll.solver is not None or size <= EXACT_BELOW else conjugate_gradients(size)
 
 
 def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predicted: float) -> tuple[float, float, bool]:
-    """What a step has gained, the least that it has to, and whether the difference of the two values shows it.
+    """Gain of a step, the least gain to keep it, and whether the two values show the gain.
 
-    Value and gradient have probes of their own, so that the noise of both is between a difference and its prediction. Where
-    it hides the prediction, the gain comes from the gradients at both ends, whose noise is smaller, and counts as enough up
-    to that noise.
+    Value and gradient use different probes, so their noise does not cancel. Where it hides the prediction, the less noisy
+    gradients at both ends give the gain, and the least gain is lowered by their noise.
     """
     noise = found.error_along(move)
     if predicted > VISIBLE * math.hypot(point.error, reached.error, noise):
@@ -315,9 +310,9 @@ def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predict
 
 
 def rounding_error(evaluation: Evaluation) -> Tensor:
-    """What rounding the entries of H leaves uncertain of the value, in nats, [].
+    """Error of the value from rounding the entries of H, in nats, [].
 
-    A relative error eps of K's entries is one of eps K_ii / noise of the eigenvalues that are as small as the noise.
+    A relative error eps of K's entries is a relative error eps K_ii / noise of eigenvalues as small as the noise.
     """
     operator = evaluation.system.operator
     if not isinstance(operator, NoisyLinearOperator):

@@ -1,4 +1,4 @@
-"""The file that a fit goes on from: written in one piece, so that it is whole whenever the process ends."""
+"""Checkpoint files of a fit."""
 
 import os
 import tempfile
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpy_iterative.fitting.result import HistoryRow
 
-#: Raised whenever older files cannot be read any more.
+#: Raise it when older files become unreadable.
 FORMAT = 2
 #: Buffers that training does not change.
 _FIXED = ("active_dims", "lower_bound", "upper_bound")
@@ -21,12 +21,12 @@ _FIXED = ("active_dims", "lower_bound", "upper_bound")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a fit goes on from.
+    """State from which a fit resumes.
 
     Attributes:
-        parameters: the `state_dict()` of the marginal log likelihood.
+        parameters: the mll's `state_dict()`.
         state: of the steps.
-        history: rows of the steps that were made.
+        history: rows so far.
     """
 
     parameters: dict[str, Tensor]
@@ -41,7 +41,7 @@ def write_checkpoint(
     state: Mapping[str, Any],
     history: list[HistoryRow],
 ) -> None:
-    """Writes parameters, the state of the steps and the history, to a file beside and then by renaming it."""
+    """Writes the checkpoint atomically: a temporary file in the same folder, then a rename."""
     content = {
         "format": FORMAT,
         "method": method,
@@ -63,16 +63,16 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path, mll: gpytorch.mlls.MarginalLogLikelihood, method: str) -> Checkpoint:
-    """The content of a file, which is checked and not yet loaded.
+    """Reads and checks a checkpoint, without loading it into the mll.
 
-    Raises ValueError for a file that is no checkpoint, or one of another method or model.
+    Raises ValueError for a file that is no checkpoint, or for another method or model.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
             raise ValueError
         found = Checkpoint(content["parameters"], content["state"], [HistoryRow(*row) for row in content["history"]])
-    except Exception as error:  # whatever torch.load makes of a foreign file
+    except Exception as error:  # whatever torch.load raises on a foreign file
         raise ValueError(
             f"{path} is no checkpoint of gpi.fit in this version: remove it, or give another checkpoint=."
         ) from error
@@ -88,10 +88,10 @@ def read_checkpoint(path: Path, mll: gpytorch.mlls.MarginalLogLikelihood, method
 
 
 def described_parts(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, str]:
-    """Class and options of each module by name, without what is trained.
+    """Class and options of each module by name, without trained values.
 
-    Options are the numbers and texts among the attributes of GPyTorch's own classes, such as the nu of a Matern kernel, and
-    active dims and bounds of constraints wherever they are. Modules of users may count calls in their attributes.
+    Options are numbers and strings among the attributes of GPyTorch's own classes, and active dims and constraint bounds of
+    any module. Attributes of user modules may change, such as call counters.
     """
     return {name: _described(module) for name, module in mll.named_modules()}
 
@@ -107,7 +107,7 @@ def _described(module: torch.nn.Module) -> str:
 
 
 def _check_same(path: Path, saved: Mapping[str, str], own: Mapping[str, str]) -> None:
-    """Raises ValueError, which names the first difference."""
+    """Raises ValueError with the first difference."""
     for name in {**own, **saved}:
         if saved.get(name) != own.get(name):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Which method fits a marginal log likelihood, with the reason; decided before the first step."""
+"""Choice of the fitting method, before the first step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from gpy_iterative.training.training_system import TrainingSystem, check_has_dat
 
 Method = Literal["auto", "average_information", "adam"]
 
-#: Free hyperparameters up to which "auto" takes average information.
+#: Most free hyperparameters for which "auto" is average information.
 MOST_HYPERPARAMETERS = 60
 
 
@@ -26,8 +26,8 @@ class Choice:
     """A method.
 
     Attributes:
-        method: that is taken.
-        reason: why, as a sentence.
+        method: its name.
+        reason: a sentence.
     """
 
     method: Literal["average_information", "adam"]
@@ -35,11 +35,11 @@ class Choice:
 
 
 def choose(mll: Any, method: Method, batches: object | None, params: Sequence[Any] = ()) -> Choice:
-    """The method that is taken.
+    """Chooses the method.
 
     Raises:
-        TypeError: no mll of the package, or average information for one that has none.
-        ValueError: options that do not go together, or average information for a kernel that has none.
+        TypeError: an mll of another package, or without average information where it is requested.
+        ValueError: conflicting options, or a kernel without average information.
     """
     if not isinstance(mll, Resumable):
         raise TypeError(
@@ -61,7 +61,7 @@ def choose(mll: Any, method: Method, batches: object | None, params: Sequence[An
 
 
 def _obstacles(mll: Any, batches: object | None, params: Sequence[Any]) -> Iterator[str]:
-    """What keeps "auto" from average information."""
+    """Reasons against average information for "auto"."""
     if not isinstance(mll, IterativeMarginalLogLikelihood):
         yield f"There is no average information of a {type(mll).__name__}."
     if batches is not None:
@@ -78,9 +78,9 @@ def _obstacles(mll: Any, batches: object | None, params: Sequence[Any]) -> Itera
 
 
 def _missing_information(mll: Any, params: Sequence[Any]) -> str | None:
-    """Why the model of an exact marginal log likelihood has no average information; None where it has one, or for others.
+    """Why an exact marginal log likelihood has no average information; None if it has, or for other mlls.
 
-    The operator of all training data is made, and no product.
+    Makes the operator of all training data, without a product.
     """
     if not isinstance(mll, IterativeMarginalLogLikelihood):
         return None
@@ -96,7 +96,7 @@ def _missing_information(mll: Any, params: Sequence[Any]) -> str | None:
 
 
 def system_now(mll: GaussianMarginalLogLikelihood, params: Sequence[Any] = ()) -> TrainingSystem:
-    """The linear system of the training data at the present hyperparameters; raises ValueError for data that do not fit.
+    """The linear system of the training data now. Raises ValueError for unsuitable data.
 
     Cost: the mean at all training inputs.
     """

@@ -1,7 +1,7 @@
 """Free hyperparameters as one vector of unconstrained coordinates: logarithms of positive ones, logits of intervals.
 
-Values are read and written through GPyTorch's constraints, so the coordinates do not depend on the transforms of raw
-parameters. Ends of a constraint and of a prior's support, such as the least noise, are bounds of the coordinate.
+Values pass through GPyTorch's constraints, so coordinates do not depend on the transforms of raw parameters. Limits of
+constraints and prior supports, such as the least noise, are bounds.
 """
 
 import math
@@ -19,21 +19,21 @@ from gpy_iterative.fitting.prior_support import Range, support_of
 
 Kind = Literal["log", "logit", "identity"]
 
-#: Distance that a coordinate keeps from its bound: at the bound itself, raw parameters are infinite. It is relative to
-#: positive values, and a part of an interval that has both signs.
+#: Distance of a coordinate from its bound, where raw parameters are infinite. Relative to positive values, or to an
+#: interval that has both signs.
 MARGIN = 1e-3
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """The coordinates of one parameter, one for each of its entries.
+    """The coordinates of one parameter, one per entry.
 
     Attributes:
         name: as the user sees it, without "raw_": "covar_module.base_kernel.lengthscale".
         parameter: the raw parameter.
-        constraint: its constraint; None for none.
-        kind: "log" of values that are positive, "logit" of other values in a finite interval, "identity" of all others.
-        support: the least and the largest value, shaped as the parameter, that its priors allow.
+        constraint: its constraint or None.
+        kind: "log" for positive values, "logit" for other finite intervals, else "identity".
+        support: least and largest value that its priors allow, shaped as the parameter.
     """
 
     name: str
@@ -44,14 +44,13 @@ class Coordinate:
 
     @classmethod
     def of(cls, module: gpytorch.Module, name: str, parameter: Parameter, constraint: Interval | None) -> "Coordinate":
-        """The coordinates of a module's parameter and its constraint."""
         raw = parameter.detach()
         values = raw if constraint is None else constraint.transform(raw)
         support = support_of(module, parameter, values)
         return cls(_shown_name(name), parameter, constraint, _kind(constraint), support)
 
     def names(self) -> list[str]:
-        """One name for each entry, "lengthscale[2]"; the indices skip dimensions of length 1."""
+        """One name per entry, "lengthscale[2]"; indices skip dimensions of length 1."""
         shape = [size for size in self.parameter.shape if size > 1]
         if not shape:
             return [self.name]
@@ -59,11 +58,11 @@ class Coordinate:
         return [f"{self.name}[{', '.join(map(str, index))}]" for index in indices.tolist()]
 
     def values(self, raw: Tensor) -> Tensor:
-        """What the user sees, from raw values; differentiable."""
+        """User values from raw values; differentiable."""
         return raw if self.constraint is None else self.constraint.transform(raw)
 
     def coordinates(self, values: Tensor) -> Tensor:
-        """The coordinates of values that the user sees; differentiable."""
+        """Coordinates from user values; differentiable."""
         if self.kind == "identity":
             return values
         if self.kind == "log":
@@ -81,7 +80,7 @@ class Coordinate:
         return low + (high - low) * coordinates.sigmoid()
 
     def bounds(self) -> Range:
-        """The least and the largest coordinates [entries], in float64; infinite where there are none.
+        """Least and largest coordinates [entries], float64, possibly infinite.
 
         Raises ValueError where constraint and prior have no value in common.
         """
@@ -93,7 +92,7 @@ class Coordinate:
         return low + margin(low), high - margin(high)
 
     def _domain(self) -> Range:
-        """The least and the largest value that constraint and priors allow."""
+        """Least and largest value that constraint and priors allow."""
         low, high = (end.double() for end in self.support)
         if self.constraint is not None:
             least, most = self._limits(low)
@@ -125,14 +124,14 @@ def _kind(constraint: Interval | None) -> Kind:
 
 
 def free_parameters(module: gpytorch.Module) -> Iterator[tuple[str, Parameter, Interval | None]]:
-    """Name, raw parameter and constraint of everything that is trained, tied parameters once."""
+    """Name, raw parameter and constraint of all trained parameters, tied ones once."""
     for name, parameter, constraint in module.named_parameters_and_constraints():
         if parameter.requires_grad and parameter.numel():
             yield name, parameter, constraint
 
 
 def network_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The free parameters, by name, that belong to modules which are none of GPyTorch's."""
+    """Free parameters, by name, of modules outside GPyTorch."""
     return {
         f"{path}.{name}": parameter
         for path, part in module.named_modules()
@@ -146,8 +145,7 @@ class Coordinates:
     """All free hyperparameters of a marginal log likelihood as one float64 vector [p].
 
     Args:
-        module: a `gpytorch.mlls.MarginalLogLikelihood`, or any GPyTorch module. Parameters that do not require a gradient
-            stay as they are.
+        module: a marginal log likelihood, or any GPyTorch module. Parameters without gradient are left out.
 
     Raises:
         ValueError: nothing is free, or a prior and a constraint have no value in common.
@@ -173,52 +171,51 @@ class Coordinates:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """The raw parameters, in order."""
         return [part.parameter for part in self.parts]
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """The coordinates now, [p]."""
+        """The current coordinates, [p]."""
         raws = [part.parameter.double() for part in self.parts]
         found = [part.coordinates(part.values(raw)) for part, raw in zip(self.parts, raws, strict=True)]
         return self._joined(found)
 
     @torch.no_grad()
     def write(self, coordinates: Tensor) -> None:
-        """Sets the parameters; rounds to their dtype."""
+        """Sets the parameters, rounded to their dtype."""
         for part, values in zip(self.parts, self.user_values(coordinates), strict=True):
             raw = values if part.constraint is None else part.constraint.inverse_transform(values)
             part.parameter.copy_(raw)
 
     def enter_bounds(self) -> None:
-        """Moves parameters that lie at or beyond a bound inside it; leaves all others as they are."""
+        """Moves parameters at or beyond a bound inside it."""
         position = self.read()
         inside = position.clamp(self.lower, self.upper)
         if not torch.equal(position, inside):
             self.write(inside)
 
     def user_values(self, coordinates: Tensor) -> list[Tensor]:
-        """What the user sees, by parameter, in its shape."""
+        """User values by parameter, in its shape."""
         return [part.user_values(entries) for part, entries in zip(self.parts, self._split(coordinates), strict=True)]
 
     def user_entries(self, coordinates: Tensor) -> list[float]:
-        """What the user sees, by entry."""
+        """User values by entry."""
         return self._joined(self.user_values(coordinates)).tolist()
 
     def slopes(self) -> Tensor:
-        """The derivatives [p] of the coordinates with respect to the raw parameters."""
+        """Derivatives [p] of the coordinates with respect to the raw parameters."""
         raws = [part.parameter.detach().double().requires_grad_() for part in self.parts]
         return self._joined(torch.autograd.grad(self._transformed(raws).sum(), raws))
 
     def gradient(self, function: Tensor, *, retain_graph: bool = False) -> Tensor:
-        """The gradient [p] of a scalar with respect to the coordinates."""
+        """Gradient [p] of a scalar with respect to the coordinates."""
         found = torch.autograd.grad(
             function, self.parameters, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
         )
         return self._joined(found) / self.slopes()
 
     def hessian(self, function: Tensor) -> Tensor:
-        """The second derivatives [p, p] of a scalar, by plain autograd."""
+        """Second derivatives [p, p] of a scalar, by plain autograd."""
         if not function.requires_grad:
             return torch.zeros(len(self), len(self), dtype=torch.float64)
         options = {"allow_unused": True, "materialize_grads": True}
@@ -236,7 +233,7 @@ class Coordinates:
         return (hessian + hessian.mT) / 2
 
     def directions(self) -> Iterator[tuple[int, Tensor]]:
-        """For each coordinate, the number of its parameter and how that moves with the coordinate, shaped as it."""
+        """For each coordinate, the number of its parameter and that parameter's derivative along the coordinate."""
         for number, (part, slopes) in enumerate(zip(self.parts, self._split(self.slopes()), strict=True)):
             flat = slopes.reshape(-1)
             for entry in range(len(flat)):

@@ -1,9 +1,8 @@
-"""The average information: the curvature of the log marginal likelihood for the price of one block solve.
+"""The average information: the curvature of the log marginal likelihood for the cost of one block solve.
 
-Gilmour, Thompson and Cullis 1995, "Average information REML", Biometrics 51; Johnson and Thompson 1995. With
-a = H^-1 (y - mean) and q_i = (dH/dt_i) a, the matrix A = 1/2 Q^T H^-1 Q is the mean of observed and expected information
-where H is linear in t. Parameters b of the mean have the information M^T H^-1 M with M = dmean/db, and priors the positive
-part of their own curvature.
+Gilmour, Thompson and Cullis 1995, "Average information REML", Biometrics 51; Johnson and Thompson 1995. With a = H^-1 (y -
+mean) and q_i = (dH/dt_i) a, the matrix A = 1/2 Q^T H^-1 Q is the mean of observed and expected information where H is
+linear in t. Parameters b of the mean add M^T H^-1 M with M = dmean/db, priors the positive part of their curvature.
 """
 
 from dataclasses import dataclass
@@ -24,9 +23,9 @@ from gpy_iterative.training.surrogate import surrogate
 
 #: Relative residual of the solve. The error of A is of second order in it.
 TOLERANCE = 0.1
-#: Combinations of solutions whose energy is a smaller part of theirs are rounding errors.
+#: Relative energies of combined solutions below this are rounding errors.
 LEAST_EIGENVALUE = 1e-5
-#: Samples of the gradient's noise; each costs as much as the gradient.
+#: Samples of the gradient's noise; each costs one gradient.
 NOISE_SAMPLES = 3
 
 
@@ -36,11 +35,11 @@ class Curvature:
 
     Attributes:
         matrix: A [p, p], float64, with the priors' part. A batch of models has one matrix for all its coordinates.
-        correction: [p], what the residual of H a = y - mean makes the gradient miss, to first order. A residual of .01 may
-            hide several nats that are left to gain.
-        linear: [p], coordinates that the mean alone depends on. They are in units of the targets.
-        solutions: H^-1 Q [*b, n, c], a start for the next point; None of a Cholesky factor.
-        epochs: passes over the kernel matrix that the solve took.
+        correction: [p], first-order error of the gradient from the residual of H a = y - mean. A residual of .01 may hide
+            several nats.
+        linear: [p], coordinates that only the mean depends on; in units of the targets.
+        solutions: H^-1 Q [*b, n, c], initial guess for the next point; None for Cholesky.
+        epochs: passes of the solve over the kernel matrix.
     """
 
     matrix: Tensor
@@ -59,13 +58,13 @@ def average_information(
     initial_guess: Tensor | None = None,
     tolerance: float = TOLERANCE,
 ) -> Curvature:
-    """The average information at the point of an evaluation.
+    """The average information at an evaluated point.
 
     Args:
         mll: that was evaluated.
-        evaluation: of the current hyperparameters; its graph and its tiles are used.
+        evaluation: at the current hyperparameters; its graph and tiles are used.
         coordinates: t.
-        generator: for solvers that draw.
+        generator: for stochastic solvers.
         initial_guess: solutions of an earlier point.
         tolerance: relative residual of the solve.
 
@@ -76,11 +75,11 @@ def average_information(
     columns = _Columns.of(evaluation, coordinates)
     rhs = columns.joined
     if estimate.right is None:
-        # H^-1 is in the exact gradient's weights too, beside a a^T, in which targets far from zero would drown it.
+        # The exact gradient's weights also contain H^-1, but beside a a^T: large targets would drown it.
         solutions = Cholesky().factorize(evaluation.system.operator).solve(rhs)
         residual, epochs = torch.zeros_like(rhs), 0.0
     else:
-        # Others leave, at the same residual, a matrix that may be too small by half: the energy of their error is larger.
+        # At the same residual, other solvers leave more error energy: the matrix may be too small by half.
         solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else conjugate_gradients(rhs.shape[-2])
         is_fitting = initial_guess is not None and initial_guess.shape == rhs.shape
         solution = solver.solve(
@@ -103,11 +102,11 @@ def average_information(
 
 @dataclass(frozen=True)
 class _Columns:
-    """The derivatives of H a and of the mean along the coordinates that move them.
+    """Derivatives of H a and of the mean along their coordinates.
 
     Attributes:
-        joined: [*b, n, c], first those of H a, then those of the mean.
-        of_matrix, of_mean: the coordinates that they belong to.
+        joined: [*b, n, c], those of H a, then those of the mean.
+        of_matrix, of_mean: their coordinates.
     """
 
     joined: Tensor
@@ -132,7 +131,7 @@ class _Columns:
         return cls(joined.detach(), list(of_matrix), list(of_mean))
 
     def information(self, solutions: Tensor, residual: Tensor, size: int) -> Tensor:
-        """A [size, size] from V ~ H^-1 Q [*b, n, c] and Q - H V: symmetric, positive semi-definite, and never too large."""
+        """A [size, size] from V ~ H^-1 Q [*b, n, c] and Q - H V: positive semi-definite, never too large."""
         matrix, count = torch.zeros(size, size, dtype=torch.float64), len(self.of_matrix)
         parts = ((self.of_matrix, slice(0, count), 0.5), (self.of_mean, slice(count, None), 1.0))
         for numbers, columns, factor in parts:
@@ -145,7 +144,7 @@ class _Columns:
         return matrix
 
     def correction(self, solutions: Tensor, missed: Tensor, size: int) -> Tensor:
-        """H^-1 Q times y - mean - H a, [size]: the derivative is that of 1/2 a^T H a - a^T (y - mean) at another a."""
+        """(H^-1 Q)^T (y - mean - H a), [size]: the change of the derivative of 1/2 a^T H a - a^T (y - mean) with a."""
         found = torch.zeros(size, dtype=torch.float64)
         inner = (solutions.double() * missed.double().unsqueeze(-1)).flatten(0, -2).sum(0).cpu()
         return found.index_add_(0, torch.tensor(self.of_matrix + self.of_mean, dtype=torch.long), inner)
@@ -159,10 +158,10 @@ def _residual(evaluation: Evaluation) -> Tensor:
 
 
 def _energies(q: Tensor, v: Tensor, rest: Tensor) -> Tensor:
-    """Q^T H^-1 Q [*b, c, c] in the span of V, which is H^-1 Q but for a residual: (V^T Q)^T (V^T H V)^-1 (V^T Q).
+    """Q^T H^-1 Q [*b, c, c] in the span of V ~ H^-1 Q: (V^T Q)^T (V^T H V)^-1 (V^T Q).
 
-    Rayleigh and Ritz's value of every Q x: its error is that of the best combination of columns, in the energy of H, and it
-    is 0 or more whatever the solver left.
+    The Rayleigh-Ritz value of every Q x: its error is that of the best combination of columns, in the energy of H. It is
+    never negative, whatever the solver left.
     """
     cross, gram = v.mT @ q, v.mT @ (q - rest)
     if not rest.any():
@@ -177,7 +176,7 @@ def _energies(q: Tensor, v: Tensor, rest: Tensor) -> Tensor:
 
 
 def log_prior(mll: gpytorch.mlls.MarginalLogLikelihood, batch_shape: torch.Size) -> Tensor:
-    """The sum of all priors' log densities as the marginal log likelihood counts them, [], with its graph."""
+    """Sum of the priors' log densities as the marginal log likelihood counts them, [], with graph."""
     total = torch.zeros(batch_shape)
     for _, module, prior, closure, _ in mll.model.named_priors():
         terms = prior.log_prob(closure(module))
@@ -188,7 +187,7 @@ def log_prior(mll: gpytorch.mlls.MarginalLogLikelihood, batch_shape: torch.Size)
 def prior_information(
     mll: gpytorch.mlls.MarginalLogLikelihood, coordinates: Coordinates, batch_shape: torch.Size
 ) -> Tensor:
-    """The positive part of the priors' curvature in the coordinates, [p, p], for a value of this batch shape."""
+    """Positive part of the priors' curvature [p, p], for a value of this batch shape."""
     if next(iter(mll.model.named_priors()), None) is None:
         return torch.zeros(len(coordinates), len(coordinates), dtype=torch.float64)
     values, vectors = torch.linalg.eigh(-coordinates.hessian(log_prior(mll, batch_shape)))
@@ -196,9 +195,9 @@ def prior_information(
 
 
 def gradient_noise(evaluation: Evaluation, coordinates: Coordinates, num_samples: int = NOISE_SAMPLES) -> Tensor | None:
-    """Samples [num_samples, p] of the noise that the probes leave in the gradient; None where the gradient is exact.
+    """Samples [num_samples, p] of the gradient's probe noise; None for an exact gradient.
 
-    Signs that add up to zero, instead of ones, turn the mean over probes into a sample of its own error.
+    Signs with sum zero, instead of ones, turn the mean over probes into a sample of its error.
     """
     estimate, system = evaluation.estimate, evaluation.system
     assert isinstance(estimate, DensityEstimate)
@@ -221,7 +220,7 @@ def gradient_noise(evaluation: Evaluation, coordinates: Coordinates, num_samples
 
 
 def _balanced_signs(size: int, num_samples: int) -> Tensor:
-    """[num_samples, size] of signs that add up to zero, but for a scale; a single probe is its own error."""
+    """[num_samples, size] scaled signs with sum zero; a single probe is its own error."""
     if size == 1:
         return torch.ones(1, 1)
     generator, half = torch.Generator().manual_seed(0), size // 2

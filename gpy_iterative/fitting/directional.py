@@ -1,8 +1,7 @@
 """Derivatives of a product H a along the coordinates, q_i = (dH/dt_i) a, without the matrices dH/dt_i.
 
-Autograd carries each coordinate's direction to the tensors that an operator is made of: scaled inputs, outputscale, noise.
-From there on the derivative is in closed form for radial kernels, their sums, multiples and noise, and central differences
-of the product for every other operator.
+Autograd carries directions to the operator's tensors: scaled inputs, outputscale, noise. From there, radial kernels, their
+sums, multiples and noise have closed forms; all other operators use central differences.
 """
 
 from abc import ABC, abstractmethod
@@ -21,17 +20,17 @@ from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOpe
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 
-#: Inputs that move by a scale of their coordinates do so up to this part of the largest move.
+#: Tolerance, relative to the largest move, for inputs that move by a scale of their coordinates.
 ROUNDING = 1e-4
-#: How the tensors of an operator move with one coordinate; None for those that do not.
+#: Derivatives of an operator's tensors along one coordinate; None where zero.
 Tangent = Sequence[Tensor | None]
 
 
 def tangents(tensors: Sequence[Tensor], coordinates: Coordinates) -> Iterator[Tangent]:
-    """For each coordinate in turn, how the tensors move with it.
+    """For each coordinate, the derivatives of the tensors.
 
-    Backward passes alone: a vector-Jacobian product is linear in its vector, and its derivative with respect to the vector
-    is a Jacobian-vector product. GPyTorch's graphs have no forward mode.
+    Uses only backward passes, as GPyTorch's graphs have no forward mode: a vector-Jacobian product is linear in its vector,
+    and its derivative by that vector is a Jacobian-vector product.
     """
     wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     covectors = [torch.zeros_like(tensors[index], requires_grad=True) for index in wanted]
@@ -50,7 +49,7 @@ def tangents(tensors: Sequence[Tensor], coordinates: Coordinates) -> Iterator[Ta
 
 
 class DirectionalProduct(ABC):
-    """The derivative of `operator @ vector` along tangents of `operator.representation()`; shared parts are kept.
+    """The derivative of `operator @ vector` along tangents of `operator.representation()`; caches shared parts.
 
     Args:
         operator: [*b, n, n].
@@ -62,7 +61,7 @@ class DirectionalProduct(ABC):
 
     @property
     def size(self) -> int:
-        """How many tensors the operator is made of."""
+        """Number of tensors of the operator."""
         return len(self.operator.representation())
 
     def along(self, tangent: Tangent) -> Tensor | None:
@@ -140,7 +139,7 @@ class _Radial(DirectionalProduct):
         return total if alpha is None else _sum(total, alpha * self._alpha)
 
     def _rates(self, moved: Tensor) -> Tensor | None:
-        """Rates [*b, d] of inputs that move as x1 = x / lengthscale does; None where they move otherwise."""
+        """Rates [*b, d] of inputs that move as x1 = x / lengthscale does; None for other moves."""
         x1 = self.operator.x1.detach()
         squares = x1.double().square().sum(-2).clamp_min(torch.finfo(torch.float64).tiny)
         rates = ((moved.double() * x1).sum(-2) / squares).to(x1)
@@ -149,9 +148,9 @@ class _Radial(DirectionalProduct):
 
 
 class _Differences(DirectionalProduct):
-    """Central differences in float64, whose tiles are evaluated and not kept.
+    """Central differences in float64, with tiles that are not kept.
 
-    K a is small beside its terms: in float32 their rounding errors, divided by the step, would drown the difference.
+    K a is small beside its terms: in float32, their rounding errors over the step would drown the difference.
     """
 
     @cached_property
@@ -171,7 +170,7 @@ class _Differences(DirectionalProduct):
 
 
 def directional_product(operator: LinearOperator, vector: Tensor) -> DirectionalProduct:
-    """The directional derivatives of a product by the means that the operator has."""
+    """Chooses the class by the operator."""
     if isinstance(operator, NoisyLinearOperator):
         return _Noisy(operator, vector)
     if isinstance(operator, SumLinearOperator):

@@ -1,4 +1,4 @@
-"""`gpi.fit`: trains a marginal log likelihood to its optimum, with a bar, a history and a checkpoint."""
+"""`gpi.fit`: trains a marginal log likelihood to its optimum."""
 
 import logging
 import time
@@ -25,7 +25,7 @@ from gpy_iterative.training.run import make_generator
 
 logger = logging.getLogger(__name__)
 
-#: Steps at the most where nothing else is said.
+#: Default number of steps.
 MAX_STEPS = {"average_information": 30, "adam": 300}
 
 
@@ -47,34 +47,34 @@ def fit(
 
     Args:
         mll: any marginal log likelihood of the package; its model holds the training data.
-        method: "average_information" takes steps with the curvature of the log marginal likelihood, some ten of them;
-            "adam" is Adam with a decaying rate (quadruply stochastic models: their own optimiser). "auto" is the first for
-            `HutchinsonMarginalLogLikelihood` and `PathwiseMarginalLogLikelihood` with at most 60 free hyperparameters, none
-            of which belongs to a network or is an inducing point, and else the second; `result.reason` says why.
-        max_steps: at the most; None is 30, or 300 of Adam.
-        batches: for mini-batches by Adam: pairs (x, y), or row numbers for mlls that take `indices=`; a list or a
-            DataLoader. None passes all training data in every step, of which mini-batch methods draw their rows.
-        params: the likelihood's own arguments for the training data, as in `mll(model(x), y, *params)`.
-        start: "current" is the hyperparameters as they are; "subsets" fits small subsets first, see
+        method: "average_information" uses the curvature and takes about ten steps; "adam" is Adam with a decaying rate
+            (quadruply stochastic models: their own optimiser). "auto" is average information for
+            `HutchinsonMarginalLogLikelihood` and `PathwiseMarginalLogLikelihood` with at most 60 free hyperparameters, no
+            network and no trained inducing points, else Adam; `result.reason` says why.
+        max_steps: None is 30, or 300 for Adam.
+        batches: mini-batches for Adam: pairs (x, y), or row numbers for mlls with `indices=`; a list or a DataLoader. None
+            passes all training data in every step; mini-batch methods draw their rows from them.
+        params: the likelihood's arguments for the training data, as in `mll(model(x), y, *params)`.
+        start: "current" keeps the hyperparameters; "subsets" first fits small subsets, see
             `gpy_iterative.initialize_from_subsets`.
-        checkpoint: a file that is written after each step, in one piece. Where it exists, the same call goes on from it, on
-            the same trajectory. `batches` go on where their pass was left; those that are shuffled are drawn again.
+        checkpoint: a file, written atomically after each step. If it exists, the same call resumes exactly from it.
+            `batches` continue inside their pass; shuffled ones are drawn again.
         progress: True shows a bar of steps; a callable gets every `gpy_iterative.progress.ProgressReport`.
-        callback: gets every `HistoryRow`; the model may be one step ahead of it.
-        generator: for solvers that draw; a generator or a seed, None is seed 0. Probes come from the mll's own.
+        callback: gets every `HistoryRow`; the model may be one step ahead.
+        generator: for stochastic solvers; a generator or a seed, None is seed 0. Probes use the mll's own.
 
     Returns:
-        A `FitResult`: status with advice, history, hyperparameters with standard errors. Ctrl-C ends the fit with what the
-        last step has reached, and status BUDGET.
+        A `FitResult`: status with advice, history, hyperparameters with standard errors. Ctrl-C ends the fit after the last
+            step with status BUDGET.
 
     Raises:
-        ValueError: an option outside its range, nothing to fit, a checkpoint of another fit, average information for a
-            kernel that has none, subsets of a model that is no exact Gaussian process.
+        ValueError: an invalid option, nothing to fit, a checkpoint of another fit, average information for a kernel that
+            has none, subsets of a model that is no exact Gaussian process.
         TypeError: average information for an mll that has none; batches or a callback of another type.
-        NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are as they were.
+        NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are restored.
 
     Warns:
-        DataWarning: data whose scale is far from the start's, constant inputs, copies of rows. One sentence for each.
+        DataWarning: data of a very different scale than the start, constant inputs, duplicate rows. One sentence each.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)
@@ -133,7 +133,7 @@ def _loop(
     params: Sequence[Any],
     random: torch.Generator,
 ) -> Loop:
-    """The loop of the chosen method, where a checkpoint left it."""
+    """The loop of the chosen method, resumed from a checkpoint."""
     history = [] if known is None else known.history
     loop = (
         AdamLoop(AdamSteps(mll, num_steps=steps, batches=batches, params=params), history, steps, choice.reason)
@@ -142,7 +142,7 @@ def _loop(
     )
     if known is not None:
         try:
-            loop.load_state(known.state)  # which checks it
+            loop.load_state(known.state)  # also checks it
         except ValueError as error:
             raise ValueError(f"checkpoint= belongs to another fit, give another file: {error}") from error
         mll.load_state_dict(known.parameters)
@@ -150,7 +150,6 @@ def _loop(
 
 
 def _warn_of_data(mll: Any, params: Sequence[Any]) -> None:
-    """Warns of data that the fit cannot do much with from where it starts."""
     if isinstance(mll, GaussianMarginalLogLikelihood):
         warn_of_data(mll.model, mll.likelihood, system_now(mll, params))
     else:

@@ -1,4 +1,4 @@
-"""The loops of `gpi.fit`: steps until a rule, their number or Ctrl-C ends them; a row and a checkpoint after each."""
+"""The loops of `gpi.fit`."""
 
 import logging
 import time
@@ -28,12 +28,12 @@ class Loop(ABC):
 
     Args:
         mll: that is fitted.
-        history: rows of the steps that a checkpoint has made.
+        history: rows from a checkpoint.
         max_steps: of the whole fit.
         reason: for the method.
 
     Attributes:
-        preparation: seconds that the start took, which count in the first row.
+        preparation: seconds before the first step, added to the first row.
     """
 
     method: ClassVar[str]
@@ -44,27 +44,26 @@ class Loop(ABC):
 
     @abstractmethod
     def advance(self) -> FitStatus | None:
-        """Adds a row to the history, and makes a step unless the fit ends here with a status."""
+        """Adds a row and makes a step, or returns the final status."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside parameters and history."""
+        """State of a checkpoint, without parameters and history."""
 
     @abstractmethod
     def hyperparameters(self) -> tuple[Estimated, ...]:
-        """Values and standard errors of now."""
+        """Current values and standard errors."""
 
     def irrelevant(self) -> tuple[str, ...]:
-        """Names of the lengthscales of inputs that the data do not need."""
+        """Names of lengthscales of unneeded inputs."""
         return ()
 
     @property
     @abstractmethod
     def steps(self) -> int:
-        """How many were made."""
+        """Number of steps made."""
 
     def run(self, path: Path | None, progress: Progress, callback: Callable[[HistoryRow], object] | None) -> FitResult:
-        """The whole fit."""
         with reporting(progress, "fit", "steps", self.max_steps) as tell:
             status = None
             while status is None:
@@ -113,7 +112,7 @@ class InformationLoop(Loop):
         self._optimiser = optimiser
         self._steps, self._has_raised = 0, False
         self._seen: list[bool] = []
-        self._best: tuple[float, Tensor] | None = None  # what was left to gain at the best point, and its position
+        self._best: tuple[float, Tensor] | None = None  # nats left at the best point, and its position
         self._last: Step | None = None
         self._assessed: Assessment | None = None  # of the current point
 
@@ -146,7 +145,7 @@ class InformationLoop(Loop):
         return None
 
     def _assess(self) -> Assessment:
-        """What is known of the current point, which gets a row."""
+        """Assesses the current point and adds its row."""
         start = time.perf_counter()
         point, found = self._optimiser.point, self._optimiser.assess()
         evaluated = point.epochs if self._last is None else self._last.epochs
@@ -182,7 +181,7 @@ class InformationLoop(Loop):
         return {**own, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes what `state()` gave. Raises ValueError, and changes nothing, where it does not fit."""
+        """Restores `state()`. Raises ValueError, without changes, where it does not fit."""
         self._steps, self._has_raised, self._seen = state["steps"], state["has_raised"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]
@@ -207,7 +206,7 @@ class InformationLoop(Loop):
 
 
 def _ended(found: Assessment, blur: float, limit: float) -> FitStatus:
-    """The status of a fit with nothing left to gain that can be seen, but for so many nats of noise."""
+    """The status when no visible gain is left, up to `blur` nats of noise."""
     if found.held.any():
         return FitStatus.BOUND
     return FitStatus.CONVERGED if blur <= limit else FitStatus.NOISE
@@ -235,7 +234,7 @@ class AdamLoop(Loop):
         self.history.append(
             HistoryRow(self.steps + 1, value, sem, None, None, length, epochs, time.perf_counter() - start)
         )
-        # Values of mini-batches rise and fall long before the end, and a schedule is made for all of its steps.
+        # Not for mini-batches, whose values go up and down, nor before the end of a schedule.
         values = [row.value for row in self.history]
         if not self._optimiser.is_sampled and has_stalled(values, LEFT / self.mll.model.train_targets.numel()):
             return FitStatus.NOISE if sem else FitStatus.CONVERGED
@@ -245,7 +244,7 @@ class AdamLoop(Loop):
         return self._optimiser.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes what `state()` gave. Raises ValueError, and changes nothing, where it does not fit."""
+        """Restores `state()`. Raises ValueError, without changes, where it does not fit."""
         self._optimiser.load_state(state)
 
     def hyperparameters(self) -> tuple[Estimated, ...]:

@@ -1,7 +1,4 @@
-"""Pictures by matplotlib, that of a fit among them.
-
-It is optional, and loaded when a picture is drawn: its import takes as long as that of the package.
-"""
+"""Plots by matplotlib, an optional package with a slow import, hence loaded on use."""
 
 import importlib
 from collections.abc import Sequence
@@ -9,8 +6,6 @@ from typing import Any, Protocol
 
 
 class Row(Protocol):
-    """What is drawn of a step."""
-
     @property
     def step(self) -> int: ...
     @property
@@ -22,7 +17,7 @@ class Row(Protocol):
 
 
 def new_figure(caller: str, size: tuple[float, float]) -> Any:
-    """An empty `matplotlib.figure.Figure` of so many inches. Without matplotlib, ImportError names the caller."""
+    """An empty `matplotlib.figure.Figure`; size in inches. Without matplotlib, ImportError names the caller."""
     try:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError as error:
@@ -31,9 +26,9 @@ def new_figure(caller: str, size: tuple[float, float]) -> Any:
 
 
 def plot_history(rows: Sequence[Row]) -> Any:
-    """Value with its standard error, and below it what is left to gain on a logarithmic scale, by step.
+    """Value with standard error, and nats left to gain on a logarithmic scale, by step.
 
-    Returns a `matplotlib.figure.Figure`. Raises ImportError where matplotlib is not installed.
+    Returns a `matplotlib.figure.Figure`. Raises ImportError without matplotlib.
     """
     steps = [row.step for row in rows]
     has_left = any(row.left_to_gain is not None for row in rows)

@@ -1,4 +1,4 @@
-"""Points on the way to the optimum: an evaluation, what is known about it, and the step from one to the next."""
+"""Points on the way to the optimum, and steps between them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from torch import Tensor
 from gpy_iterative.exact.base import Evaluation
 from gpy_iterative.fitting.curvature import Curvature
 
-#: Parts of the average information between which a step tells the curvature along itself.
+#: Range of a step's curvature, relative to the average information, in which it is used.
 SEEN_CURVATURE = (0.05, 4.0)
 
 
 @dataclass(frozen=True)
 class Point:
-    """An evaluation of the marginal log likelihood at one position of the coordinates.
+    """An evaluation of the marginal log likelihood at one position.
 
     Attributes:
         position: [p].
-        value: log marginal likelihood in nats, priors included, summed over a batch.
+        value: log marginal likelihood in nats, with priors, summed over a batch.
         error: its standard error.
         gradient: [p].
         evaluation: with graph and solves.
-        before: training state of the marginal log likelihood before the evaluation, which repeats it exactly.
+        before: the mll's training state before the evaluation, which repeats it exactly.
         epochs: passes over the kernel matrix.
     """
 
@@ -38,14 +38,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Assessment:
-    """What is known about a point: curvature, and what is left to gain.
+    """Curvature at a point, and what is left to gain.
 
     Attributes:
         curvature: the average information.
         gradient: [p], corrected for the residual of the targets' solve.
         held: [p], coordinates at a bound that the gradient pushes against.
-        left: 1/2 g^T A^-1 g, nats that are left to gain.
-        noise: what the probes' noise is expected to add to it, or to hide of it; 0 for an exact gradient.
+        left: 1/2 g^T A^-1 g, nats left to gain.
+        noise: expected error of `left` from probe noise; 0 for an exact gradient.
         samples: [k, p], samples of the gradient's noise; k is 0 for an exact one.
         ridge: [p], added to the diagonal of A.
     """
@@ -59,7 +59,7 @@ class Assessment:
     ridge: Tensor
 
     def error_along(self, move: Tensor) -> float:
-        """Standard error of the predicted gain that comes from the gradient's noise."""
+        """Standard error of the predicted gain from the gradient's noise."""
         return float((self.samples @ move).square().sum() / max(len(self.samples), 1)) ** 0.5
 
     @property
@@ -68,7 +68,7 @@ class Assessment:
         return self.curvature.matrix + torch.diag(self.ridge)
 
     def energy(self, gradients: Tensor) -> float:
-        """The mean of 1/2 g^T A^-1 g over gradients [k, p], in the coordinates that are free."""
+        """Mean of 1/2 g^T A^-1 g over gradients [k, p], in the free coordinates."""
         free = ~self.held
         solved = torch.linalg.solve(self.matrix[free][:, free], gradients[:, free].mT)
         return float(0.5 * (gradients[:, free].mT * solved).sum(0).mean())
@@ -76,15 +76,15 @@ class Assessment:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was made.
+    """A step.
 
     Attributes:
-        length: the largest move of a coordinate; 0 for no step.
-        predicted: gain that the quadratic model predicted, nats.
-        gained: nats; the difference of the two values where `seen`, else by the trapezoidal rule from the two gradients.
-        seen: whether the predicted gain was larger than the noise of the values.
-        trials: evaluations, those that were undone among them.
-        epochs: passes over the kernel matrix of all trials; those of the curvature are in the assessment.
+        length: largest move of a coordinate; 0 for no step.
+        predicted: gain by the quadratic model, nats.
+        gained: nats; the difference of the two values if `seen`, else the trapezoidal rule for the two gradients.
+        seen: whether the predicted gain exceeded the noise of the values.
+        trials: evaluations, with undone ones.
+        epochs: passes over the kernel matrix of all trials, without the curvature's.
         seconds: wall-clock time.
     """
 
@@ -99,13 +99,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Secant:
-    """What a step has seen: its move [p], and how much the gradient fell along it, [p]."""
+    """A step's move [p] and the decrease of the gradient along it, [p]."""
 
     move: Tensor
     change: Tensor
 
     def seen_in(self, matrix: Tensor) -> Tensor:
-        """A curvature [p, p] with that which the step has seen along itself; as it is where that is out of range."""
+        """The matrix [p, p] with the observed curvature along the step; unchanged where that is out of range."""
         product = matrix @ self.move
         expected = self.move @ product
         part = float(self.move @ self.change / expected)

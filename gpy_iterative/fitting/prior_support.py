@@ -1,4 +1,4 @@
-"""Supports of priors: the values outside of which a prior's density is zero, or its evaluation an error of PyTorch."""
+"""Supports of priors. Outside, the density is zero or PyTorch raises an error."""
 
 import math
 
@@ -12,20 +12,20 @@ Range = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def is_in_supports(module: gpytorch.Module) -> bool:
-    """Whether all values that have a prior are in its support, where their density is not zero."""
+    """Whether all values are in the support of their priors, with nonzero density."""
     return all(_is_in_support(prior, closure(owner)) for _, owner, prior, closure, _ in module.named_priors())
 
 
 @torch.enable_grad()
 def support_of(module: gpytorch.Module, parameter: Parameter, values: Tensor) -> Range:
-    """The least and the largest value, each broadcast to the parameter's shape, that its own priors allow.
+    """Least and largest value that the parameter's own priors allow, broadcast to its shape.
 
     Args:
-        module: whose priors are asked.
+        module: with the priors.
         parameter: raw.
         values: of the parameter as the user sees them.
 
-    A prior on something else, such as a product of two parameters, bounds none of them.
+    Priors on other expressions, such as a product of two parameters, give no bound.
     """
     low, high = torch.full_like(values, -math.inf), torch.full_like(values, math.inf)
     for _, owner, prior, closure, _ in module.named_priors():
@@ -60,7 +60,7 @@ def _is_in_support(prior: gpytorch.priors.Prior, values: Tensor) -> bool:
 
 
 def _support(prior: gpytorch.priors.Prior) -> torch.distributions.constraints.Constraint | None:
-    """None for priors that do not say."""
+    """None for priors without one."""
     try:
         return prior.support
     except NotImplementedError:

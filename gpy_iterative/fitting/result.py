@@ -1,4 +1,4 @@
-"""Result of a fit: status, history, and hyperparameters with their standard errors."""
+"""Result of a fit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,12 @@ from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.plot import plot_history
 from gpy_iterative.fitting.stopping import FitStatus
 
-#: Standard errors on both sides of a value that make an interval of 95 %.
+#: Half-width of a 95 % interval, in standard errors.
 WIDTH = 1.96
-#: A coordinate is not determined where the ridge has made more than this part of its variance, or where the interval of a
-#: positive parameter spans more than e^(2 * 1.96 * 3).
+#: A coordinate is undetermined where the ridge makes more than this part of its variance, or the interval of a positive
+#: parameter spans more than e^(2 * 1.96 * 3).
 RIDGE_PART, WIDEST = 0.1, 3.0
-#: Hyperparameters, and rows of the history, that `print` lists one by one.
+#: Hyperparameters and history rows that `print` lists.
 MAX_LISTED, MOST_ROWS = 40, 40
 
 
@@ -24,14 +24,14 @@ class HistoryRow:
     """The fit after some steps.
 
     Attributes:
-        step: how many; 0 is the start.
-        value: log marginal likelihood a datum, as the mll returns it (the mean over a batch of models).
+        step: number of steps; 0 is the start.
+        value: log marginal likelihood per datum, as the mll returns it (mean over a batch of models).
         value_sem: its standard error.
-        left_to_gain: nats in total; None where it is not known (Adam).
-        noise: nats by which the probes' noise blurs `left_to_gain`; None for Adam.
-        step_length: the largest move of a coordinate in the last step, in log units for positive parameters.
-        epochs: passes over the kernel matrix since the row before; None where the method counts none.
-        seconds: wall-clock time since the row before; of the first row with the start on subsets.
+        left_to_gain: nats in total; None if unknown (Adam).
+        noise: error of `left_to_gain` from probe noise, in nats; None for Adam.
+        step_length: largest move of a coordinate in the last step, in log units for positive parameters.
+        epochs: passes over the kernel matrix since the last row; None if not counted.
+        seconds: wall-clock time since the last row; the first includes the start on subsets.
     """
 
     step: int
@@ -44,7 +44,7 @@ class HistoryRow:
     seconds: float
 
     def figures(self) -> dict[str, float]:
-        """What a progress bar shows."""
+        """For a progress bar."""
         left = {} if self.left_to_gain is None else {"left to gain": self.left_to_gain}
         return {"value": self.value, **left}
 
@@ -62,10 +62,10 @@ class Estimated:
     Attributes:
         name: "covar_module.base_kernel.lengthscale[3]".
         value: as the user sees it.
-        standard_error: in the transformed coordinate: of the logarithm for positive parameters, of the logit for intervals,
-            of the value itself for all others; None where the data do not determine it.
-        low, high: ends of the 95 % interval, in the units of `value`; None where it is not determined.
-        at_bound: whether it is held at a bound of its constraint.
+        standard_error: of the logarithm for positive parameters, of the logit for intervals, else of the value; None if the
+            data do not determine it.
+        low, high: the 95 % interval, in the units of `value`; None if undetermined.
+        at_bound: whether it is at a bound of its constraint.
     """
 
     name: str
@@ -85,16 +85,16 @@ class Estimated:
 
 @dataclass(frozen=True)
 class FitResult:
-    """What `gpi.fit` returns; `print(result)` shows all of it.
+    """What `gpi.fit` returns; `print(result)` shows it.
 
     Attributes:
-        status: how the fit ended; `status.advice` says what to do about it.
-        steps: how many were made.
-        history: one row for the start and one after each step.
-        hyperparameters: with standard errors, in the order of the mll's parameters; without for Adam.
-        irrelevant: names of lengthscales whose value changes nothing: the data do not need these inputs.
+        status: how the fit ended; `status.advice` says what to do.
+        steps: number of steps.
+        history: one row for the start and for each step.
+        hyperparameters: in the order of the mll's parameters; Adam gives no standard errors.
+        irrelevant: lengthscales whose value changes nothing: the data do not need these inputs.
         method: "average_information" or "adam".
-        reason: why this method was taken.
+        reason: for the method.
         seconds: of the whole fit.
     """
 
@@ -109,16 +109,16 @@ class FitResult:
 
     @property
     def standard_errors(self) -> dict[str, float | None]:
-        """By name, in the transformed coordinates; see `Estimated.standard_error`."""
+        """By name, see `Estimated.standard_error`."""
         return {each.name: each.standard_error for each in self.hyperparameters}
 
     @property
     def has_standard_errors(self) -> bool:
-        """Whether one is known: none is by Adam, or where Ctrl-C ended the fit inside of a step."""
+        """False for Adam, or when Ctrl-C ended the fit inside a step."""
         return any(each.standard_error is not None for each in self.hyperparameters)
 
     def plot(self) -> Any:
-        """Value and what is left to gain by step: a `matplotlib.figure.Figure`. Raises ImportError without matplotlib."""
+        """Value and nats left to gain by step: a `matplotlib.figure.Figure`. Raises ImportError without matplotlib."""
         return plot_history(self.history)
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ class FitResult:
 
 
 def _shortened(rows: list[str]) -> list[str]:
-    """The first and the last rows of a long history."""
+    """First and last rows of a long history."""
     if len(rows) <= MOST_ROWS:
         return rows
     shown = MOST_ROWS // 2
@@ -157,14 +157,14 @@ def _shortened(rows: list[str]) -> list[str]:
 def estimated(
     coordinates: Coordinates, position: Tensor, matrix: Tensor, ridge: Tensor, held: Tensor
 ) -> tuple[Estimated, ...]:
-    """Every hyperparameter with the standard error that the average information gives it.
+    """Hyperparameters with standard errors from the average information.
 
     Args:
         coordinates: t.
-        position: [p], where they are.
+        position: [p], their values.
         matrix: A without ridge [p, p].
-        ridge: [p], added to its diagonal before it is inverted.
-        held: [p], coordinates at a bound; the others are determined at fixed values of these.
+        ridge: [p], added to its diagonal before the inversion.
+        held: [p], coordinates at a bound, fixed for the errors of the others.
     """
     free = ~held
     variances = torch.full_like(position, torch.nan)
@@ -187,7 +187,7 @@ def estimated(
 
 
 def without_errors(coordinates: Coordinates) -> tuple[Estimated, ...]:
-    """Every hyperparameter where no curvature is known."""
+    """Hyperparameters without curvature."""
     values = coordinates.user_entries(coordinates.read())
     return tuple(
         Estimated(name, value, None, None, None) for name, value in zip(coordinates.names, values, strict=True)
@@ -195,9 +195,9 @@ def without_errors(coordinates: Coordinates) -> tuple[Estimated, ...]:
 
 
 def irrelevant_inputs(coordinates: Coordinates, matrix: Tensor) -> tuple[str, ...]:
-    """Names of the lengthscales that the data do not determine even where all others are known, from A [p, p].
+    """Lengthscales that the data do not determine even if all others are known, from A [p, p].
 
-    A lengthscale that is not determined beside the others may matter: with the outputscale it may make a linear function.
+    A lengthscale that is only undetermined jointly may matter: with the outputscale it may form a linear function.
     """
     is_logarithm = {name for part in coordinates.parts if part.kind == "log" for name in part.names()}
     return tuple(

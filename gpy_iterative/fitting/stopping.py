@@ -1,22 +1,22 @@
-"""When a fit ends, in nats that are left to gain, and for Adam in standard errors of its smoothed value."""
+"""Stopping rules: nats left to gain; for Adam, standard errors of its smoothed value."""
 
 import math
 from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
 
-#: Nats: all hyperparameters are then within a third of their own standard errors of the optimum.
+#: Nats: then all hyperparameters are within a third of their standard errors of the optimum.
 LEFT = 0.05
-#: Nats of noise for each hyperparameter with which a fit counts as converged: .45 of its standard error.
+#: Nats of noise per hyperparameter of a converged fit: .45 of its standard error.
 NOISE = 0.1
-#: Steps without a visible gain after which what is left to gain should have halved, and how near the end this counts.
+#: Steps without a visible gain after which the nats left should have halved; NEAR limits this to the end.
 DROWNED, NEAR = 2, 5.0
-#: Steps without a gain of one standard error, or of `LEFT`, that end Adam, and the steps over which its value is smoothed.
+#: Steps without a gain of one standard error, or of `LEFT`, that end Adam; steps over which its value is smoothed.
 PATIENCE, SMOOTHED = 20, 10
 
 
 class FitStatus(Enum):
-    """How a fit ended; `.advice` says what to do about it."""
+    """How a fit ended; `.advice` says what to do."""
 
     CONVERGED = "Nothing is left to gain: the hyperparameters are at an optimum of the log marginal likelihood."
     NOISE = (
@@ -43,20 +43,20 @@ class FitStatus(Enum):
 
 
 def has_converged(left: float, noise: float) -> bool:
-    """Whether so little is left to gain, in nats, that a step is not worth its cost."""
+    """Whether too little is left to gain, in nats, for another step."""
     return 0 <= left < LEFT + noise
 
 
 def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float) -> bool:
-    """Whether what is left to gain has come down to the errors of the solves and of rounding, which no rule knows.
+    """Whether the nats left to gain have fallen to the unknown errors of solves and rounding.
 
     Args:
         lefts: nats left to gain, by point.
-        seen: whether the gain of the step to each point could be seen.
-        limit: nats of noise with which the fit counts as converged.
+        seen: whether the gain of the step to each point was visible.
+        limit: nats of noise of a converged fit.
 
-    True where steps whose gain nobody sees leave more to gain than the best point before; near the end, not half as much
-    is asked for.
+    True where steps without visible gain leave more to gain than the best earlier point; near the end, where they leave
+    more than half.
     """
     if len(lefts) <= DROWNED or any(seen[-DROWNED:]):
         return False
@@ -65,16 +65,16 @@ def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float) -> bo
 
 
 def has_stalled(values: Sequence[float], least: float) -> bool:
-    """Whether the smoothed value of a run has gained neither its own standard error nor the least gain in the last steps.
+    """Whether the smoothed value has recently gained neither its standard error nor `least`.
 
     Args:
         values: by step; noisy or not.
-        least: gain, in the units of the values, that is worth so many steps.
+        least: gain worth `PATIENCE` steps, in the units of the values.
     """
     recent = values[-PATIENCE - SMOOTHED :]
     if len(values) < PATIENCE + 2 * SMOOTHED:
         return False
     mean = lambda part: sum(part) / len(part)
-    # Differences between neighbours: a trend adds little to them, noise its variance twice.
+    # Differences of neighbours: a trend adds little, noise adds its variance twice.
     variance = mean([(b - a) ** 2 for a, b in pairwise(recent)]) / 2
     return mean(recent[-SMOOTHED:]) - mean(recent[:SMOOTHED]) < max(math.sqrt(2 * variance / SMOOTHED), least)

@@ -1,8 +1,8 @@
-"""Hyperparameters to start from, where training on all data is expensive: what the optima of small neighbourhoods agree on.
+"""Initial hyperparameters from small subsets of the data, for large data sets.
 
-Neighbourhoods are those of Lin et al. 2024 ("Improving Linear System Solvers for Hyperparameter Optimisation in Iterative
-Gaussian Processes", arXiv 2405.18457, appendix B), which averages their hyperparameters. Here each optimum counts by its
-information, as in a meta-analysis.
+Subsets follow Lin et al. 2024 ("Improving Linear System Solvers for Hyperparameter Optimisation in Iterative Gaussian
+Processes", arXiv 2405.18457, appendix B), which averages their hyperparameters. Here, as in a meta-analysis, each optimum
+is weighted by its information.
 """
 
 import copy
@@ -26,7 +26,7 @@ from gpy_iterative.training.training_system import check_has_data, check_inputs
 
 logger = logging.getLogger(__name__)
 
-#: A subset's fit ends when fewer nats are left to gain, or after so many steps. Its optimum is a start and no result.
+#: A subset's fit ends below this many nats left, or after this many steps: its optimum is only a start.
 LEFT, MAX_STEPS = 0.5, 15
 
 
@@ -39,28 +39,27 @@ def initialize_from_subsets(
     *,
     progress: Progress = False,
 ) -> None:
-    """Sets the hyperparameters of model and likelihood, in place, to what the optima of subsets agree on.
+    """Sets the hyperparameters of model and likelihood, in place, to a weighted mean of the optima of subsets.
 
-    One half of each subset is a random training point with its nearest neighbours (Euclidean, standardised inputs), which
-    tells short lengthscales; the other half is random rows, which tell long ones. A copy of the model is fitted to it by
-    average information, from the optimum of the subset before. The optima t_k, logarithms of positive hyperparameters, are
-    weighted by their information A_k: (sum_k A_k)^-1 sum_k A_k t_k, and no value leaves the range of the optima. So what a
-    subset does not determine is left to the others.
+    Half of each subset is a random training point with its nearest neighbours (Euclidean, standardised inputs), for short
+    lengthscales; half is random rows, for long ones. Average information fits a copy of the model, from the last subset's
+    optimum. The optima t_k, logarithms of positive hyperparameters, are weighted by their information A_k: (sum_k A_k)^-1
+    sum_k A_k t_k, within the range of the optima. So other subsets determine what one subset does not.
 
     Args:
         model: with training data; inputs [n, d], targets [*b, n] or [n, T].
         likelihood: the model's; Gaussian.
-        subset_size: rows of a subset; clamped at n. Up to 3,000 each step is exact (n^3), beyond it is iterative.
-        num_subsets: how many subsets.
-        generator: draws the centres; a generator or the seed of one, None is seed 0.
+        subset_size: rows per subset, at most n. Up to 3,000 each step is exact (n^3), beyond it is iterative.
+        num_subsets: number of subsets.
+        generator: draws the centres; a generator or a seed, None is seed 0.
         progress: True shows a bar of subsets; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
-        ValueError: options outside their range, a model without training data or with batches of inputs, inputs that
-            are not finite, a model without average information (a network, more than 60 hyperparameters).
-        NonFiniteError, NotPositiveDefiniteError: a subset cannot be evaluated. The model is as it was after any error.
+        ValueError: invalid options, a model without training data or with batches of inputs, non-finite inputs, a model
+            without average information (a network, more than 60 hyperparameters).
+        NonFiniteError, NotPositiveDefiniteError: a subset cannot be evaluated. Any error leaves the model unchanged.
 
-    Cost: some 10 steps for the first subset and 3 for each other.
+    Cost: about 10 steps for the first subset and 3 for each other.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)
@@ -89,7 +88,7 @@ def initialize_from_subsets(
 
 
 def check_subsets(model: Any, likelihood: Any) -> None:
-    """Raises ValueError where subsets have no exact Gaussian process that average information fits."""
+    """Raises ValueError for models whose subsets average information cannot fit."""
     if not isinstance(model, ExactGP) or not isinstance(likelihood, _GaussianLikelihoodBase):
         raise ValueError(
             "Fitting subsets needs an ExactGP with a Gaussian likelihood, got "
@@ -114,7 +113,7 @@ def check_subsets(model: Any, likelihood: Any) -> None:
 
 
 def _standardised_columns(model: ExactGP) -> Tensor:
-    """All training inputs side by side, [n, d], each column with mean 0 and deviation 1 (or 0)."""
+    """Training inputs side by side, [n, d], columns with mean 0 and deviation 1 (or 0)."""
     assert model.train_inputs is not None
     assert model.train_targets is not None
     columns = torch.cat([inputs.detach().to(model.train_targets.dtype) for inputs in model.train_inputs], dim=-1)
@@ -124,7 +123,7 @@ def _standardised_columns(model: ExactGP) -> Tensor:
 
 
 def _near_and_far(columns: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Rows [size]: a random point with its nearest neighbours, and as many other rows."""
+    """Rows [size]: a random point with its nearest neighbours, and as many random rows."""
     centre = int(torch.randint(columns.shape[0], (), generator=generator, device=generator.device))
     order = (columns - columns[centre]).square().sum(-1).argsort()
     near, others = order.split([size - size // 2, len(order) - size + size // 2])
@@ -135,8 +134,8 @@ def _near_and_far(columns: Tensor, size: int, generator: torch.Generator) -> Ten
 def _of_rows(
     model: ExactGP, likelihood: Likelihood, rows: Tensor, position: Tensor | None = None
 ) -> IterativeMarginalLogLikelihood:
-    """The marginal log likelihood of a copy that has these rows of the training data, at a position of its coordinates."""
-    # Together, so that a likelihood shared by both stays shared.
+    """The marginal log likelihood of a copy with these training rows, at a position of its coordinates."""
+    # Together: a shared likelihood stays shared.
     model, likelihood = copy.deepcopy((model, likelihood))
     _restrict(model.train(), likelihood.train(), rows)
     mll = HutchinsonMarginalLogLikelihood(likelihood, model, generator=0)
@@ -146,11 +145,11 @@ def _of_rows(
 
 
 def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:
-    """Keeps some rows of the training data, and of a fixed noise."""
+    """Keeps some training rows, and their fixed noise."""
     inputs = tuple(x[rows] for x in model.train_inputs)
     targets = model.train_targets
     model.set_train_data(inputs, strict=False)
-    with torch.no_grad():  # a model of few rows, which is all that the prior's layout takes
+    with torch.no_grad():  # a model of few rows, enough for the prior's layout
         data_dim = targets.dim() - len(model(*inputs).event_shape)
     model.set_train_data(targets=targets.index_select(data_dim, rows), strict=False)
     if isinstance(likelihood, FixedNoiseGaussianLikelihood):
@@ -158,7 +157,7 @@ def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:
 
 
 def _climbed(mll: IterativeMarginalLogLikelihood, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
-    """Position [p] of the optimum, the information there [p, p], and the value a datum."""
+    """Optimum [p], its information [p, p], and the value per datum."""
     optimiser = AverageInformation(mll, generator=generator)
     for _ in range(MAX_STEPS):
         if optimiser.assess().left < LEFT or optimiser.step() is None:
@@ -168,7 +167,7 @@ def _climbed(mll: IterativeMarginalLogLikelihood, generator: torch.Generator) ->
 
 
 def _combined(optima: Tensor, information: Tensor) -> Tensor:
-    """(sum_k A_k)^-1 sum_k A_k t_k, inside of the range of the t_k: [k, p] and [k, p, p] give [p]."""
+    """(sum_k A_k)^-1 sum_k A_k t_k, within the range of the t_k: [k, p] and [k, p, p] give [p]."""
     weighted = (information @ optima.unsqueeze(-1)).sum(0)
     found = torch.linalg.solve(information.sum(0), weighted).squeeze(-1)
     return found.maximum(optima.amin(0)).minimum(optima.amax(0))

@@ -1,6 +1,5 @@
-"""Laplace's method for likelihoods that are not Gaussian, with computation-aware Newton steps (IterNCGP).
+"""Laplace's method for non-Gaussian likelihoods, with computation-aware Newton steps (IterNCGP).
 
-Begin with `model.py` (what a user holds) and `mll.py` (one training step); `newton/` finds the mode, `likelihoods/`
-has log densities and curvature, `prediction/` the posterior. The room may import `exact` and all below it, and no
-other method.
+Begin with `model.py` and `mll.py` (one training step). `newton/` finds the mode, `prediction/` the posterior. It may import
+`exact` and all below it, no other method.
 """

@@ -1,22 +1,20 @@
-"""The largest lower bound on the log marginal likelihood that a Gaussian in the computed subspace reaches.
+"""The largest lower bound on the log marginal likelihood by a Gaussian in the span of the actions S.
 
-With features Psi = K S L^-T, L L^T = S^T K S, of actions S, the prior is f = m + Psi u + what the actions do not see, with
-u ~ N(0, I). For any q(u) = N(b, Q^-1),
+With features Psi = K S L^-T, L L^T = S^T K S, the prior is f = m + Psi u + rest, u ~ N(0, I). For any q(u) = N(b, Q^-1),
 
     log p(y) >= sum_n E_q log p(y_n | f_n) - KL,   KL = (b^T b + tr Q^-1 - r + log det Q) / 2,
 
-a sparse variational bound whose inducing variables are S^T f. It is maximised over b and Q, at which
+a sparse variational bound with inducing variables S^T f. At its maximum over b and Q,
 
     b = Psi^T E[g],   Q = I + Psi^T E[W] Psi,
 
-with g and W the likelihood's gradient and negative Hessian. At the maximum, b and Q do not move the bound to first order:
-its gradient takes no adjoint and no probes. Where S is everything, Psi is a root of K, and
+with g and W the likelihood's gradient and negative Hessian. There the gradient needs no adjoint or probes. If S spans
+everything, Psi is a root of K, and
 
     dB/dK = (c c^T - P) / 2,   dB/dm = c = E[g],   P = (I + E[W] K)^-1 E[W].
 
-Steps are natural gradients (Khan and Lin 2017, "Conjugate-computation variational inference"), mixed with earlier ones, or
-halved until the bound rises. Opper and Archambeau 2009, "The variational Gaussian approximation revisited", for the whole
-space; Titsias 2009, "Variational learning of inducing variables", for subspaces.
+Steps are natural gradients (Khan and Lin 2017, "Conjugate-computation variational inference"). Whole space: Opper and
+Archambeau 2009 (see `SmoothedLikelihood`); subspaces: Titsias 2009, "Variational learning of inducing variables".
 """
 
 import math
@@ -38,14 +36,14 @@ from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.linear_solvers.solution import SolveStatus
 
-#: Added to C x C covariance blocks before they are factored, relative to the prior's.
+#: Jitter of C x C covariance blocks, relative to the prior's.
 JITTER = 1e-6
-#: The bound is at its maximum where a step is this short in units of q's deviations, and promises this squared in nats.
+#: Convergence: largest step in standard deviations of q; squared, largest promised rise in nats.
 TOLERANCE = 1e-5
 MAX_STEPS = 200
-#: Steps that are mixed with the last one.
+#: Earlier steps in a mixture.
 MEMORY = 5
-#: A step is halved until the bound rises by this share of what it promises, or its length is below the least.
+#: Share of the promised rise that a step must reach; shortest step.
 ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
 
 
@@ -53,8 +51,7 @@ ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
 class BoundProblem:
     """The bound as a function of q.
 
-    `mean` is m [n, C], `features` Psi [n C, r], `rest` the prior's blocks [n, C, C] less those of Psi Psi^T, `scale` the
-    prior's variances [n].
+    `mean` is m [n, C], `features` Psi [n C, r], `rest` the blocks [n, C, C] of K - Psi Psi^T, `scale` prior variances [n].
     """
 
     likelihood: PointwiseLikelihood
@@ -64,25 +61,23 @@ class BoundProblem:
     scale: Tensor
 
     def by_point(self, columns: Tensor) -> Tensor:
-        """[n C, k] as [n, C, k]."""
         return columns.view(*self.mean.shape, columns.shape[-1])
 
     def precision(self, sites: Tensor) -> Tensor:
-        """I + Psi^T sites Psi [r, r] for blocks [n, C, C]."""
+        """I + Psi^T sites Psi [r, r]."""
         matrix = self.features.mT @ (sites @ self.by_point(self.features)).flatten(0, 1)
         matrix = (matrix + matrix.mT) / 2
         matrix.diagonal().add_(1)
         return matrix
 
     def natural_step(self, q: "Gaussian") -> "NaturalStep":
-        """From q."""
         residual = self.features.mT @ q.gradient.flatten() - q.coefficients
         return NaturalStep(q.coefficients, residual, q.sites, q.curvature)
 
     def at(
         self, coefficients: Tensor, sites: Tensor, precision: Tensor, residual: Tensor | None = None
     ) -> "Gaussian | None":
-        """The Gaussian with these sites, at b + Q^-1 residual; None where Q is indefinite or the bound not finite."""
+        """The Gaussian at b + Q^-1 residual; None for an indefinite Q or a non-finite bound."""
         factor, info = torch.linalg.cholesky_ex(precision)
         if info.any():
             return None
@@ -92,7 +87,7 @@ class BoundProblem:
         known = self.by_point(roots) @ self.by_point(roots).mT
         means, blocks = self.mean + (self.features @ coefficients).view_as(self.mean), self.rest + known
         value, gradient, curvature = _expectation(self.likelihood, means, blocks, self.scale)
-        # tr Q^-1 = r - <Q - I, Q^-1>, of which the sites know the second part.
+        # tr Q^-1 = r - <Q - I, Q^-1>
         divergence = (coefficients.square().sum() - (sites * known).sum()) / 2 + factor.diagonal().log().sum()
         bound, size = float(value - divergence), float(value.abs() + divergence.abs())
         if not (math.isfinite(bound) and torch.isfinite(curvature).all()):
@@ -103,7 +98,7 @@ class BoundProblem:
 
 
 class NaturalStep(NamedTuple):
-    """A step from b [r] by Q^-1 times the residual Psi^T E[g] - b, and from the sites to the wanted ones, E[W]."""
+    """A step: b [r] moves by Q^-1 (Psi^T E[g] - b), sites move to E[W]."""
 
     coefficients: Tensor
     residual: Tensor
@@ -113,11 +108,9 @@ class NaturalStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Gaussian:
-    """A Gaussian q and what follows from it.
+    """A Gaussian q: b [r], sites [n, C, C], Q = I + Psi^T sites Psi and its Cholesky factor [r, r].
 
-    q itself: b [r], sites [n, C, C] with Q = I + Psi^T sites Psi, and Q with its Cholesky factor [r, r]. At the points:
-    means [n, C] and covariance blocks [n, C, C] of latent values, E[g] [n, C], E[W] [n, C, C]. Then the bound and its
-    rounding error.
+    Then latent means [n, C] and blocks [n, C, C], E[g], E[W], the bound and its rounding error.
     """
 
     coefficients: Tensor
@@ -134,7 +127,7 @@ class Gaussian:
 
 @torch.no_grad()
 def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
-    """The bound over all Gaussians, from dense matrices: O((n C)^3) a step, a few (n C)^2 numbers."""
+    """The bound over all Gaussians, from dense matrices: O((n C)^3) per step."""
     kernel = prior.operator.to_dense().detach().double()
     features, _ = jittered_cholesky(kernel, "The kernel matrix")
     blocks = prior.point_blocks().detach().double()
@@ -150,9 +143,9 @@ def exact_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: L
 
 @torch.no_grad()
 def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
-    """The bound over Gaussians in the span of the mode solver's actions, and its gradient for these actions.
+    """The bound over Gaussians in the span of the actions, and its gradient at fixed actions.
 
-    Cost: no kernel product, O(n C r^2) a step; a derivative pass with r columns.
+    Cost: O(n C r^2) per step, without kernel products; a derivative pass with r columns.
     """
     actions, images = solution.actions, solution.images
     whitening = inverse_root(actions.mT @ images, torch.finfo(prior.operator.dtype).eps)
@@ -164,7 +157,7 @@ def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
         rest = rest.clamp_min(0)
     problem = BoundProblem(likelihood, prior.mean.double(), features, rest, _variances(blocks))
     posterior, status = _maximised(problem, solution)
-    # The bound depends on K through T = K S, G = S^T T and the prior's blocks; at the maximum, in coordinates with G = I,
+    # The bound depends on T = K S, G = S^T T and prior blocks; at the maximum, in coordinates with G = I,
     # dB = <E[g] b^T + E[W] Psi (I - Q^-1), dT> - <b b^T + (Q - I) (I - Q^-1), dG> / 2 - <E[W], dK_nn> / 2.
     b, precision = posterior.coefficients, posterior.precision
     covariance = torch.cholesky_inverse(posterior.factor)
@@ -209,8 +202,7 @@ def _estimate(
 
 
 def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussian, SolveStatus]:
-    """The Gaussian at the maximum of the bound, from the mode, and how the search ended."""
-    # More than the curvature: a density whose tails grow fast has no finite average under a wide Gaussian.
+    # More than the curvature: log densities with fast tails have no finite average under a wide Gaussian.
     sites = solution.curvature.blocks()
     sites = sites + torch.eye(sites.shape[-1]).to(sites)
     current = problem.at(problem.features.mT @ solution.value.flatten(), sites, problem.precision(sites))
@@ -233,7 +225,7 @@ def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussi
 
 
 def _lengths(steps: Sequence[NaturalStep], q: Gaussian) -> Tensor:
-    """Steps in units of q's deviations, [*, k]."""
+    """Steps in standard deviations of q, [*, k]."""
     residuals = torch.stack([step.residual for step in steps], dim=-1)
     changes = torch.stack([(q.blocks @ (step.wanted - step.sites)).flatten() for step in steps], dim=-1)
     return torch.cat([torch.linalg.solve_triangular(q.factor, residuals, upper=False), changes])
@@ -242,8 +234,7 @@ def _lengths(steps: Sequence[NaturalStep], q: Gaussian) -> Tensor:
 def _mixed(
     problem: BoundProblem, current: Gaussian, steps: Sequence[NaturalStep], lengths: Tensor
 ) -> tuple[Gaussian, float] | None:
-    """The Gaussian after the mixture of steps that nearly cancel, and the promised rise; None where it does not rise."""
-    # Anderson's acceleration (Walker and Ni 2011): whole steps overshoot by much of their own length under a wide prior.
+    """Anderson acceleration (Walker and Ni 2011), as full steps overshoot under a wide prior; None without a rise."""
     if len(steps) == 1:
         return None
     changes = lengths[:, :-1] - lengths[:, -1:]
@@ -255,7 +246,7 @@ def _mixed(
 
 
 def _ascended(problem: BoundProblem, current: Gaussian, step: NaturalStep) -> tuple[Gaussian, float] | None:
-    """The Gaussian after the longest part of a step that raises the bound, and the whole step's promise; None for none."""
+    """The longest step that raises the bound, or None."""
     precision, length = problem.precision(step.wanted), 1.0
     while length > SHORTEST_STEP:
         trial = problem.at(
@@ -272,10 +263,10 @@ def _ascended(problem: BoundProblem, current: Gaussian, step: NaturalStep) -> tu
 
 
 def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> tuple[Gaussian, float] | None:
-    """A trial that raises the bound by a share of what its distance promises, and that promise; `step` starts here."""
+    """The trial and its promised rise, if the bound rises enough."""
     if trial is None:
         return None
-    # The bound's derivatives by b and by the covariance, which is that by the blocks V, times how far these have moved.
+    # The bound's derivatives for b and the blocks, times their changes.
     moved = (step.residual * (trial.coefficients - current.coefficients)).sum()
     promise = abs(float(moved + ((step.sites - step.wanted) * (trial.blocks - current.blocks)).sum() / 2))
     is_better = trial.bound >= current.bound + ARMIJO * promise - max(trial.rounding, current.rounding)
@@ -285,7 +276,7 @@ def _accepted(current: Gaussian, trial: Gaussian | None, step: NaturalStep) -> t
 def _expectation(
     likelihood: PointwiseLikelihood, means: Tensor, blocks: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum_n E log p(y_n | f_n) [] for f_n ~ N(mu_n, V_n), and its exact derivatives E[g] [n, C] and E[W] [n, C, C]."""
+    """Sum_n E log p(y_n | f_n) for f_n ~ N(mu_n, V_n), with exact derivatives E[g] [n, C] and E[W] [n, C, C]."""
     with torch.enable_grad():
         covariance = blocks.detach().clone().requires_grad_()
         roots = _roots(covariance, scale)
@@ -302,7 +293,6 @@ def _expectation(
 
 
 def _roots(blocks: Tensor, scale: Tensor) -> Tensor:
-    """Roots [n, C, C] of covariances that rounding may have left without any."""
     if blocks.shape[-1] == 1:
         return blocks.clamp_min(torch.finfo(blocks.dtype).tiny).sqrt()
     jitter = (JITTER * scale).view(-1, 1, 1) * torch.eye(blocks.shape[-1]).to(blocks)
@@ -315,7 +305,6 @@ def _roots(blocks: Tensor, scale: Tensor) -> Tensor:
 
 
 def _nodes(means: Tensor) -> list[tuple[Tensor, float]]:
-    """Nodes [C] and weights for latent values [n, C]."""
     nodes, weights = normal_rule(means.shape[-1])
     return list(zip(nodes.to(means), weights.tolist(), strict=True))
 

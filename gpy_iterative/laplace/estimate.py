@@ -1,4 +1,4 @@
-"""Value and gradient of a training objective, which `LaplaceMarginalLogLikelihood` connects with the parameters."""
+"""Value and gradient of a training objective."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from gpy_iterative.training.surrogate import surrogate
 
 @dataclass(frozen=True)
 class ObjectiveEstimate:
-    """An objective L and the factors of its gradient, not divided by n; float64.
+    """An objective L, not divided by n, and the factors of its gradient; float64.
 
     Attributes:
         value, value_sem: L and its standard error, [].
-        left, right: [n C, k], with dL/dK = left right^T; right None: left is dL/dK itself, [n C, n C].
+        left, right: dL/dK = left right^T, [n C, k] each; without right, left is dL/dK [n C, n C].
         mean_weights: dL/dm [n C].
-        likelihood_terms: a scalar with L's derivative with respect to the likelihood's parameters.
-        status: of the mode, or of the worst solve after it.
-        advice: what to do where the mode was found and the status is not CONVERGED.
-        diagonal: a further derivative with respect to K's blocks on the diagonal, [n, C, C]; None for zero.
-        probe_epochs: products with all probes, and with the adjoint.
+        likelihood_terms: a scalar with L's gradient for the likelihood's parameters.
+        status: of the mode or the worst solve.
+        advice: for a mode with another status than CONVERGED.
+        diagonal: further gradient for K's diagonal blocks [n, C, C].
+        probe_epochs: see `LaplaceReport`.
     """
 
     value: Tensor
@@ -47,7 +47,7 @@ class ObjectiveEstimate:
                 )
 
     def with_gradient(self, prior: LatentPrior, likelihood: PointwiseLikelihood) -> Tensor:
-        """L [] in the prior's dtype, connected with the parameters behind K, m and the likelihood."""
+        """L [] in the prior's dtype, differentiable in all parameters."""
         dtype = prior.operator.dtype
         value = surrogate(
             prior.operator,
@@ -65,5 +65,5 @@ class ObjectiveEstimate:
 
 
 def _gradient_alone(term: Tensor) -> Tensor:
-    """Zero, with the gradient of a term."""
+    """Zero with a gradient."""
     return term - term.detach()

@@ -1,24 +1,20 @@
-"""Laplace's evidence at the mode, and its gradient: from dense matrices, or from a few probes.
+"""Laplace's evidence and its gradient, from dense matrices or probes.
 
     L = sum log p(y | f) - v^T (f - m) / 2 - log det(I + R^T K R) / 2,  W = R R^T,
 
-at f = m + K v with v = d log p / df. The mode moves with the hyperparameters. With Sigma the posterior covariance,
-s = d/df (-1/2 sum <Sigma_n, W_n(f_n)>) for a fixed Sigma, and the adjoint u = (I + W K)^-1 s,
+at f = m + K v, v = d log p / df. With the posterior covariance Sigma (fixed), s = d/df (-1/2 sum <Sigma_n, W_n(f_n)>) and
+the adjoint u = (I + W K)^-1 s, which accounts for the moving mode,
 
     dL/dK = v v^T / 2 + u v^T - P / 2,   dL/dm = v + u,
     dL/dphi = d_phi [log p(y | f) + (K u)^T g(f) - 1/2 sum <Sigma_n, W_n(f_n)>].
 
-W in u is always the true negative Hessian, definite or not: it says how the mode moves. P = R H^-1 R^T, H = I + R^T K R,
-and Sigma = K - K P K belong to the positive semi-definite curvature. Rasmussen and Williams 2006, section 5.5.1, is the
-case of one function and a diagonal W.
-
-Where K cannot be a dense matrix, with probes xi of covariance S,
+W in u is the true, perhaps indefinite, negative Hessian; P = R H^-1 R^T, H = I + R^T K R and Sigma = K - K P K use the
+semi-definite curvature. See Rasmussen and Williams 2006, section 5.5.1, for diagonal W. With probes xi of covariance S,
 
     tr(P dK) = tr(Q^T dK Q) + E[(R (H^-1 - G) xi)^T dK (R S^-1 xi)],
 
-where Q Q^T = R G R^T is the part of P that the mode's actions know: it is taken exactly. The same pairs estimate Sigma,
-K P K = K Q Q^T K + E[(K R (H^-1 - G) xi) (K R S^-1 xi)^T]. S is the preconditioner I + L L^T, Nystrom's approximation of H
-by the actions.
+where Q Q^T = R G R^T is the actions' part of P. For Sigma, K P K = K Q Q^T K + E[(K R (H^-1 - G) xi) (K R S^-1 xi)^T].
+S = I + L L^T is the actions' Nystrom preconditioner.
 """
 
 from functools import partial
@@ -36,15 +32,15 @@ from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.logdet.lanczos import stochastic_logdet
 from gpy_iterative.linear_solvers.solution import SolveStatus
 
-#: Probes of the log-determinant's quadrature, which serves the value alone.
+#: Probes of the log-determinant, which only the value needs.
 NUM_LOGDET_PROBES = 4
-#: Products of the adjoint solve where the Hessian is not definite.
+#: Limit of the adjoint solve with an indefinite Hessian.
 MAX_ADJOINT_PRODUCTS = 500
 
 
 @torch.no_grad()
 def exact_evidence(prior: LatentPrior, likelihood: PointwiseLikelihood, solution: LaplaceSolution) -> ObjectiveEstimate:
-    """L and its gradient from dense matrices and the mode of `LaplaceCholesky`: O((n C)^3), without randomness."""
+    """L and its gradient from dense matrices, O((n C)^3)."""
     kernel, v = prior.operator.to_dense().detach().double(), solution.value.flatten()
     precision = solution.root @ solution.root.mT
     logdet = 2 * dense_factor(kernel, solution.curvature, prior.operator.dtype).diagonal().log().sum()
@@ -80,10 +76,7 @@ def stochastic_evidence(
     tolerance: float,
     generator: torch.Generator,
 ) -> ObjectiveEstimate:
-    """L and an estimate of its gradient, unbiased but for the solves' tolerance.
-
-    Cost beyond the mode: a block solve with one column a probe, two products with as many, a solve with one column.
-    """
+    """L and a gradient estimate, unbiased up to the tolerance: a block solve, two products, the adjoint's solve."""
     curvature, system = solution.curvature, WhitenedSystem.at(prior.operator, solution)
     probes = _probes(system, num_probes, generator)
     solved = system.solve(probes.vectors, tolerance)
@@ -126,7 +119,7 @@ def stochastic_evidence(
 
 
 def _likelihood_terms(likelihood: PointwiseLikelihood, f: Tensor, image: Tensor, covariance: Tensor) -> Tensor:
-    """Log p(y | f) + (K u)^T g(f) - 1/2 sum <Sigma_n, W_n(f_n)> for fixed f, K u and Sigma."""
+    """The bracket of dL/dphi, at fixed f, K u and Sigma."""
     point = f.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(likelihood.log_prob(point).sum(), point, create_graph=True)
     moved = (image.view_as(f) * gradient).sum()
@@ -134,13 +127,12 @@ def _likelihood_terms(likelihood: PointwiseLikelihood, f: Tensor, image: Tensor,
 
 
 def _probes(system: WhitenedSystem, count: int, generator: torch.Generator) -> Probes:
-    """Xi and S^-1 xi [n r, s]."""
     sizes = system.preconditioner.rank, system.operator.shape[-1]
     return Probes.of(system.preconditioner, *(random_signs(system.operator, rows, count, generator) for rows in sizes))
 
 
 def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance: Tensor) -> Tensor:
-    """S = d/df (-1/2 sum <Sigma_n, W_n(f_n)>) [n C] for fixed blocks Sigma [n, C, C]."""
+    """The vector s [n C]."""
     with torch.inference_mode(False), torch.enable_grad():
         point = latent.detach().clone().requires_grad_()
         total = likelihood.weighted_curvature(point, covariance)
@@ -153,7 +145,7 @@ def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance:
 def _adjoint(
     prior: LatentPrior, system: WhitenedSystem, source: Tensor, tolerance: float
 ) -> tuple[Tensor, float, SolveStatus]:
-    """U = (I + W K)^-1 s, its products, and how the solve ended."""
+    """The adjoint u, kernel products, and the status."""
     curvature = system.curvature
     found = system.solve(curvature.root_t(prior.matmul(source.unsqueeze(-1))), tolerance)
     return source - curvature.root(found.value.double()).squeeze(-1), found.stats.epochs + 1, found.status
@@ -162,13 +154,13 @@ def _adjoint(
 def _indefinite_adjoint(
     prior: LatentPrior, hessian: Tensor, source: Tensor, tolerance: float
 ) -> tuple[Tensor, float, SolveStatus]:
-    """As `_adjoint` for an indefinite W [n, C, C]: conjugate gradients on K^-1 + W, preconditioned with K."""
+    """As `_adjoint` for an indefinite W: conjugate gradients on K^-1 + W, preconditioned with K."""
 
-    # K^-1 + W is positive definite at a strict mode, whatever the signs of W; with x = K u no inverse of K is needed.
+    # K^-1 + W is positive definite at a strict mode; x = K u avoids the inverse of K.
     def product(x: Tensor) -> Tensor:
         return prior.matmul(x.unsqueeze(-1)).squeeze(-1)
 
-    # u carries K^-1 x, the recurrence's residual r lives in dual coordinates with image K r.
+    # u is K^-1 x; the residual r has the image K r.
     u, residual = torch.zeros_like(source), source.clone()
     image = product(residual)
     direction, direction_image = residual.clone(), image.clone()

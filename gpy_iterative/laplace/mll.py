@@ -1,7 +1,6 @@
-"""Laplace's evidence, or a bound on the evidence, as a marginal log likelihood: one training step.
+"""Laplace's evidence, or a lower bound, as a marginal log likelihood.
 
-Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Processes By Trading Off Computation For
-Uncertainty", keep hyperparameters fixed; learning them is this package's own.
+Tatzel et al. (see `newton/newton.py`) keep hyperparameters fixed; learning them is this package's own.
 """
 
 import logging
@@ -47,29 +46,28 @@ Objective = Literal["laplace", "elbo"]
 
 
 class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
-    """Laplace's approximation of the log marginal likelihood, divided by the number of targets, for any likelihood.
+    """Laplace's approximation of the log marginal likelihood, divided by the number of targets.
 
-    Every call finds the mode, starting at the last one; the gradient includes how the mode moves with the hyperparameters.
+    Every call finds the mode, with a warm start; the gradient includes how the mode moves.
 
     Args:
-        likelihood: the model's, see `gpy_iterative.likelihoods`: Bernoulli, softmax, Poisson, Student-t, negative binomial,
-            beta, Gaussian, registered ones, and any whose `forward` has a smooth `log_prob`.
+        likelihood: the model's: Bernoulli, softmax, Poisson, Student-t, negative binomial, beta, Gaussian, registered ones,
+            and any whose `forward` has a smooth `log_prob`.
         model: an `IterativeLaplaceGP`.
-        objective: "laplace" is the evidence of Laplace's approximation; "elbo" the largest lower bound on the true log
-            marginal likelihood that a Gaussian reaches: any with `LaplaceCholesky`, one in the span of the solver's actions
-            with `LaplaceNewton`, where the gradient is that for fixed actions. No probes.
-        solver: of the mode. None is exact (dense value, gradient and adjoint, without probes) up to n C = 2,000 and
-            `LaplaceNewton()` beyond; `LaplaceCholesky()` insists on the exact one.
-        num_probes: probe vectors of the gradient's trace; they know the mode's actions, whose part is exact.
+        objective: "laplace" is Laplace's evidence; "elbo" the largest lower bound on the evidence, without probes: over all
+            Gaussians with `LaplaceCholesky`, in the span of the actions with `LaplaceNewton`, whose gradient holds the
+            actions fixed.
+        solver: None is `LaplaceCholesky()` (dense, without probes) up to n C = 2,000, else `LaplaceNewton()`.
+        num_probes: probe vectors of the gradient's trace, whose part from the actions is exact.
         tolerance: relative residual of the solves for probes and adjoint.
-        products: how kernel products are computed.
-        generator: a generator, whose position is copied, or a seed. The global generator is never touched.
-        progress: True shows a bar for every mode; a callable gets every `gpy_iterative.progress.ProgressReport`.
+        products: options of kernel products.
+        generator: a seed, or a generator, which is copied. The global one stays untouched.
+        progress: True shows bars; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
-        UnsupportedLikelihoodError: a likelihood for which Laplace's method is meaningless.
-        ValueError: an option outside its range, or another likelihood than the model's.
-        TypeError: a model that is no IterativeLaplaceGP, a solver or products of another type.
+        UnsupportedLikelihoodError: Laplace's method is meaningless for the likelihood.
+        ValueError: an option outside its range, or not the model's likelihood.
+        TypeError: wrong type of model, solver or products.
     """
 
     def __init__(
@@ -112,21 +110,21 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         self._caches = TileCaches()
         self._warned_of: set[SolveStatus] = set()
 
-    # Priors and added loss terms of the model.
+    # Priors and added loss terms.
     _add_other_terms = ExactMarginalLogLikelihood._add_other_terms
 
     def forward(self, function_dist: MultivariateNormal, target: Tensor, *params: Any) -> Tensor:
-        """The objective, [], divided by the number of targets; priors and added loss terms included.
+        """The objective [], with priors and added loss terms, divided by the number of targets.
 
         Args:
             function_dist: the prior `model(train_x)`: [n], [C, n] or, multitask, [n, C].
-            target: [n] ([n, C] for multitask likelihoods).
+            target: [n], or multitask [n, C].
             params: passed to an unregistered likelihood's `forward`.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not fit, data that are not finite or outside the support.
-            NonFiniteError: a non-finite hyperparameter, or a non-finite number in a solver; parameters and warm start stay
-                as they were. From `.backward()`, a non-finite gradient: no parameter's `.grad` is changed.
+            ValueError: wrong shapes, dtypes or devices; data that are non-finite or outside the support.
+            NonFiniteError: a non-finite hyperparameter, solver value or, from `.backward()`, gradient; parameters, `.grad`
+                and warm start stay unchanged.
             RuntimeError: the model is in evaluation mode.
         """
         start = time.perf_counter()
@@ -164,9 +162,9 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         return with_checked_gradient(value, self)
 
     def posterior(self) -> LaplacePosterior:
-        """The posterior now, from the last mode and with the solver of this object (the model's, where that is None).
+        """The posterior from the last mode, with this object's solver (None: the model's).
 
-        Puts model and likelihood into evaluation mode, and answers `model(x)` until `model.train()`.
+        Sets model and likelihood to evaluation mode; `model(x)` then uses this posterior.
         """
         self.model.eval()
         self.likelihood.eval()
@@ -175,7 +173,6 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
 
     @property
     def _weights(self) -> Tensor | None:
-        """V [n, C] of the last mode."""
         mode = self._run.part("mode")
         return None if mode is None else mode["weights"]
 
@@ -194,7 +191,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
                 )
         return run
 
-    # The model keeps the likelihood's arguments: it predicts with them.
+    # The model keeps them for predictions.
     @property
     def _params(self) -> LikelihoodParams | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.likelihood_params
@@ -205,12 +202,11 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
 
     @torch.no_grad()
     def _num_latents(self) -> int | None:
-        """Of the prior at two of the training inputs; None without any."""
         known: Any = self.model.train_inputs
         if not known:
             return None
         inputs = [x[..., :2, :] for x in known]
-        model, _ = evaluation_copies(self.model, self.likelihood)  # layers that learn from what they see do not
+        model, _ = evaluation_copies(self.model, self.likelihood)  # a forward pass may change a layer's state
         return num_latents(prior_at(model, inputs))
 
     def _check_problem(self, function_dist: MultivariateNormal, target: Tensor) -> None:

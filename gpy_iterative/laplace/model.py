@@ -1,4 +1,4 @@
-"""A Gaussian process for any likelihood, without inducing points."""
+"""The Laplace model: any likelihood, no inducing points."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,31 +30,28 @@ from gpy_iterative.training.training_system import check_inputs
 
 
 class IterativeLaplaceGP(GP):
-    """A Gaussian process with Laplace's approximation, or a refinement of it, used like `gpytorch.models.ExactGP`.
+    """A Gaussian process with Laplace's approximation or a refinement, used like `gpytorch.models.ExactGP`.
 
-    A subclass has a `forward(x)` that returns the prior: a MultivariateNormal for one latent function, one with batch
-    shape [C] for C of them (kernels with batch shape [C], or one kernel without that all share), or a
-    MultitaskMultivariateNormal. In train mode `model(train_x)` is that prior, for
-    `gpy_iterative.mlls.LaplaceMarginalLogLikelihood`; in evaluation mode `model(x)` is the latent posterior. The mode is
-    found at the first question and kept until parameters or data change.
+    A subclass defines `forward(x)`, the prior: a MultivariateNormal, with batch shape [C] for C latent functions (batched
+    kernels or a shared one), or a MultitaskMultivariateNormal. `model(x)` is this prior in train mode, else the latent
+    posterior. The mode is kept until parameters or data change.
 
     Args:
-        train_inputs: [n, d], or several of them.
+        train_inputs: [n, d], or several.
         train_targets: [n]; long for a SoftmaxLikelihood.
-        likelihood: any GPyTorch likelihood that factorises over points.
-        num_latents: C, checked against `forward`; None takes what that says.
-        solver: of the mode; None is `LaplaceCholesky` up to n C = 2,000 and `LaplaceNewton` beyond.
-        products: how kernel products are computed.
-        seed: of sample paths and Monte Carlo predictions. Seed, solver and products may be changed later: the next question
-            then finds the mode again.
-        num_refinements: how often predictions are taken towards the variational approximation; 0 is Laplace's
-            approximation. May be changed later: the next question computes what is missing. The evidence is Laplace's for
-            any number.
+        likelihood: any that factorises over points.
+        num_latents: C, checked against `forward`; None accepts any.
+        solver: None is `LaplaceCholesky` up to n C = 2,000, else `LaplaceNewton`.
+        products: options of kernel products.
+        seed: for sample paths and Monte Carlo predictions.
+        num_refinements: refinements of predictions towards the variational approximation; the evidence stays Laplace's.
+
+    The last four may be changed later: the next prediction computes what is missing.
 
     Raises:
-        UnsupportedLikelihoodError: a likelihood for which Laplace's method is meaningless.
-        ValueError: inputs that are not finite, another number of targets than of inputs, counts that are no whole numbers.
-        TypeError: a solver or products of another type.
+        UnsupportedLikelihoodError: Laplace's method is meaningless for the likelihood.
+        ValueError: non-finite inputs, targets that do not fit, invalid counts.
+        TypeError: wrong type of solver or products.
 
     Examples:
         >>> class Classifier(gpi.models.IterativeLaplaceGP):
@@ -99,18 +96,18 @@ class IterativeLaplaceGP(GP):
         self.train_targets: Tensor | None = None
         self.likelihood_params: LikelihoodParams | None = None
         self._posterior: LaplacePosterior | None = None
-        self._posterior_options: tuple[Any, ...] = ()  # the model's own when it was made
+        self._posterior_options: tuple[Any, ...] = ()  # at its construction
         self.set_train_data(train_inputs, train_targets)
 
     def set_train_data(
         self, inputs: Tensor | Iterable[Tensor] | None = None, targets: Tensor | None = None, strict: bool = False
     ) -> None:
-        """Replaces the training data, of any size; hyperparameters stay.
+        """Replaces the training data by data of any size.
 
-        Arguments of the likelihood that belong to other inputs have to be given again: the next prediction asks for them.
+        Likelihood arguments that belong to the old inputs must be given again.
 
         Raises:
-            ValueError: inputs that are not finite, or another number of targets than of inputs; nothing is changed then.
+            ValueError: non-finite inputs, or targets that do not fit; the data stay unchanged.
         """
         before = self.train_inputs, self.train_targets
         new_inputs = before[0] if inputs is None else _as_inputs(inputs)
@@ -136,13 +133,13 @@ class IterativeLaplaceGP(GP):
         self._posterior = None
 
     def keep_params(self, params: LikelihoodParams | None) -> None:
-        """Takes arguments of the likelihood for predictions; every call of a marginal log likelihood does this."""
+        """Stores likelihood arguments for predictions."""
         is_same = params is not None and params.equals(self.likelihood_params)
         if params is not self.likelihood_params and not is_same:
             self.likelihood_params, self._posterior = params, None
 
     def __call__(self, *inputs: Tensor, **kwargs: Any) -> MultivariateNormal:
-        """The prior at the training inputs in train mode, the latent posterior at any inputs in evaluation mode."""
+        """The prior in train mode, else the latent posterior."""
         if not self.training:
             return self.posterior()(*inputs)
         given = [x.unsqueeze(-1) if x.dim() == 1 else x for x in inputs]
@@ -166,22 +163,20 @@ class IterativeLaplaceGP(GP):
         params: Sequence[Any] | None = None,
         progress: Progress = False,
     ) -> LaplacePosterior:
-        """The posterior of evaluation mode: kept, and refreshed when parameters or data have changed.
+        """The posterior of evaluation mode, refreshed when parameters or data have changed.
+
+        Any argument or a change of `solver`, `products` or `seed` makes a new one.
 
         Args:
-            initial_weights: v [n, C] at similar hyperparameters to start from.
+            initial_weights: warm start v [n, C].
             solver, products: None takes the model's.
-            params: of the likelihood's `forward` at the training points, for a likelihood that takes any; None takes
-                those of the last call of a marginal log likelihood or of this method.
+            params: for the likelihood's `forward` at the training points; None takes those of the last call here or of a
+                marginal log likelihood.
             progress: True shows bars, a callable gets every report.
 
-        Without arguments it is the posterior that was made last; with any, or after the model's `solver`, `products` or
-        `seed` have changed, a new one.
-
         Raises:
-            TypeError: a solver or products of another type.
-            ValueError: `forward` returns another number of latent functions than num_latents; num_refinements has been
-                set to something that is no count; the training inputs have changed, and `params` belong to the old ones.
+            TypeError: wrong type of solver or products.
+            ValueError: `forward` contradicts num_latents, num_refinements is no count, or `params` belong to old inputs.
 
         Otherwise raises and warns as `LaplacePosterior`.
         """
@@ -211,7 +206,7 @@ class IterativeLaplaceGP(GP):
         return kept
 
     def fit_mode(self) -> LaplaceSolution:
-        """The mode at the training points and its cost; with refinements, that of the last one."""
+        """The mode at the training points, after all refinements."""
         return self.posterior().solution
 
     def predict_proba(self, *inputs: Tensor, method: PredictiveMethod = "pairwise", num_samples: int = 1000) -> Tensor:
@@ -219,15 +214,14 @@ class IterativeLaplaceGP(GP):
 
         Args:
             inputs: test inputs.
-            method: for a softmax "pairwise" (closed form), "diagonal" (the paper's), "mc" (samples); for all likelihoods
-                "mode", which ignores the latent variance. Averages over Laplace's approximation are underconfident
-                where hyperparameters were learned or latent variances are large: set num_refinements to 1, and for a
-                softmax prefer "mc" or "diagonal" there, since the pairwise formula is underconfident itself.
-            num_samples: of "mc".
+            method: for a softmax "pairwise" (closed form), "diagonal" (the paper's) or "mc" (samples); for all likelihoods
+                "mode", without the latent variance. Averages are underconfident at learned hyperparameters or large latent
+                variances: set num_refinements to 1, and prefer "mc" or "diagonal" to "pairwise", itself underconfident.
+            num_samples: for "mc".
 
         Returns:
-            [*b, t] of label 1 for Bernoulli likelihoods (exact for the probit link, quadrature for the logit),
-            [*b, t, classes] for a softmax.
+            [*b, t] for label 1 of Bernoulli likelihoods (exact for probit, quadrature for logit), [*b, t, classes] for a
+            softmax.
 
         Raises:
             UnsupportedLikelihoodError: a likelihood without classes.
@@ -248,18 +242,18 @@ class IterativeLaplaceGP(GP):
         num_samples: int = 1000,
         params: Sequence[Any] = (),
     ) -> Tensor:
-        """Log p(y | x, data) [t] at test inputs [t, d] for targets [t], which come last.
+        """Log p(y | x, data) [t] at test inputs [t, d]; the NLL is its negative mean.
 
-        By closed forms or quadrature where possible, else by samples. Its negative mean is the NLL of the literature.
+        Uses closed forms or quadrature where possible, else samples.
 
         Args:
-            inputs_and_targets: test inputs, and targets.
+            inputs_and_targets: test inputs, then targets [t].
             method: see `predict_proba`.
-            num_samples: of "mc", and of several latent functions without a closed form.
-            params: of the likelihood's `forward` at the test points.
+            num_samples: number of samples, where used.
+            params: for the likelihood's `forward` at the test points.
 
         Raises:
-            ValueError: inputs or targets that do not fit, targets outside the likelihood's support.
+            ValueError: inputs or targets that do not fit, targets outside the support.
         """
         check_predictive_method(method)
         *inputs, targets = inputs_and_targets
@@ -275,14 +269,11 @@ class IterativeLaplaceGP(GP):
             return predictive_log_probs(likelihood, latent, method, num_samples, self._generator()).to(self._dtype)
 
     def posterior_variance(self, *inputs: Tensor) -> VarianceSplit:
-        """The latent variance at test inputs, and its mathematical and computational parts.
-
-        Costs solves for every test point, see `LaplacePosterior.split_variance`.
-        """
+        """The latent variance and its parts, see `LaplacePosterior.split_variance`."""
         return self.posterior().split_variance(*inputs)
 
     def sample_paths(self, num_paths: int, *, num_frequencies: int = 4096) -> LaplaceSamplePaths:
-        """Posterior samples that are functions, see `LaplacePosterior.sample_paths`."""
+        """Posterior sample functions, see `LaplacePosterior.sample_paths`."""
         return self.posterior().sample_paths(num_paths, num_frequencies=num_frequencies)
 
     @property
@@ -312,7 +303,6 @@ class IterativeLaplaceGP(GP):
 
 
 def _as_inputs(inputs: Tensor | Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Training inputs [n, d]. Raises TypeError for anything but tensors."""
     given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     if not given or not all(isinstance(x, Tensor) for x in given):
         kinds = ", ".join({type(x).__name__ for x in given}) or "nothing"

@@ -1,4 +1,4 @@
-"""Figures of one step of `LaplaceMarginalLogLikelihood`, and of one posterior."""
+"""Reports of a training step and of a posterior."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ from gpy_iterative.training.report import Report
 
 @dataclass(frozen=True)
 class LaplaceReport(Report):
-    """One step's figures of a LaplaceMarginalLogLikelihood, on one line or as a table.
+    """One training step of a LaplaceMarginalLogLikelihood.
 
     Attributes:
-        status: of the mode, or of the worst solve; of objective="elbo" that of the bound's maximisation.
+        status: of the mode or the worst solve; for objective="elbo" of the bound's maximisation.
         iterations: Newton steps.
-        epochs: kernel products to the mode.
-        probe_epochs: products with all probes, and with the adjoint, for the gradient.
-        stationarity: of the mode: the log joint density's gradient over the likelihood's.
-        rank: actions that were kept.
-        value: [], what `forward` returned.
-        value_sem: [], its standard error from the log-determinant's probes (0 where there are none).
-        seconds: wall-clock time of the forward pass.
-        far_field_error: where products passed through far fields, their measured relative error; else None. The mode is
-            that of the compressed prior: no exact rows are compared.
+        epochs: kernel products for the mode.
+        probe_epochs: products with all probes and with the adjoint.
+        stationarity: gradient norm of the log joint density over that of the log likelihood.
+        rank: kept actions.
+        value: [], as returned by `forward`.
+        value_sem: [], its standard error from log-determinant probes.
+        seconds: wall-clock time of `forward`.
+        far_field_error: measured relative error of far fields, else None. The mode is the compressed prior's, without a
+            comparison with exact rows.
     """
 
     status: SolveStatus
@@ -48,10 +48,9 @@ class LaplaceReport(Report):
 
 @dataclass(frozen=True)
 class ModeReport(Report):
-    """The search for a posterior's mode, with its refinements: figures of all solves together.
+    """The search for a posterior's mode, with all refinements.
 
-    `status`, `stationarity` (the log joint density's gradient over the likelihood's) and `rank` (actions that were kept)
-    are of the last refinement; `iterations` are Newton steps, `epochs` kernel products.
+    Fields are as in `LaplaceReport`; `status`, `stationarity` and `rank` are of the last refinement.
     """
 
     status: SolveStatus

@@ -1,8 +1,7 @@
-"""Operations on operators beyond those of `LinearOperator`, which solvers, preconditioners and gradients call.
+"""Operations that `LinearOperator` lacks.
 
-Products with some rows or columns, dense parts, the derivative of a weighted sum of all entries, and copies in float32.
-An operator that has a method of the operation's name, as this package's have, computes it itself. Sums, multiples and a few
-structures pass the call on to their parts; all others are sliced or rebuilt.
+An operator may have a method of the operation's name. Sums, multiples and a few structures pass the call on to their parts;
+other operators are sliced or rebuilt.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from linear_operator.operators import (
 )
 from torch import Tensor
 
-#: Numbers that a step of evaluating blocks of an interpolated matrix may hold at a time.
+#: Most entries held at a time for blocks of an interpolated matrix.
 MAX_NUMBERS = 2**25
 
 Rows = slice | Tensor
@@ -40,7 +39,7 @@ def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
     if isinstance(operator, SumLinearOperator | ConstantMulLinearOperator):
         return _of_parts(operator, lambda part: rows_matmul(part, rows, rhs))
     if isinstance(operator, KroneckerProductLinearOperator):
-        # Its slices would be interpolated: the same product, and sparse matrices on top.
+        # Its slices would add sparse matrices to the same product.
         return operator._matmul(rhs)[rows]
     if isinstance(operator, BlockInterleavedLinearOperator):
         base = operator.base_linear_op
@@ -66,7 +65,7 @@ def columns_matmul(operator: LinearOperator, columns: slice, rhs: Tensor) -> Ten
 
 
 def principal_block(operator: LinearOperator, block: slice) -> Tensor:
-    """operator[block, block] as a dense tensor that the caller may overwrite."""
+    """operator[block, block], a dense tensor that the caller may overwrite."""
     if hasattr(operator, "principal_block"):
         return operator.principal_block(block)
     if isinstance(operator, SumLinearOperator | ConstantMulLinearOperator):
@@ -88,8 +87,8 @@ def principal_blocks(operator: LinearOperator, rows: Tensor) -> Tensor:
 
 
 def _interpolated_blocks(operator: InterpolatedLinearOperator, rows: Tensor) -> Tensor:
-    # A datum's column of the grid's covariance times its interpolation weights, once; then, for every pair, a few of its
-    # entries. Pair by pair from the start, the grid would be evaluated once for every pair of interpolation points.
+    # Each datum's column is computed once; pair by pair, the grid would be evaluated for every pair of interpolation
+    # points.
     grid, count = operator.base_linear_op, operator.left_interp_indices.shape[-1]
     data, position = rows.unique(return_inverse=True)
     if len(rows) > 1 and max(grid.shape[-1] * len(data), rows.numel() * rows.shape[-1] * count) > MAX_NUMBERS:
@@ -103,9 +102,9 @@ def _interpolated_blocks(operator: InterpolatedLinearOperator, rows: Tensor) -> 
 
 
 def kernel_inputs(operator: LinearOperator) -> Tensor | None:
-    """Points [n, d], one for each row, of which near ones are strongly correlated; None where no kernel tells them.
+    """The kernel's inputs over its lengthscales, [n, d] by row: near points are strongly correlated. None without kernels.
 
-    They are the kernel's inputs in units of its lengthscales. Of a sum of kernels, the inputs of all are put together.
+    For a sum of kernels, all inputs are concatenated.
     """
     if hasattr(operator, "kernel_inputs"):
         return operator.kernel_inputs()
@@ -120,29 +119,28 @@ def kernel_inputs(operator: LinearOperator) -> Tensor | None:
 def _of_parts(
     operator: SumLinearOperator | ConstantMulLinearOperator, operation: Callable[[LinearOperator], Tensor]
 ) -> Tensor:
-    """A linear operation on a sum or a multiple, from that on its parts."""
     if isinstance(operator, SumLinearOperator):
         return sum(map(operation, operator.linear_ops))
     return operator._constant * operation(operator.base_linear_op)
 
 
 def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
-    """operator[..., rows, :] as a dense [*b, len(rows), n]: a pivoted Cholesky factor is made of them."""
+    """operator[..., rows, :] as a dense [*b, len(rows), n], for pivoted Cholesky factors."""
     return operator.dense_rows(rows) if hasattr(operator, "dense_rows") else to_dense(operator[..., rows, :])
 
 
 def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
-    """The derivatives of `(weights * operator).sum()` with respect to `operator.representation()`.
+    """Derivatives of `(weights * operator).sum()` with respect to `operator.representation()`, for exact gradients.
 
-    An exact gradient needs it: its weights are a dense matrix, for which `LinearOperator._bilinear_derivative` costs n^3.
+    `LinearOperator._bilinear_derivative` costs n^3 for dense weights.
 
     Args:
         operator: [*b, n, m].
         weights: [*b, n, m], constant.
 
     Returns:
-        One tensor, or None, for each of the representation. Cost: one evaluation of a kernel matrix; n^2 m multiply-adds
-        for operators that only know bilinear derivatives.
+        One tensor or None for each representation tensor. Cost: one evaluation of a kernel matrix, or n^2 m multiply-adds
+        for operators with bilinear derivatives only.
     """
     if hasattr(operator, "matrix_derivative"):
         return operator.matrix_derivative(weights)
@@ -158,11 +156,11 @@ def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
     return operator._bilinear_derivative(weights, identity.expand(*weights.shape[:-2], *identity.shape))
 
 
-# What is inside of an operator
+# Contents of an operator
 
 
 def all_parts(operator: LinearOperator) -> Iterator[LinearOperator]:
-    """The operator, and all operators that it is made of."""
+    """The operator and all operators inside it."""
     yield operator
     for part in (*operator._args, *operator._kwargs.values()):
         if isinstance(part, LinearOperator):
@@ -170,7 +168,7 @@ def all_parts(operator: LinearOperator) -> Iterator[LinearOperator]:
 
 
 def far_field_error(operator: LinearOperator) -> float | None:
-    """The largest of the measured relative errors of products that pass through far fields; None where none does."""
+    """The largest measured relative error of products through far fields; None without far fields."""
     found = [part.far_field_error() for part in all_parts(operator) if hasattr(part, "far_field_error")]
     return max((error for error in found if error is not None), default=None)
 
@@ -179,12 +177,10 @@ def far_field_error(operator: LinearOperator) -> float | None:
 
 
 def low_precision_copy(operator: LinearOperator) -> LinearOperator | None:
-    """A copy of the operator in float32, without gradient; None where no kernel in it has `precision="float32"`.
-
-    The iterations of a solve multiply by it. Iterative refinement measures true residuals with the operator itself.
+    """A float32 copy without gradient for a solve's iterations; None where no kernel has `precision="float32"`.
 
     Raises:
-        ValueError: a kernel's dtype or own code does not allow float32.
+        ValueError: a kernel's dtype or code does not allow float32.
     """
     if not _has_low_precision(operator):
         return None
@@ -192,16 +188,16 @@ def low_precision_copy(operator: LinearOperator) -> LinearOperator | None:
 
 
 def native_precision(operator: LinearOperator) -> LinearOperator:
-    """The same operator with `precision="native"`: it shares tensors, gradients and kept tiles."""
+    """The operator with `precision="native"`; it shares tensors, gradients and kept tiles."""
     if not _has_low_precision(operator):
         return operator
     return _converted(operator, "native_precision", lambda tensor: tensor)
 
 
 def in_float64(operator: LinearOperator, *, keeps_tiles: bool = True) -> LinearOperator:
-    """The same operator, computed in float64 and with the graph to the same tensors. Its kept tiles are its own, if any.
+    """The operator in float64, with the graph to the same tensors and its own tile cache.
 
-    A kernel whose own code does not allow float64 computes its entries as it did, and they are converted.
+    Where a kernel's code does not allow float64, its entries are converted.
     """
     return _converted(operator, "in_float64", torch.Tensor.double, torch.float64, keeps_tiles=keeps_tiles)
 
@@ -213,10 +209,7 @@ def _has_low_precision(operator: LinearOperator) -> bool:
 def _converted(
     part: Any, method: str, convert: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, **options: Any
 ) -> Any:
-    """An operator, all of whose parts are converted: operators by their method of this name, where they have it.
-
-    `dtype` replaces that of operators without tensors.
-    """
+    """Converts all parts of an operator, by their own `method` if any; `dtype` is for operators without tensors."""
     if hasattr(part, method):
         return getattr(part, method)(**options)
     if isinstance(part, LinearOperator):
@@ -227,6 +220,6 @@ def _converted(
 
 
 def rebuilt(operator: LinearOperator, convert: Callable[[Any], Any], **changes: Any) -> LinearOperator:
-    """An operator of the same kind, all of whose arguments are converted, and some replaced."""
+    """The operator with all arguments converted, and some replaced."""
     options = {name: convert(part) for name, part in operator._kwargs.items()}
     return type(operator)(*map(convert, operator._args), **options | changes)

@@ -1,7 +1,6 @@
-"""From GPyTorch's prior distributions and likelihoods to the operators of this package.
+"""GPyTorch priors and likelihoods as operators of this package.
 
-Nothing is evaluated that a user's kernel would store as an n x n matrix; a matrix that the model has already built
-(dense, Kronecker, Toeplitz) is taken as it is.
+Kernels are not evaluated to n x n matrices; matrices that the model has built (dense, Kronecker, Toeplitz) are kept.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from gpy_iterative.linear_operators.radial.functions import MATERN, RATIONAL_QUA
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.linear_operators.tiles.cache import TileCache, TileCaches
 
-#: Kernels whose own operator is cheap to evaluate and has a fast product.
+#: Kernels with cheap operators and fast products of their own.
 _STRUCTURED = (
     kernels.LinearKernel,
     kernels.RFFKernel,
@@ -52,13 +51,12 @@ def kernel_operator(
 
     Args:
         covariance: `function_dist.lazy_covariance_matrix`.
-        products: how products with kernel matrices are computed.
-        caches: where the operators keep their tiles; None gives each a cache of its own.
+        products: how kernel products are computed.
+        caches: where tiles are kept; None starts empty ones.
 
     Raises:
-        ValueError: inputs and kernel parameters of different dtypes, or inputs whose dtype or device does not allow the
-            precision that `products` asks for.
-        RuntimeError: under GPyTorch's checkpoint_kernel setting, which changes what its lazy tensors mean.
+        ValueError: inputs and parameters differ in dtype, or their dtype or device does not allow the precision.
+        RuntimeError: under GPyTorch's checkpoint_kernel setting, which changes its lazy tensors.
     """
     if gpytorch.beta_features.checkpoint_kernel.value() > 0:
         raise RuntimeError(
@@ -70,18 +68,16 @@ def kernel_operator(
 
 @dataclass(frozen=True)
 class _Place:
-    """A kernel's path in the prior, under which its tiles are kept."""
+    """A kernel's path in the prior, the key of its tiles."""
 
     products: KernelProducts
     caches: TileCaches
     path: str = ""
 
     def at(self, name: str) -> "_Place":
-        """The place of a part."""
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
     def take(self) -> TileCache:
-        """The cache of the operator here."""
         return self.caches.take(self.path)
 
 
@@ -102,16 +98,16 @@ def _read(covariance: LinearOperator | Tensor, place: _Place) -> LinearOperator:
     covariance = to_linear_operator(covariance)
     if not any(isinstance(part, LazyEvaluatedKernelTensor) for part in all_parts(covariance)):
         return covariance
-    # Any other composition (batches summed or interleaved, masks) of kernels that nobody has evaluated yet.
+    # Other compositions of unevaluated kernels: batches, masks.
     read = lambda name, part: _read(part, place.at(str(name))) if isinstance(part, LinearOperator) else part
     parts = [read(number, part) for number, part in enumerate(covariance._args)]
     return type(covariance)(*parts, **{name: read(name, part) for name, part in covariance._kwargs.items()})
 
 
 def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
-    """Whether k(x1, x2) may be taken for the symmetric k(x1, x1).
+    """Whether k(x1, x2) may be treated as the symmetric k(x1, x1).
 
-    Equal values are not enough where one of them has a gradient of its own.
+    Equal values do not suffice where one has its own gradient.
     """
     if x1 is x2:
         return True
@@ -120,7 +116,7 @@ def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
 
 
 def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
-    """Raises ValueError with the first parameter of another dtype than the inputs; integers go with any."""
+    """Raises ValueError for the first parameter with another dtype than the inputs; integer inputs pass."""
     for name, parameter in kernel.named_parameters():
         if inputs.is_floating_point() and parameter.dtype != inputs.dtype:
             raise ValueError(
@@ -132,34 +128,31 @@ def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
 def operator_of_kernel(
     kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, products: KernelProducts
 ) -> LinearOperator:
-    """The operator k(x1, x2) of one kernel, whose inputs are already reduced to its active dims; x2 None is x1."""
+    """The operator k(x1, x2), with inputs reduced to the kernel's active dims; x2 None is x1."""
     return _of_kernel(kernel, x1, x2, _Place(products, TileCaches()))
 
 
 def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
-    """The operator of k(x1, x2), whose inputs are already reduced to the kernel's active dims."""
     place.products.check(x1.dtype if x1.is_floating_point() else kernel.dtype)
     if type(kernel) is kernels.ScaleKernel:
-        # ScaleKernel calls its base's forward: the base's active dims are already selected.
+        # ScaleKernel calls its base's forward: active dims are already selected.
         return _times(_of_kernel(kernel.base_kernel, x1, x2, place.at("base_kernel")), kernel.outputscale)
     if type(kernel) is kernels.AdditiveKernel:
         return _sum([_of_part(part, x1, x2, place.at(f"kernels.{i}")) for i, part in enumerate(kernel.kernels)])
     function = _radial_function(kernel)
     if function is not None:
         x1, x2 = (x if x is None or x.is_floating_point() else x.to(kernel.dtype) for x in (x1, x2))
-        # Inputs that are learned, by a feature extractor for example, need derivatives point by point: a far field has only
-        # those of all points together.
+        # Learned inputs (a feature extractor's) need derivatives by point; a far field has only sums.
         products = replace(place.products, far_field=None) if x1.requires_grad else place.products
-        # Distances do not depend on the centre; without it float32 loses their digits far from the origin. That of the
-        # columns: the same data meet new points rounded as they met one another, where inputs span thousands of
-        # lengthscales.
+        # Centred, since float32 loses digits far from the origin. By the columns' centre: predictions then round the
+        # training data as training did, which matters for inputs over thousands of lengthscales.
         centre = (x1 if x2 is None else x2).detach().mean(dim=-2, keepdim=True)
         x1, x2 = (None if x is None else (x - centre) / kernel.lengthscale for x in (x1, x2))
         alpha = kernel.alpha if function is RATIONAL_QUADRATIC else None
         options = {"function": function, "products": products, "cache": place.take()}
         return RadialKernelLinearOperator(x1, x1.new_ones(()), x2=x2, alpha=alpha, **options)
     if isinstance(kernel, kernels.MultitaskKernel) and type(kernel).forward is kernels.MultitaskKernel.forward:
-        # It calls its data kernel's forward, past the data kernel's active dims; so do predictions with model(x).
+        # Its forward ignores the data kernel's active dims, as model(x) does.
         data = _of_kernel(kernel.data_covar_module, x1, x2, place.at("data_covar_module"))
         return KroneckerProductLinearOperator(data, to_linear_operator(kernel.task_covar_module.covar_matrix))
     if isinstance(kernel, kernels.LCMKernel) and type(kernel).forward is kernels.LCMKernel.forward:
@@ -173,12 +166,10 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
 
 
 def _of_part(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Place) -> LinearOperator:
-    """The operator of a kernel in a sum, whose active dims are not selected yet."""
     return _of_kernel(kernel, active_inputs(kernel, x1), None if x2 is None else active_inputs(kernel, x2), place)
 
 
 def _check_within_grid(kernel: kernels.GridInterpolationKernel, inputs: Tensor) -> None:
-    """Raises ValueError for inputs [*b, n, d] outside of a grid that does not follow them."""
     if kernel.grid_is_dynamic or not inputs.numel():
         return
     for dimension, (grid, x) in enumerate(zip(kernel.grid, inputs.unbind(-1), strict=True)):
@@ -199,16 +190,12 @@ def active_inputs(kernel: kernels.Kernel, x: Tensor) -> Tensor:
 
 
 def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> bool:
-    """Whether a kernel computes exactly what its base class does, whatever its priors and constraints.
-
-    RBFKernelGrad, for one, is an RBFKernel by inheritance only.
-    """
+    """Whether a kernel computes exactly what its base class does; RBFKernelGrad, for example, does not."""
     names = ("forward", "__call__", "covar_dist", "lengthscale")
     return all(getattr(type(kernel), name) is getattr(base, name) for name in names) and "forward" not in vars(kernel)
 
 
 def _radial_function(kernel: kernels.Kernel) -> RadialFunction | None:
-    """The function by which the radial operator computes what the kernel does; None where there is none."""
     if isinstance(kernel, (kernels.MaternKernel, kernels.keops.MaternKernel)):
         base, function = kernels.MaternKernel, MATERN.get(kernel.nu)
     elif isinstance(kernel, (kernels.RBFKernel, kernels.keops.RBFKernel)):
@@ -217,13 +204,13 @@ def _radial_function(kernel: kernels.Kernel) -> RadialFunction | None:
         base, function = kernels.RQKernel, RATIONAL_QUADRATIC
     else:
         return None
-    # GPyTorch's KeOps kernels compute the same functions of the same lengthscales.
+    # GPyTorch's KeOps kernels compute the same functions.
     is_keops = type(kernel) in (kernels.keops.RBFKernel, kernels.keops.MaternKernel)
     return function if is_keops or computes_the_same(kernel, base) else None
 
 
 def _sum(operators: list[LinearOperator]) -> LinearOperator:
-    """The sum, with all diagonals that were added on the way collected in one noise vector."""
+    """The sum; added diagonals become one noise vector."""
     noises = [part.noise for part in operators if isinstance(part, NoisyLinearOperator)]
     plain = [part.kernel if isinstance(part, NoisyLinearOperator) else part for part in operators]
     total = plain[0] if len(plain) == 1 else SumLinearOperator(*plain)
@@ -231,7 +218,6 @@ def _sum(operators: list[LinearOperator]) -> LinearOperator:
 
 
 def _times(operator: LinearOperator, constant: Tensor) -> LinearOperator:
-    """The operator times one constant a batch member, [*b]."""
     batch = torch.broadcast_shapes(operator.batch_shape, constant.shape)
     if batch != operator.batch_shape:
         operator = operator.expand(*batch, *operator.matrix_shape)  # linear_operator would multiply dense matrices
@@ -239,15 +225,15 @@ def _times(operator: LinearOperator, constant: Tensor) -> LinearOperator:
 
 
 def added_diagonal(covariance: AddedDiagLinearOperator) -> Tensor:
-    """The diagonal [*b, n] that the model's `forward` added to its covariance: jitter."""
+    """The jitter [*b, n] from the model's `forward`."""
     return covariance._diag_tensor.diagonal(dim1=-1, dim2=-2).expand(covariance.shape[:-1])
 
 
-# The likelihood's noise, and the data that are observed
+# Noise and observed data
 
 
 def noise_depends_on_inputs(likelihood: Any) -> bool:
-    """Whether the likelihood has to be called with the inputs."""
+    """Whether the likelihood must be called with the inputs."""
     noise_model = getattr(likelihood, "noise_covar", None)
     return isinstance(noise_model, HeteroskedasticNoise | MultitaskHomoskedasticNoise)
 
@@ -258,7 +244,7 @@ def noise_operator(
     """The likelihood's noise covariance [*b, n, n], without evaluating the prior.
 
     Raises:
-        ValueError: noise that depends on inputs which were not passed, or fixed noise of another size than the data.
+        ValueError: inputs that the noise needs are missing, or fixed noise has another size than the data.
     """
     num_data = function_dist.loc.shape[-1]
     noise_model = getattr(likelihood, "noise_covar", None)
@@ -274,10 +260,10 @@ def noise_operator(
             function_dist.mean.shape, add_noise=likelihood.has_global_noise, interleaved=interleaved
         )
     else:
-        with GPYTORCH_SETTINGS:  # noise that is a model's prediction enters some of GPyTorch's
+        with GPYTORCH_SETTINGS:  # predicted noise changes settings
             noise = likelihood._shaped_noise_covar(function_dist.mean.shape, *params, **kwargs)
     if isinstance(noise_model, FixedGaussianNoise) and not is_given and noise_model.noise.shape[-1] != num_data:
-        # GPyTorch leaves such noise out, and then trains on the rest.
+        # GPyTorch would ignore such noise.
         raise ValueError(
             f"The likelihood has {noise_model.noise.shape[-1]} fixed noise variances, which does not fit the model's "
             f"output of shape {tuple(function_dist.mean.shape)}: it needs one noise variance for every datum. For other "
@@ -300,22 +286,22 @@ def noisy_operator(
     observed: Tensor | None = None,
     **kwargs: Any,
 ) -> LinearOperator:
-    """H: the covariance of the observations, prior and noise.
+    """H: covariance of the observations, prior plus noise.
 
     Args:
         likelihood: a Gaussian likelihood.
         function_dist: the prior at the training inputs, [*b, n] or [*b, n, T].
-        params: the likelihood's own arguments.
-        kwargs: the likelihood's own keyword arguments.
-        products: how products with kernel matrices are computed.
-        caches: where the operators keep their tiles.
-        observed: [n] or [n * T], which data are observed; None is all.
+        params: the likelihood's arguments.
+        kwargs: the likelihood's keyword arguments.
+        products: how kernel products are computed.
+        caches: where tiles are kept.
+        observed: [n] or [n * T], observed data; None is all.
 
     Returns:
-        A NoisyLinearOperator where the noise is diagonal; the sum of both covariances where it is not.
+        A NoisyLinearOperator for diagonal noise, otherwise a sum.
 
     Raises:
-        ValueError: noise that is not positive, not finite, or of another size than the data.
+        ValueError: noise is not positive, not finite, or of another size than the data.
     """
     noise = noise_operator(likelihood, function_dist, *params, **kwargs)
     covariance = function_dist.lazy_covariance_matrix
@@ -329,13 +315,13 @@ def noisy_operator(
     )
     if observed is not None:
         variances = variances[..., observed]
-    if isinstance(kernel, NoisyLinearOperator):  # jitter from the model's own forward
+    if isinstance(kernel, NoisyLinearOperator):  # jitter from the model's forward
         kernel, variances = kernel.kernel, variances + kernel.noise
     return NoisyLinearOperator(kernel, variances)
 
 
 def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> LinearOperator:
-    """The rows and columns of observed data: taken from the inputs of kernels, cut out of everything else."""
+    """Rows and columns of observed data, selected in kernels' inputs or cut out."""
     if isinstance(covariance, LazyEvaluatedKernelTensor) and covariance.shape[-1] == covariance.x1.shape[-2]:
         index = observed.nonzero().squeeze(-1)
         return covariance[..., index, :][..., :, index]
@@ -350,7 +336,7 @@ def masked_covariance(covariance: LinearOperator | Tensor, observed: Tensor) -> 
 
 
 def check_noise(noise: Tensor) -> None:
-    """Raises ValueError with the first variance that is not finite and positive."""
+    """Raises ValueError for the first variance that is not finite and positive."""
     bad = ~(torch.isfinite(noise) & (noise > 0))
     if bad.any():
         index = tuple(bad.nonzero()[0].tolist())
@@ -370,13 +356,13 @@ def flat_targets(function_dist: MultivariateNormal, target: Tensor) -> Tensor:
 
 
 def observed_data(function_dist: MultivariateNormal, target: Tensor) -> Tensor | None:
-    """Which of the data (in the order of `function_dist.loc`, [n] bool) are observed; None when all are.
+    """Observed data, [n] bool in the order of `function_dist.loc`; None for all.
 
-    A datum counts as missing when its target is NaN, and only under GPyTorch's `observation_nan_policy`: under "mask"
-    when it is NaN in any member of a batch, under "fill" when it is in all.
+    NaN targets are missing under GPyTorch's `observation_nan_policy`: NaN in any batch member under "mask", in all under
+    "fill".
 
     Raises:
-        ValueError: under "fill", targets that are NaN in some members of a batch and present in others.
+        ValueError: under "fill", targets are NaN in some members only.
     """
     policy = gpytorch.settings.observation_nan_policy.value()
     if policy == "ignore" or not target.numel():

@@ -1,7 +1,7 @@
-"""Any GPyTorch kernel as a matrix that is never stored: tiles from the kernel's own code, derivatives by autograd.
+"""Any GPyTorch kernel as a matrix that is never stored: tiles from its own code, derivatives by autograd.
 
-The kernel is called as a function of explicit tensors, inputs and parameters, so that each tile can be evaluated and
-differentiated by itself; the user's kernel is never changed, not even when its code raises.
+The kernel is a function of explicit inputs and parameters, so that tiles are evaluated and differentiated separately. The
+user's kernel never changes.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import Tiles
 
-#: Points of a block of which only the diagonal is wanted; entries that are evaluated for one wanted entry, at the most.
+#: Points of a block whose diagonal is wanted; most entries evaluated per wanted entry.
 DIAGONAL_BLOCK = 256
-#: Entries that one call for many blocks may differ by from those of one call each.
+#: Tolerances of one call for many blocks.
 SAME_ENTRIES = {"rtol": 1e-3, "atol": 1e-6}
 
 
@@ -31,28 +31,22 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     Args:
         x1: inputs [*b, n, d], reduced to the kernel's active dims.
-        tensors: the kernel's parameters, in the order of `names`, and then one for each of `leaves`; gradients flow to
-            these.
+        tensors: the kernel's parameters by `names`, then one for each of `leaves`; all get gradients.
         x2: inputs [*b, m, d]; None makes the operator symmetric.
         kernel: called as a function; its own parameters are not used.
-        names: the parameters' names, `[name for name, _ in kernel.named_parameters()]`.
+        names: of `kernel.named_parameters()`.
         products: how products are computed.
-        cache: shared by all rebuilds of the operator; None starts an empty one.
-        members: what becomes of the kernel's batch, one step after the other: an index picks some of its members, a
-            torch.Size is the batch that it is expanded to.
-        leaves: tensors that the kernel uses beside its parameters, by whatever way it finds them.
-        dtype: of the matrix; the kernel's buffers are converted to that of its inputs. None is the inputs' own, and leaves
-            the buffers.
+        cache: shared by all rebuilds; None starts an empty one.
+        members: steps that change the kernel's batch: an index picks members, a torch.Size expands it.
+        leaves: other tensors that the kernel uses.
+        dtype: of the matrix; buffers then get the inputs' dtype. None is the inputs' dtype, with buffers unchanged.
 
-    The kernel is called with the batch dimensions of its inputs, and no others: many users' kernels know none.
-    A product costs one evaluation of the kernel the first time and n m s multiply-adds once its tiles are kept; the
-    derivative one further evaluation with autograd, a tile at a time. Memory is a few tiles and the tile cache. A member
-    of a batch costs the evaluation of the whole batch: which part of a kernel's parameters belongs to it, only the kernel
-    knows.
+    The kernel is called with its inputs' batch dimensions only: many users' kernels support no others. The first product
+    costs one evaluation, the derivative one with autograd, and products of kept tiles n m s multiply-adds. Memory is a few
+    tiles and the tile cache. A batch member costs the whole batch: only the kernel knows its parameters.
 
     Raises:
-        ValueError: the backend is "keops", which knows only radial kernels; later, the kernel's forward returns another
-            shape than that of its inputs.
+        ValueError: the backend is "keops", which needs a radial kernel; later, forward returns a wrong shape.
     """
 
     def __init__(
@@ -86,7 +80,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         self._buffers = {name: buffer.to(own or dtype) for name, buffer in buffers if buffer.is_floating_point()}
         self._function = KernelFunction(kernel, own_buffers=dtype is not None)
         self.symmetric, self.columns = x2 is None, x1 if x2 is None else x2
-        self.tile_scale = x1.new_ones((), dtype=self._dtype)  # a kernel's tiles carry its outputscale
+        self.tile_scale = x1.new_ones((), dtype=self._dtype)  # tiles carry the outputscale
         self._outputs = kernel.num_outputs_per_input(x1, self.columns)
 
     @classmethod
@@ -101,9 +95,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     ) -> "GenericKernelLinearOperator":
         """The operator of a kernel's own parameters.
 
-        Each call has its own copies of tensors, so that no tiles of an earlier call are taken: GPyTorch sets parameters
-        through `.data`, which does not change their version. It has its own copies of the modules, too, in the mode of
-        now.
+        It copies the modules, in their present mode, and the tensors: GPyTorch sets parameters through `.data`, which keeps
+        their version, so old tiles would be reused.
 
         Raises:
             ValueError: the kernel contains a GridInterpolationKernel whose grid follows its inputs.
@@ -123,11 +116,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return cls(*operator._args, *leaves, **operator._kwargs | {"leaves": leaves})
 
     def _other_leaves(self) -> tuple[Tensor, ...]:
-        """What the kernel's values depend on beside inputs and parameters, from a block of two rows and two columns.
-
-        It may be tensors that a model hands to its kernel, a network in a list, whatever a closure holds: PyTorch's graph
-        alone knows.
-        """
+        """Other leaves in the graph of a 2 x 2 block, such as tensors in a closure."""
         rows, columns = (x.detach()[..., :2, :] for x in (self.x1, self.columns))
         if not torch.is_grad_enabled() or not (rows.numel() and columns.numel()):
             return ()
@@ -138,13 +127,13 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the matrix: the inputs' own, or the parameters' where inputs are integers (categories)."""
+        """The inputs' dtype by default, or the parameters' for integer inputs (categories)."""
         return self._dtype
 
     def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
         """The dense k(x1, x2) [*b, n, m], differentiable in inputs and parameters."""
         parameters = self.parameters if parameters is None else parameters
-        # What a kernel makes of float32 inputs may be float64, by tensors of its own.
+        # A kernel's own tensors may turn float32 into float64.
         values = self._function(self._named(parameters), x1, x2).to(self.dtype)
         if values.shape[-2:] != (x1.shape[-2] * self._outputs, x2.shape[-2] * self._outputs):
             raise ValueError(
@@ -154,7 +143,6 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self._of_members(values.expand(*self._whole_batch(), *values.shape[-2:]), values.shape[-2:])
 
     def _whole_batch(self) -> torch.Size:
-        """The batch shape of the kernel on these inputs, before any members are picked."""
         return torch.broadcast_shapes(self.x1.shape[:-2], self.columns.shape[:-2], self.kernel.batch_shape)
 
     def _of_members(self, values: Tensor, event_shape: torch.Size) -> Tensor:
@@ -166,7 +154,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return dict(zip(self.names, parameters, strict=True)) | self._buffers
 
     def low_precision_copy(self) -> LinearOperator:
-        """The same matrix in float32. Its kernel is tried on one pair of inputs."""
+        """The matrix in float32, tested on one pair of inputs."""
         copy = _with_dtype(super().low_precision_copy(), torch.float32)
         error = copy._error()
         if error is None:
@@ -178,7 +166,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         ) from error
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
-        """The same matrix in float64: computed in it where the kernel's code allows that; one pair of inputs tells."""
+        """The matrix in float64, evaluated so if that works on one pair of inputs."""
         copy = _with_dtype(super().in_float64(keeps_tiles=keeps_tiles), torch.float64)
         if copy._error() is None:
             return copy
@@ -186,7 +174,6 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     @torch.no_grad()
     def _error(self) -> RuntimeError | None:
-        """What torch says of the kernel's code on the first pair of inputs; None where it gives an entry."""
         try:
             self.evaluate(self.x1[..., :1, :], self.columns[..., :1, :])
         except RuntimeError as error:
@@ -250,7 +237,6 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def _add_derivative(
         self, gradients: list[Tensor], wanted: list[bool], rows: slice, columns: slice, weights: Tensor
     ) -> None:
-        """Adds the derivative of sum(weights * block) with respect to inputs and parameters."""
         with torch.enable_grad():
             inputs_wanted = wanted[0] or (self.x2 is not None and wanted[-1])
             x1 = self.x1.detach()[..., rows, :].requires_grad_(inputs_wanted)
@@ -264,7 +250,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             block = self.evaluate(x1, x2, parameters)
             if not block.requires_grad:
                 return
-            # All tiles go through the graph that a leaf may have before the kernel.
+            # All tiles share the graph of a leaf before the kernel.
             leaves, is_kept = [leaf for _, leaf in targets], bool(self._leaves)
             found = torch.autograd.grad((block * weights).sum(), leaves, allow_unused=True, retain_graph=is_kept)
         for (gradient, _), part in zip(targets, found, strict=True):
@@ -276,7 +262,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             blocks_on_it = zip(self.x1.split(DIAGONAL_BLOCK, -2), self.columns.split(DIAGONAL_BLOCK, -2), strict=True)
             parts = [self._rebuild(left, right).to_dense() for left, right in blocks_on_it]
             return torch.cat([part.diagonal(dim1=-2, dim2=-1) for part in parts], dim=-1)
-        # In parts: a kernel that takes the diagonal of its whole matrix needs no more memory for it than for a tile.
+        # In parts: some kernels compute the whole matrix for its diagonal.
         parts = self.x1.split(self.products.tile_rows(self.x1.device), -2)
         return torch.cat([self._diagonal_at(x) for x in parts], dim=-1)
 
@@ -285,7 +271,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         diagonal = self._function(self._named(self.parameters), x, x, diag=True).to(self.dtype)
         whole = torch.Size((*self._whole_batch(), size))
         if diagonal.shape != whole:
-            if diagonal.shape[-2:] == (size, size):  # a kernel that overlooks `diag`
+            if diagonal.shape[-2:] == (size, size):  # the kernel ignores `diag`
                 diagonal = diagonal.diagonal(dim1=-2, dim2=-1)
             try:
                 diagonal = diagonal.expand(whole)
@@ -298,11 +284,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     @torch.no_grad()
     def principal_blocks(self, rows: Tensor) -> Tensor:
-        """operator[rows_i, rows_i] for sets of rows [c, k].
-
-        The kernel is called once for all sets where it takes a batch of inputs, which is tried on two sets; else once for
-        each set.
-        """
+        """See `extensions.principal_blocks`; one kernel call if a test on two sets shows that it supports batches."""
         if self._outputs > 1 or self.members:
             return torch.stack([self._block_of(block) for block in rows])
         points = self.x1[rows]
@@ -314,7 +296,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return torch.stack([self.evaluate(x, x) for x in points]).clone()
 
     def _in_one_batch(self, points: Tensor) -> Tensor | None:
-        """The kernel of sets of points [c, k, d] by one call, [c, k, k]; None where its code takes no batch."""
+        """Blocks [c, k, k] by one call; None where that fails."""
         try:
             values = self._function(self._named(self.parameters), points, points).to(self.dtype)
         except (RuntimeError, ValueError, IndexError):
@@ -322,12 +304,11 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return values if values.shape == (*points.shape[:-1], points.shape[-2]) else None
 
     def _block_of(self, rows: Tensor) -> Tensor:
-        """operator[rows, rows] [k, k]."""
         shape = (len(rows), len(rows))
         return self._entries(rows.repeat_interleave(len(rows)), rows.repeat(len(rows))).view(shape)
 
     def kernel_inputs(self) -> Tensor:
-        """The inputs, one for each row, in units of the shortest lengthscale of each; see `extensions.kernel_inputs`."""
+        """The inputs over each dimension's shortest lengthscale; see `extensions.kernel_inputs`."""
         inputs = self.x1.detach() / _lengthscales(self.kernel, self.x1.detach())
         return inputs.repeat_interleave(self._outputs, dim=-2)
 
@@ -348,7 +329,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self._entries(rows, columns, *batch).reshape(row_index.shape)
 
     def _entries(self, rows: Tensor, columns: Tensor, *batch: Tensor) -> Tensor:
-        """Single entries [p], from the block of all their points; in halves where it has far more entries than they are."""
+        """Entries [p] from the block of their points, in halves where it is much larger."""
         outputs = self._outputs
         row_points, i = (rows // outputs).unique(return_inverse=True)
         column_points, j = (columns // outputs).unique(return_inverse=True)
@@ -373,12 +354,12 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
 
 def _lengthscales(kernel: Kernel, inputs: Tensor) -> Tensor:
-    """The shortest lengthscale [d] of each input among the kernel's parts; 1 for an input without one."""
+    """The shortest lengthscale [d] of each dimension; 1 without one."""
     size = inputs.shape[-1]
     found = torch.full((size,), torch.inf, dtype=torch.float64, device=inputs.device)
     for part in kernel.modules():
         if isinstance(part, Kernel) and part.has_lengthscale:
-            # The active dims of the whole kernel have been selected.
+            # The whole kernel's active dims are already selected.
             dims = torch.arange(size) if part is kernel or part.active_dims is None else part.active_dims
             if len(dims) and dims.max() < size:
                 lengthscale = part.lengthscale.detach().flatten(0, -2).amin(0).to(found)
@@ -387,12 +368,11 @@ def _lengthscales(kernel: Kernel, inputs: Tensor) -> Tensor:
 
 
 def _with_dtype(operator: LinearOperator, dtype: torch.dtype, **changes: Any) -> GenericKernelLinearOperator:
-    """The operator of the same tensors whose matrix has this dtype."""
     return GenericKernelLinearOperator(*operator._args, **operator._kwargs | {"dtype": dtype} | changes)
 
 
 def _leaves(tensor: Tensor) -> list[Tensor]:
-    """The leaves that a tensor has been computed from and that require a gradient, in a fixed order."""
+    """A tensor's leaves that require a gradient, in a fixed order."""
     nodes, seen, leaves = [tensor.grad_fn], set(), []
     while nodes:
         node = nodes.pop()
@@ -406,7 +386,7 @@ def _leaves(tensor: Tensor) -> list[Tensor]:
 
 
 def _input_index(index: Any, outputs: int, size: int) -> Any:
-    """The index of inputs for an index of matrix rows; None where it does not pick whole inputs."""
+    """Inputs of a row index; None where it cuts through an input."""
     if outputs == 1:
         return index
     if not isinstance(index, slice):

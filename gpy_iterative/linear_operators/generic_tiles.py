@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class KernelTiles(Tiles):
-    """k(x1_i, x2_j) in tiles; `outputs` rows of the matrix belong to each input."""
+    """k(x1_i, x2_j) in tiles; each input has `outputs` rows of the matrix."""
 
     def __init__(self, operator: "GenericKernelLinearOperator", outputs: int) -> None:
-        # Not kept alive by its own tiles: their memory would wait for the garbage collector.
+        # A weak reference: a cycle would keep memory until garbage collection.
         self._operator, self._outputs = weakref.proxy(operator), outputs
         length = max(operator.products.tile_rows(operator.x1.device) // outputs, 1)
         self.input_rows = blocks(operator.x1.shape[-2], length)
@@ -34,7 +34,7 @@ class KernelTiles(Tiles):
     def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
         with torch.no_grad():
             x1 = self._operator.x1[..., self.input_rows[i], :]
-            # The same object on the diagonal: kernels recognise it and keep distances of exactly zero.
+            # The same object on the diagonal: kernels then keep distances of exactly zero.
             x2 = x1 if self.symmetric and i == j else self._operator.columns[..., self.input_columns[j], :]
             return out.copy_(self._operator.evaluate(x1, x2))
 
@@ -46,7 +46,7 @@ class KernelTiles(Tiles):
             return self._operator.evaluate(x1, x2).clone()
 
     def _block_of_outputs(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        """Rows of one input belong together, as columns do: whole inputs are evaluated, and entries picked from them."""
+        """Evaluates whole inputs, and picks entries from them."""
         operator, outputs = self._operator, self._outputs
         if isinstance(rows, slice):
             rows = torch.arange(self.shape[-2], device=operator.device)[rows]

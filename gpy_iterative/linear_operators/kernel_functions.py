@@ -1,8 +1,7 @@
-"""A kernel as a function of its tensors, one for each thread.
+"""A kernel as a function of its tensors, for several threads.
 
-`torch.func.functional_call` replaces a module's parameters while it runs, and GPyTorch evaluates a kernel at once only
-under a setting of the whole process. Another thread would see both. So a copy of the kernel's modules is called, which
-shares all tensors with them, and which evaluates at once.
+`torch.func.functional_call` replaces a module's parameters, and GPyTorch evaluates eagerly under a process-wide setting;
+other threads would see both. So a copy of the modules is called, which shares all tensors and is eager.
 """
 
 import threading
@@ -24,12 +23,12 @@ from torch.func import functional_call
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.radial.squared_distances import differentiable_squared_distances, needs_differences
 
-#: Held while a setting of the whole process is changed: two changes that overlap would leave it changed.
+#: Held while a process-wide setting is changed: overlapping changes would not restore it.
 GPYTORCH_SETTINGS = threading.RLock()
 
 
 class _Eager(Kernel):
-    """A kernel that is evaluated where it is called, and not when its values are wanted, with distances that are exact."""
+    """A kernel that is evaluated when called, with exact distances."""
 
     def covar_dist(
         self,
@@ -40,7 +39,7 @@ class _Eager(Kernel):
         square_dist: bool = False,
         **params: Any,
     ) -> Tensor:
-        """GPyTorch's, but exact where its rounding would leave little: in few dimensions, of inputs that stretch far."""
+        """GPyTorch's, but exact where rounding would dominate: few dimensions, or inputs of wide range."""
         if diag or not needs_differences(x1, x2):
             return super().covar_dist(x1, x2, diag, last_dim_is_batch, square_dist, **params)
         if last_dim_is_batch:
@@ -64,7 +63,7 @@ def _eager(kind: type[Kernel]) -> type[Kernel]:
 
 
 def eager_copy(kernel: Kernel, own: tuple[str, ...] = ()) -> Kernel:
-    """A copy of the kernel's modules that evaluates where it is called; `own` as in `ModuleCopies`."""
+    """A copy of the kernel's modules that is evaluated when called; `own` as in `ModuleCopies`."""
     kind = lambda kind: _eager(kind) if issubclass(kind, Kernel) else kind
     copied = ModuleCopies(own=own, kind=kind).of(kernel)
     clear_caches(copied)
@@ -72,15 +71,15 @@ def eager_copy(kernel: Kernel, own: tuple[str, ...] = ()) -> Kernel:
 
 
 def clear_caches(module: torch.nn.Module) -> None:
-    """Forgets what GPyTorch's modules keep in evaluation mode, which does not follow their hyperparameters."""
+    """Clears GPyTorch's evaluation-mode caches, which ignore changes of hyperparameters."""
     for part in module.modules():
         if isinstance(part, gpytorch.Module):
             part._clear_cache()
 
 
 def evaluated(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> LinearOperator:
-    """The kernel's `forward` on inputs whose active dims are already selected, with all kernels in it evaluated."""
-    # gpytorch.Module.__call__, not the kernel's own: active dims are selected once, by the caller.
+    """The kernel's `forward`, fully evaluated, on inputs whose active dims are selected."""
+    # The kernel's own __call__ would select active dims again.
     with _settings(_changes_settings(kernel)):
         return to_linear_operator(gpytorch.Module.__call__(eager_copy(kernel), x1, x2, **options))
 
@@ -98,14 +97,13 @@ def kernel_diagonal(kernel: Kernel, x: Tensor) -> Tensor:
 
 
 def _changes_settings(kernel: Kernel) -> bool:
-    """Whether GPyTorch's settings are entered while the kernel is evaluated."""
     return any(isinstance(part, (KeOpsKernel, CylindricalKernel)) for part in kernel.modules())
 
 
 @contextmanager
 def _settings(are_changed: bool) -> Iterator[None]:
-    """One thread at a time where settings are changed: by us, since KeOps kernels would compile programs for dense
-    blocks, or by a cylindrical kernel itself.
+    """One thread at a time where settings change: KeOps kernels must not compile for dense blocks; cylindrical kernels
+    change settings.
     """
     if are_changed:
         with GPYTORCH_SETTINGS, gpytorch.settings.use_keops(False):
@@ -115,34 +113,32 @@ def _settings(are_changed: bool) -> Iterator[None]:
 
 
 class _Forward(torch.nn.Module):
-    """Calls a kernel's `forward` on inputs whose active dims are already selected."""
-
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
         self.kernel = kernel
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool) -> Tensor:
-        # gpytorch.Module.__call__, not the kernel's own: active dims are selected once, by the caller.
+        # See `evaluated`.
         return to_dense(gpytorch.Module.__call__(self.kernel, x1, x2, diag=diag))
 
 
 class KernelFunction:
-    """A kernel as a function of its tensors, with a copy of its modules for each thread.
+    """A kernel as a function of its tensors, with one copy of its modules per thread.
 
     Args:
         kernel: the kernel.
-        own_buffers: whether it is called with other buffers than the kernel's, and not only with other parameters.
+        own_buffers: whether calls replace buffers, too, and not only parameters.
     """
 
     def __init__(self, kernel: Kernel, own_buffers: bool) -> None:
         self._kernel, self._own_buffers = kernel, own_buffers
         self._copies = threading.local()
         self._changes_settings = _changes_settings(kernel)
-        # Other threads wait for the first call: what a kernel draws then, one thread draws for all.
+        # Other threads wait for the first call: random draws in it happen once.
         self._first_call, self._was_called = threading.RLock(), False
 
     def __call__(self, tensors: dict[str, Tensor], x1: Tensor, x2: Tensor, *, diag: bool = False) -> Tensor:
-        """The dense k(x1, x2), or its diagonal, for parameters and buffers by their names."""
+        """The dense k(x1, x2), or its diagonal, for named parameters and buffers."""
         if not hasattr(self._copies, "module"):
             own = ("_parameters", "_buffers") if self._own_buffers else ("_parameters",)
             self._copies.module = _Forward(eager_copy(self._kernel, own))
@@ -153,4 +149,4 @@ class KernelFunction:
         return values
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return KernelFunction, (self._kernel, self._own_buffers)  # copies and pickles copy the modules themselves
+        return KernelFunction, (self._kernel, self._own_buffers)  # copies get their own modules

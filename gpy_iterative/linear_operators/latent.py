@@ -1,4 +1,4 @@
-"""The prior of one or several latent functions as one system: point by point, the functions of a point side by side."""
+"""Priors of latent functions as one system, ordered point by point."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,13 @@ from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 
 class RepeatedKernelLinearOperator(LinearOperator):
-    """The covariance of `repeats` independent functions with the same kernel, their values at a point side by side.
+    """Covariance of `repeats` independent functions with one kernel, ordered point by point.
 
     Args:
         kernel: K [n, m].
         repeats: C; the operator is [n C, m C].
 
-    A product with b columns is one product of K with C b columns.
+    A product is one product of K with C times as many columns.
     """
 
     def __init__(self, kernel: LinearOperator, *, repeats: int) -> None:
@@ -67,12 +67,11 @@ class RepeatedKernelLinearOperator(LinearOperator):
         return type(self)(self.kernel[kept[0], kept[1]], repeats=self.repeats)
 
     def to_dense(self) -> Tensor:
-        """The matrix [n C, m C]."""
         kernel = self.kernel.to_dense()
         return torch.kron(kernel, torch.eye(self.repeats, dtype=kernel.dtype, device=kernel.device))
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        """operator[rows, :] @ rhs."""
+        """See `extensions.rows_matmul`."""
         index = torch.arange(self.shape[-2], device=rhs.device)[rows]
         points, position = (index // self.repeats).unique(return_inverse=True)
         found = rows_matmul(self.kernel, points, self._side_by_side(rhs))
@@ -80,7 +79,7 @@ class RepeatedKernelLinearOperator(LinearOperator):
 
 
 def _whole_points(index: Any, repeats: int) -> slice | None:
-    """The points that a slice of rows is made of; None where it cuts through one."""
+    """The points of a slice of rows; None where it cuts one."""
     if not isinstance(index, slice) or index.step not in (None, 1):
         return None
     ends = [index.start or 0, index.stop]
@@ -91,10 +90,10 @@ def _whole_points(index: Any, repeats: int) -> slice | None:
 
 @dataclass(frozen=True)
 class LatentPrior:
-    """f ~ N(m, K) at n points, C functions.
+    """f ~ N(m, K) of C = `num_latents` functions at n = `num_points` points.
 
     Attributes:
-        operator: K [n C, n C], its rows point by point.
+        operator: K [n C, n C], ordered point by point.
         mean: m [n, C].
     """
 
@@ -103,25 +102,22 @@ class LatentPrior:
 
     @property
     def num_points(self) -> int:
-        """How many points, n."""
         return self.mean.shape[0]
 
     @property
     def num_latents(self) -> int:
-        """How many functions, C."""
         return self.mean.shape[1]
 
     @property
     def size(self) -> int:
-        """Rows of K, n C."""
         return self.mean.numel()
 
     @torch.no_grad()
     def matmul(self, columns: Tensor) -> Tensor:
-        """K x in float64 for x [n C, b] in float64, computed in the kernel's own dtype.
+        """K x in float64 for x [n C, b] in float64, computed in the kernel's dtype.
 
         Raises:
-            NonFiniteError: an entry of the product is not finite.
+            NonFiniteError: the product is not finite.
         """
         product = self.operator._matmul(columns.to(self.operator.dtype)).double()
         if not torch.isfinite(product).all():
@@ -131,12 +127,11 @@ class LatentPrior:
         return product
 
     def point_blocks(self) -> Tensor:
-        """K's blocks on the diagonal, [n, C, C]; differentiable in the hyperparameters."""
         return point_blocks(self.operator, self.num_latents)
 
 
 def point_blocks(operator: LinearOperator, num_latents: int) -> Tensor:
-    """The C x C blocks on the diagonal of a covariance [n C, n C]: [n, C, C]."""
+    """Diagonal blocks [n, C, C] of a covariance [n C, n C], differentiable."""
     if num_latents == 1 or isinstance(operator, (RepeatedKernelLinearOperator, BlockInterleavedLinearOperator)):
         return torch.diag_embed(operator.diagonal(dim1=-1, dim2=-2).unflatten(-1, (-1, num_latents)))
     rows = torch.arange(operator.shape[-1], device=operator.device).view(-1, num_latents)
@@ -152,17 +147,16 @@ def latent_prior(
     caches: TileCaches | None = None,
     observed: Tensor | None = None,
 ) -> LatentPrior:
-    """The prior of latent functions from what a GPyTorch model's `forward` returns.
+    """The prior of latent functions from a GPyTorch model's `forward`.
 
     Args:
-        function_dist: a MultivariateNormal [n] (one function) or [C, n] (C functions, each with a kernel of its own, or
-            all with one), or a MultitaskMultivariateNormal [n, C].
+        function_dist: MultivariateNormal [n] or [C, n] (with one kernel or C), or MultitaskMultivariateNormal [n, C].
         products: how kernel products are computed.
-        caches: where the operators keep their tiles.
+        caches: where tiles are kept.
         observed: [n] bool, points to keep; None keeps all.
 
     Raises:
-        ValueError: more than one batch dimension, or a multitask prior that lists all data of the first task first.
+        ValueError: more than one batch dimension, or a multitask prior that is not interleaved.
     """
     latents = num_latents(function_dist)
     mean, covariance = function_dist.mean, function_dist.lazy_covariance_matrix
@@ -180,12 +174,12 @@ def latent_prior(
 
 
 def latent_operator(operator: LinearOperator, num_latents: int, *, shared: bool) -> LinearOperator:
-    """A covariance of single functions as that of C independent ones, side by side.
+    """The joint covariance of C independent functions, ordered point by point.
 
     Args:
-        operator: [*b, n, m] of one kernel that all share, or [*b, C, n, m] (or [*b, 1, n, m]) with one for each.
+        operator: [*b, n, m], shared, or [*b, C, n, m] (or [*b, 1, n, m]).
         num_latents: C.
-        shared: which of the two it is.
+        shared: whether all functions share one kernel.
 
     Returns:
         [*b, n C, m C].
@@ -198,7 +192,7 @@ def latent_operator(operator: LinearOperator, num_latents: int, *, shared: bool)
 
 
 def num_latents(function_dist: MultivariateNormal) -> int:
-    """C of a prior: its last batch dimension, or its number of tasks. Raises ValueError for priors of another layout."""
+    """C of a prior: its last batch dimension or number of tasks. Raises ValueError for other layouts."""
     if isinstance(function_dist, MultitaskMultivariateNormal):
         if not function_dist._interleaved:
             raise ValueError(

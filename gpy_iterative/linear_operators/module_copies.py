@@ -1,7 +1,7 @@
-"""Copies of modules that share the tensors of the modules.
+"""Copies of modules that share their tensors.
 
-A mode, a parameter that `functional_call` replaces, a cache that GPyTorch fills: each is written on a module, where the
-user and every other thread find it. So copies of the modules are evaluated, which cost one dict each.
+Modes, parameters that `functional_call` replaces, and GPyTorch's caches are written on modules, where the user and other
+threads see them. So copies are evaluated; they cost one dict each.
 """
 
 import copy
@@ -17,24 +17,23 @@ from torch.nn import Module, Parameter
 
 Copied = TypeVar("Copied", bound=Module)
 
-#: What every module has. Of that a copy has its own modules, and tensors where it is asked to.
+#: Attributes of every module.
 _OF_ALL_MODULES = frozenset(vars(Module()))
 _ATOMS = (type(None), bool, int, float, str)
 
 
 class ModuleCopies:
-    """Copies modules with all modules in them; a module or parameter that is there twice stays one.
+    """Copies modules and all modules inside; a module or parameter that occurs twice stays one.
 
     Args:
-        own: names of the dicts of tensors that the copies do not share. In a dict that is shared stays what a module
-            registers when it is called, as RFFKernel does its frequencies.
-        apart: whether lists, dicts and sets are not shared either: nothing that is written on the copies is then seen
-            on the originals.
-        tensor: gives the tensor that a copy holds in the place of another; None leaves them.
-        kind: gives the class of a copy from that of its original.
+        own: tensor dicts that copies do not share. A shared dict keeps what a module registers when called, such as
+            RFFKernel's frequencies.
+        apart: whether lists, dicts and sets are not shared: writes on a copy then never reach the original.
+        tensor: maps a tensor to that of the copy; None keeps it.
+        kind: maps a class to that of the copy.
 
-    Modules in lists and dicts are copied too, and so are methods of a module that are kept as attributes. What was
-    compiled runs uncompiled in the copies: it would call the originals.
+    Modules in lists and dicts, and modules' methods in attributes, are copied too. Compiled modules run uncompiled in
+    copies, since compiled code calls the originals.
     """
 
     def __init__(

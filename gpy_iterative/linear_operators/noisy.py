@@ -1,4 +1,4 @@
-"""H = K + diag(noise): what every solver is given."""
+"""H = K + diag(noise), the matrix of every solver."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from gpy_iterative.linear_operators.extensions import (
 
 
 class NoisyLinearOperator(LinearOperator):
-    """A kernel matrix plus one observation noise variance per datum.
+    """A kernel matrix plus one noise variance per datum.
 
     Args:
         kernel: K, a symmetric operator [*b, n, n].
@@ -63,7 +63,7 @@ class NoisyLinearOperator(LinearOperator):
             kernel = kernel.expand(self.shape)._getitem(row_index, col_index, *batch_indices)
         elif row_index != slice(None):
             kernel = kernel._getitem(row_index, col_index)
-        # A kernel matrix that all members share keeps its tiles.
+        # A kernel shared by all members keeps its tiles.
         return NoisyLinearOperator(kernel, noise[..., row_index])
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
@@ -92,40 +92,40 @@ class NoisyLinearOperator(LinearOperator):
         return self.kernel.to_dense() + torch.diag_embed(self.noise)
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        """operator[rows, :] @ rhs."""
+        """See `extensions.rows_matmul`."""
         return rows_matmul(self.kernel, rows, rhs) + self.noise[rows].unsqueeze(-1) * rhs[rows]
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
-        """operator[:, columns] @ rhs."""
+        """See `extensions.columns_matmul`."""
         result = columns_matmul(self.kernel, columns, rhs)
         result[columns] += self.noise[columns].unsqueeze(-1) * rhs
         return result
 
     def principal_block(self, block: slice) -> Tensor:
-        """operator[block, block]."""
+        """See `extensions.principal_block`."""
         result = principal_block(self.kernel, block)
         result.diagonal().add_(self.noise[block])
         return result
 
     def principal_blocks(self, rows: Tensor) -> Tensor:
-        """operator[rows_i, rows_i] for sets of rows [c, k]."""
+        """See `extensions.principal_blocks`."""
         is_same = rows.unsqueeze(-1) == rows.unsqueeze(-2)
         return principal_blocks(self.kernel, rows) + is_same * self.noise[rows].unsqueeze(-1)
 
     def kernel_inputs(self) -> Tensor | None:
-        """Points [n, d] of the kernel, see `extensions.kernel_inputs`."""
+        """See `extensions.kernel_inputs`."""
         return kernel_inputs(self.kernel)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
-        """operator[..., rows, :]."""
+        """See `extensions.dense_rows`."""
         kernel, batch = dense_rows(self.kernel, rows), self.batch_shape
-        # Several noises may share a kernel matrix, which is then copied for each.
+        # Several noises may share a kernel matrix, which is then copied.
         result = kernel if kernel.shape[:-2] == batch else kernel.expand(*batch, *kernel.shape[-2:]).clone()
         index, noise = rows.expand(*batch, -1), self.noise[..., rows].expand(*batch, -1)
         return result.scatter_add_(-1, index.unsqueeze(-1), noise.unsqueeze(-1).to(result.dtype))
 
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
-        """The derivatives of `(weights * operator).sum()`."""
+        """See `extensions.matrix_derivative`."""
         kernel = matrix_derivative(self.kernel, weights)
         if not self.noise.requires_grad:
             return (*kernel, None)

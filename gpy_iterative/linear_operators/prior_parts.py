@@ -1,4 +1,4 @@
-"""The sum of kernels that a prior covariance is, for those who need them one by one: random features, feature maps."""
+"""Prior covariances as sums of kernels."""
 
 from dataclasses import dataclass
 from functools import reduce
@@ -16,12 +16,12 @@ from gpy_iterative.linear_operators.from_gpytorch import added_diagonal, masked_
 
 @dataclass(frozen=True)
 class KernelTerm:
-    """One kernel of the sum that a prior covariance is.
+    """One kernel of a prior covariance.
 
     Attributes:
         kernel: the kernel.
-        inputs: [*b, n, d], already reduced to the kernel's active dims.
-        scale: multiplies the kernel; None for 1.
+        inputs: [*b, n, d], reduced to the kernel's active dims.
+        scale: factor of the kernel; None for 1.
     """
 
     kernel: kernels.Kernel
@@ -31,12 +31,12 @@ class KernelTerm:
 
 @dataclass(frozen=True)
 class PriorParts:
-    """What a prior covariance is the sum of.
+    """The terms of a prior covariance.
 
     Attributes:
-        terms: kernels that nobody has evaluated yet.
-        diagonal: [*b, n], jitter that the model's `forward` added; None for none.
-        others: matrices that the model built, without their constants.
+        terms: unevaluated kernels.
+        diagonal: [*b, n], jitter from the model's `forward`, or None.
+        others: the model's own matrices, without their constants.
     """
 
     terms: list[KernelTerm]
@@ -45,7 +45,7 @@ class PriorParts:
 
 
 def prior_parts(covariance: LinearOperator | Tensor) -> PriorParts:
-    """Takes sums, constants and added diagonals apart; evaluates nothing."""
+    """Splits sums, constants and added diagonals; evaluates nothing."""
     terms, diagonals, others = [], [], []
 
     def take_apart(part: LinearOperator | Tensor, scale: Tensor | None) -> None:
@@ -68,10 +68,10 @@ def prior_parts(covariance: LinearOperator | Tensor) -> PriorParts:
 
 
 def kernel_terms(covariance: LinearOperator | Tensor, observed: Tensor | None = None) -> list[KernelTerm]:
-    """The sum of kernels that a prior covariance is, at the observed inputs.
+    """The kernels of a prior covariance, at the observed inputs.
 
     Raises:
-        SpectralDensityMissingError: a part of the covariance is no kernel but a matrix that the model built.
+        SpectralDensityMissingError: a part of the covariance is not a kernel.
     """
     parts = prior_parts(covariance if observed is None else masked_covariance(covariance, observed))
     if parts.others:

@@ -1,4 +1,4 @@
-"""How products with a kernel matrix are computed: one frozen set of options for the whole package."""
+"""Options of products with kernel matrices."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -20,22 +20,20 @@ except ImportError:
 
 Backend = Literal["auto", "tiles", "keops"]
 Precision = Literal["native", "float32"]
-#: Between these a tolerance of a far field makes sense.
+#: Range of a far field's tolerance.
 FAR_FIELD_TOLERANCES = (1e-9, 0.1)
-#: Rows from which "auto" counts the entries of a far field. With fewer, measuring ranks costs more than the products that
-#: it could save.
+#: Rows from which "auto" measures ranks; with fewer, measuring does not pay.
 FAR_FIELD_ROWS = 4000
 
-#: What an automatic tile cache may take at the most on a CPU, in bytes.
+#: Largest automatic tile cache on a CPU, in bytes.
 MAX_CPU_CACHE = 4 * 1024**3
-#: Rows of a tile. On a CPU each thread's tile stays in its cache through the element-wise passes; on CUDA a tile has to be
-#: large enough to outlast the start of a kernel, and its working memory is bounded by a part of the device's. Not of what
-#: is free, which differs from step to step and from rank to rank: memory of kept tiles could not be used again, and ranks
-#: would disagree.
+#: Rows of a tile. A CPU tile stays in a thread's cache; a CUDA tile must outlast the start of a CUDA kernel. Its memory is
+#: bounded by a share of total memory: free memory differs between steps and ranks, so kept tiles could not be reused, and
+#: ranks would disagree.
 CPU_TILE = 512
 CUDA_TILES = (4096, 2048, 1024)
 CUDA_TILE_SHARE = 32
-#: Numbers of the largest dtype in the working memory of one row and column of a tile: two tiles, twice.
+#: Bytes of working memory for each entry of a tile: four float64 numbers.
 _SCRATCH_BYTES = 4 * 8
 
 
@@ -50,40 +48,35 @@ def require_pykeops() -> None:
 
 @dataclass(frozen=True)
 class KernelProducts:
-    """Options of the kernel products, accepted as `products=` by every mll and by `MatrixFreeKernel`.
+    """Options of kernel products: `products=` of every mll and of `MatrixFreeKernel`.
 
     Args:
-        backend: "tiles" evaluates square tiles with torch; "keops" compiles radial kernels to one loop (needs the extra
-            `keops` and, at run time, a C++ compiler; other options then concern only dense blocks that a solver asks
-            for); "auto" chooses by measurement, which today is tiles.
-        tile_size: rows and columns of a tile; None is 512 on a CPU and up to 4,096 on CUDA, by the device's total memory.
-            Ranks on devices of different sizes have to be given one.
-        cache_memory: bytes for evaluated tiles that are kept for the next product, and where there is room for the
-            derivatives of radial ones, which a training step's gradient takes; None is half of what is free (on a CPU at
-            most 4 GB), 0 keeps none.
-        precision: of the products inside an iterative solve. "native" computes in the inputs' dtype. "float32" is for
-            float64 inputs: the iterations multiply float32 tiles, and iterative refinement reaches the tolerance in
-            float64 at one float64 product a round. It serves the solves of a training step, of predictions, of sample
-            paths and of Laplace's gradient. Gradients, log-determinants, variances, dense blocks, picked rows, the
-            truncated series (`TruncatedCGMarginalLogLikelihood`, `RussianRouletteMarginalLogLikelihood`) and the products
-            that find Laplace's mode stay in float64.
-        compile: fuse the element-wise work of a tile with torch.compile, which needs a compiler at run time (on CUDA
-            Triton). None does so on CUDA where Triton is installed; elsewhere the work is done pass by pass.
-        process_group: the processes that share the tiles, each of which evaluates, keeps and multiplies its own: a
-            `torch.distributed.ProcessGroup`, or "world" for the default one. Every rank runs the same program on the
-            same data with the same seeds, and has the same results; one all-reduce of n s numbers completes a product
-            with s columns. `cache_memory` is then a rank's own.
-        far_field: products of radial kernels whose cost grows with n and not with n^2, for inputs of up to three dimensions
-            (dimensions with long lengthscales do not count): blocks of points that are far from one another pass through
-            a few points each. A number is the relative error that a product with random vectors may have, 1e-9 to .1;
-            "auto" takes 1e-6, and 3e-7 at a million rows, on a CPU and 4,000 rows or more, where it evaluates less
-            than half of the entries that tiles evaluate; None is tiles. Where the tolerance cannot be reached, or nothing
-            would be saved, tiles are used. Single rows, columns and dense blocks are always exact.
+        backend: "tiles" evaluates square tiles with torch. "keops" compiles radial kernels to one loop; it needs the extra
+            `keops` and a C++ compiler at run time, and other options then concern only dense blocks. "auto" is tiles.
+        tile_size: rows and columns of a tile; None is 512 on a CPU and up to 4,096 on CUDA, by total memory. Ranks with
+            different devices need a number.
+        cache_memory: bytes for kept tiles and, where there is room, their derivatives for the gradient; None is half of the
+            free memory (at most 4 GB on a CPU), 0 keeps none.
+        precision: of products inside an iterative solve. "native" is the inputs' dtype. "float32", for float64 inputs,
+            multiplies float32 tiles and reaches the tolerance by iterative refinement, with one float64 product a round. It
+            serves training steps, predictions, sample paths and Laplace's gradient. Gradients, log-determinants, variances,
+            dense blocks, picked rows, truncated series (`TruncatedCGMarginalLogLikelihood`,
+            `RussianRouletteMarginalLogLikelihood`) and the search for Laplace's mode stay in float64.
+        compile: fuse a tile's element-wise work with torch.compile, which needs a compiler at run time (Triton on CUDA).
+            None does so only on CUDA with Triton.
+        process_group: the processes that share the tiles: a `torch.distributed.ProcessGroup`, or "world" for the default
+            one. Every rank runs the same program on the same data with the same seeds, and gets the same results. A product
+            with s columns takes one all-reduce of n s numbers. `cache_memory` is per rank.
+        far_field: relative error, from 1e-9 to .1, of products of radial kernels with random vectors. Blocks of distant
+            points are compressed: the cost grows with n and not n^2, for up to three dimensions (long lengthscales do not
+            count). "auto" is 1e-6 (3e-7 at a million rows) on a CPU from 4,000 rows on, where it evaluates less than half
+            of the entries. None uses tiles, as do tolerances out of reach and cases that save nothing. Single rows, columns
+            and dense blocks are exact.
 
     Raises:
-        ValueError: an option outside its range; a process group that is not initialised, does not contain this process,
-            or is asked to run KeOps. (A precision that the inputs' dtype does not allow is refused when a prior is read.)
-        TypeError: a process group of another kind.
+        ValueError: an option is outside its range; or the process group is not initialised, does not contain this process,
+            or is combined with KeOps. Reading a prior refuses a precision that its dtype does not allow.
+        TypeError: not a process group.
         ImportError: the backend is "keops", and pykeops is not installed.
 
     Examples:
@@ -134,10 +127,10 @@ class KernelProducts:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KernelProducts":
-        return self  # frozen; and process groups cannot be copied
+        return self  # process groups cannot be copied
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raises ValueError where kernels of this dtype cannot be computed, or not in this precision."""
+        """Raises ValueError where this dtype is not supported, or not in this precision."""
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"Gaussian processes need float32 or float64, and the kernel or its inputs are {dtype}: call "
@@ -150,17 +143,17 @@ class KernelProducts:
             )
 
     def may_have_far_field(self, inputs: Tensor) -> bool:
-        """Whether a symmetric kernel matrix of inputs [n, d] may have one: "auto" on CUDA is not measured yet."""
+        """Whether a symmetric kernel matrix of inputs [n, d] may have a far field; "auto" has none on CUDA."""
         if self.far_field == "auto" and (len(inputs) < FAR_FIELD_ROWS or inputs.device.type != "cpu"):
             return False
         return self.far_field is not None and inputs.numel() > 0
 
     def ranks(self) -> Ranks | None:
-        """The processes that share the tiles; None where there is only this one."""
+        """The processes that share the tiles; None for one process."""
         return None if self.process_group is None else Ranks(self.process_group)
 
     def tile_rows(self, device: torch.device) -> int:
-        """Rows and columns of a tile on this device."""
+        """Rows of a tile on this device."""
         if self.tile_size is not None:
             return self.tile_size
         if device.type != "cuda":
@@ -169,7 +162,7 @@ class KernelProducts:
         return next((size for size in CUDA_TILES if _SCRATCH_BYTES * size**2 <= room), CPU_TILE)
 
     def is_fused(self, device: torch.device) -> bool:
-        """Whether the element-wise work of a tile is compiled to one loop on this device."""
+        """Whether a tile's element-wise work is compiled on this device."""
         if self.compile is not None:
             return self.compile
         return device.type == "cuda" and importlib.util.find_spec("triton") is not None
@@ -180,6 +173,6 @@ class KernelProducts:
             return self.cache_memory
         if device.type == "cuda":
             return torch.cuda.mem_get_info(device)[0] // 2
-        # What is available, pages that only cache files included; not what nobody uses.
+        # "Available" includes file cache, "free" does not.
         budget, ranks = min(psutil.virtual_memory().available // 2, MAX_CPU_CACHE), self.ranks()
         return budget if ranks is None else budget // ranks.on_this_machine

@@ -1,6 +1,5 @@
 """Solvers for linear systems with the kernel matrix.
 
-Begin with `base.py`, the one loop, and `columns.py`, its tolerances and residuals; a solver's file has only its steps.
-`default.py` chooses a solver. `logdet/` estimates log-determinants. The room may import `preconditioners`, `spectral` and
-all below them.
+Begin with `base.py` (the loop) and `columns.py` (tolerances and residuals); a solver's file has only its steps.
+`default.py` chooses a solver, `logdet/` estimates log-determinants. Imports: `preconditioners`, `spectral` and below.
 """

@@ -1,9 +1,9 @@
-"""Accelerated sketch-and-project: exact or approximate solves of random blocks, with Nesterov's acceleration.
+"""Accelerated sketch-and-project: solves of random blocks with Nesterov's acceleration.
 
 Rathore, Frangella, Yang, Derezinski and Udell 2024, "Have ASkotch: a neat solution for large-scale kernel ridge
 regression"; Rathore, Frangella, Garg, Fazliani, Derezinski and Udell 2025, "Turbocharging Gaussian process inference
-with approximate sketch-and-project" (ADASAP). The acceleration is that of Gower, Hanzely, Richtarik and Stich 2018,
-"Accelerated stochastic matrix inversion".
+with approximate sketch-and-project" (ADASAP). Acceleration: Gower, Hanzely, Richtarik and Stich 2018, "Accelerated
+stochastic matrix inversion".
 """
 
 import math
@@ -26,36 +26,34 @@ from gpy_iterative.preconditioners.nystrom import Nystrom
 
 @dataclass(frozen=True, kw_only=True)
 class _State(SolverState):
-    """The points z and v of the acceleration with their residuals, [n, s] each, and the weights."""
+    """Points of the acceleration and their residuals, [n, s] each."""
 
     ahead: Tensor  # z, where a block is solved
     ahead_residual: Tensor
     momentum: Tensor  # v
     momentum_residual: Tensor
     way_back: WayBack
-    convexity: float | None  # sets the weights; None once acceleration was given up
+    convexity: float | None  # None without acceleration
     generator: torch.Generator
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceleratedSketchAndProject(IterativeSolver[_State]):
-    """A random block of rows solved an iteration, n / block_size iterations an epoch.
+    """Accelerated sketch-and-project; an iteration solves one random block, an epoch is n / block_size iterations.
+
+    A diverging solve restarts without acceleration; exact blocks then always lower its error. Without a generator, blocks
+    are drawn from seed 0. Other options: `IterativeSolver`. Memory: fourteen blocks [n, s] and block_size rows. Cost of an
+    iteration: block_size rows, and block_size^3 / 3 multiply-adds or 2 block_size^2 rank.
 
     Args:
-        block_size: rows of a block, drawn for every iteration without repetition; clamped at n.
-        rank: of the block's Nystrom approximation, which is solved instead where a Cholesky factor of the block would
-            cost more than its rows; None solves the blocks exactly. The approximation is damped by the largest
-            eigenvalue of the remainder, so that a whole step is stable.
-        convexity: mu, the strong convexity that the acceleration counts on, at most block_size / n: too small a value
-            makes the iterates swing, too large a one slows them down. None is a third of block_size / n.
-
-    Further options are those of `IterativeSolver`. A solve that diverges starts again without acceleration, whose error
-    falls with every exactly solved block. Memory: fourteen blocks [n, s], and block_size rows of the matrix. Without a
-    generator the blocks are drawn from seed 0. An iteration costs block_size^3 / 3 multiply-adds beside its rows, or
-    2 block_size^2 rank.
+        block_size: rows of a block, drawn without repetition; at most n.
+        rank: of a Nystrom approximation of the block, if a Cholesky factor would cost more than the rows. It is damped by
+            the remainder's largest eigenvalue, for stability. None: exact solves.
+        convexity: strong convexity mu, at most block_size / n. Too small: iterates oscillate; too large: they are slow.
+            None: a third of block_size / n.
 
     Raises (from `solve`):
-        NonFiniteError: as every solver, or a block has entries that are not finite.
+        NonFiniteError: as every solver, or a block is not finite.
     """
 
     block_size: int = 512
@@ -84,7 +82,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         matrix = dense_rows(operator, rows)
         update, curvature = self._solve_block(matrix[:, rows], state.ahead_residual[rows], state.generator)
         product = matrix.mT @ update
-        if self.rank is not None:  # of an approximation: the curvature along its update
+        if self.rank is not None:  # an approximation gives the curvature along its update
             curvature = min(curvature, float(lowest_curvature(update, (update * product[rows]).sum(0))))
         state = replace(state, curvature=min(state.curvature, curvature))
         iterate.value.copy_(state.ahead)
@@ -124,7 +122,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         torch.lerp(iterate.residual, state.momentum_residual, share, out=state.ahead_residual)
 
     def _solve_block(self, block: Tensor, residual: Tensor, generator: torch.Generator) -> tuple[Tensor, float]:
-        """The block's inverse, or its approximation's, times the residual, and the curvature that was seen."""
+        """The block's exact or approximate solution, and its curvature."""
         if self.rank is None or self.rank >= len(block):
             factor = block_cholesky(block)
             return factor.solve(residual), factor.curvature
@@ -147,7 +145,7 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         )
 
     def _give_up(self, iterate: Iterate, state: _State) -> _State:
-        """Back to where the round began, without acceleration."""
+        """Restarts the round without acceleration."""
         state.way_back.take(iterate)
         begun = self._begin(iterate, None, state.generator)
         return replace(begun, has_diverged=state.convexity is None, curvature=state.curvature)

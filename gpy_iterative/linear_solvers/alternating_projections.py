@@ -1,7 +1,7 @@
-"""Alternating projections: block coordinate descent that takes the block with the largest residual.
+"""Alternating projections: block coordinate descent on the block with the largest residual.
 
-Wu et al. 2024, "Large-scale Gaussian processes via alternating projection"; Lin et al. 2024, algorithm 2, with blocks
-scored by the squares of their residuals.
+Wu et al. 2024, "Large-scale Gaussian processes via alternating projection"; Lin et al. 2024, algorithm 2, with squared
+residuals as scores.
 """
 
 import math
@@ -20,13 +20,13 @@ from gpy_iterative.linear_solvers.columns import Iterate, reads_every
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
-#: Rows of a block: on a CPU, whose time for a factor grows with the cube of them, and on an accelerator.
+#: Rows of a block; fewer on a CPU because factors take cubic time.
 CPU_BLOCK, ACCELERATOR_BLOCK = 512, 1024
-#: The pace is taken over this many epochs. The fallback takes over when it promises more than `PATIENCE` further ones:
-#: about the cost of the fallback with its preconditioner.
+#: Epochs over which the pace is measured, and predicted further epochs above which the fallback takes over: about its
+#: cost.
 EPOCHS_PER_LOOK = 1.0
 PATIENCE = 3.0
-#: Bytes of all factors together. Systems whose blocks need more have products that cost far more than a factor.
+#: Bytes of all factors. In larger systems products cost far more than factors.
 MAX_FACTOR_BYTES = 2**29
 
 
@@ -34,33 +34,29 @@ MAX_FACTOR_BYTES = 2**29
 class _State(SolverState):
     block_size: int
     share: float  # epochs of a projection
-    shortfall: float  # at the last look at the pace
+    shortfall: float  # at the last look
     steps: int = 0  # since then
-    factors: dict[int, BlockFactor] = field(default_factory=dict)  # by number of the block
-    chosen: Sequence[int] = ()  # the next blocks
+    factors: dict[int, BlockFactor] = field(default_factory=dict)  # by block
+    chosen: Sequence[int] = ()  # next blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlternatingProjections(IterativeSolver[_State]):
-    """One block of rows solved an iteration, n / block_size iterations an epoch.
+    """Alternating projections; an iteration solves one block, an epoch is n / block_size iterations.
 
-    The first digits come fast, but along the smooth directions of a large kernel matrix with little noise the iteration
-    is slow: when the pace of an epoch promises more than three further ones, conjugate gradients solve the columns left.
+    Large kernel matrices with little noise make projections slow. When the pace predicts more than three further epochs,
+    conjugate gradients solve the remaining columns. A block is factored in float64 if float32 fails, then with jitter,
+    which does not change the solution; a block that is indefinite beyond rounding gives the status INDEFINITE.
+
+    Other options: `IterativeSolver`. Memory: eleven blocks [n, s]; [n, rank] for the fallback; n block_size numbers, at
+    most half a gigabyte, for Cholesky factors (other blocks are factored at every visit).
 
     Args:
-        block_size: rows of a block; clamped at n. None is 512 on a CPU and 1024 on an accelerator.
-        fallback: takes over, with its preconditioner, where projections crawl (its tolerances and budget do not count);
-            None never does, as in the papers.
-
-    Further options are those of `IterativeSolver`. Memory: eleven blocks [n, s]; [n, rank] for the fallback; and n
-    block_size numbers, but no more than half a gigabyte, for the Cholesky factors, which live as long as the projections;
-    blocks beyond that are factored at every visit. A block is factored in float64 where float32 finds no factor.
+        block_size: rows of a block, at most n; None: 512 on a CPU, 1024 on an accelerator.
+        fallback: takes over from slow projections (its tolerances and budget are ignored); None: never, as in the papers.
 
     Raises (from `solve`):
-        NonFiniteError: as every solver, or a block has entries that are not finite.
-
-    A block that has no Cholesky factor gets as much jitter as it needs, which changes how the solution is approached and
-    not the solution; where that is beyond rounding, the status is INDEFINITE.
+        NonFiniteError: as every solver, or a block is not finite.
 
     Examples:
         >>> solver = gpi.solvers.AlternatingProjections(max_epochs=10)  # a budget; `mll.report` says what it leaves
@@ -82,7 +78,7 @@ class AlternatingProjections(IterativeSolver[_State]):
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
         block_size = self.block_size or (CPU_BLOCK if operator.device.type == "cpu" else ACCELERATOR_BLOCK)
         share = min(block_size / len(iterate.residual), 1.0)
-        # The set-up is the blocks on the diagonal, as if all of them had been visited.
+        # All diagonal blocks, visited or not.
         return _State(block_size=block_size, share=share, shortfall=iterate.shortfall, setup=share)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
@@ -90,10 +86,10 @@ class AlternatingProjections(IterativeSolver[_State]):
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _State) -> _State:
         size, chosen = len(iterate.residual), state.chosen
-        if not chosen:  # the blocks with the largest sums of squares; a sum over columns must not let them cancel
+        if not chosen:  # sums of squares, because residuals of columns would cancel
             rows = pad(iterate.residual.square().sum(-1), (0, -size % state.block_size))
             scores = rows.view(-1, state.block_size).sum(-1)
-            # Where the host waits for the answer it takes the next few as well, of no more than half of all blocks.
+            # An accelerator makes the host wait: choose several blocks, at most half of all.
             count = min(reads_every(rows.device), max(len(scores) // 2, 1))
             chosen = [int(scores.argmax())] if count == 1 else scores.topk(count).indices.tolist()
         number, *later = chosen

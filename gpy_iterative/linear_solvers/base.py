@@ -1,9 +1,4 @@
-"""The solvers' interface, and the one loop of the iterative ones.
-
-A solver says how an iteration starts (`init`, `restart`), what one step does (`step`), what it costs (`work_per_step`)
-and whether another solver should go on (`after_step`). Budget, rounds and batches are here; tolerances, residuals and
-precision are in `columns`.
-"""
+"""The solvers' interface, and the loop of the iterative ones: budget, rounds, batches."""
 
 import logging
 import math
@@ -25,20 +20,20 @@ from gpy_iterative.worker_threads import divided
 
 logger = logging.getLogger(__name__)
 
-#: A round makes progress when it lowers the worst column by at least this part.
+#: Least progress of a round: the part by which the worst residual falls.
 LEAST_PROGRESS = 0.01
-#: Where the matrix is not positive definite, residuals that grow by more than this do not come back.
+#: Growth of residuals from which an indefinite system does not recover.
 DIVERGENCE = 1e3
-#: A matrix is called indefinite where its curvature is below zero by so many rounding errors of a product.
+#: Rounding errors of a product below zero at which a curvature counts as negative.
 SLACK = 10
 
 
 class Solver(ABC):
-    """A solver of H V = B for a symmetric positive definite operator H."""
+    """Solver of H V = B for a symmetric positive definite H."""
 
-    #: Relative residual norm of columns that come without groups; zero for solvers that have no tolerance.
+    #: Relative residual norm of columns without groups; zero without tolerance.
     tolerance: float = 0.0
-    #: The same for probes; None leaves the choice to the marginal log likelihood.
+    #: The same for probes; None: the marginal log likelihood chooses.
     probe_tolerance: float | None = None
 
     def solve(
@@ -56,23 +51,22 @@ class Solver(ABC):
         """Solves H V = B.
 
         Args:
-            operator: H [*b, n, n], symmetric positive definite. Members of a batch are solved one by one.
+            operator: H [*b, n, n]; a batch is solved one by one.
             rhs: B [*b, n] or [*b, n, s].
-            groups: neighbouring columns with a tolerance of their own, in order; None is one group "targets".
-            preconditioner: built for this operator, for solvers that take one; None lets the solver build the
-                one of its options.
-            initial_guess: V to start from, shaped as rhs. Each column is scaled first, at no cost, to be nearest to
-                the solution in the norm of H. A bad guess makes the solve slow, never wrong.
-            guess_product: H times the guess, where that is known: saves the product that its residual takes.
+            groups: neighbouring columns with their own tolerance, in order; None: one group "targets".
+            preconditioner: of this operator; None: the solver builds that of its options.
+            initial_guess: V to start from, shaped as rhs. Each column is scaled to be nearest to the solution in the norm
+                of H; a bad guess makes the solve slow, not wrong.
+            guess_product: H times the guess, if known; saves one product.
             generator: for solvers that draw.
-            callback: told of the progress; on an accelerator every few iterations.
+            callback: receives progress; on an accelerator every few iterations.
 
         Returns:
-            A Solution. A tolerance that was not reached within the budget is a status there, not an exception.
+            A Solution. A missed tolerance is a status, not an exception.
 
         Raises:
             NonFiniteError: a NaN or an infinity appeared; the caller's tensors are unchanged.
-            ValueError: shapes, dtypes or devices that do not fit.
+            ValueError: shapes, dtypes or devices do not fit.
         """
         is_vector = rhs.dim() == operator.dim() - 1
         if is_vector:
@@ -94,12 +88,12 @@ class Solver(ABC):
 
     @abstractmethod
     def _solve_columns(self, system: LinearSystem) -> Solution:
-        """Solves for columns [*b, n, s], without autograd."""
+        """Solves columns [*b, n, s], without autograd."""
 
 
 @dataclass(frozen=True)
 class SolveInputs:
-    """Inputs of a solve that an iteration may use: a preconditioner of this operator, and a generator to draw from."""
+    """Preconditioner and generator given to `solve`."""
 
     preconditioner: Preconditioner | None = None
     generator: torch.Generator | None = None
@@ -107,12 +101,12 @@ class SolveInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class SolverState:
-    """State of an iteration besides its iterate; solvers add theirs.
+    """State of an iteration besides its iterate.
 
     Attributes:
-        setup: epochs that went into the state, reported as `overhead`.
-        curvature: an upper bound on the smallest eigenvalue of H, from the steps' directions or blocks.
-        has_diverged: whether no step can help any more.
+        setup: epochs of the set-up, reported as `overhead`.
+        curvature: upper bound on the smallest eigenvalue of H, from the steps.
+        has_diverged: whether no further step can help.
     """
 
     setup: float = 0.0
@@ -121,7 +115,7 @@ class SolverState:
 
     @property
     def preconditioner(self) -> Preconditioner | None:
-        """That of the iteration; None where it has none."""
+        """The iteration's preconditioner, if any."""
         return None
 
 
@@ -130,37 +124,36 @@ State = TypeVar("State", bound=SolverState)
 
 @dataclass
 class _Work:
-    """The solver at work with its state, and iterations and epochs so far."""
+    """The current solver, its state and the work so far."""
 
     solver: "IterativeSolver[Any]"
     state: Any = None
     iterations: int = 0
     epochs: float = 0.0
-    setup: float = 0.0  # epochs, of solvers that have handed over
-    curvature: float = math.inf  # that these have met
+    setup: float = 0.0  # of earlier solvers
+    curvature: float = math.inf  # of earlier solvers
 
     def is_indefinite(self, columns: Columns) -> bool:
-        """Whether negative curvature was met."""
         lowest = self.curvature if self.state is None else min(self.curvature, float(self.state.curvature))
         return is_negative(lowest, columns.operator, columns.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterativeSolver(Solver, Generic[State]):
-    """Options of an iterative solver for symmetric positive definite systems.
+    """Options of an iterative solver.
 
     Args:
-        tolerance: relative residual norm for the targets (and for all columns that come without groups).
-        probe_tolerance: the same for probes; None leaves the choice to the marginal log likelihood.
+        tolerance: relative residual norm of the targets, and of columns without groups.
+        probe_tolerance: the same for probes; None: the marginal log likelihood chooses.
         max_epochs: budget, in passes over the matrix.
-        stopping: "columns" stops each column when it has reached its group's tolerance; "mean" runs all columns
-            until every group's mean norm has, the rule of the papers' tables.
+        stopping: "columns" stops each column at its group's tolerance; "mean" stops all columns when every group's mean
+            norm reaches it, as in the papers' tables.
 
     Raises:
         ValueError: an option outside its range.
     """
 
-    #: Whether the iteration's residual is `rhs - H value` up to rounding, and not an estimate.
+    #: Whether the iteration's residual is `rhs - H value` up to rounding, not an estimate.
     recursive: ClassVar[bool] = True
 
     tolerance: float = 0.01
@@ -176,37 +169,37 @@ class IterativeSolver(Solver, Generic[State]):
         if self.stopping not in ("columns", "mean"):
             raise ValueError(f"stopping must be 'columns' or 'mean', got {self.stopping!r}.")
 
-    # What a solver gives
+    # Implemented by solvers
 
     @abstractmethod
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> State:
-        """The state besides the iterate. Called once, and not at all when there is nothing to do."""
+        """The first state; not called when there is nothing to do."""
 
     @abstractmethod
     def restart(self, iterate: Iterate, state: State) -> State:
-        """The state for a new round, from an iterate whose values, residuals or columns have changed."""
+        """The state for a new round."""
 
     @abstractmethod
     def step(self, operator: LinearOperator, iterate: Iterate, state: State) -> State:
-        """One iteration: replaces or overwrites `iterate.value` and `iterate.residual`."""
+        """One iteration; replaces or overwrites `iterate.value` and `iterate.residual`."""
 
     @abstractmethod
     def narrow(self, state: State, columns: Tensor) -> State:
-        """The state of the columns that go on."""
+        """The state of the remaining columns."""
 
     @abstractmethod
     def work_per_step(self, operator: LinearOperator, state: State) -> float:
         """Epochs of the next step."""
 
     def after_step(self, iterate: Iterate, state: State) -> tuple[State, "IterativeSolver[Any] | None"]:
-        """The state after an observed step, and another solver that goes on with the open columns, if one should."""
+        """The state after an observed step, and a solver that takes over, if any."""
         return state, None
 
     # The loop
 
     @divided()
     def _solve_columns(self, system: LinearSystem) -> Solution:
-        """Rounds of iterations, until the true residuals are within the tolerance or no round helps any more."""
+        """Runs rounds until true residuals are within the tolerance or progress ends."""
         if system.rhs.dim() > 2:
             solutions = [self._solve_columns(member) for member in system.members()]
             return Solution(
@@ -257,7 +250,7 @@ class IterativeSolver(Solver, Generic[State]):
         inputs: SolveInputs,
         callback: Callable[[SolveProgress], None] | None,
     ) -> SolveStatus | None:
-        """One round: steps until no column is left. The status says why no other round can help; None: one may."""
+        """One round. A status says why another round cannot help; None: it may."""
         operator, begun_at = columns.operator, columns.shortfall()
         while True:
             epochs = work.epochs + work.solver.work_per_step(operator, work.state)
@@ -287,7 +280,7 @@ class IterativeSolver(Solver, Generic[State]):
 
 
 def is_negative(curvature: float, operator: LinearOperator, eps: float) -> bool:
-    """Whether a curvature v^T H v / v^T v of H [n, n], whose entries have relative errors eps, is below its rounding."""
+    """Whether a curvature of H [n, n] is negative beyond rounding; eps is the relative error of its entries."""
     if not curvature < 0:
         return False
     largest = float(operator.diagonal(dim1=-1, dim2=-2).abs().max())
@@ -295,7 +288,7 @@ def is_negative(curvature: float, operator: LinearOperator, eps: float) -> bool:
 
 
 def lowest_curvature(directions: Tensor, energies: Tensor) -> Tensor:
-    """The smallest of v^T H v / v^T v [], for directions v [n, s] and their v^T H v [s]; infinite where all are zero."""
+    """Smallest energy / v^T v of directions v [n, s] with energies v^T H v [s]; infinite if all are zero."""
     squares = directions.square().sum(-2)
     quotients = energies / squares.clamp_min(torch.finfo(squares.dtype).tiny)
     return torch.where((squares > 0) & (quotients == quotients), quotients, torch.inf).amin()

@@ -1,4 +1,4 @@
-"""Dense Cholesky factors: exact solves, log-determinant and inverse of systems that fit, and solves of blocks."""
+"""Dense Cholesky factors of whole systems and of blocks."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.columns import LinearSystem
 from gpy_iterative.linear_solvers.solution import Solution, SolveStats, SolveStatus
 
-#: Multiples of the largest diagonal entry that are added to the diagonal, tried in turn.
+#: Jitters to try in turn, relative to the largest diagonal entry.
 JITTERS = (1e-8, 1e-6, 1e-4)
 
 
@@ -25,14 +25,14 @@ class CholeskyFactor:
     """H = L L^T in float64, whatever the operator's dtype."""
 
     lower: Tensor  # L [*b, n, n]
-    dtype: torch.dtype  # of the answers
+    dtype: torch.dtype  # of results
 
     def solve(self, rhs: Tensor) -> Tensor:
         """H^-1 rhs for [*b, n, s]."""
         return torch.cholesky_solve(rhs.double(), self.lower).to(self.dtype)
 
     def whiten(self, rhs: Tensor) -> Tensor:
-        """L^-1 rhs for [*b, n, s], in float64: rhs^T H^-1 rhs is its Gram matrix."""
+        """L^-1 rhs for [*b, n, s], in float64; its Gram matrix is rhs^T H^-1 rhs."""
         return torch.linalg.solve_triangular(self.lower, rhs.double(), upper=False)
 
     def logdet(self) -> Tensor:
@@ -41,11 +41,11 @@ class CholeskyFactor:
 
     def inverse(self) -> Tensor:
         """H^-1 [*b, n, n]."""
-        # In the dtype of the answers: an inversion's rounding costs less than that of the entries of H did.
+        # Rounding matters less here than in the entries of H.
         return torch.cholesky_inverse(self.lower.to(self.dtype))
 
     def extended(self, rows: Tensor) -> "CholeskyFactor | None":
-        """The factor of H with new rows [*b, m, n + m], for n^2 m multiply-adds; None where it needs a jitter."""
+        """The factor with new rows [*b, m, n + m], for n^2 m multiply-adds; None if it needs jitter."""
         batch, size = rows.shape[:-2], self.lower.shape[-1]
         lower = self.lower.expand(*batch, size, size)
         cross, block = rows.double().split([size, rows.shape[-2]], dim=-1)
@@ -59,10 +59,10 @@ class CholeskyFactor:
 
 @dataclass(frozen=True)
 class Cholesky(Solver):
-    """Factors the dense matrix in float64: 8 n^2 bytes, n^3 / 6 multiply-adds. Has no budget.
+    """Dense solver in float64: 8 n^2 bytes, n^3 / 6 multiply-adds, no budget.
 
-    `solve` ignores preconditioner, initial guess, generator and callback. Its status is STAGNATED where the dtype of the
-    system, or a jitter that the factor took, left a larger residual than the columns' tolerance; .01 where they have none.
+    `solve` ignores preconditioner, initial guess, generator and callback. The status is STAGNATED if rounding or jitter
+    leaves a residual above the columns' tolerance (without one, .01).
     """
 
     tolerance: ClassVar[float] = 0.01
@@ -72,8 +72,8 @@ class Cholesky(Solver):
         """The factor of H [*b, n, n].
 
         Raises:
-            NonFiniteError: an entry of the matrix is not finite.
-            NotPositiveDefiniteError: not even with a relative jitter of 1e-4; smaller jitters warn.
+            NonFiniteError: an entry is not finite.
+            NotPositiveDefiniteError: a relative jitter of 1e-4 does not help; smaller jitters warn.
         """
         dense = operator.to_dense()
         return CholeskyFactor(warned_cholesky(dense.double(), "The kernel matrix with noise", dense.dtype), dense.dtype)
@@ -95,10 +95,7 @@ class Cholesky(Solver):
 
 
 def jittered_cholesky(matrix: Tensor, name: str, jitters: Sequence[float] = JITTERS) -> tuple[Tensor, float]:
-    """The lower factors of symmetric float64 matrices [*b, n, n], each with the jitter that it needs, and the largest one.
-
-    Raises as `Cholesky.factorize`.
-    """
+    """Factors of float64 matrices [*b, n, n] and the largest jitter; raises as `Cholesky.factorize`."""
     _check_finite(matrix, name)
     scale = matrix.diagonal(dim1=-2, dim2=-1).abs().amax(-1).clamp_min(torch.finfo(matrix.dtype).tiny)
     factor, info = torch.linalg.cholesky_ex(matrix)
@@ -119,7 +116,7 @@ def jittered_cholesky(matrix: Tensor, name: str, jitters: Sequence[float] = JITT
 
 
 def warned_cholesky(matrix: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """As `jittered_cholesky`, of entries that were computed in a dtype; a jitter warns."""
+    """`jittered_cholesky` that warns of jitter; `dtype` is the matrix's original one."""
     factor, jitter = jittered_cholesky(matrix, name)
     if jitter:
         warn(
@@ -132,18 +129,18 @@ def warned_cholesky(matrix: Tensor, name: str, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockFactor:
-    """The Cholesky factor of a block of the system, for projections and preconditioners."""
+    """Cholesky factor of a block."""
 
-    lower: Tensor  # [m, m], with the precision and jitter that it needs
-    curvature: float = math.inf  # the block's smallest eigenvalue where it has no factor
+    lower: Tensor  # [m, m], float32 or float64
+    curvature: float = math.inf  # smallest eigenvalue of a block that needed jitter
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """The block's inverse times rhs [m, s], in the dtype of rhs."""
+        """block^-1 rhs for [m, s], in the dtype of rhs."""
         return torch.cholesky_solve(rhs.to(self.lower.dtype), self.lower).to(rhs.dtype)
 
 
 def block_cholesky(block: Tensor) -> BlockFactor:
-    """The factor of a block [m, m]: in float64 where its own dtype finds none, and with jitter where float64 finds none.
+    """Factor of a block [m, m]: in its dtype, else in float64, else with jitter.
 
     Raises:
         NonFiniteError: an entry is not finite.

@@ -1,11 +1,11 @@
-"""A linear system, and its columns while they are solved: scales, norms, which are done, and the best iterate of each.
+"""A linear system, and its columns during a solve.
 
-A column whose relative residual is within its group's tolerance leaves the block. Iterations run in rounds, which end
-with true residuals; where these miss the tolerance that the running ones had reached, another round follows.
+A column within its tolerance leaves the block. A round of iterations ends with true residuals; if these miss the tolerance,
+another round follows.
 
-Iterations in lower precision are iterative refinement: a round solves H' d = r for corrections d, on a low-precision copy
-H' of the operator, and adds them where true residuals become smaller. Carson & Higham 2018, "Accelerating the solution of
-linear systems by iterative refinement in three precisions", with an iterative solver instead of LU factors.
+Lower precision is iterative refinement: a round solves H' d = r with a low-precision copy H' and adds the corrections d
+that lower the true residual. Carson & Higham 2018, "Accelerating the solution of linear systems by iterative refinement in
+three precisions", with an iterative solver instead of LU factors.
 """
 
 import itertools
@@ -23,40 +23,36 @@ from gpy_iterative.linear_operators.extensions import far_field_error, low_preci
 from gpy_iterative.linear_solvers.solution import ColumnGroup, FarFieldLimit, SolveProgress
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 
-#: Rows, evenly spread, on which a running residual is compared with the true one; a smaller system is compared as a whole.
+#: Watched rows, on which running and true residuals are compared; smaller systems use all.
 VERIFIED_ROWS = 256
-#: A running residual is taken for the true one while it differs by less than this part of the tolerance.
+#: Difference from the true residual that a running one may have, as a part of the tolerance.
 ALLOWED_DRIFT = 0.1
-#: A new best iterate is copied when its norm is below this part of the last copy's: few copies, almost the best.
+#: A best iterate is copied only below this part of the last copy's norm, to save copies.
 WORTH_A_COPY = 0.9
-#: Iterations between two readings of an accelerator. A column runs on for at most so many iterations less one.
+#: Iterations between two readings of an accelerator.
 READ_EVERY = 4
-#: A column aims this much lower after its true residual turned out above the tolerance.
+#: Factor of a column's aim after its true residual missed the tolerance.
 LOWER_AIM = 0.8
-#: A far field is why a solve ends where exact rows add so much of the tolerance to its residual.
+#: A far field limits a solve when exact rows add this part of the tolerance to its residual.
 LIMITING_PART = 0.5
-#: Where a far field's error is below so many rounding errors, rounding is why.
+#: Far-field errors below this many rounding errors are no limit.
 ROUNDING = 4
-#: Rounds at the most, and of iterative refinement.
+#: Maximum of rounds, and of rounds of iterative refinement.
 MAX_ROUNDS, MAX_REFINEMENTS = 10, 50
-#: Iterations on a low-precision copy between two comparisons with true residuals; and the least work between them, in
-#: comparisons.
+#: Iterations of a low-precision copy between comparisons with true residuals; also their least work, in comparisons.
 WATCHED_EVERY = 20
-#: A copy that was rounded to a matrix with negative eigenvalues may let residuals grow by this factor at the most.
+#: Largest growth of residuals on a low-precision copy, which rounding may make indefinite.
 DIVERGENCE = 1e3
 
 
 def reads_every(device: torch.device) -> int:
-    """Iterations from one reading of this device to the next."""
+    """Iterations between readings of this device."""
     return 1 if device.type == "cpu" else READ_EVERY
 
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """H V = B for a block of columns, with the other arguments of `Solver.solve`.
-
-    Raises ValueError for shapes, dtypes or devices that do not fit.
-    """
+    """H V = B with the arguments of `Solver.solve`; raises ValueError where they do not fit."""
 
     operator: LinearOperator  # H [*b, n, n]
     rhs: Tensor  # B [*b, n, s]
@@ -105,10 +101,9 @@ class LinearSystem:
 
 @dataclass
 class Iterate:
-    """Current solutions, residuals and right-hand sides of the open columns, [n, s].
+    """The open columns [n, s]; steps may overwrite value and residual.
 
-    The iteration may overwrite value and residual. The shortfall, as last observed, is the largest residual over its
-    tolerance; the iteration is over when it is 1.
+    The shortfall is the largest residual over its tolerance, as last observed.
     """
 
     value: Tensor
@@ -118,12 +113,11 @@ class Iterate:
 
 
 class Columns:
-    """All columns of one solve of a system without batch, scaled to right-hand sides of norm one.
+    """Columns of one solve without batch, scaled to right-hand sides of norm one.
 
-    `recursive` and `stopping` are those of `IterativeSolver`: where the iteration's residual is an estimate, no iterate
-    counts before its true residual is known. `operator` is what iterations use: H, or its low-precision copy, with
-    relative rounding error `eps`. `value`, `residual` and `norms` are the best iterates so far, their residuals and
-    relative norms (on the host). `overhead` counts the passes over the matrix that are spent here.
+    Without `recursive`, an iterate counts only with its true residual. `operator` is H or its low-precision copy, with
+    rounding error `eps`. `value`, `residual` and relative `norms` (on the host) are the best so far. `overhead` counts
+    passes over the matrix.
 
     Raises NonFiniteError where a right-hand side, its norm or the guess is not finite.
     """
@@ -146,44 +140,42 @@ class Columns:
         self._open = self._round = every = torch.arange(rhs.shape[-1])
         self._watched = torch.linspace(0, len(rhs) - 1, min(VERIFIED_ROWS, len(rhs)), device=rhs.device).long()
 
-        self._norms_of(rhs, every, iteration=0)  # a norm that overflows would scale its column to zero
-        norms = torch.linalg.vector_norm(rhs, dim=-2, dtype=torch.float64).to(rhs.dtype)  # tiny squares are no zeros
-        # A zero column has the solution zero; its scale only has to be harmless.
+        self._norms_of(rhs, every, iteration=0)  # an overflow would scale the column to zero
+        norms = torch.linalg.vector_norm(rhs, dim=-2, dtype=torch.float64).to(
+            rhs.dtype
+        )  # tiny squares must not underflow
+        # A zero column has the solution zero with any scale.
         self.scale = torch.where(norms > 0, norms, 1.0)
         self._rhs = rhs / self.scale
-        # Products that pass through a far field differ from those with the exact rows, whatever the iterations.
         self._far_field_error = far_field_error(system.operator) if len(rhs) > VERIFIED_ROWS else None
         self.value, self.residual = self._start(system.initial_guess, system.guess_product)
         self.norms = self._norms_of(self.residual, every, iteration=0)
-        #: Norms of what exact rows add to the residuals of products.
+        #: Norms that exact rows add to the residuals of products.
         self._beside_exact_rows = torch.zeros_like(self.norms)
         if system.initial_guess is not None and self._far_field_error is not None:
             self._beside_exact_rows = self._added_by_exact_rows(every.to(rhs.device), self.value, self.residual)
             self.norms = torch.hypot(self.norms, self._beside_exact_rows)
 
     def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Value and residual of the guess, each column scaled to be nearest to the solution in the norm of H.
-
-        A column whose residual is larger than that of zero starts at zero: a warm start is never worse than a cold one.
-        """
+        """Value and residual of the scaled guess; zero for columns whose residual is larger than that of zero."""
         if guess is None:
             return torch.zeros_like(self._rhs), self._rhs.clone()
-        self.overhead += 1  # whoever made the product
+        self.overhead += 1  # also for a product that the caller made
         product = (self._matrix._matmul(guess) if product is None else product) / self.scale
         guess = guess / self.scale
         energy = (guess * product).sum(-2)
         factor = (guess * self._rhs).sum(-2) / torch.where(energy > 0, energy, torch.ones_like(energy))
         norms = torch.linalg.vector_norm(self._rhs - product * factor, dim=-2)
-        # Written so that NaN stays NaN, and is found.
+        # NaN must stay NaN, to be found.
         factor = torch.where((norms >= 1) | (energy <= 0), torch.zeros_like(factor), factor)
         return guess * factor, self._rhs - product * factor
 
     def shortfall(self) -> float:
-        """The largest norm of the best iterates over its tolerance; 1 or less is done."""
+        """Largest ratio of norm to tolerance of the best iterates; at most 1 when done."""
         return float(self._shortfalls(self.norms, self._tolerances).max()) if len(self.norms) else 0.0
 
     def _shortfalls(self, norms: Tensor, tolerances: Tensor) -> Tensor:
-        """Each column's norm over its tolerance; under stopping="mean" the largest ratio of a group's means, for all."""
+        """Norms over tolerances; with stopping="mean" the largest ratio of a group's means."""
         if self._stopping == "columns":
             return norms / tolerances
         pairs = zip(norms.split(self._sizes), tolerances.split(self._sizes), strict=True)
@@ -193,7 +185,7 @@ class Columns:
     # A round of iterations: begin, observe after each, end
 
     def begin(self) -> Iterate | None:
-        """The block of all columns that are not done, at their best iterates, or at zero corrections; None without any."""
+        """The columns that are not done, from their best iterates or zero corrections; None if all are."""
         self._open = self._round = (self._shortfalls(self.norms, self._tolerances) > 1).nonzero().squeeze(-1)
         if not len(self._open):
             return None
@@ -204,7 +196,7 @@ class Columns:
         if self.is_refined:
             residual = residual.to(self.operator.dtype)
             value, rhs = torch.zeros_like(residual), residual.clone()
-            # Far enough to be worth a true residual, and hardly ever so far that the copy's error has taken over.
+            # Worth a true residual, but before the copy's error dominates.
             aims = aims.maximum(self.eps**0.5 * self.norms)
             self._kept = self.value.new_zeros(self.value.shape, dtype=self.operator.dtype)
             self._kept_norms = self.norms.clone()
@@ -216,7 +208,7 @@ class Columns:
         return Iterate(value, residual, rhs, float(self._shortfalls(self._running, self._round_aims).max()))
 
     def observe(self, iterate: Iterate, iteration: int) -> Tensor | None:
-        """Reads the norms after an iteration. Columns that are done leave the block; those that stay, None for all."""
+        """Removes done columns from the block; returns those that stay, None for all."""
         norms = self._running[self._open] = self._norms_of(iterate.residual, self._open, iteration)
         shortfalls = self._shortfalls(self._running, self._round_aims)
         iterate.shortfall, leaving = float(shortfalls.max()), shortfalls[self._open] <= 1
@@ -231,10 +223,9 @@ class Columns:
         return staying
 
     def has_lost_the_matrix(self, iterate: Iterate, iteration: int, epochs: float) -> bool:
-        """Whether a low-precision copy's residuals no longer describe the system, so that the round has to end.
+        """Whether a low-precision copy's residuals have grown, or are nearer to zero than to the true ones.
 
-        Either they have grown, or they are nearer to zero than to the true ones, which are looked at now and then.
-        `epochs` is the work of all iterations so far.
+        The round must then end. `epochs` is the total work.
         """
         if (self._running > DIVERGENCE * self.norms)[self._round].any():
             return True
@@ -249,8 +240,8 @@ class Columns:
         return bool(torch.linalg.matrix_norm(drift) > torch.linalg.matrix_norm(residual))
 
     def end(self, iterate: Iterate, iteration: int) -> None:
-        """Closes the round with true residuals. Columns that turn out to miss their tolerance will aim lower."""
-        if len(self._open):  # read again: the last iterations may not have been observed
+        """Closes the round with true residuals."""
+        if len(self._open):  # the last iterations may not have been observed
             norms = self._running[self._open] = self._norms_of(iterate.residual, self._open, iteration)
             self._keep(iterate, norms, torch.ones_like(norms, dtype=torch.bool))
         if self._kept is self.value:
@@ -261,7 +252,7 @@ class Columns:
         self._aims[seemed_done & (self._shortfalls(self.norms, self._tolerances) > 1)] *= LOWER_AIM
 
     def _keep(self, iterate: Iterate, norms: Tensor, leaving: Tensor) -> None:
-        """Keeps the iterates of columns that leave; of a recursive iteration the best ones on the way too."""
+        """Keeps the iterates of leaving columns; of a recursive iteration all best ones."""
         if self._recursive:
             best = self._kept_norms[self._open]
             leaving = (norms < WORTH_A_COPY * best) | (leaving & (norms < best))
@@ -275,7 +266,7 @@ class Columns:
             _copy_columns(self.residual, target, iterate.residual, index)
 
     def _accept(self, iteration: int) -> None:
-        """Takes those of the kept iterates, or corrections, whose true residuals are smaller than the best ones'."""
+        """Takes kept iterates, or corrections, that lower the true residual."""
         columns = self._round.to(self._rhs.device)
         value = self._kept[:, columns].to(self.value.dtype)
         if self.is_refined:
@@ -294,7 +285,7 @@ class Columns:
         _copy_columns(self.residual, target, residual, index)
 
     def _verify(self, iteration: int) -> None:
-        """Compares the round's residuals with true ones on some rows, and replaces them where they have drifted."""
+        """Replaces residuals that have drifted from the true ones on the watched rows."""
         columns, is_sampled = self._round.to(self._rhs.device), len(self._rhs) > VERIFIED_ROWS
         value = self.value[:, columns]
         true = self._true_rows(columns, value) if is_sampled else None
@@ -312,7 +303,7 @@ class Columns:
         self.residual[:, columns] = residual
 
     def far_field_limit(self) -> FarFieldLimit | None:
-        """The far field, where exact rows alone add so much to the residual of some column that it misses its tolerance."""
+        """The far field's figures, if its error keeps a column from its tolerance."""
         rounding = ROUNDING * torch.finfo(self._rhs.dtype).eps
         if self._far_field_error is None or self._far_field_error < rounding or not len(self.norms):
             return None
@@ -323,16 +314,15 @@ class Columns:
         return FarFieldLimit(self._far_field_error, residual, tolerance)
 
     def _added_by_exact_rows(self, columns: Tensor, value: Tensor, residual: Tensor) -> Tensor:
-        """Norms of what exact rows add to the residuals of products at some columns' values."""
         return self._norms_of_rows(self._true_rows(columns, value) - residual[self._watched])
 
     def _norms_of_rows(self, residual: Tensor) -> Tensor:
-        """Norms of residuals, estimated from those at the watched rows."""
+        """Norms estimated from the watched rows."""
         norms = torch.linalg.vector_norm(residual, dim=0).double().cpu()
         return norms * math.sqrt(len(self._rhs) / VERIFIED_ROWS)
 
     def _true_rows(self, columns: Tensor, value: Tensor) -> Tensor:
-        """The watched rows of the true residuals of some columns, whose values are given."""
+        """The watched rows of true residuals."""
         self.overhead += len(self._watched) / len(self._rhs)
         return self._rhs[self._watched][:, columns] - rows_matmul(self._matrix, self._watched, value)
 
@@ -356,14 +346,14 @@ class Columns:
         )
 
     def group_norms(self, *, running: bool = False) -> dict[str, float]:
-        """One relative norm a group, of the best iterates or of the running ones."""
+        """Relative norm by group."""
         reduce = torch.Tensor.mean if self._stopping == "mean" else torch.Tensor.amax
         parts = (self._running if running else self.norms).split(self._sizes)
         return {g.name: float(reduce(part)) if g.size else 0.0 for g, part in zip(self._groups, parts, strict=True)}
 
 
 def _copy_columns(target: Tensor, place: Tensor, source: Tensor, columns: Tensor) -> None:
-    if len(place) == target.shape[-1] == source.shape[-1]:  # all of them: a plain copy takes a tenth of the time
+    if len(place) == target.shape[-1] == source.shape[-1]:  # a plain copy is faster
         target.copy_(source)
     else:
         target[:, place.to(target.device)] = source[:, columns.to(source.device)]

@@ -1,7 +1,7 @@
-"""Preconditioned conjugate gradients on a block of columns, each with its own step sizes.
+"""Preconditioned conjugate gradients, with step sizes by column.
 
-Gardner et al. 2018 (batched, with a pivoted Cholesky preconditioner); random pivots: Diaz et al. 2023; the recurrence: Lin
-et al. 2024, algorithm 1, with the first direction preconditioned.
+Gardner et al. 2018 (pivoted Cholesky preconditioner); Diaz et al. 2023 (random pivots); Lin et al. 2024, algorithm 1, with
+the first direction preconditioned.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from gpy_iterative.preconditioners.preconditioner import Preconditioner, Precond
 
 @dataclass(frozen=True)
 class ConjugateDirections:
-    """The recurrence before a step; the solver and the randomly truncated series share it."""
+    """State of the recurrence, shared with the randomly truncated series."""
 
     direction: Tensor  # d [n, s]
     product: Tensor  # r^T P^-1 r [s]
@@ -28,15 +28,15 @@ class ConjugateDirections:
 
     @classmethod
     def begin(cls, residual: Tensor, preconditioner: Preconditioner | None) -> Self:
-        """The first directions, for residuals [n, s]."""
-        # Preconditioned, unlike in the printed algorithm, which diverges. Cloned: a step overwrites the residual.
+        """The first state."""
+        # The printed algorithm does not precondition here, and diverges. Cloned: a step overwrites the residual.
         direction = (residual if preconditioner is None else preconditioner.solve(residual)).clone()
         return cls(direction, (residual * direction).sum(0), preconditioner)
 
     def advance(self, operator: LinearOperator, residual: Tensor) -> tuple[Self, Tensor, Tensor]:
-        """One step, a product with H: the next directions, how far [s] the solution goes along these ones, and d^T H d [s].
+        """One product with H: the next state, the step length [s] and d^T H d [s]. Overwrites the residual.
 
-        The solution's change is `direction * length`, which is left to the caller. The residual is overwritten.
+        The caller adds `direction * length` to the solution.
         """
         along = operator._matmul(self.direction)
         energy = (self.direction * along).sum(0)
@@ -48,12 +48,11 @@ class ConjugateDirections:
         return type(self)(direction, product, self.preconditioner), length, energy
 
     def narrow(self, columns: Tensor) -> Self:
-        """Some of the columns."""
         return type(self)(self.direction[:, columns], self.product[columns], self.preconditioner)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Zero where a column is done exactly (0 / 0); NaN stays NaN."""
+    """Zero for 0 / 0 (an exact column); NaN stays NaN."""
     is_zero = denominator == 0
     return torch.where(is_zero, torch.zeros_like(numerator), numerator / denominator.masked_fill(is_zero, 1))
 
@@ -69,13 +68,12 @@ class _State(SolverState):
 
 @dataclass(frozen=True, kw_only=True)
 class ConjugateGradients(IterativeSolver[_State]):
-    """One product with the matrix an iteration, one iteration an epoch.
+    """Conjugate gradients; an iteration is one epoch.
+
+    Other options: `IterativeSolver`. Memory: eight blocks [n, s], and [n, rank].
 
     Args:
-        preconditioner: the recipe that `solve` builds when it is given no preconditioner; None for none at all. Random
-            recipes draw from the generator of `solve`.
-
-    Further options are those of `IterativeSolver`. Memory: eight blocks [n, s], and [n, rank].
+        preconditioner: recipe that `solve` builds if it gets none, with its generator; None for no preconditioner.
 
     Examples:
         >>> kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(nu=1.5))

@@ -1,4 +1,4 @@
-"""The default solver of a system."""
+"""Default solver of a system."""
 
 from linear_operator import LinearOperator
 from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
@@ -12,18 +12,18 @@ from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.preconditioners.suited import LowRankOrVecchia
 
-#: Up to here a dense factor costs less than an iterative solve, and is exact.
+#: Up to this size a dense factor costs less than an iterative solve.
 EXACT_BELOW = 3000
-#: The fallback's low rank has a sixteenth as many columns as the matrix, and no more than 500.
+#: Matrix rows per rank of the fallback, and its largest rank.
 ROWS_PER_COLUMN = 16
 MAX_FALLBACK_RANK = 500
 
 
 def default_solver(operator: LinearOperator) -> Solver:
-    """Solver of a system [*b, n, n] for which none was chosen.
+    """Default solver for [*b, n, n].
 
-    Cholesky up to 3,000 rows. Beyond, alternating projections for matrices that are evaluated in tiles, and conjugate
-    gradients for structured operators and those with a far field, whose products are cheap as a whole.
+    Cholesky up to 3,000 rows; beyond, alternating projections for tiled matrices, and conjugate gradients for structured
+    operators and far fields, whose whole products are cheap.
     """
     if operator.shape[-1] <= EXACT_BELOW:
         return Cholesky()
@@ -36,7 +36,7 @@ def default_solver(operator: LinearOperator) -> Solver:
 
 
 def conjugate_gradients(size: int) -> ConjugateGradients:
-    """Conjugate gradients with a preconditioner for matrices in tiles of so many rows."""
+    """Preconditioned conjugate gradients for tiled matrices of this size."""
     rank = min(max(size // ROWS_PER_COLUMN, 1), MAX_FALLBACK_RANK)
     return ConjugateGradients(preconditioner=LowRankOrVecchia(rank))
 

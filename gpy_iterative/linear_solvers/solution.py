@@ -1,4 +1,4 @@
-"""Result of a solve: solutions, residuals, status and statistics."""
+"""Result of a solve."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from gpy_iterative.preconditioners.preconditioner import Preconditioner
 
 
 class SolveStatus(Enum):
-    """How a solve ended; `.advice` says what to do about it."""
+    """How a solve ended, with advice for the user."""
 
     CONVERGED = "The true residual of every column is within its tolerance."
     TRUNCATED = (
@@ -42,11 +42,11 @@ class SolveStatus(Enum):
 
     @property
     def advice(self) -> str:
-        """One or two sentences for a user."""
+        """Advice for any dtype."""
         return self.advice_for(None)
 
     def advice_for(self, dtype: torch.dtype | None) -> str:
-        """As `advice`, for a solve in a dtype: float64 where it is not that, all of its digits where it is."""
+        """Advice for this dtype."""
         more = ""
         if dtype != torch.float64 and self in (SolveStatus.STAGNATED, SolveStatus.INDEFINITE):
             more += " Or use float64."
@@ -61,7 +61,7 @@ class ColumnGroup:
 
     Attributes:
         name: in the statistics.
-        size: how many neighbouring columns.
+        size: number of neighbouring columns.
         tolerance: relative residual norm at which a column is done.
     """
 
@@ -72,12 +72,12 @@ class ColumnGroup:
 
 @dataclass(frozen=True)
 class FarFieldLimit:
-    """A far field whose error keeps a solve from its tolerance.
+    """A far field whose error keeps a solve from its tolerance; figures of the worst column.
 
     Attributes:
-        error: the measured relative error of its products.
-        residual: relative norm of what exact rows add to the residual that products find.
-        tolerance: of the solve; both of the column that misses its tolerance most.
+        error: measured relative error of the products.
+        residual: relative norm that exact rows add to the residual.
+        tolerance: of the solve.
     """
 
     error: float
@@ -86,14 +86,13 @@ class FarFieldLimit:
 
     @property
     def suggested_tolerance(self) -> float:
-        """A tolerance of the far field that leaves half of the solve's tolerance to it, to one digit."""
+        """Far-field tolerance that uses half of the solve's tolerance, to one digit."""
         wanted = max(0.5 * self.error * self.tolerance / self.residual, FAR_FIELD_TOLERANCES[0])
         step = 10.0 ** math.floor(math.log10(wanted))
         return max(math.floor(wanted / step + 1e-9), 1) * step
 
     @property
     def advice(self) -> str:
-        """What it does, and what to do about it."""
         return (
             f"The cause is the far field, whose products have a measured relative error of {self.error:.1g}: with exact "
             f"rows of the kernel matrix the residual is larger by {self.residual:.1g}, and the solve's tolerance is "
@@ -108,13 +107,12 @@ class SolveStats:
 
     Attributes:
         iterations: of the solver.
-        epochs: passes over the matrix that the iterations took.
-        overhead: further passes, outside the budget: the initial residual of a warm start, the set-up of the solver
-            (preconditioner, factors, step size), true residuals.
-        residual_norms: true relative residual of every group; the largest of its columns, or their mean
-            under stopping="mean".
+        epochs: passes over the matrix in iterations.
+        overhead: passes outside the budget: residual of a warm start, set-up (preconditioner, factors, step size), true
+            residuals.
+        residual_norms: true relative residual by group: the largest, or the mean with stopping="mean".
         seconds: wall-clock time.
-        far_field: where the error of a far field is why the tolerance was not reached, its figures; else None.
+        far_field: set if a far field's error is the cause of a missed tolerance.
     """
 
     iterations: int
@@ -126,7 +124,7 @@ class SolveStats:
 
     @classmethod
     def of_batch(cls, members: Sequence["SolveStats"]) -> "SolveStats":
-        """Sums of iterations and seconds, means of epochs (one is a pass over all matrices), largest residuals."""
+        """Sums of iterations and seconds, means of epochs, largest residuals."""
         return cls(
             iterations=sum(member.iterations for member in members),
             epochs=sum(member.epochs for member in members) / len(members),
@@ -145,7 +143,7 @@ class SolveStats:
 
 @dataclass(frozen=True)
 class SolveProgress:
-    """Progress of a solve, for a callback: `residual_norms` as in SolveStats, but estimated."""
+    """Progress for a callback; residual norms are estimates."""
 
     iteration: int
     epochs: float
@@ -154,17 +152,14 @@ class SolveProgress:
 
 @dataclass(frozen=True)
 class Solution:
-    """Result of a solve.
+    """Result of a solve. A warm start needs only `value`.
 
     Attributes:
-        value: [*b, n, s], the best iterate of every column.
-        residual: [*b, n, s], the true `rhs - H value`. Gradients are made of it: one that is not true makes them wrong.
-        status: how the solve ended; of several batch members, the worst.
+        value: [*b, n, s], the best iterate of each column.
+        residual: [*b, n, s], the true `rhs - H value`; gradients depend on it.
+        status: how the solve ended; the worst of a batch.
         stats: cost and accuracy.
-        preconditioner: that of the iterations, for another solve with the same operator; None where there was none, and of
-            a batch.
-
-    A warm start of the next solve needs `value` and nothing else.
+        preconditioner: for another solve with this operator; None without one, and for a batch.
     """
 
     value: Tensor
@@ -175,7 +170,7 @@ class Solution:
 
 
 def warn_of(what: str, status: SolveStatus, stats: SolveStats, dtype: torch.dtype) -> None:
-    """A ConvergenceWarning about a solve that has not converged, with its residuals and advice."""
+    """Emits a ConvergenceWarning with residuals and advice."""
     norms = ", ".join(f"{name} {norm:.2g}" for name, norm in stats.residual_norms.items())
     warn(
         f"{what} ended with status {status.name.lower()} after {stats.epochs:.1f} epochs (relative residuals: {norms}). "

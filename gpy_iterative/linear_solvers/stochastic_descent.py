@@ -1,11 +1,11 @@
-"""Stochastic descent with momentum along batches of rows: stochastic gradient descent and stochastic dual descent.
+"""Stochastic gradient descent and stochastic dual descent, with momentum.
 
-Gradient descent is Lin et al. 2024, algorithm 3 (heavy ball, no averaging), with the true residual at the start, a
-permutation of the rows an epoch, and a step size that is chosen to be stable.
+Gradient descent: Lin et al. 2024, algorithm 3 (heavy ball, no averaging), with a true initial residual, a permutation of
+the rows per epoch, and a stable step size.
 
-Dual descent is Lin, Padhy, Antoran, Tripp, Terenin, Szepesvari, Hernandez-Lobato and Janz 2024, "Stochastic gradient
-descent for Gaussian processes done right", algorithm 1: random coordinates, Nesterov's momentum and an average of the
-iterates. Here the rows of the matrix, as columns, also update the residual, so that it is always the true one.
+Dual descent: Lin, Padhy, Antoran, Tripp, Terenin, Szepesvari, Hernandez-Lobato and Janz 2024, "Stochastic gradient descent
+for Gaussian processes done right", algorithm 1 (random coordinates, Nesterov's momentum, averaging). Here the rows also
+update the residual, which stays true.
 """
 
 import itertools
@@ -24,54 +24,53 @@ from gpy_iterative.linear_operators.extensions import dense_rows, rows_matmul
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.columns import Iterate, reads_every
 
-#: The largest eigenvalue is known well enough when a power iteration raises it by less than this part.
+#: Power iterations stop when the eigenvalue grows by less than this part.
 EIGENVALUE_TOLERANCE = 0.05
 MAX_POWER_ITERATIONS = 10
-#: A residual that grows beyond this multiple of its start sends the round back there, with a smaller step.
+#: Growth of a residual at which a round restarts with a smaller step.
 DIVERGENCE = 10.0
 MAX_HALVINGS = 5
 
 
 @dataclass(frozen=True)
 class WayBack:
-    """Where a round of iterations began, and how far residuals may grow before it goes back there."""
+    """Start of a round, and the limit of residuals beyond which it restarts."""
 
-    value: Tensor  # [n, s], a copy
-    residual: Tensor  # [n, s], a copy
+    value: Tensor  # [n, s]
+    residual: Tensor  # [n, s]
     limit: Tensor  # residual norms [s]
-    steps: Iterator[int] = field(default_factory=itertools.count)  # an accelerator is read every few of them only
+    steps: Iterator[int] = field(default_factory=itertools.count)  # accelerators are read every few steps
 
     @classmethod
     def to(cls, iterate: Iterate) -> "WayBack":
-        """The way back to this iterate."""
+        """A copy of this iterate."""
         limit = DIVERGENCE * torch.linalg.vector_norm(iterate.residual, dim=0)
-        limit.clamp_min_(torch.finfo(limit.dtype).tiny)  # a column that is solved exactly does not grow
+        limit.clamp_min_(torch.finfo(limit.dtype).tiny)  # an exact column does not grow
         return cls(iterate.value.clone(), iterate.residual.clone(), limit)
 
     def growth(self, residual: Tensor) -> float:
-        """The largest norm of the columns of [n, s] over its limit, at most 1 where all is well; 0 between readings."""
+        """Largest ratio of a column's norm to its limit; 0 between readings."""
         if next(self.steps) % reads_every(residual.device):
             return 0.0
         return float((torch.linalg.vector_norm(residual, dim=0) / self.limit).max())
 
     def take(self, iterate: Iterate) -> None:
-        """Overwrites the iterate."""
+        """Resets the iterate."""
         iterate.value.copy_(self.value)
         iterate.residual.copy_(self.residual)
 
     def narrow(self, columns: Tensor) -> "WayBack":
-        """For some of the columns."""
         return WayBack(self.value[:, columns], self.residual[:, columns], self.limit[columns], self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DescentState(SolverState):
-    """The step size of a descent, and the way back to the start of the round when it is too large; solvers add theirs."""
+    """Step size of a descent, and the way back when it is too large."""
 
     way_back: WayBack
     learning_rate: float
     generator: torch.Generator
-    halvings: int = 0  # of the learning rate in this round
+    halvings: int = 0  # in this round
 
 
 State = TypeVar("State", bound=DescentState)
@@ -79,7 +78,7 @@ State = TypeVar("State", bound=DescentState)
 
 @dataclass(frozen=True, kw_only=True)
 class StochasticDescent(IterativeSolver[State]):
-    """Descent with momentum along a batch of random rows an iteration, n / batch_size iterations an epoch."""
+    """Descent with momentum on random batches of rows."""
 
     state_class: ClassVar[Any]
 
@@ -96,11 +95,11 @@ class StochasticDescent(IterativeSolver[State]):
 
     @abstractmethod
     def _largest_stable_product(self) -> float:
-        """The largest stable product of step size and curvature, with this momentum and whole gradients."""
+        """Largest stable product of step size and curvature, with full gradients."""
 
     @abstractmethod
     def _at_rest(self, iterate: Iterate) -> dict[str, Tensor]:
-        """The moving parts of the state, `state_class.moving`, at the iterate and without velocity."""
+        """The state's `moving` fields, at the iterate without velocity."""
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> State:
         generator = torch.Generator().manual_seed(0) if inputs.generator is None else inputs.generator
@@ -124,13 +123,13 @@ class StochasticDescent(IterativeSolver[State]):
         return min(self.batch_size / operator.shape[-1], 1.0)
 
     def _within_bounds(self, operator: LinearOperator, iterate: Iterate, state: State, residual: Tensor) -> State:
-        """The state after a step: back where the round began, with half the step size, where residuals [n, s] grew."""
+        """The state, or a restart with half the step size if residuals [n, s] grew."""
         growth = state.way_back.growth(residual)
-        # The loop reports a residual that no step size keeps finite.
+        # The loop reports residuals that no step size keeps finite.
         if growth <= 1 or (not math.isfinite(growth) and state.halvings == MAX_HALVINGS):
             return state
         grown = iterate.value - state.way_back.value
-        # Residuals grow where the step was too large, or where no step size helps: a product tells which.
+        # Negative curvature means that no step size helps.
         curvature = float(lowest_curvature(grown, (grown * operator._matmul(grown)).sum(0)))
         state.way_back.take(iterate)
         return replace(
@@ -146,13 +145,13 @@ class StochasticDescent(IterativeSolver[State]):
 
 
 def row_permutation(operator: LinearOperator, generator: torch.Generator) -> Tensor:
-    """All rows in random order, on the operator's device."""
+    """All rows in random order."""
     order = torch.randperm(operator.shape[-1], generator=generator, device=generator.device)
     return order.to(operator.device)
 
 
 def largest_eigenvalue(operator: LinearOperator, generator: torch.Generator) -> tuple[float, int]:
-    """A lower estimate by power iterations, and the number of products that it took."""
+    """A lower estimate by power iterations, and its number of products."""
     shape, device = (operator.shape[-1], 1), generator.device
     vector = torch.randn(shape, generator=generator, device=device, dtype=operator.dtype).to(operator.device)
     largest = 0.0
@@ -175,24 +174,24 @@ class _GradientState(DescentState):
 
 @dataclass(frozen=True, kw_only=True)
 class StochasticGradientDescent(StochasticDescent[_GradientState]):
-    """A batch of rows an iteration, n / batch_size iterations an epoch.
+    """Stochastic gradient descent; an epoch is n / batch_size iterations.
+
+    Convergence is checked on true residuals, for an epoch of overhead. A diverging solve restarts with half the step size,
+    at most five times. Without a generator, rows are permuted from seed 0. Other options: `IterativeSolver`. Memory: ten
+    blocks [n, s].
 
     Args:
-        batch_size: rows of a batch; clamped at n.
+        batch_size: rows of a batch, at most n.
         momentum: of the heavy ball.
-        learning_rate: of the mean gradient over a batch; None takes half the stability limit
+        learning_rate: of the mean gradient over a batch; None: half the stability limit
             min(2 (1 + momentum) n / lambda_max(H), 2 (1 - momentum) batch_size / max H_ii).
-
-    Further options are those of `IterativeSolver`. The true residual is computed before anything is taken for solved (an
-    epoch, in the overhead). A solve that diverges starts again with half the step size, five times at the most. Memory:
-    ten blocks [n, s]. Without a generator the rows are permuted from seed 0.
     """
 
     recursive: ClassVar[bool] = False
     state_class: ClassVar[type] = _GradientState
 
     def step(self, operator: LinearOperator, iterate: Iterate, state: _GradientState) -> _GradientState:
-        # A last batch of few rows would go as far along them as a whole one along all of its.
+        # A short last batch would step too far.
         if state.position + min(self.batch_size, operator.shape[-1]) > len(state.order):
             state = replace(state, order=row_permutation(operator, state.generator), position=0)
         rows = state.order[state.position : state.position + self.batch_size]
@@ -223,21 +222,19 @@ class _DualState(DescentState):
 
 @dataclass(frozen=True, kw_only=True)
 class StochasticDualDescent(StochasticDescent[_DualState]):
-    """A batch of random coordinates an iteration, n / batch_size iterations an epoch.
+    """Stochastic dual descent; an epoch is n / batch_size iterations.
 
-    Unlike that of `StochasticGradientDescent` the residual is the true one after every iteration.
+    The residual is always true. A diverging solve restarts with half the step size, at most five times. Without a
+    generator, coordinates are drawn from seed 0. Other options: `IterativeSolver`. Memory: fourteen blocks [n, s] and
+    batch_size rows.
 
     Args:
-        batch_size: coordinates of a batch, drawn for every iteration without repetition; clamped at n.
+        batch_size: coordinates of a batch, drawn without repetition; at most n.
         momentum: Nesterov's.
-        learning_rate: of the mean gradient over a batch (n times the paper's step size); None takes half of
+        learning_rate: of the mean gradient over a batch (n times the paper's step size); None: half of
             min((2 + 2 momentum) / (1 + 2 momentum) n / lambda_max(H), 2 (1 - momentum) batch_size / max H_ii).
-        averaging: weight of the newest iterate in the geometric average that is returned; 1 returns the last one. (The
-            papers' 100 / T, for T iterations in all, needs their number in advance.)
-
-    Further options are those of `IterativeSolver`. A solve that diverges starts again with half the step size, five
-    times at the most. Memory: fourteen blocks [n, s], and batch_size rows of the matrix. Without a generator the
-    coordinates are drawn from seed 0.
+        averaging: weight of the newest iterate in the geometric average; 1: the last iterate. (The papers' 100 / T needs
+            the number T of iterations in advance.)
     """
 
     state_class: ClassVar[type] = _DualState

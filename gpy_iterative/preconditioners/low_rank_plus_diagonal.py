@@ -1,4 +1,4 @@
-"""Preconditioners S = L L^T + diag(d), through one k x k Cholesky factor, and the recipes that build them."""
+"""Preconditioners S = L L^T + diag(d), solved by a k x k Cholesky factor."""
 
 import copy
 from abc import abstractmethod
@@ -13,30 +13,29 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 
-#: Up to this many columns a product is computed as the transpose of one with rows: a third of the time on a CPU.
+#: Up to this many columns a product is faster as a transposed one.
 FEW_COLUMNS = 8
-#: Rows that are multiplied at a time: their products are summed in float64.
+#: Rows multiplied at a time; sums are in float64.
 CHUNK = 4096
-#: Columns of the inner matrix that are computed at a time, from the diagonal downwards.
+#: Columns of the inner matrix computed at a time, from the diagonal down.
 COLUMNS = 256
-#: The inner matrix has eigenvalues of 1 and more. Where the norm of its rounding may be larger than this, it is multiplied
-#: in float64, and so are the factor's products in a solve.
+#: Largest norm of rounding errors in the inner matrix, whose eigenvalues are at least 1; beyond it, products are in float64.
 ROUNDING = 0.1
 
 
 class LowRankPlusDiagonal(Preconditioner):
-    """A covariance of low rank plus a positive diagonal: a preconditioner, or the covariance of probes.
+    """S = L L^T + diag(d), a preconditioner or the covariance of probes.
+
+    With W = d^-1/2 L, S = d^1/2 (I + W W^T) d^1/2. Construction costs n k^2 / 2 multiply-adds, a solve with s columns
+    2 n k s; both in float64 if the factor's dtype is too coarse for I + W^T W.
 
     Args:
         factor: L [*b, n, k].
         diagonal: d [*b, n], positive.
-        build_epochs: passes over the matrix that the factor took to build; None is k of its n rows.
+        build_epochs: passes over the matrix for the factor; None: k / n.
 
     Raises:
         NonFiniteError: an entry is not finite, or the diagonal not positive.
-
-    With W = d^-1/2 L, S = d^1/2 (I + W W^T) d^1/2. Construction costs n k^2 / 2 multiply-adds, a solve with s columns
-    2 n k s; both in float64 where the factor's own dtype cannot hold the inner matrix I + W^T W.
     """
 
     def __init__(self, factor: Tensor, diagonal: Tensor, build_epochs: float | None = None) -> None:
@@ -44,7 +43,7 @@ class LowRankPlusDiagonal(Preconditioner):
         self.build_epochs = factor.shape[-1] / factor.shape[-2] if build_epochs is None else build_epochs
         self._norm = _inner_norm(factor, diagonal)
         self._cholesky, info = torch.linalg.cholesky_ex(_inner_matrix(factor, diagonal, self._working_dtype))
-        if info.any():  # I + W^T W is positive definite whenever it is finite
+        if info.any():  # I + W^T W is positive definite if finite
             raise NonFiniteError(
                 "A low rank plus diagonal matrix has entries that are not finite, or a diagonal that is not positive: "
                 "check data, hyperparameters and noise."
@@ -52,12 +51,12 @@ class LowRankPlusDiagonal(Preconditioner):
 
     @property
     def rank(self) -> int:
-        """k, the number of columns of L."""
+        """The number k of columns of L."""
         return self.factor.shape[-1]
 
     @property
     def smallest(self) -> Tensor:
-        """S is nowhere smaller than its diagonal."""
+        """The smallest entry of d."""
         return self.diagonal.amin(-1)
 
     def __getitem__(self, index: int | tuple[int, ...]) -> Self:
@@ -86,7 +85,7 @@ class LowRankPlusDiagonal(Preconditioner):
         return (rhs - _times(self.factor, self._inner_solve(_times(self.factor.mT, rhs / diagonal)))) / diagonal
 
     def _solve_in_float64(self, rhs: Tensor) -> Tensor:
-        """Conjugate gradients wander without end where S^-1 rhs has an error along the largest eigenvectors of H."""
+        """In float64: conjugate gradients fail with errors of S^-1 rhs along the largest eigenvectors of H."""
         tensors = (self.factor, self.diagonal.unsqueeze(-1), rhs)
         parts = list(zip(*(tensor.split(CHUNK, dim=-2) for tensor in tensors), strict=True))
         inner = sum(
@@ -98,19 +97,17 @@ class LowRankPlusDiagonal(Preconditioner):
         return torch.cat(found, dim=-2)
 
     def logdet(self) -> Tensor:
-        """The log-determinant of S, [*b]."""
         inner = 2 * self._cholesky.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return (inner + self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
     def sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
-        """Xi = L w + d^1/2 e for base vectors w [*b, k, s] and e [*b, n, s] of identity covariance."""
+        """Xi = L w + d^1/2 e for w [*b, k, s] and e [*b, n, s] of identity covariance."""
         return _times(self.factor, factor_base) + self.diagonal.sqrt().unsqueeze(-1) * diagonal_base
 
     def dual_sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
-        """S^-1 xi of the same base vectors: d^-1/2 (e + W (I + W^T W)^-1 (w - W^T e)).
+        """S^-1 xi = d^-1/2 (e + W (I + W^T W)^-1 (w - W^T e)), without cancellation.
 
-        Nothing large cancels, and the mean of xi times its dual's transpose is the identity for any rounding of the inner
-        matrix: the trace's estimate needs that.
+        E[xi (S^-1 xi)^T] is the identity for any rounding of the inner matrix; trace estimates need this.
         """
         root = self.diagonal.sqrt().unsqueeze(-1)
         whitened = diagonal_base / root
@@ -119,8 +116,7 @@ class LowRankPlusDiagonal(Preconditioner):
 
     @property
     def _working_dtype(self) -> torch.dtype:
-        """In which the factor's products are computed."""
-        # The rounding of an entry is random, eps sqrt(g_ii g_jj): its matrix has a norm of about eps sqrt(k) mean(g_ii).
+        # Random rounding errors eps sqrt(g_ii g_jj) of entries give a matrix of norm about eps sqrt(k) mean(g_ii).
         is_lost = torch.finfo(self.factor.dtype).eps * self._norm > ROUNDING
         return torch.float64 if is_lost else self.factor.dtype
 
@@ -130,24 +126,23 @@ class LowRankPlusDiagonal(Preconditioner):
 
 
 class NystromFactor(LowRankPlusDiagonal):
-    """L L^T + diag(d) for a system K + diag(d), with L L^T nowhere larger than K.
+    """L L^T + diag(d) for a system K + diag(d), with L L^T <= K.
 
-    The preconditioned spectrum is then bounded by 1 from below, which quadratures of log-determinants use.
+    The preconditioned spectrum is at least 1, which quadratures of log-determinants use.
     """
 
 
 def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
-    """A product with vectors [*b, m, s]."""
     return (vectors.mT @ matrix.mT).mT if vectors.shape[-1] <= FEW_COLUMNS else matrix @ vectors
 
 
 def _whitened_parts(factor: Tensor, diagonal: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of L and of d^1/2, some at a time."""
+    """Chunks of L and of d^1/2."""
     return zip(factor.split(CHUNK, dim=-2), diagonal.sqrt().unsqueeze(-1).split(CHUNK, dim=-2), strict=True)
 
 
 def _inner_norm(factor: Tensor, diagonal: Tensor) -> float:
-    """The norm of the diagonal of W^T W, the largest of a batch."""
+    """Norm of the diagonal of W^T W, the largest of a batch."""
     squares = sum(
         ((rows / root).square().sum(-2) for rows, root in _whitened_parts(factor, diagonal)), factor.new_zeros(())
     )
@@ -155,7 +150,7 @@ def _inner_norm(factor: Tensor, diagonal: Tensor) -> float:
 
 
 def _inner_matrix(factor: Tensor, diagonal: Tensor, dtype: torch.dtype) -> Tensor:
-    """I + W^T W [*b, k, k] in float64, multiplied in a dtype; only the lower triangle counts."""
+    """Lower triangle of I + W^T W [*b, k, k] in float64, multiplied in `dtype`."""
     rank = factor.shape[-1]
     inner = factor.new_zeros(*factor.shape[:-2], rank, rank, dtype=torch.float64)
     for rows, root in _whitened_parts(factor, diagonal):
@@ -168,17 +163,14 @@ def _inner_matrix(factor: Tensor, diagonal: Tensor, dtype: torch.dtype) -> Tenso
 
 
 class LowRankRecipe(PreconditionerRecipe):
-    """Options from which a low rank plus diagonal preconditioner is built for any system."""
+    """Recipe of a low rank plus diagonal preconditioner."""
 
     @abstractmethod
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> LowRankPlusDiagonal: ...
 
 
 def kernel_and_noise(operator: LinearOperator) -> tuple[LinearOperator, Tensor, Tensor | None]:
-    """The matrix that a factor approximates [*b, n, n], its diagonal [*b, n], and the noise [*b, n].
-
-    Of K plus noise these are K and the noise; of any other operator the operator itself, and None.
-    """
+    """K [*b, n, n], its diagonal [*b, n], and the noise [*b, n]; without noise the operator itself and None."""
     noisy = isinstance(operator, NoisyLinearOperator)
     kernel = operator.kernel if noisy else operator
     if kernel.shape != operator.shape:

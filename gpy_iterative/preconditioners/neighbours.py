@@ -1,4 +1,4 @@
-"""Orders of points, and the nearest points before each one in an order."""
+"""Orders of points, and nearest previous points."""
 
 import math
 
@@ -9,35 +9,34 @@ from torch import Tensor
 
 from gpy_iterative.worker_threads import num_threads
 
-#: Each tree holds so many times the points of the one before.
+#: Growth of the trees' sizes.
 GROWTH = 1.5
-#: Neighbours that are asked for at a time, of all points together.
+#: Neighbours searched at a time, over all points.
 FOUND = 2**22
 
 
 class Tree:
-    """Points [n, d], among which the nearest ones to others are found in O(log n)."""
+    """Points [n, d] with nearest-neighbour search in O(log n)."""
 
     def __init__(self, points: Tensor) -> None:
         self._tree = cKDTree(points.double().cpu().numpy())
 
     def nearest(self, points: Tensor, count: int) -> Tensor:
-        """The numbers [t, count] of those that are nearest to points [t, d]; count is n at the most."""
+        """Indices [t, count] of the nearest to points [t, d]; count is at most n."""
         coordinates = points.double().cpu().numpy()
         _, found = self._tree.query(coordinates, k=np.arange(1, count + 1), workers=num_threads())
         return torch.from_numpy(found).to(points.device)
 
 
 def random_order(size: int, generator: torch.Generator) -> Tensor:
-    """A random permutation [n]."""
     return torch.randperm(size, generator=generator, device=generator.device).cpu()
 
 
 def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
-    """A permutation [n] of points [n, d] in which early points lie far apart, coarse before fine.
+    """A permutation [n] of points [n, d] with early points far apart.
 
-    An approximation: groups are taken off the end until one point is left, first repeated points, then again and again
-    those of the closest half that have their nearest neighbour before them in a random order. Cost: O(n log n).
+    Approximate, O(n log n): groups are removed from the end until one point is left. The first group is repeated points;
+    each other is those of the closest half whose nearest neighbour precedes them in a random order.
     """
     coordinates = points.double().cpu().numpy()
     left = random_order(len(coordinates), generator).numpy()
@@ -51,17 +50,16 @@ def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _finest(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which of the points, all different, are taken off; and the distance from each to its nearest neighbour."""
+    """Which of these distinct points are removed, and each one's distance to its nearest neighbour."""
     distances, nearest = cKDTree(points).query(points, k=[2], workers=num_threads())
     distances, nearest = distances[:, 0], nearest[:, 0]
     return (nearest < np.arange(len(points))) & (distances <= np.median(distances)), distances
 
 
 def previous_neighbours(points: Tensor, count: int) -> Tensor:
-    """For each of the points [n, d] the nearest ones before it, [n, count], as int64 on the CPU.
+    """The nearest previous points [n, count] of each point [n, d], int64 on the CPU; unused places are 0.
 
-    Points that have fewer than `count` points before them have 0 in the remaining places. Cost: n queries of trees of
-    the first points, each tree half as large again as the one before.
+    Cost: n queries in trees of growing size.
     """
     coordinates = points.double().cpu().numpy()
     size = len(coordinates)
@@ -77,7 +75,7 @@ def previous_neighbours(points: Tensor, count: int) -> Tensor:
 
 
 def _fill(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarray) -> None:
-    """The nearest points before each of these rows, from a tree of all points up to them and some beyond."""
+    """Fills these rows from a tree that has all points before them, and later ones."""
     asked = math.ceil(GROWTH * result.shape[1]) + 8
     while len(rows):
         asked = min(asked, tree.n)
@@ -87,7 +85,7 @@ def _fill(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarra
 
 
 def _fill_from(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarray, asked: int) -> np.ndarray:
-    """The rows for which too few of the nearest `asked` points are before them; the others are filled."""
+    """Fills rows from their nearest `asked` points; returns rows that have too few previous ones."""
     count = result.shape[1]
     _, found = tree.query(points[rows], k=np.arange(1, asked + 1), workers=num_threads())
     is_before = found < rows[:, None]

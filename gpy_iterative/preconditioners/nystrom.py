@@ -1,4 +1,4 @@
-"""Nystrom's approximation of a kernel matrix from a random subspace, plus its noise.
+"""Randomized Nystrom approximation of a kernel matrix, plus noise.
 
 Frangella, Tropp and Udell 2021, "Randomized Nystrom preconditioning".
 """
@@ -17,12 +17,12 @@ from gpy_iterative.preconditioners.pivoted_cholesky import factor_on
 
 @dataclass(frozen=True)
 class Nystrom(LowRankRecipe):
-    """Recipe for K C (C^T K C)^-1 C^T K plus the noise, for a random subspace C of dimension `rank`.
+    """Recipe for K C (C^T K C)^-1 C^T K plus noise, for a random subspace C.
 
-    The complement of the subspace is scaled by the noise, which bounds the preconditioned spectrum by 1 from below.
+    The preconditioned spectrum is at least 1.
 
     Args:
-        rank: dimension of the subspace; clamped at n.
+        rank: dimension of the subspace, at most n.
 
     Raises:
         ValueError: a rank below 1.
@@ -37,13 +37,12 @@ class Nystrom(LowRankRecipe):
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> NystromFactor:
         """The factor of a system H [*b, n, n].
 
-        Args:
-            operator: K plus noise, whose K is approximated and whose noise is the diagonal; of any other positive
-                definite operator, the operator itself is approximated and the mean of the rest of its diagonal is
-                the diagonal.
-            generator: for the subspace; None is seed 0.
-
         Cost: one product of the kernel matrix with k columns (an epoch), and 3 n k^2 multiply-adds.
+
+        Args:
+            operator: K plus noise, or another positive definite operator; the mean of its remaining diagonal then replaces
+                the noise.
+            generator: for the subspace; None: seed 0.
 
         Raises:
             NonFiniteError: an entry of the factor is not finite.
@@ -52,7 +51,7 @@ class Nystrom(LowRankRecipe):
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         shape = (*diagonal.shape, min(self.rank, diagonal.shape[-1]))
         drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=operator.dtype)
-        test_matrix = cast(Tensor, torch.linalg.qr(drawn.to(operator.device)).Q)  # a basis of a random subspace
+        test_matrix = cast(Tensor, torch.linalg.qr(drawn.to(operator.device)).Q)  # basis of the subspace
         product = kernel._matmul(test_matrix).detach()
         block = test_matrix.mT.double() @ product.double()
         block = (block + block.mT) / 2

@@ -1,11 +1,10 @@
-"""Pivoted Cholesky factors of a kernel matrix, plus its noise: greedy pivots and random pivots.
+"""Pivoted Cholesky factors of a kernel matrix, plus noise, with greedy or random pivots.
 
-Greedy pivots are where the rest of the diagonal is largest: Harbrecht, Peters and Schneider 2012, "On the low-rank
-approximation by the pivoted Cholesky decomposition"; as a preconditioner for Gaussian processes: Gardner et al. 2018.
-Random pivots are drawn in proportion to the rest of the diagonal: Chen, Epperly, Tropp and Webber 2022, "Randomly pivoted
-Cholesky"; in blocks of proposals: Epperly, Tropp and Webber 2024, "Embrace rejection: kernel matrix approximation by
-accelerated randomly pivoted Cholesky"; as a preconditioner: Diaz, Epperly, Frangella, Tropp and Webber 2023, "Robust,
-randomized preconditioning for kernel ridge regression".
+Greedy: Harbrecht, Peters and Schneider 2012, "On the low-rank approximation by the pivoted Cholesky decomposition";
+preconditioner: Gardner et al. 2018. Random: Chen, Epperly, Tropp and Webber 2022, "Randomly pivoted Cholesky"; in blocks:
+Epperly, Tropp and Webber 2024, "Embrace rejection: kernel matrix approximation by accelerated randomly pivoted Cholesky";
+preconditioner: Diaz, Epperly, Frangella, Tropp and Webber 2023, "Robust, randomized preconditioning for kernel ridge
+regression".
 """
 
 import itertools
@@ -32,8 +31,7 @@ NOT_FINITE = "The kernel matrix has NaN or infinite entries. Check the data and 
 class PivotedCholeskyFactor(LowRankPlusDiagonal):
     """L L^T + diag(d), built on the pivots [*b, k].
 
-    `jitter` [*b], in units of the largest diagonal entry of the pivots' block, is the jitter that this block needed beyond
-    the usual one; 0 where it needed no more.
+    `jitter` [*b] is the raised jitter of the pivots' block, relative to its largest diagonal entry; 0 if not raised.
     """
 
     def __init__(self, factor: Tensor, diagonal: Tensor, pivots: Tensor, jitter: Tensor) -> None:
@@ -43,10 +41,10 @@ class PivotedCholeskyFactor(LowRankPlusDiagonal):
 
 @dataclass(frozen=True)
 class PivotedCholesky(LowRankRecipe):
-    """Recipe for a pivoted Cholesky factor with greedy pivots.
+    """Recipe for a pivoted Cholesky factor with greedy pivots (largest remaining diagonal).
 
     Args:
-        rank: columns of the factor; clamped at n.
+        rank: columns of the factor, at most n.
 
     Raises:
         ValueError: a rank below 1.
@@ -73,17 +71,15 @@ class PivotedCholesky(LowRankRecipe):
     ) -> PivotedCholeskyFactor:
         """The factor of a system H [*b, n, n].
 
-        Args:
-            operator: K plus noise, whose K is factored and whose noise is the diagonal; of any other positive
-                definite operator, the operator itself is factored and the rest of its diagonal is the diagonal.
-            pivots: [*b, k] from an earlier factor: the search is skipped, and the factor is a smooth function of the
-                hyperparameters.
-            correct_diagonal: add diag(K - L L^T) to the diagonal, so that S has the diagonal of H.
-            generator: for random pivots; None is seed 0.
-            known: a factor of the same operator, with any diagonal: where it has the same pivots, its L is used.
+        The search stops early when the remaining diagonal is rounding noise (duplicate rows); a batch stops together. Cost:
+        k rows of the kernel matrix and n k^2 multiply-adds, by batch member.
 
-        Cost: k rows of the kernel matrix and n k^2 multiply-adds, for one member of a batch after the other. The
-        search stops early when the rest of the diagonal is rounding noise (duplicate rows); a batch stops together.
+        Args:
+            operator: K plus noise, or another positive definite operator; its remaining diagonal then replaces the noise.
+            pivots: [*b, k] of an earlier factor: no search, and the factor is smooth in the hyperparameters.
+            correct_diagonal: adds diag(K - L L^T), so that S has the diagonal of H.
+            generator: for random pivots; None: seed 0.
+            known: a factor of the same operator, whose L is used if it has the same pivots.
 
         Raises:
             NonFiniteError: an entry of the factor is not finite.
@@ -94,28 +90,28 @@ class PivotedCholesky(LowRankRecipe):
         else:
             generator = torch.Generator().manual_seed(0) if generator is None else generator
             factor, pivots, jitter = self._factor(kernel, diagonal, pivots, generator)
-        # Norms, and not sums of squares, which would all be in memory at once.
+        # Sums of squares would need all squares in memory.
         rest = (diagonal - torch.linalg.vector_norm(factor, dim=-1).square()).clamp_min(0)
         mean = diagonal.mean(-1, keepdim=True)
         eps = torch.finfo(diagonal.dtype).eps
         if noise is None:
-            # The factor is exact on its pivots and leaves nothing there: the floor stands for the unknown noise.
+            # The factor is exact on its pivots: the floor replaces the unknown noise there.
             added = rest + 1e-3 * rest.mean(-1, keepdim=True) + eps**0.5 * mean
         else:
-            # Never zero: S stays positive definite, and its inverse finite, where the noise has vanished.
+            # Never zero, so that S is positive definite without noise.
             added = (noise + rest if correct_diagonal else noise).maximum(eps * mean)
         return PivotedCholeskyFactor(factor, added, pivots, jitter)
 
     @torch.no_grad()
     def low_rank(self, operator: LinearOperator) -> Tensor:
-        """L [*b, n, k] alone, for the operators and at the cost of `build`."""
+        """Only L [*b, n, k]; cost as `build`."""
         kernel, diagonal, _ = kernel_and_noise(operator)
         return self._factor(kernel, diagonal, None, torch.Generator().manual_seed(0))[0]
 
     def _factor(
         self, kernel: LinearOperator, diagonal: Tensor, pivots: Tensor | None, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """L [*b, n, k], its pivots [*b, k] and its jitter [*b], member by member."""
+        """L [*b, n, k], pivots [*b, k] and jitter [*b]."""
         batch, size = diagonal.shape[:-1], diagonal.shape[-1]
         members = []
         for index in itertools.product(*map(range, batch)):
@@ -135,9 +131,9 @@ class PivotedCholesky(LowRankRecipe):
         return factors.reshape(*batch, size, rank), chosen.reshape(*batch, rank), jitters.reshape(batch)
 
     def _grow(self, partial: "PartialCholesky", generator: torch.Generator) -> None:
-        """Adds pivots up to the capacity, or until the matrix is exhausted."""
+        """Adds pivots up to the capacity or until the matrix is exhausted."""
         while partial.rank < partial.capacity:
-            # A tensor of one index, not a number, which an accelerator would have to send to the host.
+            # A tensor, because an accelerator would send a number to the host.
             pivot = partial.rest.argmax().unsqueeze(0)
             left = partial.rest[pivot]
             if left <= partial.stop:
@@ -147,15 +143,13 @@ class PivotedCholesky(LowRankRecipe):
 
 @dataclass(frozen=True)
 class RandomlyPivotedCholesky(PivotedCholesky):
-    """Recipe for a pivoted Cholesky factor with random pivots, drawn in proportion to the rest of the diagonal.
+    """Recipe for a pivoted Cholesky factor with random pivots, in proportion to the remaining diagonal.
 
-    Greedy search takes outliers first, which say nothing about other data.
+    Greedy pivots would take outliers first. Cost: as `PivotedCholesky`, plus block_size^2 kernel entries per round.
 
     Args:
-        rank: columns of the factor; clamped at n.
-        block_size: proposals at a time, which do not change the distribution; None is a tenth of the rank, and at least 8.
-
-    Cost beside that of `PivotedCholesky`: block_size^2 kernel entries a round.
+        rank: columns of the factor, at most n.
+        block_size: proposals at a time, without effect on the distribution; None: rank / 10, at least 8.
 
     Raises:
         ValueError: a rank or block size below 1.
@@ -170,11 +164,11 @@ class RandomlyPivotedCholesky(PivotedCholesky):
 
     def _grow(self, partial: "PartialCholesky", generator: torch.Generator) -> None:
         proposals = max(8, math.ceil(self.rank / 10)) if self.block_size is None else self.block_size
-        while partial.rank < partial.capacity and not (partial.rest <= partial.stop).all():  # NaN goes on, and is found
+        while partial.rank < partial.capacity and not (partial.rest <= partial.stop).all():  # NaN must go on, to be found
             candidates = partial.propose(proposals, generator)
             block = partial.rest_of(candidates)
-            # Replaces running differences. Where these were rounding, nothing is left to propose again: every round takes
-            # its first candidate or rules it out, and the rounds come to an end.
+            # Replaces running differences, which may be rounding: every round then takes or excludes its first candidate,
+            # so that the loop ends.
             partial.rest[candidates] = block.diagonal().clamp_min(0).to(partial.rest)
             threshold = torch.rand(proposals, generator=generator, device=generator.device, dtype=torch.float64)
             most = partial.capacity - partial.rank
@@ -185,7 +179,7 @@ class RandomlyPivotedCholesky(PivotedCholesky):
 
 
 class PartialCholesky:
-    """A growing L [n, k] with L L^T nowhere larger than K, and exact on its pivots.
+    """A growing L [n, k] with L L^T <= K, exact on its pivots.
 
     Args:
         kernel: K [n, n].
@@ -193,15 +187,15 @@ class PartialCholesky:
         capacity: the largest rank.
 
     Attributes:
-        rest: the diagonal of K - L L^T [n].
-        stop: entries of the rest that are rounding noise.
+        rest: diagonal of K - L L^T [n].
+        stop: largest rest that is rounding noise.
         rank: k.
     """
 
     def __init__(self, kernel: LinearOperator, diagonal: Tensor, capacity: int) -> None:
         self.kernel, self.capacity, self.rank = kernel, capacity, 0
         self.rest, self.stop = diagonal.clone(), torch.finfo(diagonal.dtype).eps * diagonal.max()
-        # Columns are rows here: each step reads and writes contiguous memory.
+        # L^T, for contiguous memory access.
         self._columns = diagonal.new_zeros(capacity, diagonal.shape[-1])
         self._pivots = torch.zeros(capacity, dtype=torch.long, device=diagonal.device)
 
@@ -212,11 +206,11 @@ class PartialCholesky:
 
     @property
     def pivots(self) -> Tensor:
-        """[k], in the order in which they were taken."""
+        """Pivots [k] in the order of choice."""
         return self._pivots[: self.rank]
 
     def append(self, columns: Tensor, pivots: Tensor) -> None:
-        """Adds columns of L, given as rows [p, n], and their pivots [p]."""
+        """Adds columns of L, as rows [p, n], and their pivots [p]."""
         first, self.rank = self.rank, self.rank + len(pivots)
         self._columns[first : self.rank], self._pivots[first : self.rank] = columns, pivots
         self.rest = (self.rest - columns.square().sum(0)).clamp_min_(0)
@@ -227,28 +221,27 @@ class PartialCholesky:
         return dense_rows(self.kernel, rows) - self._columns[: self.rank, rows].mT @ self.factor.mT
 
     def rest_of(self, rows: Tensor) -> Tensor:
-        """K - L L^T on some rows and columns [p, p], on the host in float64."""
+        """K - L L^T [p, p] on these rows and columns, on the host in float64."""
         size = len(rows)
         entries = self.kernel[rows.repeat_interleave(size), rows.repeat(size)].view(size, size).double().cpu()
         known = self._columns[: self.rank, rows].double().cpu()
         return entries - known.mT @ known
 
     def propose(self, size: int, generator: torch.Generator) -> Tensor:
-        """Rows [size] with repetition, in proportion to the rest of the diagonal."""
+        """Random rows [size], with repetition."""
         left = self.rest.masked_fill(self.rest <= self.stop, 0).double().cumsum(-1)
         if not torch.isfinite(left[-1]):
             raise NonFiniteError(NOT_FINITE)
         drawn = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).to(left.device)
-        # `right`: a row without any rest is never met, not even by a drawn 0.
+        # `right`: a drawn 0 must not find a row without rest.
         return torch.searchsorted(left, drawn * left[-1], right=True).clamp_max(len(left) - 1)
 
 
 def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple[Tensor, Tensor]:
-    """The candidates that are taken, `most` at the most, and their lower Cholesky factor.
+    """At most `most` accepted candidates and their lower Cholesky factor, by rejection sampling.
 
-    `block` [p, p] is K - L L^T on the candidates, `threshold` [p] uniform draws. Each candidate is drawn as if those before
-    it in its block had not been taken. It is taken with the share of its diagonal entry that they left, which makes the
-    draw right.
+    `block` [p, p] is K - L L^T on the candidates, `threshold` [p] uniform draws. A candidate is accepted with the share of
+    its diagonal entry that the accepted candidates before it leave.
     """
     rest, start, chosen = block.clone(), block.diagonal().clone(), []
     columns = [block[:, :0]]
@@ -264,26 +257,26 @@ def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple
 
 
 def factor_on(rows: Tensor, block: Tensor) -> tuple[Tensor, float]:
-    """K C times the inverse transpose of the Cholesky factor of C^T K C [n, k], and how far its jitter was raised.
+    """L = K C R^-T [n, k] with R the Cholesky factor of C^T K C, and its raised jitter.
+
+    The jitter keeps L L^T below K. If rounding gives the block negative eigenvalues beyond half of the usual jitter, it is
+    raised to twice their size, continuously in the hyperparameters. Returned in units of the block's largest diagonal
+    entry; 0 if not raised.
 
     Args:
         rows: C^T K [k, n]; for pivots, rows of K.
         block: C^T K C [k, k] in float64.
-
-    The jitter keeps L L^T below K, and covers twice the block's negative eigenvalues, which are rounding errors of the
-    kernel. Where these are larger than half of the usual one it is raised, continuously in the hyperparameters, to the
-    returned multiple of the block's largest diagonal entry; 0 where it was not raised.
     """
     if not torch.isfinite(block).all():
         raise NonFiniteError(NOT_FINITE)
     scale = float(block.diagonal().max()) if len(block) else 0.0
-    if not scale > 0:  # a kernel that is zero
+    if not scale > 0:  # a zero kernel
         return torch.zeros_like(rows).mT, 0.0
     jitter, raised = max(1e-10, len(rows) * torch.finfo(rows.dtype).eps), 0.0
     identity = torch.eye(len(block), dtype=block.dtype, device=block.device)
     if torch.linalg.cholesky_ex(block + 0.5 * jitter * scale * identity).info:
         jitter = raised = -2 * float(torch.linalg.eigvalsh(block)[0]) / scale
     lower = torch.linalg.cholesky(block + jitter * scale * identity)
-    # By its inverse: a product takes a third of the time of a solve with so many columns, and float64 has digits left.
+    # A product with the inverse is faster than a solve with n columns, and float64 has digits left.
     inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
     return (inverse @ rows.double()).mT.to(rows.dtype), raised

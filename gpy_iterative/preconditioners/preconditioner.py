@@ -1,4 +1,4 @@
-"""What a preconditioner can do, and the recipe that builds one for a system."""
+"""Interfaces of a preconditioner and of its recipe."""
 
 from abc import ABC, abstractmethod
 from typing import Self
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Preconditioner(ABC):
-    """A symmetric positive definite S [*b, n, n] that resembles a system H, and is cheap to solve.
+    """A symmetric positive definite S [*b, n, n] that approximates a system H.
 
     Attributes:
-        build_epochs: passes over the matrix that it took to build.
+        build_epochs: passes over the matrix for the construction.
     """
 
     build_epochs: float
@@ -28,25 +28,25 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def logdet(self) -> Tensor:
-        """The log-determinant of S, [*b]."""
+        """The log-determinant of S [*b]."""
 
     @abstractmethod
     def to(self, dtype: torch.dtype) -> Self:
-        """The same for vectors of another dtype."""
+        """The preconditioner for vectors of another dtype."""
 
     @abstractmethod
     def __getitem__(self, index: int | tuple[int, ...]) -> "Preconditioner":
-        """One member of a batch; nothing is computed again."""
+        """One member of a batch, without new computation."""
 
 
 class PreconditionerRecipe(ABC):
-    """Options from which a preconditioner is built for any system."""
+    """Options of a preconditioner for any system."""
 
     @abstractmethod
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> Preconditioner:
         """The preconditioner of a system H [*b, n, n].
 
         Args:
-            operator: K plus noise, or any other symmetric positive definite operator.
-            generator: for recipes that draw; None is seed 0.
+            operator: K plus noise, or another symmetric positive definite operator.
+            generator: for random recipes; None: seed 0.
         """

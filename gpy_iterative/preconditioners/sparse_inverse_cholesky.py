@@ -1,4 +1,4 @@
-"""A preconditioner S = (B^T B)^-1 with a sparse B: solves are two sparse products, and samples one substitution."""
+"""Preconditioner S = (B^T B)^-1 with a sparse B."""
 
 import copy
 from collections.abc import Sequence
@@ -12,23 +12,22 @@ from torch.nn.functional import embedding_bag
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.worker_threads import run, shares
 
-#: Indices are kept in 32 bits where they fit.
+#: Indices up to this have 32 bits.
 LARGEST = 2**31 - 1
 
 
 class SparseInverseCholesky(Preconditioner):
-    """S = (B^T B)^-1, where B is triangular in the order of its rows and has at most m + 1 entries in a row.
+    """S = (B^T B)^-1, with B triangular in the order of elimination and at most m + 1 entries per row.
+
+    A solve with s columns costs 2 n (m + 1) s multiply-adds. Memory: B twice, because B^T is kept for products without
+    scatter.
 
     Args:
-        order: [n], the rows of the system in the order of elimination.
-        neighbours: [n, m], in positions of this order: entries beside the diagonal. Row i has neighbours before i only;
-            unused places are 0, with a weight of 0.
+        order: [n], the system's rows in the order of elimination.
+        neighbours: [n, m], positions of off-diagonal entries in this order; before i for row i. Unused: 0, with weight 0.
         weights: [n, m], entries of B at the neighbours.
-        diagonal: [n], diagonal entries of B, positive.
-        jitter: the largest jitter that a row took, relative to its variances.
-
-    A solve with s columns costs 2 n (m + 1) s multiply-adds, and memory is that of B twice: the entries of its transpose
-    are kept in order, so that no product scatters.
+        diagonal: [n], diagonal of B, positive.
+        jitter: the largest jitter, relative to variances.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class SparseInverseCholesky(Preconditioner):
 
     @property
     def smallest(self) -> Tensor:
-        """1 / |B^T B|, by the norms of rows and columns."""
+        """A bound by the 1- and infinity-norms of B."""
         rows = self.weights.abs().sum(-1) + self.diagonal
         columns = torch.zeros_like(rows).index_add_(0, self.neighbours.flatten(), self.weights.abs().flatten())
         return 1 / (rows.amax() * (columns + self.diagonal).amax())
@@ -72,14 +71,14 @@ class SparseInverseCholesky(Preconditioner):
         return self._t_whiten(self._whiten(rhs[self.order]))[self._rank]
 
     def whiten(self, rhs: Tensor) -> Tensor:
-        """B rhs for [n, s]; rows of the result are in the order of elimination."""
+        """B rhs for [n, s], in the order of elimination."""
         return self._whiten(rhs[self.order])
 
     def logdet(self) -> Tensor:
         return (-2 * self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
     def sample(self, base: Tensor) -> Tensor:
-        """Xi = B^-1 e for base vectors e [n, s] of identity covariance: vectors of covariance S."""
+        """Xi = B^-1 e, of covariance S, for e [n, s] of identity covariance."""
         result = torch.zeros_like(base)
         for start, stop in self._segments:
             known = embedding_bag(
@@ -89,7 +88,7 @@ class SparseInverseCholesky(Preconditioner):
         return result[self._rank]
 
     def dual_sample(self, base: Tensor) -> Tensor:
-        """S^-1 xi = B^T e of the same base vectors."""
+        """S^-1 xi = B^T e."""
         return self._t_whiten(base)[self._rank]
 
     def _whiten(self, vectors: Tensor) -> Tensor:
@@ -102,7 +101,7 @@ class SparseInverseCholesky(Preconditioner):
 
     @cached_property
     def _segments(self) -> list[tuple[int, int]]:
-        """Ranges of positions, in order, in which no row is a neighbour of another."""
+        """Ranges of rows, in order, that are not neighbours of each other."""
         last = self.neighbours.amax(-1).cpu()
         segments, start, size = [], 0, len(last)
         while start < size:
@@ -119,7 +118,7 @@ class SparseInverseCholesky(Preconditioner):
 
 
 def _weighted_sums(index: Tensor, starts: Tensor, weights: Tensor, vectors: Tensor) -> Tensor:
-    """Row i is the sum of weights_e vectors[index_e] over e from starts_i to starts_{i+1}: [n, s]."""
+    """Row i [s] sums weights_e vectors[index_e] for e from starts_i to starts_{i+1}."""
     vectors, rows = vectors.contiguous(), range(len(starts) - 1)
     if vectors.device.type != "cpu":
         return _bags(index, starts, weights, vectors)
@@ -133,5 +132,5 @@ def _weighted_sums(index: Tensor, starts: Tensor, weights: Tensor, vectors: Tens
 
 
 def _bags(index: Tensor, starts: Tensor, weights: Tensor, vectors: Tensor) -> Tensor:
-    """As `_weighted_sums`, on the calling thread."""
+    """`_weighted_sums` on the calling thread."""
     return embedding_bag(index, vectors, starts, per_sample_weights=weights, mode="sum", include_last_offset=True)

@@ -1,4 +1,4 @@
-"""The preconditioner that suits a system: low rank where that leaves little, else Vecchia's sparse inverse factor."""
+"""Choice of a preconditioner: low rank, or Vecchia's sparse inverse factor."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholes
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 from gpy_iterative.preconditioners.vecchia import Vecchia
 
-#: Mean variance that the low rank leaves, in units of the noise, from which on neighbours say more.
+#: Mean remaining variance of the low rank, in units of the noise, above which Vecchia's factor is better.
 LEFT_OVER = 4.0
 #: Inputs up to which a tree finds neighbours quickly.
 MOST_INPUTS = 8
@@ -20,18 +20,16 @@ MOST_INPUTS = 8
 
 @dataclass(frozen=True)
 class LowRankOrVecchia(PreconditionerRecipe):
-    """`RandomlyPivotedCholesky(rank)`; `Vecchia()` where the low rank leaves more than four times the noise.
+    """`RandomlyPivotedCholesky(rank)`, or `Vecchia()` where the low rank leaves more than four times the noise.
 
-    Vecchia's factor is only taken for one system (no batch) of a kernel with at most eight inputs; where the kernel has a
-    far field, without a look at the low rank.
+    Vecchia needs one system (no batch) with at most eight inputs; a far field then chooses it without trying the low rank.
+    Cost: the low rank, plus Vecchia's factor if chosen.
 
     Args:
         rank: of the low rank.
 
     Raises:
         ValueError: a rank below 1.
-
-    Cost: that of the low rank, and that of Vecchia's factor where it is taken.
     """
 
     rank: int
@@ -40,7 +38,7 @@ class LowRankOrVecchia(PreconditionerRecipe):
         check_count("rank", self.rank)
 
     def for_far_field(self, operator: LinearOperator) -> Vecchia | None:
-        """The recipe of Vecchia's factor where a far field alone says that it suits the system; else None."""
+        """Vecchia's recipe if a far field chooses it, else None."""
         return Vecchia() if _has_neighbours(operator) and far_field_error(operator) is not None else None
 
     @torch.no_grad()
@@ -55,7 +53,7 @@ class LowRankOrVecchia(PreconditionerRecipe):
 
 
 def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:
-    """The mean of diag(K - L L^T) over the noise; 0 without a noise."""
+    """Mean of diag(K - L L^T) over the noise; 0 without noise."""
     _, diagonal, noise = kernel_and_noise(operator)
     if noise is None:
         return 0.0
@@ -64,6 +62,6 @@ def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:
 
 
 def _has_neighbours(operator: LinearOperator) -> bool:
-    """Whether this is one system, of inputs among which a tree finds neighbours."""
+    """Whether this is one system whose inputs suit a tree."""
     points = None if operator.batch_shape else kernel_inputs(operator)
     return points is not None and points.shape[-1] <= MOST_INPUTS

@@ -1,8 +1,7 @@
-"""Vecchia's approximation as a preconditioner: a sparse inverse Cholesky factor from each point's nearest previous points.
+"""Vecchia's approximation as a preconditioner: a sparse inverse Cholesky factor.
 
 Vecchia 1988; Schaefer, Katzfuss and Owhadi 2021, "Sparse Cholesky factorization by Kullback-Leibler minimization"
-(arXiv 2004.14455), who show that it is the best factor of its sparsity; Gyger, Furrer and Sigrist 2024 (arXiv 2405.14492),
-as a preconditioner.
+(arXiv 2004.14455; the best factor of its sparsity); Gyger, Furrer and Sigrist 2024 (arXiv 2405.14492; preconditioner).
 """
 
 from dataclasses import dataclass
@@ -23,20 +22,20 @@ from gpy_iterative.preconditioners.preconditioner import PreconditionerRecipe
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
 from gpy_iterative.worker_threads import run
 
-#: Entries of the blocks that are factored at a time.
+#: Entries of blocks factored at a time.
 ENTRIES = 2**20
-#: Jitter of a block that has no Cholesky factor, relative to its largest variance.
+#: Least jitter of an indefinite block, relative to its largest variance.
 LEAST_JITTER = 1e-10
 
 
 @dataclass(frozen=True)
 class Vecchia(PreconditionerRecipe):
-    """Recipe for H^-1 ~ B^T B, where row i of B is exact given the m nearest of the points before i in an order.
+    """Recipe for H^-1 ~ B^T B, where row i of B is exact given the m nearest previous points.
 
-    For kernel matrices with inputs of few effective dimensions, where its quality does not fall as n grows.
+    For kernels with few effective input dimensions; its quality then does not fall with n.
 
     Args:
-        num_neighbours: m; clamped at n - 1, where B is exact.
+        num_neighbours: m, at most n - 1 (B is then exact).
         ordering: "random", or "maximin" (early points far apart).
 
     Raises:
@@ -61,7 +60,7 @@ class Vecchia(PreconditionerRecipe):
 
     @torch.no_grad()
     def order(self, operator: LinearOperator, generator: torch.Generator | None = None) -> Tensor:
-        """The rows [n] of a system in the order of elimination; no generator is seed 0."""
+        """Order of elimination [n]; without a generator, from seed 0."""
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         points = _points(operator)
         found = random_order(len(points), generator) if self.ordering == "random" else maximin_order(points, generator)
@@ -73,16 +72,16 @@ class Vecchia(PreconditionerRecipe):
     ) -> SparseInverseCholesky:
         """The factor of a system H [n, n].
 
+        Cost: n searches for m neighbours, n m^2 kernel entries and n m^3 / 6 multiply-adds in float64.
+
         Args:
             operator: a kernel matrix plus noise.
-            generator: for the order; None is seed 0.
-            order: [n], of an earlier factor. While it stays, the factor changes little with the hyperparameters.
-
-        Cost: n searches for m neighbours, n m^2 kernel entries and n m^3 / 6 multiply-adds in float64.
+            generator: for the order; None: seed 0.
+            order: [n], of an earlier factor, for small changes with the hyperparameters.
 
         Raises:
             ValueError: the system has no kernel inputs, or is a batch.
-            NonFiniteError: an entry of the matrix, or an input, is not finite.
+            NonFiniteError: a matrix entry or an input is not finite.
         """
         points = _points(operator)
         order = self.order(operator, generator) if order is None else order
@@ -109,10 +108,10 @@ def _points(operator: LinearOperator) -> Tensor:
 
 
 def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Entries of B at the neighbours [n, m] and on the diagonal [n], and the largest jitter."""
+    """B at the neighbours [n, m] and on the diagonal [n], and the largest jitter."""
     size, count = neighbours.shape
     entries = torch.empty(size, count + 1, dtype=operator.dtype, device=operator.device)
-    head = min(count, size)  # rows whose neighbours are all points before them, in their order
+    head = min(count, size)  # rows whose neighbours are all previous points, in order
     inverse, jitter = _inverse_factors(operator, order[:head].unsqueeze(0))
     entries[:head] = 0
     entries[:head, :head] = inverse[0].tril(-1)
@@ -133,7 +132,7 @@ def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[
 
 
 def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool = False) -> tuple[Tensor, float]:
-    """The inverse Cholesky factors of the blocks of these sets [c, k], or their last rows, and the largest jitter."""
+    """Inverse Cholesky factors (or last rows) of the blocks of sets [c, k], and the largest jitter."""
     blocks = principal_blocks(operator, sets).double()
     if not torch.isfinite(blocks).all():
         raise NonFiniteError(NOT_FINITE)
@@ -147,7 +146,7 @@ def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool 
 
 
 def _jittered_factors(blocks: Tensor) -> tuple[Tensor, float]:
-    """The Cholesky factors of blocks [c, k, k] that rounding left indefinite, and their jitter over their diagonals."""
+    """Cholesky factors of indefinite blocks [c, k, k], and their largest relative jitter."""
     scale = blocks.diagonal(dim1=-2, dim2=-1).amax(-1)
     scale = torch.where(scale > 0, scale, 1.0)
     lowest = torch.linalg.eigvalsh(blocks)[..., 0]

@@ -1,5 +1,4 @@
-"""Quadruply stochastic Gaussian processes: models with millions of features, of which every step samples some.
+"""Quadruply stochastic Gaussian processes: every training step samples a few of millions of features.
 
-Begin with `model.py` (what a user makes), `elbo.py` (one training step) and `known_latent.py` (latent values known
-between steps); `bases/` has a file for each basis. The room may import `exact` and all below it, and no other method.
+Begin with `model.py`, `elbo.py` and `known_latent.py`; `bases/` has a file per basis. It may import `exact` and all below.
 """

@@ -1,6 +1,6 @@
-"""What sampled rows contribute: the data terms of the evidence lower bound, and the start of the diagonal of C.
+"""Data terms of the evidence lower bound, and initial diagonal of C.
 
-Sums over data are in float64: weighted by n / b, a float32 sum would lose the digits of the features.
+Sums over data are float64: weighted by n / b, float32 would lose digits.
 """
 
 import math
@@ -20,7 +20,7 @@ from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.samples import Head, KnownValues, Sample
 from gpy_iterative.training.likelihood_forms import expected_log_prob
 
-#: 1 / (largest curvature of a logistic likelihood), used as the noise of likelihoods that have none.
+#: 1 / (largest curvature of a logistic likelihood), for likelihoods without noise.
 LOGISTIC_NOISE = 4.0
 
 
@@ -31,12 +31,11 @@ class Rows:
     x: Tensor  # [b, d]
     target: Tensor  # [b]
     prior_mean: Tensor  # [b]
-    noise: Tensor | None  # variances of a Gaussian likelihood, [b]
+    noise: Tensor | None  # Gaussian noise variances, [b]
     weight: float  # n / b
 
     @property
     def residual(self) -> Tensor:
-        """Targets minus prior mean, [b]."""
         return self.target - self.prior_mean
 
 
@@ -45,11 +44,11 @@ class Call:
     """Arguments of one evaluation."""
 
     likelihood: Likelihood
-    x: Tensor  # [n, d], all data or a batch of them
+    x: Tensor  # [n, d], data or a batch
     target: Tensor  # [n]
     params: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    num_data: int  # of all data
+    num_data: int  # all data
     generator: torch.Generator
 
     def rows(self, model: QuadruplyStochasticGP, index: Tensor, *, is_gaussian: bool) -> Rows:
@@ -59,9 +58,9 @@ class Call:
         return Rows(x, self.target[index].to(x), model.prior_mean(x), noise, self.num_data / len(index))
 
     def noise(self, index: Tensor) -> Tensor:
-        """Noise variances of a Gaussian likelihood at rows `index`, [b].
+        """Gaussian noise variances [b] at rows `index`.
 
-        Raises ValueError where the number of fixed noises is not that of the rows, and for variances that are not positive.
+        Raises ValueError for a wrong number of noises, and if they are not finite and positive.
         """
         is_fixed = isinstance(self.likelihood, FixedNoiseGaussianLikelihood)
         given = self.kwargs.get("noise", self.likelihood.noise_covar.noise if is_fixed else None)
@@ -74,7 +73,7 @@ class Call:
                 "own: mll(model(x), y, noise=noise)."
             )
         else:
-            # Not through the likelihood, which would add a noise that is passed to its second noise twice.
+            # Not from the likelihood, which adds its second noise to a passed noise twice.
             noise = given[index] + (self.likelihood.second_noise if is_fixed else 0)
         bad = ~(torch.isfinite(noise) & (noise > 0))
         if bad.any():
@@ -87,8 +86,8 @@ def gaussian_term(
 ) -> Tensor:
     """-2 E_q log p(y | f) with an unbiased gradient: [], float64.
 
-    Without known values the square of a residual is estimated by the product of two from independent samples. With known
-    values exact, but for a diagonal of C that is not shared.
+    Without known values, two independent samples estimate squared residuals. With known values and a shared diagonal of C
+    it is exact.
     """
     if known is None:
         head = Head.of(model, model.head_features(rows.x))
@@ -111,12 +110,11 @@ def site_bound(
     known: KnownValues | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """A lower bound of E_q log p(y | f) for a log-concave likelihood, with an unbiased gradient: [], float64.
+    """Lower bound of E_q log p(y | f) for a log-concave likelihood, with an unbiased gradient: [], float64.
 
-    An estimate without known values; exact for all groups, and for known values with a shared diagonal of C (then of any
-    likelihood). By Jensen's inequality, since the sampled latent mean is unbiased given the weights. The sample's part of
-    the variance is taken with whole rows of C; a shared diagonal is exact. (Theorem 3 of Evans and Nair 2018 has the
-    variance where its square root belongs, and is no bound.)
+    It follows from Jensen's inequality, since the sampled latent mean is unbiased given the weights. It is exact for all
+    groups, and for known values with a shared diagonal of C (then for any likelihood). Theorem 3 of Evans and Nair 2018
+    lacks a square root of the variance and is no bound.
     """
     if known is None:
         head = Head.of(model, model.head_features(rows.x))
@@ -124,7 +122,7 @@ def site_bound(
         mean, root = head.mean + sample.mean(features), head.root + sample.root(features)
     else:
         head, features, mean, root = known.head, known.left, known.mean, known.root
-    # A sampled diagonal of C is weighted twice: by Jensen's inequality its variance is too large.
+    # Jensen's inequality weights a sampled diagonal of C twice: its variance is too large.
     diagonal = _diagonal_variance(model, rows, head, sample, features, factor=sample.weight)
     variance = root.square().sum(-1) + diagonal
     deviation = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
@@ -140,10 +138,10 @@ def site_bound(
 
 
 def control_term(known: KnownValues, first: Sample, second: Sample, residual: Tensor, noise: Tensor) -> Tensor:
-    """Control variate for `gaussian_term`, over the number of points p: expectation zero in value and gradient, [].
+    """Control variate for `gaussian_term`, divided by the number of points p: value and gradient have mean zero.
 
-    sum_p [ (r - a)^2 - (r - v_i)(r - v_j) ] / noise with the known latent mean a and its estimates v_i, v_j (equation 3 of
-    Evans and Nair 2018). `residual` r and `noise` [p] are detached: their gradient would be biased by (all) / |U|.
+    sum_p [ (r - a)^2 - (r - v_i)(r - v_j) ] / noise for known latent mean a and estimates v_i, v_j (Evans and Nair 2018,
+    equation 3). `residual` r and `noise` [p] are detached: their gradient would be biased by (all) / |U|.
     """
     estimate = _product_of_residuals(residual, known.head, (first, known.left), (second, known.right))
     total = _square_of_residuals(residual, known) - estimate
@@ -151,14 +149,13 @@ def control_term(known: KnownValues, first: Sample, second: Sample, residual: Te
 
 
 def _square_of_residuals(residual: Tensor, known: KnownValues) -> Tensor:
-    """E (r - f)^2 without the diagonal columns of C, [b]."""
+    """E (r - f)^2 without diagonal columns, [b]."""
     return (residual - known.mean).square() + known.root.square().sum(-1)
 
 
 def _product_of_residuals(
     residual: Tensor, head: Head, first: tuple[Sample, Tensor], second: tuple[Sample, Tensor]
 ) -> Tensor:
-    """Estimate of the same from two samples, each with its features: [b]."""
     (i, left), (j, right) = first, second
     target = residual - head.mean
     roots = (head.root + i.root(left)) * (head.root + j.root(right))
@@ -168,7 +165,7 @@ def _product_of_residuals(
 def _diagonal_variance(
     model: QuadruplyStochasticGP, rows: Rows, head: Head, sample: Sample, features: Tensor, factor: float = 1.0
 ) -> Tensor:
-    """The latent variance from the diagonal columns of C, [b]: exact, or `factor` times an estimate from the sample."""
+    """Latent variance [b] from C's diagonal columns; `factor` scales an estimate."""
     if model.weights.shared_diagonal:
         return head.variance + model.weights.shared_variance * model.tail_prior_variance(rows.x, head.features)
     return head.variance + factor * sample.variance(features)
@@ -176,7 +173,7 @@ def _diagonal_variance(
 
 @torch.no_grad()
 def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) -> None:
-    """c_r^2 = 1 / (s_r + phi_r^T phi_r / noise) (proposition 1), once a model; O(b m) without a shared diagonal."""
+    """c_r^2 = 1 / (s_r + phi_r^T phi_r / noise) (proposition 1); O(b m) without a shared diagonal."""
     weights = model.weights
     noise = LOGISTIC_NOISE if rows.noise is None else rows.noise.mean()
     head = model.head_features(rows.x)
@@ -194,7 +191,7 @@ def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) 
 
 @contextmanager
 def initialization_undone(weights: FeatureWeights, *, always: bool) -> Iterator[None]:
-    """Takes back a first initialisation of the diagonal of C after an exception, or `always`."""
+    """Undoes a first initialisation after an exception, or `always`."""
     if weights.initialized:
         yield
         return
@@ -214,7 +211,7 @@ def initialization_undone(weights: FeatureWeights, *, always: bool) -> Iterator[
 
 @torch.no_grad()
 def warn_of_capacity(model: QuadruplyStochasticGP, rows: Rows, num_data: int, parameters: Iterable[Tensor]) -> None:
-    """Warns where hyperparameters are learned from more random features than the bound can bear."""
+    """Warns of learned hyperparameters with too many features."""
     free = any(parameter.requires_grad for parameter in parameters)
     is_random = model.basis.knows_group_variance and not model.basis.num_head_features
     if rows.noise is None or not is_random or not free:

@@ -1,4 +1,4 @@
-"""Distributions of latent values that are computed when they are read."""
+"""Latent distributions that are computed when read."""
 
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,24 +12,24 @@ from torch.distributions import Distribution
 if TYPE_CHECKING:
     from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 
-#: Variances that differ by more than this part, and by more than rounding, belong to different weights.
+#: A larger relative change of variances means that the weights have changed.
 MOVED = 1e-3
-#: Rounding errors of k(x, x) - |phi(x)|^2, in units of |phi(x)|^2 times the dtype's accuracy.
+#: Rounding error of k(x, x) - |phi(x)|^2 in units of eps |phi(x)|^2.
 ROUNDING = 100
 
 
 class DeferredPrediction(MultivariateNormal):
-    """Output of a model in train mode: knows its inputs, and predicts when its mean or covariance is read.
+    """Output of a model in train mode; predicts when mean or covariance is read.
 
     Args:
-        model: whose `posterior` it is.
+        model: predicts by its `posterior`.
         x: [n, d].
 
-    Distributions that GPyTorch derives from it (`likelihood(output)`, `output[:5]`) are plain MultivariateNormals.
+    Derived distributions (`likelihood(output)`, `output[:5]`) are plain MultivariateNormals.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MultivariateNormal:
-        # GPyTorch derives distributions by `self.__class__(mean, covariance)`: these are not deferred.
+        # GPyTorch derives distributions by `self.__class__(mean, covariance)`.
         if kwargs or (args and isinstance(args[0], Tensor)):
             return MultivariateNormal(*args, **kwargs)
         return super().__new__(cls)
@@ -38,7 +38,7 @@ class DeferredPrediction(MultivariateNormal):
         Distribution.__init__(self, torch.Size(), x.shape[:1], validate_args=False)
         self.model, self.x = model, x
         self._islazy = True
-        self._MultivariateNormal__unbroadcasted_scale_tril = None  # GPyTorch's cache of the same name
+        self._MultivariateNormal__unbroadcasted_scale_tril = None  # GPyTorch's cache
 
     @cached_property
     def _prediction(self) -> MultivariateNormal:
@@ -46,7 +46,6 @@ class DeferredPrediction(MultivariateNormal):
 
     @property
     def loc(self) -> Tensor:
-        """The mean, [n]."""
         return self._prediction.loc
 
     @property
@@ -55,9 +54,9 @@ class DeferredPrediction(MultivariateNormal):
 
 
 class WeightSpaceCovarianceLinearOperator(LinearOperator):
-    """phi(x) C C^T phi(x)^T [t, t], whose diagonal is known and whose other entries are computed on request.
+    """phi(x) C C^T phi(x)^T [t, t]; off-diagonal entries are computed on request.
 
-    `root` [t, k] is the part of the dense columns of C, `diagonal` [t] has the variances from the other columns.
+    `root` [t, k] comes from dense columns of C, `diagonal` [t] from others.
     """
 
     def __init__(self, x: Tensor, root: Tensor, diagonal: Tensor, *, model: "QuadruplyStochasticGP") -> None:
@@ -74,10 +73,10 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
         return self.root.square().sum(-1) + self.diagonal_part
 
     def to_dense(self) -> Tensor:
-        """The matrix [t, t], which is kept.
+        """The matrix [t, t], cached.
 
         Raises:
-            RuntimeError: weights or hyperparameters have changed since the prediction.
+            RuntimeError: the model has changed since the prediction.
         """
         kept: Tensor | None = self.__dict__.get("_dense")
         if kept is not None:
@@ -98,7 +97,7 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
     def _tolerance(self) -> float:
         if not len(self.x):
             return 0.0
-        # A posterior variance may be as small as the rounding errors of k(x, x) - |head(x)|^2.
+        # A posterior variance may be as small as this rounding error.
         head = self.model.head_features(self.x).square().sum(-1).amax()
         return float(MOVED * self.diagonal_part.abs().amax() + ROUNDING * torch.finfo(head.dtype).eps * head)
 

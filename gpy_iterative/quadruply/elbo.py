@@ -1,6 +1,6 @@
-"""Evidence lower bound of a Gaussian process in weight space, from a few rows and a few features a step.
+"""Evidence lower bound of a Gaussian process in weight space, from a few rows and features per step.
 
-Evans and Nair 2018, "Quadruply stochastic Gaussian processes", with an estimate of the same expectation and less variance.
+Evans and Nair 2018 (see `model.py`), with an estimate of less variance.
 """
 
 import logging
@@ -44,17 +44,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class QuadruplyStochasticReport(Report):
-    """One step on a sample of data and features.
+    """One step.
 
     Attributes:
-        value: what `forward` returned, [].
-        is_unbiased: whether it estimates the evidence lower bound for the rows; else it bounds it from below.
+        value: result of `forward`, [].
+        is_unbiased: it estimates the rows' evidence lower bound; else a lower bound of it.
         num_rows: sampled data.
         num_features: m.
-        num_feature_samples: features of a sample, beyond the head.
-        num_control_points: support points of the control variate.
-        num_steps_per_batch: steps with the same rows; 1 where each step draws others.
-        seconds: wall-clock time of the forward pass.
+        num_feature_samples: features of a sample, without the head.
+        num_control_points: of the control variate.
+        num_steps_per_batch: steps with the same rows.
+        seconds: wall-clock time of `forward`.
     """
 
     value: Tensor
@@ -77,43 +77,40 @@ class QuadruplyStochasticReport(Report):
 class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
     """Estimate of the evidence lower bound from samples of data and features.
 
-    Used like `gpytorch.mlls.VariationalELBO`: `loss = -mll(model(x), y)` with all training data, of which it draws rows, or
-    with the batches of a DataLoader (then pass `num_data`).
+    `loss = -mll(model(x), y)` draws rows from all training data, or takes batches of a DataLoader with `num_data`.
 
-    Where all data are passed and the kernel's hyperparameters are fixed, rows are kept for several steps, and what all
-    features predict for them is known: value and gradient are unbiased for these rows (with a shared diagonal of C), and
-    the value becomes optimistic as steps fit them; `exact_value` does not. Otherwise every step draws rows and samples
-    features for them: unbiased for Gaussian noise; for another log-concave likelihood an estimate of a lower bound.
+    With all data and fixed kernel hyperparameters, several steps keep their rows, where predictions of all features are
+    known: value and gradient are unbiased for these rows (with a shared diagonal of C), but steps fit them and the value
+    becomes optimistic. Else every step samples rows and features: unbiased for Gaussian noise, else a lower bound.
 
     Args:
         likelihood: Gaussian with one noise or fixed ones; or log-concave: Bernoulli (probit), `LogitBernoulliLikelihood`,
-            Laplace, Poisson, `PoissonLogLikelihood`, or one registered as such by `register_curvature`.
+            Laplace, Poisson, `PoissonLogLikelihood`, or registered by `register_curvature`.
         model: a QuadruplyStochasticGP.
         num_data: n. None: every call passes all data.
-        num_feature_samples: features of a sample. A step takes one sample for kept rows, else two (as for a prior that is
-            not diagonal). None is 10,000, or all there are.
-        num_data_samples: rows of a step; None is 500, or all there are.
-        num_steps_per_batch: steps with the same rows. More than 1 needs fixed hyperparameters of the kernel, inputs without
-            a gradient, and all data in every call. None is 1 where one of these is missing, where the order of the data
-            changes, with control points, for a basis with a head and where all features are evaluated; otherwise each
-            feature is sampled four times, on average.
-        num_control_points: support points of a control variate for rows that every step draws again. They are drawn from
-            the first data that are passed. None is 500 where it helps (Gaussian noise, sampled features), 0 is none.
-        sparse_gradients: gradients of sampled rows hold only these, so that a step of Adagrad, SGD or SparseAdam costs
-            O(samples); False for optimisers that need dense ones.
-        generator: of the samples; a generator or the seed of one.
+        num_feature_samples: features of a sample; None is up to 10,000. Gaussian noise without kept rows, and a dense
+            prior, take two samples.
+        num_data_samples: rows of a step; None is up to 500.
+        num_steps_per_batch: steps with the same rows. More than 1 needs fixed kernel hyperparameters, inputs without
+            gradient, and all data in every call. None samples each feature four times on average; it is 1 if this is not
+            possible, data change their order, num_control_points is given, or there is a head or no sampled feature.
+        num_control_points: points of a control variate for steps that draw rows, from the first data passed. None is 500
+            with Gaussian noise and sampled features.
+        sparse_gradients: gradients hold only sampled rows: Adagrad, SGD and SparseAdam then cost O(samples). False for
+            other optimisers.
+        generator: of samples, or its seed.
 
     Attributes:
-        is_unbiased: whether estimates are unbiased for any rows, as with Gaussian noise; `report` has it for the last one.
+        is_unbiased: estimates are unbiased for any rows (Gaussian noise).
         report: of the last evaluation.
 
     Raises:
         ValueError: options outside their range.
         TypeError: another model.
-        UnsupportedLikelihoodError: a likelihood that is neither Gaussian nor known to be log-concave.
+        UnsupportedLikelihoodError: not Gaussian or known to be log-concave.
 
-    Cost of a step: b t for b rows and t sampled features (2 (b + p) t with p control points), times 1 + k for k dense
-    columns, and the evaluation of as many features. Kept rows add a comparison of all m (1 + k) weights.
+    Cost of a step: b t for b rows and t sampled features (2 (b + p) t with p control points), times 1 + k, and the
+    evaluation of these features. Kept rows add a comparison of m (1 + k) weights.
     """
 
     def __init__(
@@ -165,7 +162,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         self._looks = looks.manual_seed((looks.initial_seed() + 1) % 2**63)
 
     def make_optimizer(self, num_steps: int, num_data: int) -> QuadruplyStochasticOptimizer:
-        """The optimiser of a training of so many steps; `num_data` counts where this object was given none."""
+        """Optimiser for `num_steps` steps; uses `num_data` if this object has none."""
         num_data = self._data.num_data_of(num_data)
         return QuadruplyStochasticOptimizer(self.model, self.likelihood, num_data=num_data, num_steps=num_steps)
 
@@ -173,25 +170,24 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         """Estimate of the evidence lower bound, divided by the number of data.
 
         Args:
-            function_dist: `model(x)` in train mode, at all data or a batch of them.
+            function_dist: `model(x)` in train mode, at all data or a batch.
             target: [n] or [b].
-            params, kwargs: arguments of the likelihood (`noise=` of a FixedNoiseGaussianLikelihood).
+            params, kwargs: of the likelihood (`noise=` of a FixedNoiseGaussianLikelihood).
 
         Returns:
-            []. Priors and added loss terms are included as in `gpytorch.mlls.VariationalELBO`. Under `torch.no_grad()` the
-            call has its own draws and does not change the training.
+            [], with priors and added loss terms. Under `torch.no_grad()` a call has its own draws and does not change the
+            training.
 
         Raises:
-            ValueError: shapes, dtypes, devices or sizes that do not fit, data that are not finite, targets outside of the
-                likelihood's support.
-            NonFiniteError: a hyperparameter or the estimate is not finite; nothing has changed. From `.backward()`: a
-                gradient is not finite; no `.grad` has changed.
+            ValueError: unfit shapes, dtypes, devices or sizes, non-finite data, targets outside the likelihood's support.
+            NonFiniteError: a hyperparameter or the estimate is not finite; nothing changes. From `.backward()`: a gradient
+                is not finite; no `.grad` changes.
         """
         start, tracks = time.perf_counter(), torch.is_grad_enabled()
         x = self._inputs_of(function_dist)
         call = self._checked_call(x, target, params, kwargs, self._run.generator() if tracks else self._looks)
         weights = self.model.weights
-        # Tensors of a run must not be inference tensors: later steps could not use them.
+        # Later steps could not use inference tensors.
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(tracks),
@@ -207,10 +203,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         return with_checked_gradient(value, self)
 
     def exact_value(self, x: Tensor, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
-        """The evidence lower bound that `forward` estimates or bounds, from all data and features: [], divided by n.
-
-        Differentiable. Memory and time O(n m): for small problems, and for an occasional look at training.
-        """
+        """The evidence lower bound from all data and features, divided by n: []. Differentiable; memory and time O(n m)."""
         x = self.model.check_inputs(x)
         call = self._checked_call(x, target, params, kwargs, self._looks)
         if len(x) != call.num_data:
@@ -221,20 +214,20 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
 
     @property
     def num_steps_per_batch(self) -> int:
-        """Steps with the same rows, where rows can be kept."""
+        """Steps with the same rows, if possible."""
         return self._points.num_steps_per_batch
 
     def refresh(self) -> None:
-        """Computes the known latent values from all features: m (1 + k) a point."""
+        """Computes known latent values again: m (1 + k) per point."""
         self._run = self._points.refreshed(self._run)
 
     def reset_control_variate(self) -> None:
-        """Removes the control variate; the next step starts one at the current hyperparameters, at new support points."""
+        """The next step starts a control variate at new points and present hyperparameters."""
         if self._run.part("control") is not None:
             self._run = self._run.having(control=None, latent=None)
 
     def training_state(self) -> dict[str, Tensor]:
-        """Generator, kept rows and control variate as a plain dict of tensors, for an exact resume."""
+        """A dict of tensors for an exact resume."""
         self._run = self._points.followed(self._run)
         return super().training_state()
 
@@ -261,7 +254,6 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         return run
 
     def _estimate(self, call: Call) -> tuple[Tensor, Run]:
-        """The value, and the run after the step."""
         model, points = self.model, self._points
         run = points.with_kept_rows(call, self._run)
         kept = run.part("kept")
@@ -271,7 +263,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
             initialize_weights(model, rows, call.num_data)
             warn_of_capacity(model, rows, call.num_data, (*model.hyperparameters(), *self.likelihood.parameters()))
         first = self._sample(call)
-        # Products of sampled residuals, and double sums of a prior that is not diagonal, take two samples.
+        # Products of residuals and double sums of a dense prior take two samples.
         takes_two = (self.is_unbiased and kept is None) or not model.basis.has_diagonal_prior
         second = self._sample(call) if takes_two else first
         if kept is None and points.uses_control_points(self._run):
@@ -285,13 +277,11 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
     def _data_term(
         self, rows: Rows, first: Sample, second: Sample, kwargs: Mapping[str, Any], known: KnownValues | None
     ) -> Tensor:
-        """E_q log p(y | f), or an estimate or bound of it, [] float64."""
         if self.is_unbiased:
             return gaussian_term(self.model, rows, first, second, known) / -2
         return site_bound(self.likelihood, self.model, rows, first, known, **kwargs)
 
     def _value(self, call: Call, data: Tensor, first: Sample, second: Sample) -> Tensor:
-        """The bound over n, with priors and added loss terms, [] in the dtype of the data."""
         dtype, num_data = call.x.dtype, call.num_data
         value = (data - twice_divergence(self.model, first, second).double() / 2) / num_data
         for _, module, prior, closure, _ in self.named_priors():
@@ -324,7 +314,6 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
     def _checked_call(
         self, x: Tensor, target: Tensor, params: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
     ) -> Call:
-        """Raises ValueError and NonFiniteError where data or parameters do not allow a step."""
         self._data.check(x, target, partial(check_support, self.likelihood), self._run.part("data"))
         for name, parameter in (*self.model.named_hyperparameters(), *self.likelihood.named_parameters()):
             if parameter.shape.numel() < FEATURE_SAMPLES and not torch.isfinite(parameter).all():

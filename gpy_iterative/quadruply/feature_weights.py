@@ -1,7 +1,7 @@
 """Variational distribution of the weights: q(w) = N(mu, C C^T) with a chevron C.
 
-The first k columns of C are dense below the diagonal, the others have a diagonal entry only. Every step moves the
-parameters of the head, and a few rows of those of the tail, whose gradients are sparse.
+The first k columns of C are dense below the diagonal, the others diagonal. A step moves the head and a few rows of the
+tail, with sparse gradients.
 """
 
 from collections.abc import Callable
@@ -18,41 +18,38 @@ from torch.nn import Parameter, functional
 
 @dataclass(frozen=True)
 class WeightRows:
-    """Rows of the tail's parameters."""
-
     mean: Tensor  # [t]
-    columns: Tensor  # of the dense columns of C, [t, k]
-    log_diagonal: Tensor | None  # of C, [t]; None where all share one
+    columns: Tensor  # of C's dense columns, [t, k]
+    log_diagonal: Tensor | None  # of C, [t]; None if shared
 
     @property
     def joined(self) -> Tensor:
-        """Mean and columns, [t, 1 + k]."""
         return torch.cat([self.mean.unsqueeze(-1), self.columns], dim=-1)
 
 
 @dataclass(frozen=True)
 class SeenRows:
-    """Rows of an evaluation whose gradient was taken."""
+    """Rows of a backward pass."""
 
     features: Tensor  # of the head, [b, h]
-    curvature: Tensor  # minus the second derivative of the bound in each latent mean, over n, [b]
-    # E_q log p(y | f), weighted as in the bound, after a change [b] of the latent means; None for Gaussian noise.
+    curvature: Tensor  # minus the bound's second derivative in each latent mean, over n, [b]
+    # The bound's E_q log p(y | f) after a change [b] of latent means; None for Gaussian noise.
     fit: Callable[[Tensor], Tensor] | None
 
 
 class FeatureWeights(_VariationalDistribution):
-    """Mean and factor C of all weights.
+    """Mean and C of all weights.
 
     Args:
         num_head: features of the head.
-        num_tail: all others.
-        num_dense_columns: k, at most num_head.
-        shared_diagonal: one diagonal entry of C for the whole tail.
+        num_tail: other features.
+        num_dense_columns: k <= num_head.
+        shared_diagonal: one diagonal entry of C for the tail.
         like: gives dtype and device.
 
     Attributes:
-        initialized: whether the diagonal of C has been set from data (0 or 1, part of the state_dict).
-        seen: rows whose gradient is in `.grad`; None where no optimiser uses them.
+        initialized: data have set the diagonal of C (0 or 1, in the state_dict).
+        seen: rows whose gradient is in `.grad`; None without an optimiser for them.
     """
 
     def __init__(
@@ -74,12 +71,12 @@ class FeatureWeights(_VariationalDistribution):
         self.register_parameter("head_log_diagonal", zeros(num_head))
         self.register_parameter("tail_mean", zeros(num_tail, 1))
         self.register_parameter("tail_columns", zeros(num_tail, num_dense_columns))
-        # Without a tail its deviation is that of the prior: there is nothing to learn.
+        # Without a tail there is nothing to learn.
         self.register_parameter("tail_log_diagonal", zeros(1 if shared_diagonal and num_tail else num_tail, 1))
         self.register_buffer("initialized", torch.zeros((), dtype=torch.uint8, device=like.device))
 
     def tail_rows(self, index: Tensor, *, sparse: bool) -> WeightRows:
-        """Rows [t] of the tail; cost O(t). Their gradient is sparse on request."""
+        """Rows [t] of the tail; gradients are sparse on request."""
         rows = lambda parameter: functional.embedding(index, parameter, sparse=sparse)
         k = self.num_dense_columns
         columns = rows(self.tail_columns) if k else self.tail_columns.new_zeros(len(index), 0)
@@ -87,39 +84,39 @@ class FeatureWeights(_VariationalDistribution):
         return WeightRows(rows(self.tail_mean).squeeze(-1), columns, diagonal)
 
     def watch(self, features: Tensor, variance: Tensor, fit: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Adds rows to `seen` in the backward pass: features of the head [b, h], latent variance [b], `SeenRows.fit`."""
+        """Adds `SeenRows` in the backward pass: head features [b, h], latent variance [b], `fit`."""
         if self.seen is None or not variance.requires_grad:
             return
         features = features.detach()
-        # The derivative in the variance is half the second one in the mean, of any density (Price's theorem).
+        # Price's theorem: the derivative in the variance is half the second one in the mean.
         note = lambda gradient: self.seen.append(SeenRows(features, 2 * gradient, fit))
         variance.register_hook(note)
 
     @property
     def dense_head_columns(self) -> Tensor:
-        """The head's rows of the dense columns of C: [h, k], lower triangular."""
+        """The head's dense columns of C, [h, k], lower triangular."""
         diagonal = self.head_log_diagonal[: self.num_dense_columns].exp()
         below = self.head_columns.tril(-1)
         return below + functional.pad(torch.diag(diagonal), (0, 0, 0, self.num_head - self.num_dense_columns))
 
     @property
     def head_variances(self) -> Tensor:
-        """Squared diagonal entries of the head's diagonal columns, [h - k]."""
+        """Squared diagonal entries beyond dense columns, [h - k]."""
         return (2 * self.head_log_diagonal[self.num_dense_columns :]).exp()
 
     @property
     def shared_variance(self) -> Tensor:
-        """Squared diagonal entry that the tail shares, []; 1 where there is no tail."""
+        """Squared diagonal entry of the tail; 1 without tail."""
         return (2 * self.tail_log_diagonal).exp().prod()
 
     @property
     def mean(self) -> Tensor:
-        """Mu [m], detached; O(m)."""
+        """Mu [m]."""
         return torch.cat([self.head_mean.detach(), self.tail_mean.detach().squeeze(-1)])
 
     @property
     def variance(self) -> Tensor:
-        """The diagonal of C C^T [m], detached; O(m k)."""
+        """Diagonal of C C^T [m]; O(m k)."""
         return self().lazy_covariance_matrix.diagonal()
 
     def forward(self) -> MultivariateNormal:
@@ -131,13 +128,13 @@ class FeatureWeights(_VariationalDistribution):
         return MultivariateNormal(self.mean, RootLinearOperator(root) + DiagLinearOperator(variances))
 
     def initialize_variational_distribution(self, prior_dist: MultivariateNormal) -> None:
-        """Takes mean and variance of a distribution [m], which the first step keeps; dense columns become diagonal."""
+        """Sets mean and variance [m], which the first step keeps."""
         columns = self.head_columns.new_zeros(self.num_head + self.num_tail, self.num_dense_columns)
         self.assign(prior_dist.mean, columns, prior_dist.variance.log() / 2)
 
     @torch.no_grad()
     def assign(self, mean: Tensor, columns: Tensor, log_diagonal: Tensor) -> None:
-        """Sets mean [m], dense columns [m, k] below the diagonal, and log diagonal of C [m]."""
+        """Sets mean [m], columns [m, k] below the diagonal, log diagonal [m]."""
         h = self.num_head
         tail = log_diagonal[h:].unsqueeze(-1)
         self.head_mean.copy_(mean[:h])

@@ -1,7 +1,7 @@
-"""The latent function at points where it is known from all features, while a step moves the weights of a few.
+"""The latent function at points where it is known from all features.
 
-At points x the tail's part of the latent moments is computed once from all features. Later the change of every weight that
-has moved is added, whoever moved it. The gradient is that of sampled features U times (all features) / |U|: unbiased.
+The tail's latent moments are computed once from all features; then changes of weights are added. The unbiased gradient is
+that of sampled features U times (all features) / |U|.
 """
 
 import copy
@@ -18,36 +18,33 @@ from gpy_iterative.training.run import Part
 
 @dataclass(frozen=True)
 class KnownLatent:
-    """State of the latent function at p points, a part of a run; the methods return the next one.
-
-    `frozen` is a model of `freeze`.
-    """
+    """The latent function at p points, a part of a run. `frozen` is a model of `freeze`."""
 
     x: Tensor  # [p, d]
-    head: Tensor  # features of the head, [p, h]
-    total: Tensor  # Phi (mu, C_d) over all sampled groups, [p, 1 + k], float64
-    weights: Tensor  # (mu, C_d) that `total` belongs to, [m, 1 + k]
-    sampled: Tensor  # rows of the weights in the last evaluation's samples, [t]
+    head: Tensor  # head features, [p, h]
+    total: Tensor  # Phi (mu, C_d) of the tail, [p, 1 + k], float64
+    weights: Tensor  # (mu, C_d) of `total`, [m, 1 + k]
+    sampled: Tensor  # rows of the last evaluation's samples, [t]
     features: Tensor  # of these rows, [p, t]
-    writes: Tensor  # to the buffers of the basis, when `head` was computed: their number
+    writes: Tensor  # writes to basis buffers before `head`
 
     @classmethod
     @torch.no_grad()
     def start(cls, frozen: QuadruplyStochasticGP, x: Tensor) -> "KnownLatent":
-        """At points x [p, d]; cost p m (1 + k)."""
+        """At x [p, d]; cost p m (1 + k)."""
         head, weights = frozen.head_features(x), _weights(frozen)
         none = torch.empty(0, dtype=torch.int64, device=x.device)
         total = _product(frozen, x, head, weights)
         return cls(x, head, total, weights, none, x.new_empty(len(x), 0), _writes(frozen))
 
     def follows(self, model: QuadruplyStochasticGP) -> bool:
-        """Whether the basis and the points are those of the model now."""
+        """Whether basis and points still fit the model."""
         like = model.basis.like
         return bool(self.writes == _writes(model)) and (self.x.dtype, self.x.device) == (like.dtype, like.device)
 
     @torch.no_grad()
     def caught_up(self, frozen: QuadruplyStochasticGP) -> "KnownLatent":
-        """At the present weights: m (1 + k) comparisons, p t (1 + k), and features of unsampled rows that have moved."""
+        """At present weights; cost m (1 + k) + p t (1 + k), and features of unsampled rows that moved."""
         weights = _weights(frozen)
         moves = weights - self.weights
         known = moves[self.sampled]
@@ -61,7 +58,7 @@ class KnownLatent:
     def evaluate(
         self, frozen: QuadruplyStochasticGP, first: Sample, second: Sample
     ) -> tuple[KnownValues, "KnownLatent"]:
-        """Values whose gradient is that of the samples' rows times (all) / (rows in either); the state that has these."""
+        """Values and next state."""
         left = frozen.tail_features(self.x, self.head, first.groups)
         right, rows, features = left, first.rows.joined, left
         index, path = first.index, left @ (rows - rows.detach())
@@ -76,7 +73,7 @@ class KnownLatent:
 
     @classmethod
     def resumed(cls, model: QuadruplyStochasticGP, part: Part) -> "KnownLatent":
-        """From a loaded part. Raises ValueError where entries are missing or have other shapes than this model's."""
+        """From a loaded part; raises as `check_entries`."""
         names = [field.name for field in fields(cls)]
         check_entries(part, dict.fromkeys(names))
         columns, points = 1 + model.weights.num_dense_columns, len(part["x"])
@@ -91,7 +88,7 @@ class KnownLatent:
 
 
 def freeze(model: QuadruplyStochasticGP, hyperparameters: Part) -> QuadruplyStochasticGP:
-    """A copy whose features stay at the given hyperparameters of the basis; shares the weights."""
+    """A copy with given basis hyperparameters; shares the weights."""
     shared = (*model.buffers(), *model.basis.sampled_parameters(), model.weights)
     frozen = copy.deepcopy(model, {id(part): part for part in shared})
     for name, value in hyperparameters.items():
@@ -100,7 +97,7 @@ def freeze(model: QuadruplyStochasticGP, hyperparameters: Part) -> QuadruplyStoc
 
 
 def check_entries(part: Part, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
-    """Raises ValueError where an entry is missing or has another shape; None is any shape."""
+    """Raises ValueError for a missing entry or another shape; None is any shape."""
     for name, shape in shapes.items():
         if name not in part:
             raise ValueError(f"This is no training state of this model: it has no entry {name!r}.")
@@ -112,13 +109,13 @@ def check_entries(part: Part, shapes: Mapping[str, tuple[int, ...] | None]) -> N
 
 
 def _weights(model: QuadruplyStochasticGP) -> Tensor:
-    """Mean and dense columns of the tail, [m, 1 + k], a copy."""
+    """A copy, [m, 1 + k]."""
     mean, columns = model.weights.tail_mean.detach(), model.weights.tail_columns.detach()
-    return torch.cat([mean, columns], dim=-1) if columns.numel() else mean.clone()  # which is far faster
+    return torch.cat([mean, columns], dim=-1) if columns.numel() else mean.clone()  # far faster
 
 
 def _product(model: QuadruplyStochasticGP, x: Tensor, head: Tensor, weights: Tensor) -> Tensor:
-    """Phi(x) times weights [m, 1 + k], from the groups that have a weight other than zero: [p, 1 + k], float64."""
+    """Phi(x) times weights [m, 1 + k], skipping groups of zeros: [p, 1 + k], float64."""
     total = x.new_zeros(len(x), weights.shape[-1], dtype=torch.float64)
     every = model.basis.feature_index(torch.arange(model.num_tail_groups, device=x.device))
     used = weights.any(-1)[every].view(model.basis.group_size, -1).any(0)
@@ -128,5 +125,5 @@ def _product(model: QuadruplyStochasticGP, x: Tensor, head: Tensor, weights: Ten
 
 
 def _writes(model: QuadruplyStochasticGP) -> Tensor:
-    """Number of in-place writes to the buffers of the basis, which torch counts. Inference tensors count none."""
+    """In-place writes to basis buffers. Inference tensors count none."""
     return torch.tensor(sum(tensor._version for tensor in model.basis.buffers() if not tensor.is_inference()))

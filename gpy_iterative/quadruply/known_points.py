@@ -1,10 +1,7 @@
-"""Points of a run at which the latent function is known: rows that are kept for several steps, or control points.
+"""Points with a known latent function: rows kept for several steps, or control points if rows cannot be kept.
 
-For rows that are kept the latent function is computed once from all features and then follows the steps. Where rows cannot
-be kept, support points of a control variate are known in the same way.
-
-A run has the parts `latent` (see `KnownLatent`), `basis` (the hyperparameters at which it started), and either `kept` (the
-rows' `index` and the `count` of their steps) or `control` (the points' targets `y` and fixed `noise`).
+A run has the parts `latent` (see `KnownLatent`), `basis` (hyperparameters at its start), and either `kept` (rows' `index`
+and `count` of steps) or `control` (points' targets `y` and fixed `noise`).
 """
 
 import torch
@@ -21,7 +18,7 @@ from gpy_iterative.training.run import Part, Run
 
 
 class KnownPoints:
-    """Kept rows and control points, with the options of `QuadruplyStochasticELBO`; takes runs and returns them."""
+    """Kept rows and control points, with options of `QuadruplyStochasticELBO`; maps runs to runs."""
 
     def __init__(
         self,
@@ -42,15 +39,15 @@ class KnownPoints:
         self._frozen_at: tuple[Part | None, QuadruplyStochasticGP] | None = None
 
     def with_kept_rows(self, call: Call, run: Run) -> Run:
-        """The run with the rows of this step in `kept`: the last step's or new ones; without it where rows are not kept."""
+        """The run with this step's rows in `kept`, if rows are kept."""
         kept = run.part("kept")
         if not self._keeps_rows(call, run):
             return _without_kept_rows(run)
         if kept is None and run.part("control") is not None and not torch.is_grad_enabled():
-            return run  # a look at all data while batches are trained on
+            return run  # evaluation of all data during training with batches
         has_moved = kept is not None and not _are_rows_of(call.x, kept, run.parts["latent"])
         if has_moved and not self._asks_to_keep:
-            # Data in another order in every call (a shuffling loader of whole batches) would mean a draw in every call.
+            # A shuffling loader of all data would need a draw in every call.
             return _without_kept_rows(run).having(order={"is_shuffled": torch.tensor(True)})
         if kept is None or has_moved or self._are_due(call, kept):
             return self._with_new_rows(call, run)
@@ -60,14 +57,14 @@ class KnownPoints:
         return run.having(kept={"index": kept["index"], "count": kept["count"] + 1})
 
     def uses_control_points(self, before: Run) -> bool:
-        """Whether a step without kept rows has a control variate; `before` is the run before it."""
+        """Whether a step without kept rows has a control variate."""
         if not self.num_control_points or self.model.num_tail_groups <= self.num_group_samples:
             return False
-        # A look at other data, while training keeps its rows, does not start one.
+        # Evaluation of other data, while training keeps rows, starts none.
         return torch.is_grad_enabled() or before.part("kept") is None
 
     def with_control_points(self, call: Call, run: Run) -> Run:
-        """The run with support points in `control`, drawn from the rows of this call where there are none."""
+        """The run with support points in `control`; new ones are rows of this call."""
         if run.part("control") is not None:
             return self.followed(run)
         if self._asks_for_points and self.num_control_points > call.num_data:
@@ -82,14 +79,13 @@ class KnownPoints:
         return self._started(run, x[index].detach()).having(control=control)
 
     def evaluate(self, run: Run, first: Sample, second: Sample) -> tuple[KnownValues | None, Run]:
-        """The values at the run's points, None without any; and the run that expects a step of the samples' rows."""
+        """Values at the run's points, if any, and the next run."""
         if (part := run.part("latent")) is None:
             return None, run
         values, latent = KnownLatent(**part).evaluate(self._frozen(run), first, second)
         return values, run.having(latent=vars(latent))
 
     def control_term(self, call: Call, run: Run, known: KnownValues, first: Sample, second: Sample) -> Tensor:
-        """The control variate at the run's points, [] (see `data_terms.control_term`)."""
         x, control = run.parts["latent"]["x"], run.parts["control"]
         with torch.no_grad():
             residual = control["y"].to(x) - self.model.prior_mean(x)
@@ -102,7 +98,7 @@ class KnownPoints:
     @torch.inference_mode(False)
     @torch.no_grad()
     def followed(self, run: Run) -> Run:
-        """The run at the model's current weights; see `KnownLatent.caught_up`."""
+        """The run at current weights."""
         if (part := run.part("latent")) is None:
             return run
         latent = KnownLatent(**part)
@@ -112,14 +108,14 @@ class KnownPoints:
 
     @torch.inference_mode(False)
     def refreshed(self, run: Run) -> Run:
-        """The run at the model's current weights, computed from all features: m (1 + k) a point."""
+        """The same from all features: m (1 + k) per point."""
         run = self.followed(run)
         if (part := run.part("latent")) is None:
             return run
         return run.having(latent=vars(KnownLatent.start(self._frozen(run), part["x"])))
 
     def checked(self, run: Run) -> Run:
-        """A loaded run. Raises ValueError for entries that are missing or do not fit the model."""
+        """A loaded run. Raises ValueError for missing or unfit entries."""
         part, kept, control = (run.part(name) for name in ("latent", "kept", "control"))
         if part is None:
             return run.having(kept=None, control=None, basis=None)
@@ -133,7 +129,7 @@ class KnownPoints:
         return run.having(latent=vars(latent), basis=basis)
 
     def _keeps_rows(self, call: Call, run: Run) -> bool:
-        """Raises ValueError where `num_steps_per_batch` was given and rows cannot be kept."""
+        """Raises ValueError if `num_steps_per_batch` was given and rows cannot be kept."""
         if self.num_steps_per_batch == 1:
             return False
         is_learned = call.x.requires_grad or any(p.requires_grad for p in self.model.basis.feature_parameters())
@@ -151,7 +147,7 @@ class KnownPoints:
         return is_whole and not is_learned and run.part("order") is None
 
     def _are_due(self, call: Call, kept: Part) -> bool:
-        """Whether other rows are to be drawn; never in a look, or where the rows are all there are."""
+        """Whether to draw other rows; never without gradients or if all rows are kept."""
         is_last = int(kept["count"]) >= self.num_steps_per_batch and len(kept["index"]) < len(call.x)
         return is_last and torch.is_grad_enabled()
 
@@ -161,20 +157,18 @@ class KnownPoints:
         return self._started(run, call.x[index].detach()).having(kept=kept, control=None)
 
     def _started(self, run: Run, x: Tensor) -> Run:
-        """With latent values at points x, at the model's current weights and hyperparameters."""
         if run.part("basis") is None or not self._has_hyperparameters_of(run):
             run = run.having(basis={name: value.clone() for name, value in self._hyperparameters().items()})
         return run.having(latent=vars(KnownLatent.start(self._frozen(run), x)))
 
     def _frozen(self, run: Run) -> QuadruplyStochasticGP:
-        """The model at the run's hyperparameters; kept, since copying a model takes time."""
+        """Cached, since copying a model takes time."""
         part = run.part("basis")
         if self._frozen_at is None or self._frozen_at[0] is not part:
             self._frozen_at = part, freeze(self.model, part or {})
         return self._frozen_at[1]
 
     def _hyperparameters(self) -> Part:
-        """Those that features depend on, by name."""
         own = {id(parameter) for parameter in self.model.basis.feature_parameters()}
         return {name: p.detach() for name, p in self.model.basis.named_parameters() if id(p) in own}
 
@@ -188,7 +182,7 @@ def _without_kept_rows(run: Run) -> Run:
 
 
 def _are_rows_of(x: Tensor, kept: Part, latent: Part) -> bool:
-    """Whether the data have the kept rows where they were."""
+    """Whether the data still have the kept rows at their index."""
     index = kept["index"]
     return len(x) > int(index.max()) and torch.equal(x[index], latent["x"].to(x))
 

@@ -1,4 +1,4 @@
-"""Gaussian process in weight space, f(x) = mean(x) + phi(x) w, with a variational distribution of w."""
+"""Gaussian process in weight space, f(x) = mean(x) + phi(x) w."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
 from gpy_iterative.quadruply.deferred import DeferredPrediction, WeightSpaceCovarianceLinearOperator
 from gpy_iterative.quadruply.feature_weights import FeatureWeights, WeightRows
 
-#: Features that are evaluated at a time.
+#: Features evaluated at a time.
 BLOCK = 8192
 
 
@@ -21,21 +21,19 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
     Args:
         basis: phi; begin with `NystromBasis`.
-        mean_module: of the prior; None is zero.
-        num_dense_columns: k, the number of dense columns of C, where C C^T is the posterior covariance of w. The other
-            columns have a diagonal entry only. Dense columns belong to the first features of the basis.
-        shared_diagonal: one diagonal entry of C for all sampled features. Its part of the variance is then exact. None is
-            True where the basis knows the prior variance of its groups.
+        mean_module: prior mean; None is zero.
+        num_dense_columns: k. The covariance of w is C C^T; C has k dense columns, then diagonal ones.
+        shared_diagonal: sampled features share one diagonal entry of C; their variance is then exact. None is True if the
+            basis has a `group_prior_variance`.
 
-    In train mode `model(x)` evaluates nothing: its output knows x, from which the marginal log likelihood samples, and
-    predicts when its mean or variance is read. In eval mode `model(x)` is `posterior(x)`.
-    Train with `QuadruplyStochasticOptimizer`.
+    In train mode `model(x)` predicts when its mean or variance is read. In eval mode it is `posterior(x)`. Train with
+    `QuadruplyStochasticOptimizer`.
 
     Raises:
-        TypeError: a basis that is no `FeatureBasis`.
-        ValueError: more dense columns than features, or not whole groups of them.
+        TypeError: basis is not a `FeatureBasis`.
+        ValueError: num_dense_columns exceeds the features or splits a group.
 
-    Memory: m (1 + k) numbers, and as much for the optimiser.
+    Memory: m (1 + k) numbers; the optimiser takes as many.
 
     Examples:
         >>> kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()).requires_grad_(False)
@@ -77,29 +75,28 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
     @property
     def num_tail_groups(self) -> int:
-        """Groups that a step samples from."""
+        """Groups that are sampled."""
         return self.basis.num_groups - self.num_leading_groups
 
     @property
     def device(self) -> torch.device:
-        """Of basis and parameters."""
         return self.basis.like.device
 
     def forward(self, x: Tensor) -> MultivariateNormal:
-        """The latent distribution at x [t, d]; computed when it is read in train mode."""
+        """Latent distribution at x [t, d], deferred in train mode."""
         x = self.check_inputs(x)
         return DeferredPrediction(self, x) if self.training else self.posterior(x)
 
     def posterior(self, x: Tensor) -> MultivariateNormal:
-        """The latent function at x [t, d]: exact mean and covariance, from all features in blocks.
+        """Exact latent mean and covariance at x [t, d], from all features in blocks.
 
         Returns:
-            A MultivariateNormal [t], without noise. Its t x t covariance is computed when it is read.
+            A MultivariateNormal [t] without noise. Its covariance is computed when it is read.
 
         Raises:
-            ValueError: inputs that do not fit or are not finite.
+            ValueError: x has a wrong shape, dtype or device, or is not finite.
 
-        Cost: t m (d + k); memory t (k + 8,192). It has a graph only where x requires a gradient.
+        Cost: t m (d + k); memory t (k + 8,192). Only x receives gradients.
         """
         x = self.check_inputs(x)
         check_finite("x", x)
@@ -109,7 +106,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
             return MultivariateNormal(self.prior_mean(x) + mean, covariance)
 
     def prior_mean(self, x: Tensor) -> Tensor:
-        """Values of the mean module, [n]. Raises ValueError where they have another shape."""
+        """[n]. Raises ValueError for another shape."""
         mean = self.mean_module(x)
         if mean.shape != x.shape[:1]:
             raise ValueError(
@@ -119,7 +116,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return mean
 
     def head_features(self, x: Tensor) -> Tensor:
-        """Features that every step evaluates, [n, h]: the basis' head and the groups of dense columns."""
+        """Features [n, h] of the basis' head and of groups with dense columns."""
         head = self.basis.head_features(x)
         if not self.num_leading_groups:
             return head
@@ -127,36 +124,36 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return torch.cat([head, self.basis.group_features(x, head, leading)], dim=-1)
 
     def tail_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
-        """Features of some sampled groups, [n, g * group_size]."""
+        """Features [n, g * group_size] of sampled groups."""
         if not len(groups):
             return x.new_empty(x.shape[0], 0)
         own = head[:, : self.basis.num_head_features]
         return self.basis.group_features(x, own, groups + self.num_leading_groups)
 
     def tail_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:
-        """Prior variance of all sampled groups, [n]."""
+        """Prior variance [n] of the tail."""
         own = head[:, : self.basis.num_head_features]
         variance = self.basis.group_prior_variance(x, own)
         return variance * (self.num_tail_groups / self.basis.num_groups) if self.basis.num_groups else variance
 
     def head_precision(self) -> Tensor:
-        """The prior precision of the head's features, [h]."""
+        """Prior precision [h]."""
         if not self.num_leading_groups:
             return torch.ones_like(self.weights.head_mean)
         return self._precision(torch.arange(self.num_leading_groups, device=self.device))
 
     def tail_precision(self, groups: Tensor) -> Tensor:
-        """The prior precision of sampled groups, [g * group_size]."""
+        """Prior precision [g * group_size]."""
         return self._precision(groups + self.num_leading_groups)
 
     def tail_blocks(self, used: Tensor | None = None) -> Iterator[Tensor]:
-        """Sampled groups in blocks of about `BLOCK` features, [g] each; all, or those of a mask `used`."""
+        """Blocks of about `BLOCK` features, as sampled groups [g]; `used` is a mask of groups."""
         groups = torch.arange(self.num_tail_groups, device=self.device)
         groups = groups if used is None else groups[used]
         return iter(groups.split(max(1, BLOCK // self.basis.group_size)) if len(groups) else ())
 
     def diagonal_part(self, x: Tensor) -> Tensor:
-        """Covariance from the diagonal columns of C, [t, t]; cost t^2 m."""
+        """Covariance [t, t] from the diagonal columns of C; cost t^2 m."""
         weights, head = self.weights, self.head_features(x)
         own = head[:, weights.num_dense_columns :]
         result = (own * weights.head_variances) @ own.mT
@@ -170,7 +167,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return result
 
     def check_inputs(self, x: Tensor) -> Tensor:
-        """Inputs [n, d]; a vector becomes one column. Raises ValueError for a batch, another dtype or device."""
+        """Inputs [n, d]. Raises ValueError for a batch, another dtype or device."""
         if not isinstance(x, Tensor):
             raise ValueError(
                 f"The inputs must be a tensor, got {type(x).__name__}: convert them with torch.as_tensor(...)."
@@ -186,7 +183,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return self.basis.like.new_ones(len(groups) * self.basis.group_size) if precision is None else precision
 
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean without the mean module's [t], phi(x) C_d [t, k], and variance from the diagonal columns of C [t]."""
+        """Mean [t] without prior mean, phi(x) times dense columns [t, k], other variance [t]."""
         weights, head = self.weights, self.head_features(x)
         k = weights.num_dense_columns
         mean, root = head @ weights.head_mean, head @ weights.dense_head_columns
@@ -206,7 +203,6 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
 
 def _dense_columns_beyond_head(basis: FeatureBasis, num_dense_columns: int) -> int:
-    """Features of dense columns that are not in the basis' head. Raises ValueError for a number that is not possible."""
     check_count("num_dense_columns", num_dense_columns, least=0)
     if num_dense_columns > basis.num_features:
         raise ValueError(

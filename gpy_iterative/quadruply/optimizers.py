@@ -1,4 +1,4 @@
-"""Optimisers of quadruply stochastic models, with their schedule."""
+"""Optimisers of quadruply stochastic models."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,31 +11,31 @@ from gpy_iterative.checks import check_count, check_fraction, check_instance, ch
 from gpy_iterative.quadruply.feature_weights import FeatureWeights, SeenRows
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 
-#: A step divides precisions by at most the inverse of this.
+#: Smallest precision after a step over that before.
 LEAST_PRECISION_RATIO = 0.5
 #: Halvings of a step before it is skipped.
 MAX_HALVINGS = 50
-#: Rate of the noise's step, and the most that one step changes the logarithm of the noise by.
+#: Rate of the noise, and largest change of its logarithm.
 NOISE_RATE, MOST_LOG_CHANGE = 0.1, 1.0
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """Pickled with all attributes, without hooks and without the step that schedulers wrap."""
+    """Pickled without hooks and the `step` that schedulers wrap."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "step"}
 
 
 class HeadNaturalGradient(_Optimizer):
-    """Natural gradient steps of the mean and diagonal of q at the head of a `NystromBasis`.
+    """Natural gradient steps of mean and diagonal of q at the head of a `NystromBasis`.
 
-    mu minimises the bound of the step's rows, at their curvature, plus |mu - mu_before|^2_{C^-2} / (2 lr): it moves by
-    -lr C (I + G^T G)^-1 C (gradient), G = sqrt(lr curvature) phi C. Precisions c^-2 move towards those of the rows at rate
-    lr. For a likelihood that is not Gaussian the step of mu is halved until the bound of its rows does not fall.
+    mu moves by -lr C (I + G^T G)^-1 C (gradient), G = sqrt(lr curvature) phi C; this minimises the rows' quadratic loss
+    plus |mu - mu_before|^2_{C^-2} / (2 lr). Precisions c^-2 move towards the rows' at rate lr. Without Gaussian noise the
+    step of mu is halved until the rows' bound does not fall.
 
     Args:
-        weights: of a model. From now on it notes the rows of backward passes.
-        num_data: n, which the loss was divided by.
+        weights: of a model; from now on records rows of backward passes.
+        num_data: n, as in the loss.
         lr: at most 1.
 
     Raises:
@@ -50,16 +50,15 @@ class HeadNaturalGradient(_Optimizer):
         weights.seen = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Removes gradients and their rows."""
         super().zero_grad(set_to_none)
         self.weights.seen = []
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step for the rows of all backward passes since the last step; cost O(b h min(b, h)) in float64.
+        """A step for all backward passes since the last; cost O(b h min(b, h)) in float64.
 
         Raises:
-            RuntimeError: the gradient is not that of a `QuadruplyStochasticELBO`.
+            RuntimeError: the gradient is not from a `QuadruplyStochasticELBO`.
         """
         weights = self.weights
         if weights.head_mean.grad is None:
@@ -79,13 +78,13 @@ class HeadNaturalGradient(_Optimizer):
         change = -rate * deviations * _solved(root, deviations * gradient)
         weights.head_mean += (_length(weights.head_mean.double(), change, seen) * change).to(weights.head_mean.dtype)
         if log_diagonal.grad is not None:
-            # c^-2 += lr (1 + curvature - c^-2), written with the gradient of log c.
+            # c^-2 += lr (1 + curvature - c^-2), by the gradient of log c.
             ratio = 1 + rate * self.num_data * log_diagonal.grad
             log_diagonal -= ratio.clamp_min(LEAST_PRECISION_RATIO).log() / 2
 
 
 def _solved(root: Tensor, rhs: Tensor) -> Tensor:
-    """(I + G^T G)^-1 v [h] for G [b, h], by the smaller Gram matrix."""
+    """(I + G^T G)^-1 v [h] by the smaller Gram matrix of G [b, h]."""
     small = root if len(root) <= root.shape[1] else root.mT
     gram = small @ small.mT
     gram.diagonal().add_(1)
@@ -96,7 +95,7 @@ def _solved(root: Tensor, rhs: Tensor) -> Tensor:
 
 
 def _length(mean: Tensor, change: Tensor, seen: list[SeenRows]) -> float:
-    """Length of the step: 1, halved until the bound of the seen rows does not fall; 0 where it never does."""
+    """Step length: 1, halved until the seen rows' bound does not fall, or 0."""
     others = [(rows.fit, rows.features @ change.to(rows.features.dtype)) for rows in seen if rows.fit is not None]
     if not others:
         return 1.0
@@ -109,7 +108,7 @@ def _length(mean: Tensor, change: Tensor, seen: list[SeenRows]) -> float:
 
 
 class NoiseNaturalGradient(_Optimizer):
-    """Natural gradient steps of a Gaussian likelihood's noise: its logarithm moves by -2 lr times its gradient."""
+    """Natural gradient steps of Gaussian noise: log noise moves by -2 lr times its gradient."""
 
     def __init__(self, likelihood: GaussianLikelihood, *, lr: float = NOISE_RATE) -> None:
         check_rate("lr", lr)
@@ -117,7 +116,6 @@ class NoiseNaturalGradient(_Optimizer):
         self.likelihood = likelihood
 
     def step(self, closure: None = None) -> None:
-        """One step; nothing where the noise has no gradient."""
         raw, constraint = self.likelihood.noise_covar.raw_noise, self.likelihood.noise_covar.raw_noise_constraint
         if raw.grad is None:
             return
@@ -135,25 +133,24 @@ class NoiseNaturalGradient(_Optimizer):
 class QuadruplyStochasticOptimizer(_Optimizer):
     """All optimisers of a quadruply stochastic model, with their schedule.
 
-    `HeadNaturalGradient` for the head of a `NystromBasis`; Adagrad, whose sparse steps move only sampled rows, for the
-    other variational parameters and the precisions of relevance vectors; natural gradients for the noise of a
-    `GaussianLikelihood`; Adam for other hyperparameters. Noise and hyperparameters are fixed in the first steps. All rates
-    decay exponentially. `param_groups` have the initial rates, which torch's schedulers may change.
+    `HeadNaturalGradient` moves the head of a `NystromBasis`, `NoiseNaturalGradient` the noise of a `GaussianLikelihood`,
+    Adagrad other variational parameters and relevance vectors' precisions, Adam other hyperparameters. Noise and
+    hyperparameters are fixed at first. Rates decay exponentially from those of `param_groups`, which schedulers may change.
 
     Args:
-        model: whose parameters are trained.
-        likelihood: with its own, or None.
+        model: to train.
+        likelihood: to train, or None.
         num_data: n.
-        num_steps: of the whole training.
+        num_steps: of the training.
         head_learning_rate: of `HeadNaturalGradient`.
         learning_rate: of Adagrad.
-        hyper_learning_rate: of Adam; 0 leaves hyperparameters out.
-        final_fraction: last rate over the first, of all optimisers.
-        num_frozen_steps: steps before hyperparameters move; None is a tenth of all.
+        hyper_learning_rate: of Adam; 0 fixes hyperparameters.
+        final_fraction: last rate over first rate.
+        num_frozen_steps: steps before hyperparameters move; None is a tenth.
 
     Attributes:
-        optimizers: the optimisers it consists of.
-        num_done: number of steps made.
+        optimizers: its optimisers.
+        num_done: steps made.
 
     Raises:
         ValueError: options outside their range.
@@ -204,7 +201,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         self.all_parameters = [*model.parameters(), *own]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Removes the gradients of all parameters, trained or not."""
+        """Removes gradients of untrained parameters too."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
         for parameter in self.all_parameters:
@@ -212,7 +209,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
                 parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every optimiser and of the schedule; returns the value of the closure, which is called first."""
+        """Calls the closure first and returns its value."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         decay = self.options["final_fraction"] ** min(1.0, self.num_done / self.options["num_steps"])
@@ -223,7 +220,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
             try:
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = 0.0 if is_frozen else rate * decay
-                # Adagrad makes sparse tensors, which PyTorch warns of unless it is told how to check them.
+                # Else PyTorch warns of Adagrad's sparse tensors.
                 with torch.sparse.check_sparse_tensor_invariants(False):
                     optimizer.step()
             finally:
@@ -233,7 +230,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ValueError: the parameters are those of the model and the likelihood."""
+        """Raises ValueError: there are no other parameters."""
         if hasattr(self, "optimizers"):
             raise ValueError(
                 "QuadruplyStochasticOptimizer takes no further parameters: use another optimiser for them."
@@ -241,12 +238,11 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """For `torch.save`."""
         states = [optimizer.state_dict() for optimizer in self.optimizers]
         return {"run": self._description(), "optimizers": states, "num_done": self.num_done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned; raises ValueError, and changes nothing, for the state of another run."""
+        """Raises ValueError for the state of another run, and changes nothing."""
         if not isinstance(state_dict, Mapping) or state_dict.keys() != self.state_dict().keys():
             raise ValueError(
                 "This is no state of a QuadruplyStochasticOptimizer of this version: take it from state_dict()."
@@ -276,7 +272,6 @@ class QuadruplyStochasticOptimizer(_Optimizer):
 
 
 def _other_weights(weights: FeatureWeights, has_own_head: bool) -> Iterator[Tensor]:
-    """Parameters of Adagrad: with those of the features of dense columns, which are correlated like all others."""
     own = () if has_own_head else (weights.head_mean, weights.head_log_diagonal)
     tail = (weights.tail_mean, weights.tail_columns, weights.tail_log_diagonal)
     for parameter in (*own, weights.head_columns, *tail):

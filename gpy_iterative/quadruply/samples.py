@@ -1,4 +1,4 @@
-"""Sampled groups of features: how they are drawn, and sums over all features that they estimate without bias."""
+"""Sampled groups of features, and unbiased estimates of sums over all features."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,18 @@ from torch import Tensor
 from gpy_iterative.quadruply.feature_weights import WeightRows
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 
-#: Larger shares are drawn by a permutation of all numbers.
+#: Larger shares are drawn by a permutation.
 LARGE_SHARE = 0.25
 
 
 def ring_block(total: int, size: int, generator: torch.Generator) -> Tensor:
-    """Consecutive numbers modulo `total` from a uniform start, [size]: each is drawn with probability size / total."""
+    """Consecutive numbers modulo `total`, [size]; each has probability size / total."""
     start = torch.randint(total, (), generator=generator, device=generator.device)
     return (start + torch.arange(size, device=generator.device)) % total
 
 
 def uniform_subset(total: int, size: int, generator: torch.Generator) -> Tensor:
-    """A uniform draw of distinct numbers below total, [size]; O(size log size) where size is a small share of total."""
+    """Distinct uniform numbers, [size]; O(size log size) for a small share."""
     if size > LARGE_SHARE * total:
         return torch.randperm(total, generator=generator, device=generator.device)[:size]
     found = torch.empty(0, dtype=torch.int64, device=generator.device)
@@ -30,7 +30,7 @@ def uniform_subset(total: int, size: int, generator: torch.Generator) -> Tensor:
 
 
 def draw_set(total: int, size: int, generator: torch.Generator, *, ring: bool = False) -> Tensor:
-    """A ring block or a uniform subset; all numbers in order where size is total."""
+    """All numbers in order if size is total."""
     if size == total:
         return torch.arange(total, device=generator.device)
     return (ring_block if ring else uniform_subset)(total, size, generator)
@@ -38,16 +38,15 @@ def draw_set(total: int, size: int, generator: torch.Generator, *, ring: bool = 
 
 @dataclass(frozen=True)
 class Head:
-    """The features that every step evaluates, at b inputs, and what they contribute to the latent moments."""
+    """Head features at b inputs and their part of the latent moments."""
 
     features: Tensor  # [b, h]
     mean: Tensor  # [b]
-    root: Tensor  # to phi(x) times the dense columns of C, [b, k]
-    variance: Tensor  # from the diagonal columns of C, [b]
+    root: Tensor  # phi(x) times C's dense columns, [b, k]
+    variance: Tensor  # from C's diagonal columns, [b]
 
     @classmethod
     def of(cls, model: QuadruplyStochasticGP, features: Tensor) -> "Head":
-        """At the model's current weights."""
         weights = model.weights
         return cls(
             features,
@@ -59,56 +58,54 @@ class Head:
 
 @dataclass(frozen=True)
 class KnownValues:
-    """What all features give at p points, with the gradient of two samples."""
+    """Latent moments from all features at p points, with the gradient of two samples."""
 
     head: Head
-    total: Tensor  # Phi (mu, C_d) over all sampled groups, [p, 1 + k]
-    left: Tensor  # features of the first sample, [p, t]
-    right: Tensor  # features of the second sample, [p, t]
+    total: Tensor  # Phi (mu, C_d) of the tail, [p, 1 + k]
+    left: Tensor  # first sample's features, [p, t]
+    right: Tensor  # second sample's, [p, t]
 
     @property
     def mean(self) -> Tensor:
-        """The latent mean without the mean module's, [p]."""
+        """Latent mean minus prior mean, [p]."""
         return self.head.mean + self.total[:, 0]
 
     @property
     def root(self) -> Tensor:
-        """Phi(x) times the dense columns of C, [p, k]."""
         return self.head.root + self.total[:, 1:]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A set of sampled groups, with its rows of the parameters."""
+    """Sampled groups with their rows of the parameters; methods estimate sums over the tail."""
 
-    groups: Tensor  # [g], int64
-    index: Tensor  # rows of their features in the parameters, [t]
-    weight: float  # number of all groups over g, the factor of a sum over the sample
+    groups: Tensor  # int64 [g]
+    index: Tensor  # rows of the parameters, [t]
+    weight: float  # all groups over g
     rows: WeightRows
-    precision: Tensor  # of their prior, [t]
+    precision: Tensor  # of the prior, [t]
 
     @classmethod
     def of(cls, model: QuadruplyStochasticGP, groups: Tensor, *, sparse: bool) -> "Sample":
-        """Gathers the rows, whose gradients are sparse on request; cost O(g)."""
+        """Cost O(g); gradients are sparse on request."""
         index = model.basis.feature_index(groups)
         weight = model.num_tail_groups / len(groups) if len(groups) else 1.0
         rows = model.weights.tail_rows(index, sparse=sparse)
         return cls(groups, index, weight, rows, model.tail_precision(groups))
 
     def mean(self, features: Tensor) -> Tensor:
-        """Estimate of all groups' part of the latent mean, [b], from the sample's features [b, t]."""
+        """Latent mean [b] from features [b, t]."""
         return self.weight * (features @ self.rows.mean)
 
     def root(self, features: Tensor) -> Tensor:
-        """Estimate of all groups' part of phi(x) times the dense columns of C, [b, k]."""
         return self.weight * (features @ self.rows.columns)
 
     def variance(self, features: Tensor) -> Tensor:
-        """Estimate of the variance from all groups' own diagonal entries of C, [b]."""
+        """Variance [b] from the diagonal of C."""
         return self.weight * (features.square() @ (2 * self.rows.log_diagonal).exp())
 
     def prior_terms(self) -> Tensor:
-        """Estimate of mu^T S mu + tr(S C C^T) - log|C C^T| - log|S| for a diagonal S, without a shared diagonal of C."""
+        """Terms of `twice_divergence` for diagonal S, without a shared diagonal."""
         total = (self.precision * (self.rows.mean.square() + self.rows.columns.square().sum(-1))).sum()
         if self.rows.log_diagonal is not None:
             total = total + (self.precision * (2 * self.rows.log_diagonal).exp() - 2 * self.rows.log_diagonal).sum()
@@ -118,8 +115,8 @@ class Sample:
 def twice_divergence(model: QuadruplyStochasticGP, first: Sample, second: Sample) -> Tensor:
     """Twice the KL divergence of q(w) from the prior: mu^T S mu + tr(S C C^T) - log|C C^T| - log|S| - m.
 
-    Unbiased for independent uniform samples (which S = k(Z, Z) needs two of), exact where both have all groups. Cost O(h k)
-    for the head, O(t k) for samples with a diagonal S, O(t^2) for another.
+    Unbiased for independent uniform samples (S = k(Z, Z) needs two), exact with all groups. Cost O(h k) for the head,
+    O(t k) for diagonal S, else O(t^2).
     """
     weights, k = model.weights, model.weights.num_dense_columns
     total = -2 * weights.head_log_diagonal.sum() - model.basis.num_features
@@ -134,7 +131,7 @@ def twice_divergence(model: QuadruplyStochasticGP, first: Sample, second: Sample
 
 
 def _dense_prior_terms(model: QuadruplyStochasticGP, first: Sample, second: Sample) -> Tensor:
-    """The terms of S, with log|S| where it is known. The head has dense columns only."""
+    """Terms of S, with log|S| if known."""
     weights, basis = model.weights, model.basis
     lead = torch.arange(model.num_leading_groups, device=model.device)
     head = torch.cat([weights.head_mean.unsqueeze(-1), weights.dense_head_columns], dim=-1)

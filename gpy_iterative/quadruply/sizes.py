@@ -1,4 +1,4 @@
-"""Numbers of data, features and control points that a step uses, and the checks of the data that it is given."""
+"""Numbers of data, features and control points of a step, and checks of its data."""
 
 import math
 from collections.abc import Callable
@@ -11,15 +11,14 @@ from gpy_iterative.checks import check_count, check_finite, check_same_kind
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.training.run import Part
 
-#: Defaults, where there are as many.
+#: Defaults, if there are as many.
 DATA_SAMPLES, FEATURE_SAMPLES, CONTROL_POINTS = 500, 10_000, 500
-#: How often each feature is sampled, on average, before other rows are drawn. Their draw, which evaluates all features,
-#: then takes a quarter of the time.
+#: Mean samples of each feature between draws of rows. A draw evaluates all features: a quarter of the time.
 SWEEPS_PER_BATCH = 4
 
 
 class TrainingData:
-    """The number of data and of sampled rows, as in `QuadruplyStochasticELBO`; raises ValueError for impossible ones."""
+    """Options of `QuadruplyStochasticELBO`; raises ValueError for impossible numbers."""
 
     def __init__(self, num_data: int | None, num_samples: int | None) -> None:
         for name, value in (("num_data", num_data), ("num_data_samples", num_samples)):
@@ -37,10 +36,10 @@ class TrainingData:
         return min(self.num_samples or DATA_SAMPLES, size)
 
     def check(self, x: Tensor, target: Tensor, check_target: Callable[[Tensor], None], known: Part | None) -> None:
-        """Raises ValueError where the data do not fit one another, the likelihood, or those of earlier steps.
+        """Raises ValueError if the data do not fit one another, the likelihood or earlier steps.
 
-        All rows are checked once, when the tensors are first seen or have changed. `check_target` raises ValueError for
-        targets outside of the likelihood's support; `known` are the `marks` of the first step.
+        All rows are checked only for new or changed tensors. `check_target` raises ValueError outside the likelihood's
+        support; `known` are the first step's `marks`.
         """
         size = len(x)
         if not isinstance(target, Tensor) or target.shape != x.shape[:1]:
@@ -71,7 +70,7 @@ class TrainingData:
             raise ValueError(f"num_data_samples must be at most {size}, the number of data; got {self.num_samples}.")
 
     def marks(self, x: Tensor) -> Part:
-        """Number of rows, and the first, middle and last of them: later calls are compared with these."""
+        """Number of rows, and first, middle and last row, to recognise the data."""
         return {"rows": x.detach()[[0, len(x) // 2, -1]].clone(), "size": torch.tensor(len(x))}
 
 
@@ -80,7 +79,7 @@ def _are_marks_of(known: Part, x: Tensor) -> bool:
 
 
 def group_samples(model: QuadruplyStochasticGP, given: int | None) -> int:
-    """Groups of a sample. Raises ValueError for a number of features that is not possible."""
+    """Groups of a sample; raises ValueError."""
     size, groups = model.basis.group_size, model.num_tail_groups
     if given is None:
         return min(FEATURE_SAMPLES // size, groups)
@@ -95,7 +94,7 @@ def group_samples(model: QuadruplyStochasticGP, given: int | None) -> int:
 
 
 def control_points(given: int | None, *, is_gaussian: bool) -> int:
-    """Support points of the control variate. Raises ValueError where they cannot be used."""
+    """Control points; raises ValueError."""
     if given is None:
         return CONTROL_POINTS if is_gaussian else 0
     check_count("num_control_points", given, least=0)
@@ -107,7 +106,7 @@ def control_points(given: int | None, *, is_gaussian: bool) -> int:
 def steps_per_batch(
     model: QuadruplyStochasticGP, given: int | None, samples: int, *, num_control_points: int | None
 ) -> int:
-    """Steps with the same rows, where a step samples so many groups. Raises ValueError for options that conflict."""
+    """Steps with the same rows; raises ValueError."""
     is_sampled = 0 < samples < model.num_tail_groups
     if given is None:
         keeps = is_sampled and not model.basis.num_head_features and num_control_points is None

@@ -1,5 +1,5 @@
-"""Estimators that truncate at random and correct for it: Russian-roulette CG and single-sample random features.
+"""Unbiased estimators by random truncation: Russian-roulette CG and single-sample random features.
 
-Begin with `russian_roulette.py` and `single_sample_rff.py`; `truncation.py` has the distributions of where a series
-stops. The room may import `exact` and all below it, and no other method.
+Begin with `russian_roulette.py` and `single_sample_rff.py`; `truncation.py` has the distributions. May import `exact` and
+below, no other method.
 """

@@ -1,4 +1,4 @@
-"""Marginal log likelihoods of random Fourier features: the biased one, and what it shares with the unbiased one.
+"""Biased marginal log likelihood of random Fourier features, and the base of the unbiased one.
 
 Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 2.2.
 """
@@ -38,10 +38,10 @@ class FrequencyReport(Report):
     """A random feature step.
 
     Attributes:
-        num_frequencies: of the largest feature matrix that was used.
-        grid_index: which increment of the grid was drawn; None where there is no grid.
-        probability: of that draw; None where there is no grid.
-        is_exact: whether the increment's upper end was the exact likelihood.
+        num_frequencies: of the largest feature matrix.
+        grid_index: the drawn increment; None without a grid.
+        probability: of that draw; None without a grid.
+        is_exact: whether the increment ended at the exact likelihood.
     """
 
     num_frequencies: int
@@ -54,17 +54,17 @@ class FrequencyReport(Report):
 class FeatureSum:
     """A weighted sum of log densities."""
 
-    weights: Mapping[int, float]  # of the density of the first so many frequencies, by that number
-    exact: float  # weight of the exact density; 0 where it takes no part
+    weights: Mapping[int, float]  # by number of leading frequencies
+    exact: float  # of the exact density; 0 for none
     report: FrequencyReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureEstimate(Estimate):
-    """A weighted sum of log densities with its derivatives, and of the exact density where it takes part."""
+    """A weighted sum of log densities, with derivatives."""
 
     features: Tensor  # Phi [*b, n, F], with the graph to the hyperparameters
-    derivatives: tuple[Tensor, ...]  # of the sum without the exact density, by features, noise and residual
+    derivatives: tuple[Tensor, ...]  # of the sum without the exact density, by features, noise, residual
     exact: DensityEstimate | None
     exact_weight: float
 
@@ -74,7 +74,7 @@ class FeatureEstimate(Estimate):
             check_estimated("derivative", derivative)
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
-        """The value [*b], connected with the parameters behind features, noise and residual."""
+        """The value [*b], with a graph through features, noise and residual."""
         assert isinstance(operator, NoisyLinearOperator)
         tensors = (self.features, operator.noise, residual)
         value = with_derivatives(self.value, list(zip(tensors, self.derivatives, strict=True)))
@@ -85,15 +85,15 @@ class FeatureEstimate(Estimate):
 
 
 class FeatureDensity:
-    """Log densities of N(0, Phi Phi^T + D) for parts of Phi, which share a Gram matrix; differentiable once.
+    """Log densities of N(0, Phi Phi^T + D) for parts of Phi, with a shared Gram matrix; differentiable once.
 
     Args:
-        features: Phi [*b, n, F], float64: where few data are left unexplained, what is left is a small difference.
+        features: Phi [*b, n, F], float64, as a good fit leaves a small difference.
         noise: D [*b, n], positive, float64.
         residual: r [*b, n], float64.
 
-    Cost: n F^2 multiply-adds for the Gram matrix; k^3 for a part of k < n columns, n^2 k + n^3 for one of more; three times
-    as much with the derivatives. Memory: four times Phi, F^2, and n^2 where k >= n.
+    Cost: n F^2 for the Gram matrix, and k^3 for k < n columns, else n^2 k + n^3; three times this with derivatives. Memory:
+    four times Phi, F^2, and n^2 where k >= n.
     """
 
     def __init__(self, features: Tensor, noise: Tensor, residual: Tensor) -> None:
@@ -102,9 +102,9 @@ class FeatureDensity:
         self._weighted, self._whitened = features / root, self._residual / root
 
     def log_density(self, columns: Tensor, scale: Tensor) -> Tensor:
-        """The log density [*b] of N(0, Phi_k Phi_k^T + D) at r, Phi_k = Phi[:, columns] * scale.
+        """Log density [*b] of N(0, Phi_k Phi_k^T + D) at r, Phi_k = Phi[:, columns] * scale.
 
-        Raises NonFiniteError where an entry of the covariance is not finite.
+        Raises NonFiniteError for a non-finite covariance.
         """
         num_data = self._features.shape[-2]
         by_parts = self._by_woodbury if len(columns) < num_data else self._by_dense_factor
@@ -113,19 +113,19 @@ class FeatureDensity:
 
     @cached_property
     def _gram(self) -> Tensor:
-        """Phi^T D^-1 Phi; its two equal derivatives take one product."""
+        """Phi^T D^-1 Phi; computes its two equal derivatives with one product."""
         gram = self._weighted.mT @ self._weighted.detach()
         return 2 * gram - gram.detach()
 
     def _by_woodbury(self, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         gram = self._gram[..., columns, :][..., columns] * (scale.unsqueeze(-1) * scale)
         lower = _factor(gram + torch.eye(len(columns), dtype=gram.dtype, device=gram.device))
-        with torch.no_grad():  # the quadratic form is smallest at these coefficients: its gradient needs none of theirs
+        with torch.no_grad():  # no gradient needed: the coefficients minimise the quadratic form
             projected = (self._weighted.mT @ self._whitened)[..., columns, :] * scale.unsqueeze(-1)
             coefficients = torch.cholesky_solve(projected, lower)
             spread = torch.zeros_like(self._weighted[..., 0, :].unsqueeze(-1))
             spread[..., columns, :] = coefficients * scale.unsqueeze(-1)
-        # Two squares: r^T D^-1 r less the explained part would cancel.
+        # Two squares, as r^T D^-1 r minus the explained part would cancel.
         rest = self._whitened - self._weighted @ spread
         quadratic = rest.square().sum((-2, -1)) + coefficients.square().sum((-2, -1))
         return quadratic, _log_determinant(lower) + self._noise.log().sum(-1)
@@ -143,7 +143,7 @@ def _log_determinant(lower: Tensor) -> Tensor:
 
 def _factor(matrix: Tensor) -> Tensor:
     lower, info = torch.linalg.cholesky_ex(matrix)
-    if info.any() or not torch.isfinite(lower).all():  # positive definite whenever it is finite
+    if info.any() or not torch.isfinite(lower).all():  # a finite matrix is positive definite
         raise NonFiniteError(
             "The covariance of random features has entries that are not finite, or too large for their noise: check data, "
             "hyperparameters and noise (a noise constraint keeps it away from zero)."
@@ -152,21 +152,19 @@ def _factor(matrix: Tensor) -> Tensor:
 
 
 class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
-    """Base of the two marginal log likelihoods of random features."""
-
     resample: bool
 
     def _watch_line_search(self, estimate: Estimate) -> None:
-        if self.resample:  # value and gradient of kept frequencies are one smooth function
+        if self.resample:  # frozen frequencies give one smooth function
             super()._watch_line_search(estimate)
 
     @abstractmethod
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
-        """How many frequencies this step needs, and what else was drawn."""
+        """Number of frequencies of this step, and its other draws."""
 
     @abstractmethod
     def _sum(self, num_data: int, draws: Draws) -> FeatureSum:
-        """Which log densities are added up after these draws."""
+        """The log densities to add for these draws."""
 
     def _after(
         self,
@@ -197,12 +195,12 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             run = run.drawn(generator).having(features=kept)
         draws = dict(kept)
         features, total = RandomFourierFeatures(int(draws["count"])), self._sum(num_data, draws)
-        # A graph where the caller wants one: then the operator has one too.
+        # A graph only if the operator has one.
         with torch.set_grad_enabled(any(tensor.requires_grad for tensor in operator.representation())):
             matrix = features.differentiable(terms, draws_under("features", draws))
             matrix = matrix.expand(*operator.batch_shape, *matrix.shape[-2:])
         inputs = (matrix, operator.noise.expand(operator.shape[:-1]), residual)
-        # Copies: an inference tensor takes no gradient.
+        # Copies: inference tensors take no gradient.
         leaves = [tensor.detach().clone().double().requires_grad_() for tensor in inputs]
         with torch.enable_grad():
             density = FeatureDensity(*leaves)
@@ -215,8 +213,8 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             value = value + total.exact * exact.value.double()
         estimate = FeatureEstimate(
             value=value.to(residual),
-            value_sem=torch.full_like(value, math.nan, dtype=residual.dtype),  # one draw does not tell its own error
-            status=SolveStatus.CONVERGED,  # dense factors always do; what is random is told in `truncation`
+            value_sem=torch.full_like(value, math.nan, dtype=residual.dtype),  # unknown from one draw
+            status=SolveStatus.CONVERGED,  # dense factors always converge
             features=matrix,
             derivatives=tuple(derivative.to(residual) for derivative in derivatives),
             exact=exact,
@@ -228,21 +226,21 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
 
 class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
-    """The marginal log likelihood of a random feature approximation, its frequencies redrawn every step: a baseline.
+    """Baseline: the marginal log likelihood of a random feature approximation, with new frequencies in every step.
 
-    Its quadratic form is too large, its log-determinant too small, and its optimum has shorter lengthscales.
-    `SingleSampleRFFMarginalLogLikelihood` removes the bias, `RussianRouletteMarginalLogLikelihood` has none and less
+    Its quadratic form is too large, its log-determinant too small, the lengthscales at its optimum too short.
+    `SingleSampleRFFMarginalLogLikelihood` removes the bias; `RussianRouletteMarginalLogLikelihood` does too, with less
     variance.
 
     Args:
         likelihood, model, resample, solver, products, generator: as in `SingleSampleRFFMarginalLogLikelihood`.
-        num_frequencies: m, for each kernel of the prior's sum: 2 m features.
+        num_frequencies: m per kernel of the prior's sum: 2 m features.
 
-    A step costs n (2m)^2 + (2m)^3, or n^2 2m + n^3 where 2m >= n; memory some six times n 2m.
+    A step costs n (2m)^2 + (2m)^3, or n^2 2m + n^3 for 2m >= n; memory is about six times n 2m.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an option outside its range.
+        ValueError: an invalid option.
         SpectralDensityMissingError: (from the call) the kernel has no random features, or no gradient through them.
     """
 

@@ -1,7 +1,7 @@
 """Unbiased training with a random number of conjugate gradient steps.
 
-Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 4.1, with corrections:
-a reweighted sum is kept where a column converges early, and the rate follows the decay of the solution (rho^-j).
+Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 4.1. Corrections:
+columns that converge early keep their reweighted sum, and the rate follows the solution's decay (rho^-j).
 """
 
 import math
@@ -20,49 +20,49 @@ from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, SeriesOptions, TruncationReport
 from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, FixedTruncation, Truncation
 
-#: Relative residual at which a solve to a tolerance would stop.
+#: Relative residual of a converged ordinary solve.
 SOLVED = 0.01
 
 
 class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
-    """The marginal log likelihood of an exact Gaussian process: unbiased value and gradient at a bounded expected cost.
+    """Marginal log likelihood of an exact Gaussian process: unbiased value and gradient at a bounded expected cost.
 
-    Conjugate gradients are cut after a random number J of steps, and step j is divided by the probability of reaching it:
-    the bias of an early stop becomes variance, which Adam averages out. Line searches (L-BFGS) do not work, neither with
-    noise nor with frozen draws (`resample=False`), whose gradient is not that of the value.
+    Conjugate gradients stop after a random number J of steps; step j is divided by its probability P(J >= j). The bias of
+    early stops becomes variance, which Adam averages out. Do not use line searches (L-BFGS): noise breaks them, and with
+    frozen draws (`resample=False`) the gradient is not that of the value.
 
     Args:
-        likelihood: a Gaussian likelihood (fixed and heteroskedastic noise included).
+        likelihood: Gaussian, with fixed and heteroskedastic noise.
         model: a `gpytorch.models.ExactGP`.
-        truncation: the distribution of J. An object with the methods of `gpy_iterative.truncation.Truncation`, or
-            `AutomaticTruncation()`, which takes rate and minimum from the decay that the last step showed.
-        num_truncations: M independent draws of J for the targets, from one run. More of them lower the variance of the
-            quadratic term and lengthen the run.
-        num_probes: probe vectors.
-        probe_truncation: "independent" draws J for each probe, which averages over the truncations too; "shared" uses the
-            first one of the targets' for all of them, which keeps the run short.
-        preconditioner: of the series and of the probes, which have its covariance; None is the identity. A larger rank
-            lowers the variance at little cost.
-        tolerance: relative residual at which a series has converged; None is 1e-10 in float64 and 1e-6 in float32.
+        truncation: the distribution of J: a `gpy_iterative.truncation.Truncation`, or `AutomaticTruncation()`, which uses
+            the last step's decay.
+        num_truncations: M independent draws of J for the targets, in one run. More lower the variance of the quadratic term
+            and lengthen the run.
+        num_probes: number of probe vectors.
+        probe_truncation: "independent" draws J per probe, for less variance; "shared" uses the targets' first draw, for a
+            shorter run.
+        preconditioner: of the series, and covariance of the probes; None is the identity. A larger rank lowers the variance
+            at little cost.
+        tolerance: relative residual of a converged series; None is 1e-10 in float64 and 1e-6 in float32.
         resample: False keeps J and probes of the first step.
-        solver: of predictions; None chooses by size and structure, see `gpy_iterative.solvers.default_solver`.
+        solver: of predictions; None is `gpy_iterative.solvers.default_solver`.
         products: how kernel products are computed.
-        generator: a generator, or the seed of one. The global generator is never touched.
+        generator: a generator or a seed. The global generator is never used.
 
-    With `resample=False` the draws are in `training_state()` ("series.target_stops", "series.probe_stops" and the probes'
-    randomness), where others can be put in their place.
+    With `resample=False`, `training_state()` contains the draws ("series.target_stops", "series.probe_stops" and those of
+    the probes), which may be replaced.
 
-    A step costs E[largest J] products with H, of which only open columns take part, and one derivative pass with
-    M - 1 + num_probes pairs of columns. `report.truncation` has the draws, the variance and the decay.
+    A step costs E[largest J] products of H with the open columns, and one derivative pass with M - 1 + num_probes pairs of
+    columns. `report.truncation` has draws, variance and decay.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an option outside its range; (from the call) a truncation's rate that is too high for the dtype.
-        TypeError: a truncation without the two methods.
+        ValueError: an invalid option; (from the call) a rate too high for the dtype.
+        TypeError: an invalid truncation.
 
     Warns:
-        VarianceWarning: the truncation's variance exceeds the squared solution, or would without bound.
-        BiasWarning: the truncation's end was reached before the series had converged.
+        VarianceWarning: the truncation's variance exceeds the squared solution, or is unbounded.
+        BiasWarning: the truncation ended before the series converged.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)
@@ -116,7 +116,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             return
         residual, last = estimate.stats.residual_norms["targets"], int(report.steps[..., 0].max())
         decay = float(report.decay_rate.min())
-        if not math.isfinite(decay):  # too few terms: by the residual
+        if not math.isfinite(decay):  # too few terms: use the residual
             decay = -math.log(max(residual, 1e-300)) / max(last, 1)
         is_open = residual >= SOLVED and not report.converged[..., 0].all()
         here, beyond = report.truncation.log_survival(torch.arange(last, last + 2)).tolist()
@@ -129,7 +129,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             )
             self._has_warned = True
         variance = float(report.relative_variance.max())
-        is_infinite = is_open and 2 * decay < here - beyond < math.inf  # terms |term_j|^2 / S_j grow where it was cut
+        is_infinite = is_open and 2 * decay < here - beyond < math.inf  # |term_j|^2 / S_j grows where it was cut
         if variance > 1 or is_infinite:
             what = f"is {variance:.2g} times the squared solution"
             if is_infinite:
@@ -146,11 +146,11 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
 
 
 class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
-    """A marginal log likelihood whose solves always take the same number of steps: the biased baseline.
+    """Biased baseline: solves with a fixed number of steps.
 
-    The value understates the quadratic form and overstates the log-determinant; the gradient is not that of the value, and
-    leads to an optimum of its own. `HutchinsonMarginalLogLikelihood` solves to a tolerance,
-    `RussianRouletteMarginalLogLikelihood` removes the bias.
+    The value's quadratic form is too small, its log-determinant too large. The gradient is not that of the value and leads
+    to another optimum. `HutchinsonMarginalLogLikelihood` solves to a tolerance, `RussianRouletteMarginalLogLikelihood` has
+    no bias.
 
     Args:
         num_steps: of every solve.
@@ -159,7 +159,7 @@ class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an option outside its range.
+        ValueError: an invalid option.
     """
 
     def __init__(

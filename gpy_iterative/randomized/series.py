@@ -1,12 +1,12 @@
-"""The marginal log likelihood from truncated conjugate gradient series, with or without the weights that remove the bias.
+"""The marginal log likelihood from truncated conjugate gradient series, with or without bias.
 
 Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 4.1 and appendix C.
-With ys_a = sum_{j <= J_a} length_j direction_j / S_j, independent estimates of a = H^-1 (y - mean) from one run for M draws
-of J, the same xs_i for H^-1 z_i, and probes of covariance P, the gradient is
+Let ys_a = sum_{j <= J_a} length_j direction_j / S_j be M estimates of H^-1 (y - mean) from one run, xs_i those of H^-1 z_i
+for s probes of covariance P. The gradient is
 
     1/2 mean_{a != b} ys_a^T dH ys_b - 1/(2s) sum_i xs_i^T dH P^-1 z_i + (mean_a ys_a)^T dmean.
 
-The quadratic term takes different draws on its two sides: the square of an unbiased estimate is biased.
+a != b, as the square of an unbiased estimate is biased.
 """
 
 import dataclasses
@@ -51,18 +51,18 @@ from gpy_iterative.training.training_system import TrainingSystem
 
 @dataclass(frozen=True)
 class TruncationReport(Report):
-    """Draws, steps and variance of a truncated conjugate gradient series.
+    """Draws, steps and variance of a truncated series.
 
     Attributes:
         truncation: the distribution of the draws.
-        target_steps: J of each truncation of the targets' series, [*b, M].
+        target_steps: J of the targets' truncations, [*b, M].
         probe_steps: J of each probe, [*b, s].
-        steps: that were run, of the targets and of each probe, [*b, 1 + s].
+        steps: steps run for the targets and each probe, [*b, 1 + s].
         converged: which of these series ended before they were cut, [*b, 1 + s].
-        relative_variance: of one truncation of H^-1 (y - mean), E|x - E x|^2 over |E x|^2 in the norm of H, [*b]: from
-            the terms that were run.
-        decay_rate: log(rho) of the targets' series, whose terms fall as rho^-j, [*b]. The variance stays finite for a
-            truncation of a rate below 2 log(rho); log(rho) itself is best.
+        relative_variance: of one truncation of H^-1 (y - mean), E|x - E x|^2 over |E x|^2 in the norm of H, [*b], from the
+            computed terms.
+        decay_rate: log(rho) of the targets' series, whose terms fall as rho^-j, [*b]: the best rate of a truncation. From 2
+            log(rho) on, the variance is infinite.
     """
 
     truncation: Truncation
@@ -76,7 +76,7 @@ class TruncationReport(Report):
 
 @dataclass(frozen=True)
 class SeriesOptions:
-    """How series are drawn and cut; for each option see `RussianRouletteMarginalLogLikelihood`."""
+    """Options, see `RussianRouletteMarginalLogLikelihood`."""
 
     truncation: Truncation | AutomaticTruncation
     num_truncations: int
@@ -100,10 +100,10 @@ class SeriesOptions:
         check_flag("resample", self.resample)
 
     def probes(self) -> ProbeDistribution:
-        """Probes whose covariance is the preconditioner of the recurrence."""
+        """Probes with the preconditioner as covariance."""
         if self.preconditioner is None:
             return Rademacher(num_probes=self.num_probes)
-        # P in the probes and in the recurrence is one matrix; its diagonal is the noise.
+        # Probes and recurrence need the same P; its diagonal is the noise.
         return Preconditioned(
             num_probes=self.num_probes,
             rank=self.preconditioner.rank,
@@ -113,8 +113,6 @@ class SeriesOptions:
 
 
 class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
-    """Base of the two marginal log likelihoods from truncated series."""
-
     def __init__(
         self,
         likelihood: Likelihood,
@@ -159,7 +157,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return dataclasses.replace(estimate, stats=stats, probe_jitter=jitter, far_field_error=error), run
 
     def _current_truncation(self, run: Run) -> Truncation:
-        """Of this step: chosen, where that is asked for, from what the last step showed."""
+        """The given truncation, or one from the last step's decay."""
         if not isinstance(self.series.truncation, AutomaticTruncation):
             return self.series.truncation
         seen = run.part("decay")
@@ -179,7 +177,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return {"target_stops": target_stops, "probe_stops": probe_stops} | drawn
 
     def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
-        """ValueError for draws that were put into a training state in another number: one alone would be squared."""
+        """Raises ValueError for another number of draws in a training state: a single one would be squared."""
         for name, stops, count in (
             ("series.target_stops", target_stops, self.series.num_truncations),
             ("series.probe_stops", probe_stops, self.probes.num_probes),
@@ -192,11 +190,11 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
 @dataclass(frozen=True)
 class _Member:
-    """One system of a batch with its draws: M truncations of the targets' series, and s probes with one each."""
+    """One system of a batch, with M truncations of the targets' series and one per probe."""
 
     operator: LinearOperator  # [n, n]
     residual: Tensor  # [n]
-    vectors: Tensor  # of the probes, [n, s]
+    vectors: Tensor  # probes, [n, s]
     dual: Tensor  # S^-1 xi, [n, s]
     covariance: Preconditioner | None  # S, the preconditioner; None for the identity
     target_stops: Tensor  # [M]
@@ -214,7 +212,6 @@ class _Member:
         return cls(operator, residual[index], probes.vectors[index], dual[index], covariance, *stops)
 
     def run(self, log_survival: Tensor, tolerance: float | None) -> Series:
-        """One run for the targets' truncations and the probes'."""
         own = torch.zeros(len(self.target_stops), dtype=torch.long)
         return conjugate_gradient_series(
             self.operator,
@@ -227,7 +224,6 @@ class _Member:
         )
 
     def estimate(self, series: Series, truncation: Truncation, log_survival: Tensor) -> DensityEstimate:
-        """The estimate from the run."""
         targets, solved = series.sums.tensor_split([len(self.target_stops)], dim=-1)
         left, right = _quadratic_factors(targets)
         value, variance = self._value(series, log_survival)
@@ -259,7 +255,7 @@ class _Member:
         )
 
     def _value(self, series: Series, log_survival: Tensor) -> tuple[Tensor, Tensor]:
-        """The log density and its variance, from the scalars of the run: quadratic form, log-determinant, constant."""
+        """The log density and its variance, from the run's scalars."""
         weights = (-log_survival).exp()
         steps = torch.arange(1, series.iterations + 1).unsqueeze(-1)
         energies = series.energies[:, 0]
@@ -270,7 +266,7 @@ class _Member:
         base = 0.0 if self.covariance is None else float(self.covariance.logdet())
         constant = len(self.residual) * math.log(2 * math.pi)
         value = -0.5 * (quadratic.mean() + base + logarithms.mean() + constant)
-        # E[q^2] of q = sum_{j <= J} e_j / S_j is sum_ij e_i e_j / S_min(i, j).
+        # With q = sum_{j <= J} e_j / S_j, E[q^2] = sum_ij e_i e_j / S_min(i, j).
         after = energies.flip(0).cumsum(0).flip(0) - energies
         of_quadratic = ((weights - 1) * energies * (energies + 2 * after)).sum() / len(self.target_stops)
         count = logarithms.numel()
@@ -279,7 +275,6 @@ class _Member:
 
 
 def _stacked(members: list[DensityEstimate], batch: torch.Size) -> DensityEstimate:
-    """The estimate of a batch from those of its members."""
     if not batch:
         return members[0]
 
@@ -301,9 +296,9 @@ _STACKED = ("target_steps", "probe_steps", "steps", "converged", "relative_varia
 
 
 def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of 1/2 mean_{a != b} ys_a^T dH ys_b for [n, M]: sum_{a < b} takes M - 1 pairs of columns, as dH is symmetric.
+    """Factors of 1/2 mean_{a != b} ys_a^T dH ys_b for [n, M]: as dH is symmetric, sum_{a < b} needs M - 1 pairs of columns.
 
-    One truncation has no other: its square, biased, for the plain iterates of conjugate gradients.
+    A single truncation is squared, biased, for plain conjugate gradients.
     """
     count = targets.shape[-1]
     if count == 1:
@@ -312,7 +307,7 @@ def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pooled_energies(runs: list[Series]) -> Tensor:
-    """Energies of the targets' series [J], each divided by its sum, added up over a batch."""
+    """Energies of the targets' series [J], each divided by its sum, added over the batch."""
     pooled = torch.zeros(max(series.iterations for series in runs), dtype=torch.float64)
     for series in runs:
         energies = series.energies[:, 0]

@@ -1,7 +1,7 @@
 """Unbiased training with random features: one random increment of a grid, divided by its probability.
 
-Potapczynski et al. 2021, section 4.2 and appendix B, with corrections: differences of neighbours on the grid (which
-telescope), probabilities by the number of frequencies and not by the index, and room for the exact term's own jump.
+Potapczynski et al. 2021, section 4.2 and appendix B. Corrections: telescoping differences of grid neighbours, probabilities
+by number of frequencies instead of index, and a separate share for the exact term.
 """
 
 from collections.abc import Mapping
@@ -20,43 +20,40 @@ from gpy_iterative.randomized.random_features import FeatureSum, FrequencyReport
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.run import Run
 
-#: Probability of the exact term before its jump has been seen, where probabilities adapt.
+#: Initial probability of the exact term, for adaptive probabilities.
 EXACT_SHARE = 0.4
-#: How many observations the prior guess of an increment's size counts for.
+#: Weight of the prior guess of an increment, in observations.
 PRIOR_COUNT = 4.0
-#: The share of every step's draws that stays uniform on the grid, so that no probability vanishes.
+#: Share of draws that is uniform on the grid: no probability vanishes.
 UNIFORM_SHARE = 0.05
 
 
 class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
-    """The marginal log likelihood from random features, without their bias in value and gradient.
+    """The marginal log likelihood from random features, with unbiased value and gradient.
 
     On the grid m_k = min_frequencies + k frequency_step, a step evaluates the log likelihoods of m_0, m_{k-1} and m_k
-    nested random frequencies, for one random k. Its variance is large: for daily use there is
-    `RussianRouletteMarginalLogLikelihood`.
+    nested random frequencies, for one random k. For daily use, `RussianRouletteMarginalLogLikelihood` has less variance.
 
     Args:
-        likelihood: a Gaussian likelihood with diagonal noise (fixed and heteroskedastic included).
+        likelihood: Gaussian with diagonal noise (also fixed and heteroskedastic).
         model: a `gpytorch.models.ExactGP` whose kernel has a registered spectral density.
         min_frequencies: m_0.
-        frequency_step: between neighbours on the grid.
-        max_frequencies: the largest m_k is not above it; None is half the number of data.
-        probabilities: "inverse" is the paper's, proportional to 1 / m_k; "adaptive" is proportional to the root mean square
-            increments of earlier steps, and begins with a share of 0.4 for the exact term.
-        exact_last: the last log likelihood of the grid is replaced by the exact one, a dense Cholesky factor of O(n^3).
-            False is unbiased for the likelihood of the last number of frequencies on the grid.
+        frequency_step: spacing of the grid.
+        max_frequencies: upper limit of m_k; None is half the number of data.
+        probabilities: "inverse", as in the paper, is proportional to 1 / m_k; "adaptive" to the root mean square increments
+            of earlier steps, and gives the exact term 0.4 at first.
+        exact_last: the grid ends with the exact log likelihood, a Cholesky factor of cost O(n^3). False is unbiased for the
+            grid's last number of frequencies.
         resample: False keeps frequencies and increment of the first step.
-        solver: of predictions, which are of the kernel itself; None chooses by size and structure, see
-            `gpy_iterative.solvers.default_solver`.
+        solver: of predictions, which use the kernel itself; None is `gpy_iterative.solvers.default_solver`.
         products: how kernel products are computed.
-        generator: a generator, or the seed of one. The global generator is never touched.
+        generator: a generator or a seed. The global generator is never used.
 
-    A step costs n (2 m_k)^2 + (2 m_k)^3, and n^3 when the exact term is drawn; memory some six times n 2 m_k.
+    A step costs n (2 m_k)^2 + (2 m_k)^3, and n^3 for the exact term; memory is about six times n 2 m_k.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an option outside its range; (from the call) a grid without increments, or probabilities that do not
-            fit it.
+        ValueError: an invalid option; (from the call) a grid without increments, or probabilities that do not fit it.
         SpectralDensityMissingError: (from the call) the kernel has no random features, or no gradient through them.
     """
 
@@ -105,7 +102,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         self.probabilities, self.exact_last = probabilities, exact_last
 
     def _grid(self, num_data: int) -> Tensor:
-        """m_0, m_1, ..., at least two of them."""
+        """m_0, m_1, ..., at least two."""
         largest = num_data // 2 if self.max_frequencies is None else self.max_frequencies
         if largest < self.min_frequencies + self.frequency_step:
             raise ValueError(
@@ -124,7 +121,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             guess[-1] = EXACT_SHARE / (1 - EXACT_SHARE) * guess[:-1].sum()
         seen = _seen(run, len(guess))
         if int((seen["count"] > 0).sum()):
-            # The guess is one of proportions: it takes its scale from what was seen.
+            # The guess has only proportions: scale it by the observations.
             scale = (seen["squares"] / guess.square()).sum() / seen["count"].sum()
             guess = (
                 (PRIOR_COUNT * scale * guess.square() + seen["squares"]) / (PRIOR_COUNT + seen["count"])
@@ -132,7 +129,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         return (1 - UNIFORM_SHARE) * guess / guess.sum() + UNIFORM_SHARE / len(guess)
 
     def _is_exact(self, grid: Tensor, index: int) -> bool:
-        """Whether the exact likelihood is the increment's upper end."""
+        """Whether the increment ends at the exact likelihood."""
         return self.exact_last and index == len(grid) - 1
 
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
@@ -140,7 +137,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         probabilities = self._probabilities(grid, run)
         uniform = torch.rand((), generator=generator, device=generator.device, dtype=torch.float64).cpu()
         index = int(torch.searchsorted(probabilities.cumsum(0), uniform).clamp_max(len(grid) - 2)) + 1
-        # With the exact term on top, the largest matrix of features is the one below it.
+        # Below the exact term, the largest feature matrix is the previous one.
         count = int(grid[index - 1] if self._is_exact(grid, index) else grid[index])
         return count, {"index": torch.tensor(index), "probability": probabilities[index - 1]}
 
@@ -174,7 +171,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
 
 
 def _seen(run: Run, increments: int) -> Draws:
-    """How often each increment was drawn before, and the sum of its squares."""
+    """Number of earlier draws of each increment, and the sum of its squares."""
     seen = run.part("increments")
     if seen is None or len(seen["count"]) != increments:
         zeros = torch.zeros(increments, dtype=torch.float64)

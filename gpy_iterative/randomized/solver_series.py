@@ -1,7 +1,7 @@
 """Conjugate gradients as a series, H^-1 b = sum_j length_j direction_j, cut at random and reweighted.
 
-With term j divided by its survival probability S_j = P(J >= j), the sum of the first J terms has the expectation
-H^-1 b, whatever the distribution of J. Potapczynski et al. 2021, section 4.1.
+With term j divided by S_j = P(J >= j), the first J terms have the expectation H^-1 b. Potapczynski et al. 2021, section
+4.1.
 """
 
 import math
@@ -22,22 +22,22 @@ from gpy_iterative.preconditioners.preconditioner import Preconditioner, Precond
 from gpy_iterative.randomized.truncation import Truncation, check_truncation, draw_stops, survival_table, within
 from gpy_iterative.worker_threads import divided
 
-#: Relative residual at which a column has converged: its further terms are zero. It must not depend on J.
+#: Relative residual of a converged column, whose further terms are zero. It must not depend on J.
 DEFAULT_TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 
 @dataclass(frozen=True)
 class Series:
-    """One run of conjugate gradients for t columns, and k reweighted sums of it.
+    """One run of conjugate gradients for t columns, with k reweighted sums.
 
     Attributes:
         sums: sum_{j <= J} length_j direction_j / S_j, [n, k]; each belongs to one column.
-        lengths: of the steps, [J, t], float64 on the CPU; zero where a column has ended.
-        products: r_{j-1}^T P^-1 r_{j-1} [J, t], float64 on the CPU; zero where a column has ended.
-        steps: how many each column took, [t].
-        converged: whether a column ended before its last J, at the tolerance or at the floor of its arithmetic, [t].
-        indefinite: which columns ended at a direction of no positive curvature, before the floor of the arithmetic, [t].
-        norms: relative residual norms where the columns ended, [t], float64: the error that no truncation removes.
+        lengths: of the steps, [J, t], float64 on the CPU; zero after a column's end.
+        products: r_{j-1}^T P^-1 r_{j-1}, as `lengths`.
+        steps: of each column, [t].
+        converged: which columns ended before their last J, at the tolerance or the rounding floor, [t].
+        indefinite: which columns ended above the rounding floor at a direction without positive curvature, [t].
+        norms: final relative residual norms, [t], float64: the error that no truncation removes.
         seconds: wall-clock time.
     """
 
@@ -52,7 +52,7 @@ class Series:
 
     @property
     def status(self) -> SolveStatus:
-        """Of the whole run."""
+        """Status of the run."""
         if self.indefinite.any():
             return SolveStatus.INDEFINITE
         return SolveStatus.CONVERGED if self.converged.all() else SolveStatus.TRUNCATED
@@ -64,7 +64,7 @@ class Series:
 
     @property
     def iterations(self) -> int:
-        """Steps of the run: products with H."""
+        """Products with H."""
         return len(self.lengths)
 
 
@@ -80,28 +80,28 @@ def conjugate_gradient_series(
     preconditioner: Preconditioner | None,
     tolerance: float | None = None,
 ) -> Series:
-    """Runs once, from zero, for all columns and all truncations of each.
+    """One run, from zero, for all columns and their truncations.
 
     Args:
         operator: H [n, n].
         rhs: B [n, t].
-        columns: which column each sum is of, [k]; every column has at least one.
+        columns: column of each sum, [k]; every column has at least one.
         stops: J of each sum, [k], at least 1.
         log_survival: log S_j for j = 1, ..., max(stops), float64; zeros give plain conjugate gradients.
         preconditioner: P.
-        tolerance: relative residual norm at which a column has converged; None is 1e-10 in float64, 1e-6 in float32.
+        tolerance: relative residual norm of a converged column; None is 1e-10 in float64, 1e-6 in float32.
 
-    A column that converges keeps its reweighted sum: its solution itself would bias the estimate.
+    A converged column keeps its reweighted sum: its exact solution would bias the estimate.
 
-    Cost: max(stops) products with H, each with the columns that are still open, and P^-1. Memory: eight blocks [n, t] and
-    the sums. Raises ValueError for a tolerance outside (0, 1), NonFiniteError where a NaN or an infinity appears.
+    Cost: max(stops) products of H and P^-1 with the open columns. Memory: eight blocks [n, t] and the sums. Raises
+    ValueError for a tolerance outside (0, 1), NonFiniteError for a NaN or infinity.
     """
     start = time.perf_counter()
     size, num_columns = rhs.shape
     if tolerance is None:
         tolerance = DEFAULT_TOLERANCES.get(rhs.dtype, 1e-6)
     check_fraction("tolerance", tolerance)
-    # Below this relative residual a sign is rounding noise.
+    # Below this relative residual, signs are rounding noise.
     floor = math.sqrt(torch.finfo(rhs.dtype).eps)
     stops, columns = stops.cpu(), columns.cpu()
     last = torch.zeros(num_columns, dtype=torch.long).scatter_reduce_(0, columns, stops, "amax")
@@ -118,7 +118,7 @@ def conjugate_gradient_series(
     indefinite = torch.zeros_like(converged)
     lengths, products = [], []
 
-    opened = (~converged).nonzero().squeeze(-1)  # the columns of the block
+    opened = (~converged).nonzero().squeeze(-1)  # columns of the block
     residual = residual[:, opened.to(rhs.device)]
     running = torch.zeros_like(residual)
     directions = ConjugateDirections.begin(residual, preconditioner)
@@ -127,7 +127,7 @@ def conjugate_gradient_series(
     while len(opened):
         step += 1
         following, length, _ = directions.advance(operator, residual)
-        # One read of the device a step.
+        # One device read per step.
         read = torch.stack([torch.linalg.vector_norm(residual, dim=0), length, following.product]).double().cpu()
         _check_finite(read.sum(0), step, opened)
         took = read[1] > 0
@@ -189,24 +189,23 @@ def russian_roulette_solve(
     tolerance: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Solution:
-    """An unbiased estimate of H^-1 B by a random number of conjugate gradient steps, its own for every column.
+    """An unbiased estimate of H^-1 B by a random number of conjugate gradient steps for each column.
 
     Args:
         operator: H [n, n], symmetric positive definite.
         rhs: B [n] or [n, t].
-        truncation: of the number of steps; `ExponentialTruncation` without `max_steps` gets one for this system.
-        preconditioner: built for this operator, or a recipe for one.
-        tolerance: relative residual norm at which a column has converged; None is 1e-10 in float64, 1e-6 in float32.
+        truncation: of the number of steps; `ExponentialTruncation` without `max_steps` gets one.
+        preconditioner: built for this operator, or a recipe.
+        tolerance: as in `conjugate_gradient_series`.
         generator: None is seed 0.
 
     Returns:
-        A Solution. Its value has the expectation H^-1 B and its residual is `B - H value`, large by design. The relative
-        residual norms in the statistics are those of the columns' plain iterates, the error that no truncation removes.
+        A Solution: value with the expectation H^-1 B, and residual `B - H value`, large by design. Its statistics have the
+            relative residual norms of plain conjugate gradients, the error that no truncation removes.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, a batch, an option outside its range, or a truncation that
-            contradicts itself.
-        TypeError: a truncation without the two methods.
+        ValueError: mismatched shapes, dtypes or devices, a batch, an invalid option, or an inconsistent truncation.
+        TypeError: an invalid truncation.
         NonFiniteError: as `conjugate_gradient_series`.
     """
     check_truncation(truncation)
@@ -214,7 +213,7 @@ def russian_roulette_solve(
     groups = (ColumnGroup("targets", block.shape[-1], 0.0),)
     if operator.batch_shape:
         raise ValueError(f"A series is run for one system at a time, got a batch {tuple(operator.batch_shape)}.")
-    LinearSystem(operator, block, groups)  # checks that they fit
+    LinearSystem(operator, block, groups)  # checks them
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     overhead = 1.0
     if isinstance(preconditioner, PreconditionerRecipe):

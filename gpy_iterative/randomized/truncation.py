@@ -1,8 +1,8 @@
-"""Distributions over where a series stops, with survival functions in log space.
+"""Distributions of the number of terms of a series, with survival functions in log space.
 
-A sum of terms t_1 + t_2 + ... that is cut after a random number J of terms stays unbiased when its term j is divided by
-the survival probability S_j = P(J >= j): the Russian roulette estimator. Potapczynski et al. 2021, "Bias-Free Scalable
-Gaussian Processes via Randomized Truncations", section 3. Survival probabilities are float64 whatever the series' dtype.
+A sum t_1 + t_2 + ... cut after a random number J of terms is unbiased if term j is divided by S_j = P(J >= j): the Russian
+roulette estimator. Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 3.
+S_j is always float64.
 """
 
 import math
@@ -15,21 +15,21 @@ from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_number
 
-#: Survival probability at which an infinite sum is cut.
+#: Survival probability that ends an infinite sum.
 NEGLIGIBLE = 1e-18
-#: Weights 1 / S_j grow to this part of 1 / eps: beyond, a term's rounding error outweighs what it corrects.
+#: Largest weight 1 / S_j, times eps: beyond, rounding errors exceed the correction.
 LARGEST_WEIGHT = 0.1
-#: Largest rate, and part of the sum of squared norms beyond the minimum, of a truncation that is chosen.
+#: Largest chosen rate, and chosen rest of the sum of squared norms beyond the minimum.
 MAX_RATE = 0.1
 TAIL = 0.1
 
 
 @runtime_checkable
 class Truncation(Protocol):
-    """A distribution of J in {1, 2, ...}: any object with these two methods."""
+    """A distribution of J in {1, 2, ...}."""
 
     def log_survival(self, steps: Tensor) -> Tensor:
-        """The logarithm of P(J >= j) for integers [*]: 0 for j = 1, never increasing, -inf past the end; float64."""
+        """`log P(J >= j)` for integers [*]: 0 for j = 1, never increasing, -inf past the end; float64."""
         ...
 
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -39,17 +39,17 @@ class Truncation(Protocol):
 
 @dataclass(frozen=True)
 class ExponentialTruncation:
-    """P(J) proportional to exp(-rate J) on {min_steps, ..., max_steps}: the paper's choice (equation 17).
+    """P(J) proportional to exp(-rate J) on {min_steps, ..., max_steps} (the paper's equation 17).
 
     Args:
-        min_steps: the first so many terms are always taken, with weight 1.
-        rate: how fast the probability falls; 0 is uniform. A series whose terms fall as rho^-j in norm has a finite
-            variance only for rate < 2 log(rho); rate = log(rho) has the least variance for its cost. Conjugate gradients
-            have log(rho) = 2 / sqrt(condition number).
-        max_steps: None is no end (`within` sets one for a system).
+        min_steps: terms always taken, with weight 1.
+        rate: decay of the probability; 0 is uniform. For terms that fall as rho^-j in norm, the variance is finite for rate
+            < 2 log(rho), and rate = log(rho) has the least variance for its cost. Conjugate gradients have log(rho) = 2 /
+            sqrt(condition number).
+        max_steps: None is unlimited (`within` sets it for a system).
 
     Raises:
-        ValueError: an option outside its range.
+        ValueError: an invalid option.
 
     Examples:
         >>> truncation = gpi.truncation.ExponentialTruncation(min_steps=80, rate=0.05)
@@ -77,10 +77,10 @@ class ExponentialTruncation:
 
     @classmethod
     def for_condition_number(cls, condition_number: float, budget: float) -> Self:
-        """The least variance for the condition number of the preconditioned matrix and an expected number of steps.
+        """The least variance for a preconditioned condition number and an expected number of steps.
 
-        The rate is log(rho), rho = (sqrt(condition_number) + 1) / (sqrt(condition_number) - 1), and at most 0.1. Raises
-        ValueError for an option outside its range, or a budget too small for that rate.
+        The rate is log(rho), rho = (sqrt(condition_number) + 1) / (sqrt(condition_number) - 1), at most 0.1. Raises
+        ValueError for an invalid option, or a budget too small for the rate.
         """
         for name, value in (("condition_number", condition_number), ("budget", budget)):
             check_number(name, value, "be finite and at least 1", lambda number: 1 <= number < math.inf)
@@ -95,11 +95,10 @@ class ExponentialTruncation:
         return cls(min_steps, rate)
 
     def within(self, num_rows: int, dtype: torch.dtype) -> Self:
-        """The same where `max_steps` is given; else with the end that a system of n rows and its arithmetic suggest.
+        """The truncation with `max_steps` for a system of n rows and its dtype; a given `max_steps` stays.
 
-        That is 2 n steps, or less: where the weight 1 / S_j reaches a tenth of 1 / eps, past which it multiplies rounding
-        noise. A `min_steps` beyond 2 n is lowered to it. Raises ValueError for a rate so high that the arithmetic has no
-        weight for any step beyond `min_steps`.
+        The end is 2 n steps, or earlier where 1 / S_j reaches a tenth of 1 / eps, beyond which it amplifies rounding noise.
+        A larger `min_steps` is lowered to 2 n. Raises ValueError if the rate allows no step beyond `min_steps`.
         """
         if self.max_steps is not None:
             return self
@@ -113,7 +112,7 @@ class ExponentialTruncation:
         return replace(self, min_steps=min(self.min_steps, max_steps), max_steps=max_steps)
 
     def log_survival(self, steps: Tensor) -> Tensor:
-        """The logarithm of P(J >= j), float64 [*] for integers [*]."""
+        """Float64 [*] for integers [*]."""
         beyond = torch.as_tensor(steps).double() - self.min_steps
         if self.max_steps is None:
             return -self.rate * beyond.clamp_min(0)
@@ -123,12 +122,12 @@ class ExponentialTruncation:
         return torch.where(beyond <= 0, torch.zeros_like(beyond), survival)
 
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Independent draws of J, int64 [*size] on the CPU, by inversion of the survival function."""
+        """Draws by inversion of the survival function."""
         uniform = torch.rand(tuple(size), generator=generator, device=generator.device, dtype=torch.float64).cpu()
         if self.rate == 0:
             beyond = uniform * self._support
         else:
-            # Not the logarithm of a sum near one, which for a tiny rate is zero or rounding noise.
+            # For a tiny rate, the logarithm of a sum near one is zero or rounding noise.
             beyond = -torch.log1p(uniform * math.expm1(-self.rate * self._support)) / self.rate
         return self.min_steps + beyond.floor().clamp(0, self._support - 1).long()
 
@@ -137,7 +136,7 @@ class ExponentialTruncation:
         return self.min_steps + _geometric_mean(self.rate) if self.max_steps is None else self.expected_max(1)
 
     def expected_max(self, count: int) -> float:
-        """E of the largest of `count` independent draws, the cost of one run for all of them. A sum over the support."""
+        """Expected largest of `count` independent draws, the cost of one run for all. Sums over the support."""
         check_count("count", count)
         last = self.max_steps
         if last is None:
@@ -148,21 +147,21 @@ class ExponentialTruncation:
 
     @property
     def _support(self) -> float:
-        """L, the number of values that J can take."""
+        """L, the number of values of J."""
         return math.inf if self.max_steps is None else float(self.max_steps - self.min_steps + 1)
 
     def _log_mass(self, steps: Tensor) -> Tensor:
-        """Logarithm of the unnormalised probability of so many neighbouring values; -inf for none."""
+        """Logarithm of the unnormalised probability of this many adjacent values; -inf for none."""
         return steps.log() if self.rate == 0 else torch.log(-torch.expm1(-self.rate * steps))
 
 
 def within(truncation: Truncation, num_rows: int, dtype: torch.dtype) -> Truncation:
-    """The truncation of a series for a system of n rows: see `ExponentialTruncation.within`; others are as they are."""
+    """`ExponentialTruncation.within`; other truncations stay unchanged."""
     return truncation.within(num_rows, dtype) if isinstance(truncation, ExponentialTruncation) else truncation
 
 
 def check_truncation(truncation: object) -> None:
-    """Raises TypeError unless it is an object, and no class, with the methods of a Truncation."""
+    """Raises TypeError unless it is an instance with the methods of a Truncation."""
     if isinstance(truncation, type) or not isinstance(truncation, Truncation):
         raise TypeError(
             "truncation must be an object with the methods log_survival and sample, got "
@@ -171,7 +170,7 @@ def check_truncation(truncation: object) -> None:
 
 
 def draw_stops(truncation: Truncation, size: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Independent draws of J, [*size] on the CPU. Raises ValueError for a sampler that gives another number of them."""
+    """Independent draws of J, [*size] on the CPU. Raises ValueError for another number of draws."""
     stops = truncation.sample(size, generator)
     if tuple(stops.shape) != tuple(size):
         raise ValueError(
@@ -182,9 +181,9 @@ def draw_stops(truncation: Truncation, size: Sequence[int], generator: torch.Gen
 
 
 def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
-    """The logarithms of S_j for j = 1, ..., the largest of the draws `stops`.
+    """`log S_j` for j = 1, ..., max(stops).
 
-    Raises ValueError for draws that are no positive integers, or a survival function that contradicts them.
+    Raises ValueError for draws that are no positive integers, or contradict the survival function.
     """
     name = type(truncation).__name__
     if not stops.numel():
@@ -205,7 +204,7 @@ def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FixedTruncation:
-    """Always the same number of steps: biased, all weights are 1. Raises ValueError for fewer than one step."""
+    """A fixed number of steps: biased, all weights are 1. Raises ValueError for fewer than one step."""
 
     num_steps: int
 
@@ -224,10 +223,10 @@ class FixedTruncation:
 
 @dataclass(frozen=True)
 class AutomaticTruncation:
-    """Rate and minimum from the decay that the last step's series showed; `start` for a step that has none before it.
+    """Rate and minimum from the decay of the last step's series; `start` for the first.
 
-    The rate is log(rho), of terms that fall as rho^-j, and at most 0.1. The minimum leaves a tenth of the sum of squared
-    norms. The current draw plays no part in the choice, which would bias it. Raises TypeError for a start of another kind.
+    The rate is log(rho) of terms that fall as rho^-j, at most 0.1. The minimum leaves a tenth of the sum of squared norms.
+    The current draw is not used, as that would cause bias. Raises TypeError for another kind of start.
     """
 
     start: ExponentialTruncation = ExponentialTruncation()
@@ -237,17 +236,17 @@ class AutomaticTruncation:
             raise TypeError(f"start must be an ExponentialTruncation, got {self.start!r}.")
 
     def choose(self, energies: Tensor) -> ExponentialTruncation:
-        """The truncation after a step whose series had terms of these squared norms, [J]."""
+        """The next truncation, from the squared norms of a step's terms, [J]."""
         energies = energies.double()
         decay = decay_rate(energies)
-        # A decay that a short run barely shows may lengthen the next one threefold, and not without bound.
+        # Limits the growth where a short run barely shows a decay: at most threefold per step.
         rate = min(MAX_RATE, max(decay, 1 / len(energies)))
         min_steps = min(_steps_to_tail(energies, decay), 2 * len(energies))
         return ExponentialTruncation(min_steps, rate, self.start.max_steps and max(self.start.max_steps, min_steps))
 
 
 def _steps_to_tail(energies: Tensor, decay: float) -> int:
-    """The first j after which at most TAIL of the sum is left; a geometric rest continues what was seen."""
+    """The first j after which at most TAIL of the sum is left; extrapolates geometrically."""
     if decay <= 0:
         return 2 * len(energies)
     rest = float(energies[-1]) * _geometric_mean(2 * decay)
@@ -262,7 +261,7 @@ def _steps_to_tail(energies: Tensor, decay: float) -> int:
 def decay_rate(energies: Tensor) -> float:
     """log(rho) of terms whose norms fall as rho^-j, from the second half of their squares [J], without zeros.
 
-    Fewer than four terms show no decay: inf.
+    Fewer than four terms give inf.
     """
     logarithms = energies[energies > 0].double().log() / 2
     if len(logarithms) < 4:
@@ -274,10 +273,10 @@ def decay_rate(energies: Tensor) -> float:
 
 
 def _largest_rate(dtype: torch.dtype) -> float:
-    """The rate at which the weight of the first step beyond the minimum reaches what rounding allows."""
+    """The rate at which the first weight beyond the minimum reaches the rounding limit."""
     return math.log(LARGEST_WEIGHT / torch.finfo(dtype).eps)
 
 
 def _geometric_mean(x: float) -> float:
-    """1 / (e^x - 1), the mean of a geometric distribution on 0, 1, ...; e^x itself may be infinite."""
+    """1 / (e^x - 1), the mean of a geometric distribution on 0, 1, ...; e^x may be infinite."""
     return math.exp(-x) / -math.expm1(-x)

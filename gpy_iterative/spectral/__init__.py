@@ -1,7 +1,6 @@
-"""Spectral densities of stationary kernels, and the random features drawn from them.
+"""Spectral densities of stationary kernels (`densities.py`) and random features of priors (`features.py`).
 
-Begin with `densities.py`, one registry entry a kernel; `features.py` makes features of whole priors. The room may
-import `linear_operators` and all below it.
+The folder may import `linear_operators` and all below it.
 """
 
 from gpy_iterative.spectral.densities import (

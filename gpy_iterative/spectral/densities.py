@@ -1,7 +1,6 @@
-"""Spectral densities of stationary kernels, one registry entry a kernel.
+"""Spectral densities of stationary kernels, one registry entry per kernel.
 
-Draws are made once, for unit lengthscale, and rescaled with the hyperparameters: a frozen draw stays valid, and moves
-smoothly, while they are trained. Rahimi and Recht 2007, "Random features for large-scale kernel machines".
+Draws are for unit lengthscale and rescaled with the hyperparameters: frozen draws stay valid in training.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +17,7 @@ Draws = dict[str, Tensor]
 
 
 def draws_under(prefix: str, draws: Draws) -> Draws:
-    """The draws whose names begin with `prefix.`, by the rest of their names: one dict holds the draws of several parts."""
+    """The draws with names `prefix.rest`, renamed to `rest`."""
     start = f"{prefix}."
     return {name.removeprefix(start): tensor for name, tensor in draws.items() if name.startswith(start)}
 
@@ -27,27 +26,24 @@ class SpectralDensity(ABC):
     """The distribution of omega in k(x - x') = E[cos(omega^T (x - x') / lengthscale)].
 
     Attributes:
-        without_gradient: parameters of the kernel on which `frequencies` depends without a gradient.
+        without_gradient: kernel parameters in which `frequencies` has no gradient.
     """
 
     without_gradient: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
-        """Base randomness for `count` frequencies in `dims` dimensions, independent of all hyperparameters.
+        """Draws for `count` frequencies in `dims` dimensions, independent of hyperparameters.
 
-        `normal` and `uniform` take a shape and return standard float64 draws on the right device, the latter in (0, 1).
+        `normal` and `uniform` (in (0, 1)) take a shape and return float64 draws on the right device.
         """
 
     @abstractmethod
     def frequencies(self, kernel: kernels.Kernel, draws: Draws) -> Tensor:
-        """Omega [*b, dims, count] at the kernel's current shape parameters, for unit lengthscale.
-
-        For a kernel that has no lengthscale, the frequencies themselves.
-        """
+        """Omega [*b, dims, count] at the current shape parameters, for unit lengthscale (if the kernel has one)."""
 
     def variance(self, kernel: kernels.Kernel) -> Tensor | None:
-        """k(x, x), [*b], which scales the features; None for 1."""
+        """The prior variance k(x, x) [*b]; None for 1."""
         return None
 
 
@@ -57,8 +53,7 @@ _REGISTRY: dict[type[kernels.Kernel], SpectralDensity] = {}
 def register_spectral_density(kernel_class: type[kernels.Kernel]) -> Callable[[type], type]:
     """Class decorator: registers a SpectralDensity for a kernel class, whose `lengthscale` (if any) scales its inputs.
 
-    Subclasses of the kernel are covered as long as they compute the same: `forward`, `covar_dist` and `lengthscale` are
-    not overridden.
+    It also serves subclasses that do not override `forward`, `covar_dist` and `lengthscale`.
     """
 
     def register(density_class: type[SpectralDensity]) -> type[SpectralDensity]:
@@ -69,7 +64,7 @@ def register_spectral_density(kernel_class: type[kernels.Kernel]) -> Callable[[t
 
 
 def spectral_density(kernel: kernels.Kernel) -> SpectralDensity | None:
-    """The registered density of a kernel; None where there is none, or where a subclass computes something else."""
+    """The registered density; None without one, or where a subclass computes something else."""
     for kernel_class in type(kernel).__mro__:
         if kernel_class in _REGISTRY:
             return _REGISTRY[kernel_class] if computes_the_same(kernel, kernel_class) else None
@@ -91,7 +86,7 @@ class Gaussian(SpectralDensity):
 @register_spectral_density(kernels.keops.MaternKernel)
 @register_spectral_density(kernels.MaternKernel)
 class StudentT(SpectralDensity):
-    """Multivariate t with 2 nu degrees of freedom: one chi-square a frequency, shared by its coordinates."""
+    """Multivariate t with 2 nu degrees of freedom: one chi-square per frequency."""
 
     def draw(self, kernel: kernels.Kernel, dims: int, count: int, normal: Callable, uniform: Callable) -> Draws:
         degrees = round(2 * kernel.nu)
@@ -103,10 +98,7 @@ class StudentT(SpectralDensity):
 
 @register_spectral_density(kernels.RQKernel)
 class GammaMixture(SpectralDensity):
-    """Normal frequencies of random scale sqrt(u), u ~ Gamma(alpha, alpha).
-
-    alpha is trained: the frozen draw is a uniform, and u is its quantile at the current alpha.
-    """
+    """Normal frequencies times sqrt(u), u ~ Gamma(alpha, alpha), the quantile of a frozen uniform."""
 
     without_gradient = ("raw_alpha",)
 
@@ -120,10 +112,7 @@ class GammaMixture(SpectralDensity):
 
 @register_spectral_density(kernels.SpectralMixtureKernel)
 class SpectralMixture(SpectralDensity):
-    """A mixture of normal distributions in each dimension, symmetric about zero.
-
-    Every coordinate of a frequency has a component of its own, which a frozen uniform number chooses by the weights.
-    """
+    """A symmetric mixture of normal distributions; a frozen uniform chooses each coordinate's component."""
 
     without_gradient = ("raw_mixture_weights",)
 
@@ -145,17 +134,16 @@ class SpectralMixture(SpectralDensity):
 
 
 def gamma_quantile(probability: Tensor, alpha: Tensor, iterations: int = 60) -> Tensor:
-    """The quantile of Gamma(alpha, rate alpha), by bisection in float64 on the logarithm: [*b, count].
+    """The quantile [*b, count] of Gamma(alpha, rate alpha), by float64 bisection on the logarithm.
 
     Args:
         probability: [count], in (0, 1).
         alpha: [*b, 1].
-        iterations: bisections; 60 exhaust float64. Each evaluates `count` incomplete gamma functions: 10 ms in all for
-            1,000.
+        iterations: bisections; 60 exhaust float64.
     """
     target, shape = probability.double(), alpha.double()
     target, shape = torch.broadcast_tensors(target, shape)
-    # Below exp(-700) the square root is zero; the mean is 1, and no quantile of a float exceeds exp(50).
+    # Below exp(-700) the root is zero; no quantile exceeds exp(50).
     low, high = torch.full_like(target, -700.0), torch.full_like(target, 50.0)
     for _ in range(iterations):
         middle = (low + high) / 2

@@ -1,8 +1,6 @@
 """Random Fourier features of a prior covariance: Phi(x) with E[Phi(x) Phi(x')^T] = k(x, x').
 
-The kernel's tree is multiplied out into summands (`summands.py`); their randomness, a flat dict of tensors, is drawn once
-for unit lengthscales and rescaled with the hyperparameters at every evaluation. Rahimi and Recht 2007, "Random features for
-large-scale kernel machines".
+Rahimi and Recht 2007, "Random features for large-scale kernel machines".
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +14,7 @@ from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.summands import Summand, summands
 
-#: Entries of a feature matrix that are held at a time where the whole is not needed.
+#: Entries of a feature matrix computed at a time.
 ENTRIES_AT_A_TIME = 2**23
 
 
@@ -27,11 +25,10 @@ class RandomFourierFeatures:
     Args:
         num_frequencies: frequencies m of each summand, which has 2 m features.
 
-    A LinearKernel, PolynomialKernel or RFFKernel has its exact features instead. A product adds the independent
-    frequencies of its factors. A MultitaskKernel has the features of its data kernel for every column of a root of its
-    task covariance, and T rows for each point, tasks of a point together. All members of a batch share the draws.
+    LinearKernel, PolynomialKernel and RFFKernel have exact features. A MultitaskKernel has its data kernel's features for
+    every column of a root of its task covariance, and T consecutive rows per point. Batch members share the draws.
 
-    Phases are computed in float64 whatever the dtype: heavy-tailed densities draw frequencies of 1e6 and more.
+    Phases are always float64: heavy-tailed densities draw frequencies above 1e6.
     """
 
     num_frequencies: int
@@ -40,23 +37,23 @@ class RandomFourierFeatures:
         check_count("num_frequencies", self.num_frequencies)
 
     def draw(self, terms: Sequence[KernelTerm], generator: torch.Generator) -> Draws:
-        """Randomness for one prior: float64 tensors, independent of the hyperparameters and of the number of data.
+        """Float64 draws for one prior, independent of hyperparameters and number of data.
 
         Raises:
-            SpectralDensityMissingError: a kernel of the sum has no registered spectral density.
+            SpectralDensityMissingError: a kernel without spectral density.
         """
         device = terms[0].inputs.device
 
-        # In float64: float32 draws a chi-square of exactly zero, an infinite frequency, once in 2^24.
+        # float64: once in 2^24 float32 draws a chi-square of zero, an infinite frequency.
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float64).to(device)
 
         def uniform(*shape: int) -> Tensor:
             draws = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
-            # Away from 0 and 1, whose quantiles are 0 and infinity.
+            # The quantiles of 0 and 1 are 0 and infinity.
             return draws.clamp(1e-12, 1 - 1e-12).to(device)
 
-        # A factor of a product of sums belongs to several summands, with the same frequencies.
+        # Summands of a product of sums share factors.
         factors = {factor.name: factor for summand in summands(terms) for factor in summand.factors}
         draws: Draws = {}
         for name, factor in factors.items():
@@ -67,9 +64,9 @@ class RandomFourierFeatures:
 
     @torch.no_grad()
     def features(self, terms: Sequence[KernelTerm], draws: Draws) -> Tensor:
-        """Phi [*b, n, features] at the inputs of the terms and the current hyperparameters (n T rows for T tasks).
+        """Phi [*b, n T, features] for T tasks, at the current hyperparameters.
 
-        Cost n features d / 2 multiply-adds and n features sines and cosines; memory beyond the result is small.
+        Cost: n features d / 2 multiply-adds, n features sines and cosines; little memory beyond the result.
         """
         blocks = self._blocks(terms, draws)
         rows, block = next(blocks)
@@ -83,10 +80,10 @@ class RandomFourierFeatures:
         return result
 
     def differentiable(self, terms: Sequence[KernelTerm], draws: Draws) -> Tensor:
-        """Phi [*b, n, features] with the graph to the inputs and hyperparameters: about four times the memory of Phi.
+        """Phi with the graph to inputs and hyperparameters: about four times the memory.
 
         Raises:
-            SpectralDensityMissingError: a hyperparameter is trained that frequencies are not differentiable in.
+            SpectralDensityMissingError: a trained hyperparameter without gradient.
         """
         for summand in summands(terms):
             for factor in summand.factors:
@@ -98,11 +95,10 @@ class RandomFourierFeatures:
         """The features of the first `num_frequencies` frequencies.
 
         Returns:
-            Their columns of Phi [k], and a factor for each of these columns [k]: with fewer frequencies each counts for
-            more.
+            Their columns of Phi [k] and factors of these columns [k], which keep the variance.
 
         Raises:
-            ValueError: more frequencies than there are.
+            ValueError: more frequencies than drawn.
         """
         if not 1 <= num_frequencies <= self.num_frequencies:
             raise ValueError(
@@ -114,7 +110,7 @@ class RandomFourierFeatures:
             size = summand.num_features(self.num_frequencies)
             scale = 1.0
             own = torch.arange(start, start + size, device=device)
-            if summand.exact is None:  # sines, then cosines, each as often as there are columns of the tasks' root
+            if summand.exact is None:  # sines, then cosines, for each column of the tasks' root
                 length = summand.columns_per_feature
                 halves = own.split(self.num_frequencies * length)
                 own = torch.cat([half[: num_frequencies * length] for half in halves])
@@ -125,21 +121,21 @@ class RandomFourierFeatures:
         return torch.cat(columns), torch.cat(scales)
 
     def apply(self, terms: Sequence[KernelTerm], draws: Draws, weights: Tensor) -> Tensor:
-        """Phi @ weights [*b, n, s], a few thousand rows at a time, differentiable in the inputs of the terms.
+        """Phi @ weights [*b, n, s] in blocks of rows, differentiable in the terms' inputs.
 
         Args:
-            terms: any inputs, test points too.
+            terms: any inputs.
             draws: from `draw`.
             weights: [*b, features, s].
         """
         return torch.cat([block @ weights for _, block in self._blocks(terms, draws)], dim=-2)
 
     def num_features(self, terms: Sequence[KernelTerm]) -> int:
-        """The number of columns of Phi."""
+        """Columns of Phi."""
         return sum(summand.num_features(self.num_frequencies) for summand in summands(terms))
 
     def _blocks(self, terms: Sequence[KernelTerm], draws: Draws) -> Iterator[tuple[slice, Tensor]]:
-        """Phi in blocks of rows, and which rows; one empty block for no rows."""
+        """Blocks of Phi and their rows; one empty block for no rows."""
         parts = [(summand, _frequencies(summand, draws)) for summand in summands(terms)]
         step = max(1, ENTRIES_AT_A_TIME // max(1, self.num_features(terms)))
         for start in range(0, max(terms[0].inputs.shape[-2], 1), step):
@@ -152,5 +148,4 @@ class RandomFourierFeatures:
 
 
 def _frequencies(summand: Summand, draws: Draws) -> list[Tensor]:
-    """Omega [*b, d, m] of each factor, at its current lengthscale; once an evaluation, for all rows."""
     return [factor.frequencies(draws_under(factor.name, draws)) for factor in summand.factors]

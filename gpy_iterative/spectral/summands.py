@@ -1,4 +1,4 @@
-"""A prior as a sum of summands: scaled products of kernels with a spectral density, or kernels with exact features."""
+"""A prior as a sum of scaled products of kernels with spectral density or of kernels with exact features."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ from gpy_iterative.spectral.densities import Draws, SpectralDensity, spectral_de
 
 
 def _root(kernel: kernels.Kernel, points: Tensor) -> Tensor:
-    """Of a kernel whose `forward` is an explicit root Phi Phi^T."""
+    """Phi of a kernel whose `forward` is Phi Phi^T."""
     return cast(RootLinearOperator, kernel.forward(points, points)).root.to_dense()
 
 
 def _monomials(kernel: kernels.PolynomialKernel, points: Tensor) -> Tensor:
-    """(x^T x' + c)^p as the monomials of degree p in [x, sqrt(c)], with the roots of their multinomial coefficients."""
+    """Features of (x^T x' + c)^p: degree-p monomials of [x, sqrt(c)] times roots of multinomial coefficients."""
     offset = kernel.offset.view(*kernel.batch_shape, 1, 1)
     batch = torch.broadcast_shapes(points.shape[:-2], offset.shape[:-2])
     offset = offset.expand(*batch, points.shape[-2], 1)
@@ -36,7 +36,7 @@ def _monomials(kernel: kernels.PolynomialKernel, points: Tensor) -> Tensor:
     return columns.prod(-1) * extended.new_tensor(multiplicities).sqrt()
 
 
-#: Features of kernels that have finitely many; by exact type, as a subclass may compute anything.
+#: Kernels with finitely many features, by exact type: a subclass may compute anything.
 _EXACT: dict[type[kernels.Kernel], Callable[[kernels.Kernel, Tensor], Tensor]] = {
     kernels.LinearKernel: _root,
     kernels.PolynomialKernel: _monomials,
@@ -49,9 +49,9 @@ class Factor:
     """A stationary kernel and its inputs.
 
     Attributes:
-        name: its path in the kernel tree, under which its randomness is kept.
-        kernel: the kernel.
-        inputs: [*b, n, d], reduced to its active dimensions.
+        name: path in the kernel tree, the prefix of its draws.
+        kernel: stationary.
+        inputs: [*b, n, d], in its active dimensions.
         density: of its frequencies.
     """
 
@@ -66,7 +66,7 @@ class Factor:
         return omega / self.kernel.lengthscale.double().mT if self.kernel.has_lengthscale else omega
 
     def check_differentiable(self) -> None:
-        """SpectralDensityMissingError where a parameter is trained in which the frequencies have no gradient."""
+        """SpectralDensityMissingError for a trained parameter without gradient."""
         for name in self.density.without_gradient:
             if getattr(self.kernel, name).requires_grad:
                 raise SpectralDensityMissingError(
@@ -82,9 +82,9 @@ class Summand:
 
     Attributes:
         scale: [*b], or None for 1.
-        factors: of the product; empty where `exact` is given.
+        factors: of the product; empty with `exact`.
         exact: a kernel with finitely many features, and its inputs.
-        tasks: a root [*b, T, r] of the covariance between tasks; the summand is its Kronecker product with the rest.
+        tasks: a root [*b, T, r] of the task covariance (Kronecker).
     """
 
     scale: Tensor | None
@@ -94,12 +94,12 @@ class Summand:
 
     @property
     def num_tasks(self) -> int:
-        """Rows of features for each point."""
+        """Rows of features per point."""
         return 1 if self.tasks is None else self.tasks.shape[-2]
 
     @property
     def columns_per_feature(self) -> int:
-        """Columns that each feature of the points becomes."""
+        """Columns per feature of the points."""
         return 1 if self.tasks is None else self.tasks.shape[-1]
 
     def num_features(self, num_frequencies: int) -> int:
@@ -109,7 +109,7 @@ class Summand:
         return 2 * num_frequencies * self.columns_per_feature
 
     def features(self, rows: slice, frequencies: list[Tensor]) -> Tensor:
-        """Phi [*b, rows T, features] for the frequencies of each factor; a point's tasks are neighbours."""
+        """Phi [*b, rows T, features] for each factor's frequencies; a point's tasks are consecutive."""
         if self.exact is not None:
             kernel, inputs = self.exact
             result = _EXACT[type(kernel)](kernel, inputs[..., rows, :])
@@ -119,14 +119,14 @@ class Summand:
             result = torch.einsum("...nf,...tr->...ntfr", result, self.tasks.to(result)).flatten(-4, -3).flatten(-2)
         if self.scale is None:
             return result
-        # A scale that has underflowed to zero is kept away from it: the root has no finite slope there.
+        # Raises an underflowed scale: the root has an infinite slope at zero.
         root = self.scale.masked_fill(self.scale == 0, torch.finfo(self.scale.dtype).tiny).sqrt()
         return result * root.unsqueeze(-1).unsqueeze(-1)
 
     def _trigonometric(self, rows: slice, frequencies: list[Tensor]) -> Tensor:
         phase = torch.zeros((), dtype=torch.float64, device=frequencies[0].device)
         for factor, omega in zip(self.factors, frequencies, strict=True):
-            # Independent frequencies of a product's factors add up: cosines of sums are products of cosines, on average.
+            # Frequencies add: E cos(a + b) = E cos(a) E cos(b) for independent symmetric a, b.
             phase = phase + factor.inputs[..., rows, :].double() @ omega
         phase = torch.remainder(phase, 2 * torch.pi).to(self.factors[0].inputs.dtype)
         return torch.cat([phase.sin(), phase.cos()], dim=-1) / frequencies[0].shape[-1] ** 0.5
@@ -136,8 +136,7 @@ def summands(terms: Sequence[KernelTerm]) -> list[Summand]:
     """A sum of kernels, multiplied out.
 
     Raises:
-        SpectralDensityMissingError: a kernel has neither a spectral density nor exact features, or a factor of a product
-            has exact features.
+        SpectralDensityMissingError: a kernel without spectral density or exact features; exact features in a product.
     """
     return [
         part
@@ -149,11 +148,11 @@ def summands(terms: Sequence[KernelTerm]) -> list[Summand]:
 def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | None) -> list[Summand]:
     # By exact type: a subclass may compute anything.
     if type(kernel) is kernels.ScaleKernel:
-        # Its forward calls the base's forward: the base's active dimensions are its own, applied already.
+        # Its forward calls the base's forward: active dimensions are already applied.
         return _expand(f"{name}.base", kernel.base_kernel, inputs, _product(scale, kernel.outputscale))
     if type(kernel) in (kernels.AdditiveKernel, kernels.LCMKernel, kernels.ProductKernel):
         is_lcm, is_product = type(kernel) is kernels.LCMKernel, type(kernel) is kernels.ProductKernel
-        # LCMKernel calls the forward of its parts, too.
+        # LCMKernel also calls its parts' forward.
         children = list(kernel.covar_module_list if is_lcm else kernel.kernels)
         points = [inputs if is_lcm else active_inputs(child, inputs) for child in children]
         own_scale = None if is_product else scale
@@ -162,7 +161,7 @@ def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | N
     if type(kernel) in (kernels.AdditiveStructureKernel, kernels.ProductStructureKernel):
         return _expand_dimensions(name, kernel, inputs, scale)
     if type(kernel) is kernels.MultitaskKernel:
-        # Its forward calls the data kernel's forward, past that one's active dimensions.
+        # Its forward ignores the data kernel's active dimensions.
         tasks = _task_root(kernel.task_covar_module)
         return [replace(part, tasks=tasks) for part in _expand(f"{name}.data", kernel.data_covar_module, inputs, scale)]
     if type(kernel) in _EXACT:
@@ -174,7 +173,7 @@ def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | N
 
 
 def _expand_dimensions(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | None) -> list[Summand]:
-    """The base kernel of each input dimension alone: their sum, or their product."""
+    """Sum or product of the base kernel over input dimensions."""
     base = kernel.base_kernel
     if base.batch_shape:
         raise _missing(kernel, "with a kernel of its own for each dimension")
@@ -186,12 +185,11 @@ def _expand_dimensions(name: str, kernel: kernels.Kernel, inputs: Tensor, scale:
 
 
 def _task_root(kernel: kernels.IndexKernel) -> Tensor:
-    """[*b, T, rank + T], a root of the covariance between tasks, B B^T + diag(v)."""
+    """A root [*b, T, rank + T] of B B^T + diag(v)."""
     return torch.cat([kernel.covar_factor, torch.diag_embed(kernel.var.sqrt())], dim=-1)
 
 
 def _multiplied_out(scale: Tensor | None, factors: Sequence[Sequence[Summand]]) -> list[Summand]:
-    """A product of sums as the sum of products."""
     parts = [Summand(scale, [])]
     for expanded in factors:
         parts = [_times(left, right) for left in parts for right in expanded]

@@ -1,6 +1,6 @@
-"""Training data that a fit cannot do much with from where it starts: a warning for each kind, before any work.
+"""Warnings about unsuitable training data, before a fit.
 
-Lengthscales, outputscale, noise and mean begin near one or zero: data of another scale have no gradient there.
+Lengthscales, outputscale, noise and mean start near one or zero: data of another scale have no gradient there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,33 +18,33 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.training.training_system import TrainingSystem
 
-#: Lengthscales between nearest inputs from which on an RBF kernel's values are too small for a fit to begin with.
+#: Lengthscales between nearest inputs beyond which RBF kernel values are too small for a fit.
 FAR = 6.0
-#: Standard deviation, in lengthscales, of a column that a kernel does not see.
+#: Standard deviation, in lengthscales, of a column that the kernel does not see.
 FLAT = 1e-3
-#: Standard deviation of inputs as they are given, below which their scale is to blame for it.
+#: Standard deviation of the given inputs below which their scale is the cause.
 SMALL = 0.01
-#: Rows whose nearest neighbours are looked for.
+#: Rows whose nearest neighbours are computed.
 CENTRES = 64
-#: Standard deviations of targets over that of the prior, or the other way round, that a fit starts from without a warning;
-#: and distance of their mean from the prior's, in the larger of the two.
+#: Largest ratio of the standard deviations of targets and prior, in both directions, without a warning; largest distance of
+#: their means, in the larger of the two.
 SPREAD, SHIFT = 20.0, 10.0
-#: Share of rows that may be copies of others by chance, as rounded data are.
+#: Share of rows that may be copies by chance, such as in rounded data.
 COPIES = 0.05
-#: Standard deviations of the noise that equal inputs with different targets may be apart.
+#: Noise standard deviations that targets of equal inputs may differ by.
 UNEXPLAINED = 6.0
-#: Noise within this factor of its least value is at it.
+#: Noise within this factor of its lower bound counts as at it.
 AT_FLOOR = 1.01
 
 
 def warn_of_inputs(model: Any) -> None:
-    """Warns of columns that are constant where each has a lengthscale."""
+    """Warns of constant columns with their own lengthscale."""
     _warn(_constant_columns(model))
 
 
 @torch.no_grad()
 def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, system: TrainingSystem) -> None:
-    """Warns of training data of an exact Gaussian process that do not fit its present hyperparameters, once for each kind.
+    """Warns, once per kind, of training data that do not fit the hyperparameters of an exact Gaussian process.
 
     Cost: 64 rows of distances, and a sort of the rows.
     """
@@ -84,7 +84,7 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
             f"The nearest training inputs are {nearest:.3g} lengthscales apart, so the kernel matrix is diagonal and the "
             "lengthscales cannot be learned: standardise the inputs, or set larger lengthscales before the fit."
         )
-    # Lengthscales that a fit has made large, of inputs that the data do not need, are no matter of the inputs' scale.
+    # Not for large fitted lengthscales of unneeded inputs: the inputs' scale is not the cause.
     least = min((float(spread[spread > 0].min()) for x in given if (spread := _spread(x)).any()), default=0.0)
     for x in inputs if least < SMALL else ():
         spread = _spread(x)
@@ -97,12 +97,12 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
 
 
 def _spread(x: Tensor) -> Tensor:
-    """The standard deviation of each column, [d]."""
+    """Standard deviation of each column, [d]."""
     return x.double().reshape(-1, x.shape[-1]).std(0)
 
 
 def _terms(kernel: LinearOperator) -> Iterator[LinearOperator]:
-    """The summands of a covariance, without their factors."""
+    """Summands of a covariance, without factors."""
     if isinstance(kernel, ConstantMulLinearOperator):
         yield from _terms(kernel.base_linear_op)
     elif isinstance(kernel, SumLinearOperator):
@@ -113,7 +113,7 @@ def _terms(kernel: LinearOperator) -> Iterator[LinearOperator]:
 
 
 def _least_distance(x: Tensor) -> float:
-    """Between some rows of x [n, d] and their nearest others that are not equal."""
+    """Between some rows of x [n, d] and their nearest different rows."""
     centres = x[:: max(len(x) // CENTRES, 1)]
     exact = "donot_use_mm_for_euclid_dist"
     distances = [torch.cdist(centre.unsqueeze(0), x, compute_mode=exact) for centre in centres]
@@ -161,14 +161,14 @@ def _equal_rows(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, noi
 
 
 def _rows(model: ExactGP) -> Tensor | None:
-    """All inputs side by side, [n, d]; None for batches of inputs."""
+    """All inputs side by side, [n, d]; None for batches."""
     inputs = model.train_inputs or ()
     has_rows = inputs and all(x.dim() == 2 for x in inputs)
     return torch.cat([x.double() for x in inputs], dim=-1) if has_rows else None
 
 
 def _neighbours_that_are_equal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs of equal rows, one for each row that has another before it: sorted by a projection, they are neighbours."""
+    """Pairs of equal rows, adjacent after sorting by a projection; one pair per row with an earlier copy."""
     weights = torch.arange(1, x.shape[-1] + 1).to(x).cos()
     order = (x * weights).sum(-1).argsort()
     first, second = order[:-1], order[1:]
@@ -177,7 +177,7 @@ def _neighbours_that_are_equal(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_at_floor(likelihood: gpytorch.likelihoods.Likelihood) -> bool:
-    """Whether the noise of a likelihood cannot become less, or is not trained."""
+    """Whether the noise cannot decrease, or is not trained."""
     covariance = getattr(likelihood, "noise_covar", None)
     raw, constraint = getattr(covariance, "raw_noise", None), getattr(covariance, "raw_noise_constraint", None)
     if raw is None or constraint is None:

@@ -17,18 +17,17 @@ PointwiseFunction = Callable[[Likelihood, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class LikelihoodForm:
-    """Functions of one likelihood class; all differentiable in the latents and the likelihood's parameters.
+    """Functions of one likelihood class, differentiable in the latents and the likelihood's parameters.
 
     Attributes:
         log_prob: log p(y_n | f_n), [n].
-        hessian: -d^2 log p / df^2 in closed form, [n, C, C]; None leaves it to autograd.
-        fisher: the expected curvature, positive semi-definite, [n, C, C].
-        log_concave: whether the negative Hessian is positive semi-definite everywhere; None: looked at as it comes.
-        support: where targets are admissible, [n] bool, and in words; None admits all finite targets.
-        num_latents: C for a likelihood object; None admits any.
-        visible_basis: an orthonormal basis [C, r] of what the likelihood sees of a point's latents, where that is
-            less than everything; None is everything.
-        target_per_latent: whether targets are [n, C], a value for each latent function, and not [n]; None admits both.
+        hessian: -d^2 log p / df^2 in closed form, [n, C, C]; None uses autograd.
+        fisher: expected curvature, positive semi-definite, [n, C, C].
+        log_concave: whether the negative Hessian is always positive semi-definite; None checks it at each evaluation.
+        support: admissible targets, [n] bool, and their description; None admits all finite targets.
+        num_latents: C of a likelihood; None admits any.
+        visible_basis: orthonormal basis [C, r] of the latent directions that the likelihood depends on; None is all.
+        target_per_latent: whether targets are [n, C] instead of [n]; None admits both.
     """
 
     log_prob: PointwiseFunction
@@ -54,19 +53,18 @@ def register_curvature(
     support: tuple[Callable[[Likelihood, Tensor], Tensor], str] | None = None,
     num_latents: int | None = 1,
 ) -> None:
-    """Teaches Laplace's method a likelihood, or replaces what it knew.
+    """Registers a likelihood for Laplace's method, or replaces its registration.
 
-    A likelihood whose `forward` gives a distribution with a smooth `log_prob` needs no registration. Register one whose
-    `forward` loses digits, or whose density is not log-concave and whose Fisher information is known.
+    A `forward` whose distribution has a smooth `log_prob` needs no registration. Register a likelihood whose `forward`
+    loses digits, or whose density is not log-concave and has a known Fisher information.
 
     Args:
-        likelihood_class: the class; subclasses that do not override `forward` are served too.
-        log_prob: (likelihood, f [n, C], y [n]) -> log p(y_n | f_n) [n]. Called in float64; three times differentiable in
-            f by autograd, and once in the likelihood's parameters.
-        fisher: (likelihood, f, y) -> [n, C, C], positive semi-definite: takes the Hessian's place where that is
-            indefinite.
-        log_concave: whether log p is concave in f everywhere; None: checked wherever it is evaluated.
-        support: a function (likelihood, y) -> [n] bool of admissible targets, and words that say which these are.
+        likelihood_class: the class; includes subclasses with the same `forward`.
+        log_prob: (likelihood, f [n, C], y [n]) -> log p(y_n | f_n) [n], in float64; by autograd three times differentiable
+            in f, and once in the likelihood's parameters.
+        fisher: (likelihood, f, y) -> [n, C, C], positive semi-definite: replaces an indefinite Hessian.
+        log_concave: whether log p is concave in f everywhere; None checks it at each evaluation.
+        support: (likelihood, y) -> [n] bool of admissible targets, and their description.
         num_latents: C; None admits any.
     """
     _FORMS[likelihood_class] = LikelihoodForm(
@@ -80,28 +78,28 @@ def register_curvature(
 
 
 def register_form(likelihood_class: type[Likelihood], form: LikelihoodForm) -> None:
-    """As `register_curvature`, with everything a form can say."""
+    """`register_curvature` for a complete form."""
     _FORMS[likelihood_class] = form
 
 
 def register_refusal(likelihood_class: type[Likelihood], reason: str) -> None:
-    """A class for which Laplace's method is meaningless, and why."""
+    """Registers why Laplace's method is meaningless for a class."""
     _REFUSALS[likelihood_class] = reason
 
 
 def form_of(likelihood: Likelihood) -> LikelihoodForm | None:
-    """The form of the nearest base class that computes what this likelihood does; None where there is none."""
+    """The form of the nearest base class with the same `forward`, or None."""
     base = next((base for base in type(likelihood).__mro__ if base in _FORMS), None)
     return _FORMS[base] if base is not None and computes_as(likelihood, base) else None
 
 
 def computes_as(likelihood: Likelihood, likelihood_class: type[Likelihood]) -> bool:
-    """Whether a likelihood is of a class and has the class' own `forward`: closed forms of any other are not its own."""
+    """Whether it is an instance with the class' own `forward`: closed forms hold for no other."""
     return isinstance(likelihood, likelihood_class) and type(likelihood).forward is likelihood_class.forward
 
 
 def check_support(likelihood: Likelihood, targets: Tensor) -> None:
-    """Raises ValueError, naming class and index, where a target is outside the likelihood's support."""
+    """Raises ValueError, with class and index, for a target outside the support."""
     form = form_of(likelihood)
     if form is None or form.support is None:
         return
@@ -114,12 +112,12 @@ def check_support(likelihood: Likelihood, targets: Tensor) -> None:
 
 
 def refusal_of(likelihood: Likelihood) -> str | None:
-    """Why Laplace's method refuses this likelihood; None where it does not."""
+    """Why Laplace's method refuses this likelihood, or None."""
     return next((reason for base, reason in _REFUSALS.items() if computes_as(likelihood, base)), None)
 
 
 def is_log_concave(likelihood: Likelihood) -> bool:
-    """Whether log p(y | f) is known to be concave in f, of which there is one at each point."""
+    """Whether log p(y | f) is known to be concave in f, with one latent per point."""
     if computes_as(likelihood, LaplaceLikelihood):  # not registered: its curvature is zero almost everywhere
         return True
     form = form_of(likelihood)
@@ -131,7 +129,7 @@ def is_log_concave(likelihood: Likelihood) -> bool:
 def expected_log_prob(
     likelihood: Likelihood, target: Tensor, latent: base_distributions.Normal, **kwargs: Any
 ) -> Tensor:
-    """E log p(y | f) of every datum, [b]; `likelihood.expected_log_prob` unless there is a closed form.
+    """E log p(y | f) of each datum, [b]; in closed form, or by `likelihood.expected_log_prob`.
 
     Args:
         likelihood: any.
@@ -151,8 +149,7 @@ def expected_log_prob(
 
 
 def _laplace(likelihood: Likelihood, target: Tensor, latent: base_distributions.Normal) -> Tensor:
-    # E |y - f| of a normal f; a quadrature has errors of a percent of the deviation at the kink. GPyTorch's `noise` is the
-    # square of the scale.
+    # E |y - f| in closed form, as quadrature is inaccurate at the kink. GPyTorch's `noise` is the squared scale.
     scale = likelihood.noise.sqrt()
     deviation = latent.stddev.clamp_min(torch.finfo(target.dtype).tiny ** 0.5)
     difference = target - latent.mean

@@ -1,4 +1,4 @@
-"""The likelihood's extra arguments, which follow the training inputs."""
+"""The likelihood's extra arguments, after the training inputs."""
 
 import io
 import pickle
@@ -15,23 +15,22 @@ from gpy_iterative.linear_operators.from_gpytorch import noise_depends_on_inputs
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import unexpanded
 
-#: Errors of bytes that are no arguments.
+#: Errors from reading bytes that are no arguments.
 UNREADABLE = (AttributeError, TypeError, ValueError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError)
 
 
 def likelihood_arguments(mll: Any, params: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """What a likelihood is called with: its own arguments, else training inputs where its noise depends on them."""
+    """The likelihood's own arguments, else the training inputs if its noise depends on them."""
     if not params and getattr(mll.model, "train_inputs", None) and noise_depends_on_inputs(mll.likelihood):
         return tuple(mll.model.train_inputs)
     return tuple(params)
 
 
 class LikelihoodParams:
-    """The likelihood's extra arguments, with training inputs recognised among them. Tensors are copied, without graph.
+    """The likelihood's extra arguments, with training inputs recognised. Tensors are copied, without graph.
 
-    Noise that depends on the inputs gets the training inputs as an argument, which follows `set_train_data`. BoTorch's
-    models have them transformed in one mode, and not in the other: both forms are recognised. Empty `params` stand for the
-    list of training inputs, as GPyTorch passes it.
+    Training inputs among the arguments follow `set_train_data`. BoTorch's models transform them in one mode only: both
+    forms are recognised. Empty `params` mean the list of training inputs, as GPyTorch passes it.
     """
 
     @torch.inference_mode(False)
@@ -45,35 +44,35 @@ class LikelihoodParams:
     def given(
         cls, params: Sequence[Any], model: ExactGP, kwargs: Mapping[str, Any] | None = None
     ) -> "LikelihoodParams | None":
-        """None where there are no arguments."""
+        """None without arguments."""
         return cls(params, model, kwargs) if params or kwargs else None
 
     def current(self, model: ExactGP) -> tuple[Any, ...]:
         """The arguments for the model's current training inputs.
 
-        Raises ValueError where these have changed, and an argument is a tensor that is none of them.
+        Raises ValueError if these have changed, and a tensor argument is none of them.
         """
         return self._followed(self._params, model)
 
     def current_kwargs(self, model: ExactGP) -> dict[str, Any]:
-        """The arguments with names; raises as `current`."""
+        """The keyword arguments; raises as `current`."""
         return self._followed(self._kwargs, model)
 
     def moved_to(self, model: ExactGP) -> "LikelihoodParams":
-        """Those of another model, with its training inputs in the place of these. Raises ValueError as `current`."""
+        """The arguments with another model's training inputs. Raises ValueError as `current`."""
         return LikelihoodParams(self.current(model), model, kwargs=self.current_kwargs(model))
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Moves or converts all tensors, as `nn.Module._apply` does with the training inputs."""
+        """Moves or converts all tensors, as `nn.Module._apply`."""
         move = lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf
         self._forms, self._params, self._kwargs = _map_leaves(move, [self._forms, self._params, self._kwargs])
 
     def equals(self, other: "LikelihoodParams | None") -> bool:
-        """Whether these are the same arguments at the same training inputs, by value."""
+        """Whether arguments and training inputs are equal by value."""
         return other is not None and _same_leaves(vars(self), vars(other))
 
     def to_bytes(self) -> Tensor:
-        """A tensor of bytes, for a training state. Raises ValueError for arguments that no such state can hold."""
+        """Bytes for a training state. Raises ValueError for unsupported arguments."""
 
         def check(leaf: Any) -> None:
             if not isinstance(leaf, Tensor | _TrainingInput | bool | int | float | str | None):
@@ -130,14 +129,14 @@ class LikelihoodParams:
 
 @dataclass(frozen=True)
 class _TrainingInput:
-    """Stands for one of the model's training inputs."""
+    """Placeholder for a training input."""
 
     index: int
 
 
 @torch.no_grad()
 def _forms(model: ExactGP, inputs: list[Tensor]) -> list[list[Tensor]]:
-    """The training inputs as they are, and as a BoTorch model has them in its other mode."""
+    """The training inputs as they are, and as a BoTorch model's other mode has them."""
     transform = getattr(model, "transform_inputs", None)
     if transform is None or getattr(model, "input_transform", None) is None:
         return [inputs]

@@ -1,4 +1,4 @@
-"""Progress of long operations: reports to a callable, or a bar."""
+"""Progress of long operations."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,15 +12,15 @@ from gpy_iterative.linear_solvers.solution import SolveProgress
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """How far a long operation is.
+    """Progress of a long operation.
 
     Attributes:
         operation: "solve", "mode", "refinement", "variances", "pass", "subsets" or "fit".
-        done: how much of it is done, in units.
-        unit: "epochs" of a solve, "products" of a search for a mode, "points", "rows", "subsets", "steps" of a fit.
-        total: how much there is to do; None where it is unknown.
-        figures: what can be said about it now: relative residuals of a solve, for each group of columns; the gradient at a
-            mode; the last fit's loss; value and what is left to gain of a fit.
+        done: finished units.
+        unit: "epochs" of a solve, "products" of a mode search, "points", "rows", "subsets", "steps" of a fit.
+        total: units in total; None if unknown.
+        figures: relative residuals per column group of a solve; gradient at a mode; last loss of "subsets"; value and nats
+            left to gain of a fit.
     """
 
     operation: str
@@ -30,7 +30,7 @@ class ProgressReport:
     figures: dict[str, float]
 
 
-#: The option of everything that takes long: False is silent, True shows a bar, a callable gets every report.
+#: False is silent, True shows a bar, a callable gets every report.
 Progress = bool | Callable[[ProgressReport], None]
 
 
@@ -66,7 +66,7 @@ def reporting(progress: Progress, operation: str, unit: str, total: float | None
 def reporting_solve(
     progress: Progress, operation: str = "solve", unit: str = "epochs"
 ) -> Iterator[Callable[[SolveProgress], None] | None]:
-    """Yields the callback of a solver; None without progress, which saves the solver the figures."""
+    """Yields a solver's callback; None without progress, which avoids computing figures."""
     if progress is False:
         yield None
         return

@@ -1,4 +1,4 @@
-"""Reports: of the last evaluation of a marginal log likelihood, and of a posterior; the protocol of posteriors."""
+"""Reports of marginal log likelihoods and posteriors; the posterior protocol."""
 
 import dataclasses
 import html
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
 
-#: Figures that a table lists one by one; of more, their range and mean.
+#: Largest tensor whose entries are all listed; beyond, range and mean.
 MAX_LISTED = 6
 
 
 class Report:
-    """Figures as one line (`str`), as a table for a terminal (`table`), or for a notebook, which shows it by itself."""
+    """Figures as one line (`str`), a text table (`table`), or a notebook's table."""
 
     def table(self) -> str:
-        """Every figure on a line of its own, for `print`."""
+        """One figure per line, for `print`."""
         rows = list(_rows(self))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {figure}" for name, figure in rows)
@@ -31,7 +31,7 @@ class Report:
 
 
 def _rows(report: Any) -> Iterator[tuple[str, str]]:
-    """Names and figures, those of a report inside of a report among them."""
+    """Names and figures, including nested reports."""
     for field in dataclasses.fields(report):
         value = getattr(report, field.name)
         if isinstance(value, Report):
@@ -57,27 +57,25 @@ def _figure(value: Any) -> str:
 
 @dataclass(frozen=True)
 class MarginalLogLikelihoodReport(Report):
-    """One step's figures; `print(mll.report)` shows them on one line, `print(mll.report.table())` as a table.
+    """Figures of one step, for `print(mll.report)` (one line) or `print(mll.report.table())`.
 
     Attributes:
         status: how the solve ended.
-        iterations: solver iterations.
-        epochs: passes over the kernel matrix that the solve took (0 for Cholesky).
-        residual_targets: relative residual norm of `H a = y - mean`, from a true residual; of a truncated series, that of
-            its unweighted sum, from the recurrence.
-        residual_probes: the same of the probes' solves (their largest, or their mean under `stopping="mean"`);
-            None where there are no probes (Cholesky).
-        value: [*b], what `forward` returned: the log marginal likelihood with priors and added loss terms,
-            divided by the number of data.
-        value_sem: [*b], standard error of `value`, estimated from the log-determinant's probes (four where the gradient has
-            others) and the weights of a truncated series. 0 for Cholesky, NaN where it is not known: random features, a
-            single probe, `value=None`. It is itself uncertain, and errors of twice as much are no surprise.
-        seconds: wall-clock time of the forward pass.
-        truncation: of the methods that truncate at random, what was drawn.
-        probe_jitter: where rounding left the frozen pivots of the probes' covariance without a Cholesky factor, the jitter
-            that it took, relative to the kernel's largest variance; else None. Such pivots weigh less: the gradient stays
-            unbiased, with more variance. The same holds for blocks of a `Vecchia` factor.
-        far_field_error: where products passed through far fields, their measured relative error; else None.
+        iterations: of the solver.
+        epochs: passes of the solve over the kernel matrix (0 for Cholesky).
+        residual_targets: true relative residual norm of `H a = y - mean`; for a truncated series that of its unweighted
+            sum, from the recurrence.
+        residual_probes: the same for the probes (largest, or mean under `stopping="mean"`); None without probes (Cholesky).
+        value: [*b], result of `forward`: log marginal likelihood with priors and added loss terms, per datum.
+        value_sem: [*b], standard error of `value`, from the log-determinant's probes (four if the gradient has others) and
+            a truncated series' weights. 0 for Cholesky, NaN if unknown: random features, a single probe, `value=None`. It
+            may be wrong by a factor of two.
+        seconds: of the forward pass, wall-clock.
+        truncation: the draws of random truncation methods.
+        probe_jitter: jitter, relative to the kernel's largest variance, for the Cholesky factor of the probes' frozen
+            pivots or of `Vecchia` blocks, if rounding made it necessary; else None. The gradient stays unbiased, with more
+            variance.
+        far_field_error: measured relative error of far-field products; else None.
     """
 
     status: SolveStatus
@@ -105,15 +103,15 @@ class MarginalLogLikelihoodReport(Report):
 
 @runtime_checkable
 class Posterior(Protocol):
-    """A posterior over functions, at the hyperparameters and data of now."""
+    """A posterior over functions, at the current hyperparameters and data."""
 
     @property
     def report(self) -> Report:
-        """How the posterior was computed, and at what cost."""
+        """How the posterior was computed, with its cost."""
         ...
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
-        """The latent posterior at test inputs [*b, t, d], one tensor for each of the model's inputs."""
+        """The latent posterior at test inputs [*b, t, d], one tensor per model input."""
         ...
 
     def sample_paths(self, num_paths: int) -> Callable[..., Tensor]:
@@ -128,9 +126,9 @@ class SolveReport(Report):
     Attributes:
         status: how it ended.
         iterations: of the solver.
-        epochs: passes over the kernel matrix that the iterations took; 0 where it was factored.
-        overhead: further passes: the residual of the start, the preconditioner.
-        residual: relative residual norm, from a true residual; 0 where the matrix was factored.
+        epochs: passes of the iterations over the kernel matrix; 0 for a factorisation.
+        overhead: other passes: initial residual, preconditioner.
+        residual: true relative residual norm; 0 for a factorisation.
         seconds: wall-clock time.
     """
 
@@ -143,6 +141,6 @@ class SolveReport(Report):
 
     @classmethod
     def of(cls, status: SolveStatus, stats: SolveStats) -> "SolveReport":
-        """The report of a solve with these statistics."""
+        """From a solve's statistics."""
         residual = max(stats.residual_norms.values(), default=0.0)
         return cls(status, stats.iterations, stats.epochs, stats.overhead, residual, stats.seconds)

@@ -1,27 +1,27 @@
-"""Batches of rows in random order, whose state is a part of a run."""
+"""Batches of rows in random order, with state in a run."""
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.training.run import Run
 
-#: The part of a run that has drawn no rows.
+#: A part without drawn rows.
 NO_ROWS = {"order": torch.empty(0, dtype=torch.int64), "position": torch.tensor(0)}
 
 
 def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tensor, Run]:
-    """The next batch, row numbers [batch_size] on the generator's device, and the run after it.
+    """The next batch, row numbers [batch_size] on the generator's device, and the next run.
 
-    Every row comes at most once between two shuffles, and each batch by itself is a uniform draw without replacement. What
-    is left at the end of a shuffled order and too short for a batch is skipped, so that all batches have one size.
+    Each batch is a uniform draw without replacement; no row repeats before the next shuffle. A remainder too short for a
+    batch is skipped.
 
     Args:
-        run: whose part `name` has the shuffled order and the position in it.
+        run: its part `name` has the shuffled order and the position.
         name: of the part.
         num_data: n.
         batch_size: at most n.
 
-    Cost: n once in n / batch_size calls, and the size of the batch in all others.
+    Cost: n once per n / batch_size calls, else batch_size.
     """
     order, position = run.parts[name]["order"], int(run.parts[name]["position"])
     if len(order) != num_data or position + batch_size > num_data:

@@ -1,8 +1,8 @@
-"""What a method carries from one training step to the next.
+"""State of a method between training steps.
 
-A run is immutable. A step takes the run, and returns its estimate and the next run; the marginal log likelihood keeps the
-next run only when the whole `forward` has succeeded. So a step that fails there changes nothing, and what is saved is what
-is kept. A gradient that is not finite is found later, in `backward`: parameters stay as they were, the run has moved on.
+A run is immutable. A step returns its estimate and the next run, which the marginal log likelihood keeps only if the whole
+`forward` succeeds, so a failed step changes nothing. A non-finite gradient appears later, in `backward`: parameters stay
+unchanged, the run has advanced.
 """
 
 from abc import abstractmethod
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    """The generator given, or one with the given seed; None takes the seed that `torch.manual_seed` last set."""
+    """The given generator or one with the given seed; None uses the seed of `torch.manual_seed`."""
     generator = generator_or_seed(generator)
     if isinstance(generator, torch.Generator):
         return generator
@@ -34,17 +34,17 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
 class Run:
     """Position of the random numbers, and tensors by part and name.
 
-    Parts are named after what they keep: `probes` and `warm_start` of exact models, `mode` of Laplace's method, and so on;
-    `system` says which shape, dtype and device of H the others belong to.
+    Parts are named by content: `probes` and `warm_start` of exact models, `mode` of Laplace's method, and so on; `system`
+    has the shape, dtype and device of H that the others belong to.
     """
 
     position: Tensor  # of the generator, bytes
     device: torch.device = CPU  # of the generator
-    parts: Mapping[str, Part] = field(default_factory=dict)  # whatever the method keeps: draws, solutions, counts
+    parts: Mapping[str, Part] = field(default_factory=dict)  # such as draws, solutions, counts
 
     @classmethod
     def begin(cls, generator: torch.Generator | int | None) -> "Run":
-        """A run that has made no step."""
+        """A run before the first step."""
         made = make_generator(generator)
         return cls(made.get_state(), made.device)
 
@@ -55,11 +55,10 @@ class Run:
         return generator
 
     def part(self, name: str) -> Part | None:
-        """The tensors of a part; None where there is none."""
+        """The tensors of a part, or None."""
         return self.parts.get(name)
 
     def drawn(self, generator: torch.Generator) -> "Run":
-        """The run at this generator's position."""
         return replace(self, position=generator.get_state())
 
     def having(self, **parts: Part | None) -> "Run":
@@ -68,7 +67,7 @@ class Run:
         return replace(self, parts={name: part for name, part in merged.items() if part is not None})
 
     def for_system(self, operator: LinearOperator) -> "Run":
-        """The run without its parts if they belong to a system H of another shape, dtype or device."""
+        """The run; without its parts if they belong to another shape, dtype or device of H."""
         like = torch.empty(0, *operator.shape, dtype=operator.dtype, device=operator.device)
         known = self.parts.get("system", {}).get("like")
         if known is not None and (known.shape, known.dtype, known.device) == (like.shape, like.dtype, like.device):
@@ -76,19 +75,19 @@ class Run:
         return replace(self, parts={"system": {"like": like}})
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Run":
-        """The run with every tensor moved or converted, as `nn.Module._apply` does with parameters."""
+        """The run with every tensor moved or converted."""
         parts = {name: {key: function(t) for key, t in part.items()} for name, part in self.parts.items()}
         return replace(self, parts=parts)
 
     def to_dict(self) -> dict[str, Tensor]:
-        """A plain dict of tensors, which `torch.save` and `torch.load(weights_only=True)` take."""
+        """A plain dict of tensors, for `torch.save` and `torch.load(weights_only=True)`."""
         state = {"generator": self.position.clone()}
         for name, part in self.parts.items():
             state |= {f"{name}.{key}": tensor.clone() for key, tensor in part.items()}
         return state
 
     def loaded(self, state: Mapping[str, Any]) -> "Run":
-        """The run that `to_dict` described. Raises ValueError where the dict is none of those."""
+        """The inverse of `to_dict`. Raises ValueError for any other dict."""
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise ValueError(
@@ -110,10 +109,10 @@ class Run:
 
 
 class Resumable:
-    """A marginal log likelihood whose state of training is one `Run`, saved and loaded here for every method.
+    """A marginal log likelihood whose training state is one `Run`.
 
-    A subclass sets `_run` at construction and describes what a state has to fit (`_description`). The likelihood's
-    arguments of the last call (`_params`) are saved with the run.
+    A subclass sets `_run` and describes what a state must match (`_description`). The likelihood's last arguments
+    (`_params`) are saved with it.
     """
 
     model: Any
@@ -122,33 +121,31 @@ class Resumable:
 
     @abstractmethod
     def _description(self) -> StateDescription:
-        """Method, options and data that a state belongs to."""
+        """Method, options and data of a state."""
 
     def _checked_run(self, run: Run) -> Run:
-        """A loaded run. Raises ValueError where its parts do not fit."""
+        """A loaded run. Raises ValueError for unsuitable parts."""
         return run
 
     def _move_run(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Moves or converts the run and the likelihood's arguments, as `nn.Module._apply` does with parameters."""
+        """Moves or converts run and arguments."""
         self._run = self._run.mapped(function)
         if self._params is not None:
             self._params.apply(function)
 
     def training_state(self) -> dict[str, Tensor]:
-        """The state of the run as a plain dict of tensors: generator, draws, solutions, the likelihood's arguments.
+        """The run's state as a plain dict of tensors: generator, draws, solutions, the likelihood's arguments.
 
-        Saved with `torch.save` beside the `state_dict()`s of model and optimiser, it resumes a run exactly.
-
-        Raises ValueError where an argument of the likelihood is no tensor, number or string.
+        Saved by `torch.save` with the `state_dict()`s of model and optimiser, it resumes a run exactly. Raises ValueError
+        for an argument of the likelihood that is no tensor, number or string.
         """
         params = None if self._params is None else {"bytes": self._params.to_bytes()}
         return self._description().added_to(self._run.having(params=params).to_dict())
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Takes what `training_state()` gave.
+        """Restores `training_state()`, also from another device.
 
-        Raises ValueError, which names what differs, and changes nothing, for anything else: another method, other options,
-        data or sizes. The state may come from another device.
+        Raises ValueError with the differences, without changes, for another method, other options, data or sizes.
         """
         run = self._run.loaded(self._description().taken_from(state))
         part = run.part("params")

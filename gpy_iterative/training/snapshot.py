@@ -1,7 +1,7 @@
-"""Copies of a model that a posterior is computed from, and that the model is compared with by value.
+"""Copies of a model for a posterior, and comparison of the model with them by value.
 
-GPyTorch writes parameters through `.data` (`initialize`, BoTorch's bounds, optimisers in evaluation mode), so neither
-object identity nor a tensor's version tells whether a model has moved.
+GPyTorch writes parameters through `.data` (`initialize`, BoTorch's bounds, optimisers in evaluation mode), so object
+identity and tensor versions do not show changes.
 """
 
 import operator
@@ -25,7 +25,7 @@ from gpy_iterative.training.training_system import unexpanded
 
 
 class OwnLock:
-    """A re-entrant lock that can be copied and pickled: the copy is a new lock."""
+    """A re-entrant lock; copies and pickles are new locks."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -42,9 +42,9 @@ class OwnLock:
 
 Model = TypeVar("Model", bound=GP)
 
-#: Attributes of a model that hold what was computed from it.
+#: Attributes with results of a model.
 _RESULTS = ("prediction_strategy", "_posterior")
-#: Attributes that say how to predict, or that are compared apart from the others.
+#: Attributes about how to predict, or compared separately.
 _NO_NUMBERS = {
     "training",
     "train_inputs",
@@ -56,18 +56,18 @@ _NO_NUMBERS = {
     "seed",
 }
 _NO_NUMBERS |= {"likelihood_params", *_RESULTS}
-#: Dicts of tensors that a copy does not share.
+#: Dicts of tensors that copies do not share.
 _OWN = ("_parameters", "_buffers")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Tensor)
 #: Part of a spacing by which rounding may move a grid.
 SAME_GRID = 1e-3
-#: Stands for an object that is not compared.
+#: Marks objects that are not compared.
 _UNKNOWN = object()
 
 
 @dataclass(frozen=True)
 class ModelSnapshot:
-    """A model and its likelihood as they were, in evaluation mode.
+    """A copied state of model and likelihood, in evaluation mode.
 
     The copies have their own numbers, without gradients. They are evaluated once, at the training inputs; later evaluations
     use `copies()`.
@@ -76,27 +76,27 @@ class ModelSnapshot:
     model: Any
     likelihood: Any
     tensors: dict[str, Tensor]  # parameters, buffers, training inputs and targets, by name
-    #: Public attributes of modules that are numbers, texts, tensors, or lists of them, by name.
+    #: Public module attributes that are numbers, strings, tensors, or lists of them, by name.
     attributes: dict[str, Any]
-    nan_policy: str  # GPyTorch's `observation_nan_policy` at the time
+    nan_policy: str  # GPyTorch's `observation_nan_policy`
 
     @classmethod
     def of(cls, model: GP, likelihood: Likelihood) -> "ModelSnapshot":
-        """Copies; cost O(n d)."""
+        """Cost: O(n d)."""
         model, likelihood = evaluation_copies(model, likelihood, ModuleCopies(own=_OWN, apart=True, tensor=_copied))
         policy = gpytorch.settings.observation_nan_policy.value()
         return cls(model, likelihood, dict(_tensors(model, likelihood)), dict(_attributes(model, likelihood)), policy)
 
     def copies(self) -> tuple[Any, Any]:
-        """Model and likelihood for one evaluation, whatever others do to theirs meanwhile."""
+        """Model and likelihood for one evaluation, thread-safe."""
         copies = ModuleCopies(own=_OWN, apart=True)
         model, likelihood = copies.of(self.model), copies.of(self.likelihood)
         for kernel in _moving_grids(model).values():
-            kernel.grid_is_dynamic = False  # the training inputs', which everything is solved on
+            kernel.grid_is_dynamic = False  # keep the training inputs' grid, which the solves belong to
         return model, likelihood
 
     def check_grids(self, model: GP) -> None:
-        """Raises ValueError where GPyTorch has moved a grid of the model's away from the training inputs."""
+        """Raises ValueError if GPyTorch has moved a grid away from the training inputs."""
         known = _moving_grids(self.model)
         for name, kernel in _moving_grids(model).items():
             if any(
@@ -110,13 +110,13 @@ class ModelSnapshot:
                 )
 
     def describes(self, model: GP, likelihood: Likelihood) -> bool:
-        """Whether every number, its dtype and its device are still the same. Cost O(n d)."""
+        """Whether all numbers, dtypes and devices are unchanged. Cost O(n d)."""
         if self.nan_policy != gpytorch.settings.observation_nan_policy.value():
             return False
         is_training = model.training or likelihood.training
         current = evaluation_copies(model, likelihood) if is_training else (model, likelihood)
         tensors, attributes = dict(_tensors(*current)), dict(_attributes(*current))
-        # What a module has written to its attributes, when the copy was called, is a result.
+        # Attributes that a module changed when the copy was called are results.
         after = dict(_attributes(self.model, self.likelihood))
         return (
             tensors.keys() == self.tensors.keys()
@@ -129,7 +129,7 @@ class ModelSnapshot:
         )
 
     def hand_back(self, model: GP, likelihood: Likelihood) -> None:
-        """Gives the originals what their kernels have drawn when the copies were called, as RFFKernel does at first."""
+        """Copies to the originals what kernels drew on a first call, such as RFFKernel."""
         drawn = {name: tensor for name, tensor in _tensors(self.model, self.likelihood) if name not in self.tensors}
         for owner, original in (("model", model), ("likelihood", likelihood)):
             for path, module in original.named_modules(prefix=owner):
@@ -139,15 +139,15 @@ class ModelSnapshot:
         self.tensors.update(drawn)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelSnapshot":
-        return self  # nothing changes it
+        return self  # immutable
 
 
 def evaluation_copies(
     model: Model, likelihood: Likelihood, copies: ModuleCopies | None = None
 ) -> tuple[Model, Likelihood]:
-    """Copies of model and likelihood in evaluation mode, without caches of GPyTorch's; the originals keep their mode.
+    """Copies of model and likelihood in evaluation mode, without GPyTorch's caches; the originals keep their mode.
 
-    Without `copies`, tensors are shared. Modules of a model in evaluation mode that are in training mode stay so.
+    Without `copies`, tensors are shared. In a model in evaluation mode, modules in training mode stay so.
     """
     copies = ModuleCopies(own=_OWN, apart=True) if copies is None else copies
     model, likelihood = copies.of(model), copies.of(likelihood)
@@ -160,14 +160,14 @@ def evaluation_copies(
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy without graph; what is an expanded view stays one."""
+    """A copy without graph; expanded views stay views."""
     held = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     held = held.clone().expand(tensor.shape)
     return Parameter(held, requires_grad=False) if isinstance(tensor, Parameter) else held
 
 
 def _moving_grids(model: GP) -> dict[str, GridInterpolationKernel]:
-    """Kernels by name without `grid_bounds`, whose grids follow the inputs of each call."""
+    """Kernels by name without `grid_bounds`, whose grids follow each call's inputs."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -198,7 +198,7 @@ def _attributes(model: Any, likelihood: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """The value, with lists and dicts copied; `_UNKNOWN` where a part of it is not compared."""
+    """The value, with lists and dicts copied; `_UNKNOWN` if a part is not compared."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Description of the run that a training state belongs to: saved with the state, compared before a load."""
+"""Description of a training state's run, compared before a load."""
 
 import dataclasses
 import json
@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Raised whenever older states cannot be loaded any more.
+#: Raise it when older states become unreadable.
 FORMAT = 3
 _NAME = "description"
 TAKE_IT = "Pass what training_state() returned."
 _DATA = "fingerprint of the training data"
-#: Of a fingerprint's numbers, relative or absolute: data that were standardised elsewhere differ in their last digits.
+#: Tolerance of fingerprints, relative or absolute: standardising elsewhere changes the last digits.
 _SAME_DATA = 1e-3
 
 
 @dataclass(frozen=True)
 class StateDescription:
-    """Method, options, sizes and data of a run, as plain values by name. Devices are no part of it."""
+    """Method, options, sizes and data of a run, as plain values by name, without devices."""
 
     entries: dict[str, Any]
 
     @classmethod
     def of(cls, mll: torch.nn.Module, options: Mapping[str, Any]) -> "StateDescription":
-        """The description of a marginal log likelihood, with the options that shape its state."""
+        """From a marginal log likelihood and the options that shape its state."""
         model: Any = mll.model
         inputs = tuple(getattr(model, "train_inputs", None) or ())
         targets = getattr(model, "train_targets", None)
@@ -37,7 +37,7 @@ class StateDescription:
                 "format": FORMAT,
                 "method": type(mll).__name__,
                 **{name: _plain(value) for name, value in options.items()},
-                # No widths of inputs: BoTorch's transforms may change them from mode to mode.
+                # No widths: BoTorch's transforms may change them between modes.
                 "number of training inputs": [x.shape[-2] for x in inputs],
                 "shape of the targets": None if targets is None else list(targets.shape),
                 "dtype": str(floating[0]) if floating else None,
@@ -46,11 +46,11 @@ class StateDescription:
         )
 
     def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with this description, which is a tensor of bytes: `torch.load(weights_only=True)` takes it."""
+        """The state with this description as a tensor of bytes, for `torch.load(weights_only=True)`."""
         return {_NAME: torch.tensor(list(json.dumps(self.entries).encode()), dtype=torch.uint8)} | state
 
     def taken_from(self, state: Any) -> dict[str, Any]:
-        """The state without its description. Raises ValueError, which names the differences, for another run's state."""
+        """The state without its description. Raises ValueError with the differences for another run's state."""
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"A training state is a dict, got {type(state).__name__}: pass what training_state() returned."
@@ -62,7 +62,7 @@ class StateDescription:
                 f"{FORMAT}. {_WITHOUT}"
             )
         names = [name for name in self.entries | found if found.get(name) != self.entries.get(name)]
-        if "method" in names:  # whose options are others anyway
+        if "method" in names:  # its options differ anyway
             names = ["method"]
         elif _DATA in names and (len(names) > 1 or _are_close(found.get(_DATA), self.entries.get(_DATA))):
             names.remove(_DATA)
@@ -91,7 +91,7 @@ def _read(state: Mapping[str, Any]) -> dict[str, Any]:
     text = state[_NAME]
     try:
         found = json.loads(bytes(text.tolist()))
-    except (AttributeError, TypeError, ValueError):  # of no tensor, of no bytes, of no JSON
+    except (AttributeError, TypeError, ValueError):  # no tensor, no bytes or no JSON
         found = None
     if not isinstance(found, dict):
         raise ValueError(f"This is no training state: its description cannot be read. {TAKE_IT}")
@@ -99,7 +99,7 @@ def _read(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fingerprints(model: Any, inputs: tuple[Tensor, ...], targets: Tensor | None) -> list[list[float] | None]:
-    """Of inputs and targets; the former before what BoTorch's transforms make of them in evaluation mode."""
+    """Of inputs, before BoTorch's transforms, and targets."""
     original = None if model.training else getattr(model, "_original_train_inputs", None)
     if original is not None:
         inputs = (original,) if isinstance(original, Tensor) else tuple(original)
@@ -109,7 +109,7 @@ def _fingerprints(model: Any, inputs: tuple[Tensor, ...], targets: Tensor | None
 
 @torch.no_grad()
 def _fingerprint(columns: Tensor) -> list[float] | None:
-    """Numbers that are others for other data [n, d], and much the same for rounded ones; None for learned ones."""
+    """Numbers that change with the data [n, d], but little with rounding; None for learned data."""
     if columns.requires_grad or not columns.numel():
         return None
     values = columns.double().nan_to_num(0.0, 0.0, 0.0)
@@ -123,7 +123,7 @@ def _fingerprint(columns: Tensor) -> list[float] | None:
 
 
 def _are_close(left: Any, right: Any) -> bool:
-    """Whether fingerprints, read from JSON, are those of the same data."""
+    """Whether fingerprints from JSON mean the same data."""
     if isinstance(left, list) and isinstance(right, list):
         return all(map(_are_close, left, right))
     is_number = isinstance(left, float) and isinstance(right, float)
@@ -131,7 +131,7 @@ def _are_close(left: Any, right: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The same in every process, and through JSON."""
+    """The same value in every process and through JSON."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -1,12 +1,12 @@
 """A scalar with one value and another function's gradient.
 
-The gradient of the log marginal likelihood with respect to everything is the gradient of
+The gradient of the log marginal likelihood is that of
 
     1/2 a^T H a - 1/(2s) sum_j w_j^T H z_j - a^T (y - mean)
 
-in which a = H^-1 (y - mean), w_j = H^-1 xi_j and z_j = S^-1 xi_j are held fixed. Every term that
-contains H is a column of `left` times H times the same column of `right`, so the whole derivative is one
-closed-form pass of the operator. (Where H^-1 is known as a matrix, the pass takes the weight of every entry of dH.)
+with constant a = H^-1 (y - mean), w_j = H^-1 xi_j and z_j = S^-1 xi_j. Each term with H is a column of `left` times H times
+a column of `right`, so the derivative is one closed-form pass of the operator. (With a known matrix H^-1, the pass takes a
+weight per entry of dH.)
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ class _BilinearSurrogate(torch.autograd.Function):
         *representation: Tensor,
     ) -> Tensor:
         ctx.tree = tree
-        # Saved through autograd, so that parameters changed in place between forward and backward
-        # raise an error instead of giving a gradient of two different models.
+        # Saved through autograd, so that in-place changes of parameters between forward and backward raise an error instead
+        # of a wrong gradient.
         ctx.save_for_backward(left, right, *representation)
         return value.clone()
 
@@ -63,7 +63,7 @@ class _BilinearSurrogate(torch.autograd.Function):
 
 
 class _GivenDerivatives(torch.autograd.Function):
-    """Returns `value`; its derivatives with respect to as many tensors are given."""
+    """Returns `value`, with given derivatives."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, derivatives: Sequence[Tensor], *tensors: Tensor) -> Tensor:
@@ -86,10 +86,9 @@ class _GivenDerivatives(torch.autograd.Function):
 
 
 def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """A value [*b] whose derivatives are known, with the gradient attached.
+    """A value [*b] with known derivatives as its gradient.
 
-    The pairs are tensors [*b, ...] (or without the batch) with the graph to the user's parameters, and the derivatives
-    [*b, ...] of the value with respect to each.
+    The pairs are tensors [*b, ...] (or without batch) with graph, and the derivatives [*b, ...] of the value.
     """
     tensors, derivatives = zip(*pairs, strict=True)
     return _GivenDerivatives.apply(value, derivatives, *tensors)
@@ -103,18 +102,18 @@ def surrogate(
     weights: Tensor,
     residual: Tensor,
 ) -> Tensor:
-    """The log marginal likelihood's value [*b], with its gradient estimator attached.
+    """The log marginal likelihood's value [*b] with its gradient estimator.
 
     Args:
-        operator: H [*b, n, n], with the graph to the user's parameters.
+        operator: H [*b, n, n], with graph.
         value: [*b], detached.
         left: [*b, n, k], detached.
-        right: [*b, n, k], detached: the derivative is sum_k left_k^T dH right_k. With None, left is the weight of every
-            entry of dH, [*b, n, n].
+        right: [*b, n, k], detached: the derivative is sum_k left_k^T dH right_k. None makes left the weights of dH's
+            entries, [*b, n, n].
         weights: a = H^-1 (y - mean) [*b, n], detached.
-        residual: y - mean [*b, n], with the graph to the mean's parameters (and the targets, if they have one).
+        residual: y - mean [*b, n], with the graph of the mean (and of the targets, if any).
 
-    Backward costs one derivative pass of the operator, n^2 (d + k) multiply-adds for a kernel matrix.
+    Backward costs one derivative pass, n^2 (d + k) multiply-adds for a kernel matrix.
     """
     result = _BilinearSurrogate.apply(operator.representation_tree(), value, left, right, *operator.representation())
     if residual.requires_grad:
@@ -123,9 +122,9 @@ def surrogate(
 
 
 def with_checked_gradient(value: Tensor, module: torch.nn.Module) -> Tensor:
-    """The value [*b] itself, whose backward pass raises NonFiniteError where a parameter's gradient is not finite.
+    """The value [*b]; its backward pass raises NonFiniteError for a non-finite parameter gradient.
 
-    Parameters of the module and their `.grad` are then as they were before the pass.
+    The module's parameters and `.grad` then stay unchanged.
     """
     if value.requires_grad:
         value.register_hook(partial(_watch, module))
@@ -133,10 +132,10 @@ def with_checked_gradient(value: Tensor, module: torch.nn.Module) -> Tensor:
 
 
 def _watch(module: torch.nn.Module, _: Tensor) -> None:
-    """The value's hook, called before anything behind it is differentiated: hooks on the parameters for this pass."""
+    """The value's hook, called first in a pass: adds hooks on the parameters."""
     graph_task = torch._C._current_graph_task_id()
     handles: list[torch.utils.hooks.RemovableHandle] = []
-    changed: list[tuple[Tensor, Tensor | None]] = []  # parameters with the gradients that they had before the pass
+    changed: list[tuple[Tensor, Tensor | None]] = []  # with the gradients before the pass
 
     def end() -> None:
         for handle in handles:
@@ -145,8 +144,8 @@ def _watch(module: torch.nn.Module, _: Tensor) -> None:
 
     @torch.no_grad()
     def check(name: str, parameter: Tensor, gradient: Tensor) -> None:
-        """A parameter's hook, called before its gradient is added to `.grad`."""
-        if torch._C._current_graph_task_id() != graph_task:  # this pass has ended in another error
+        """A parameter's hook, called before `.grad` changes."""
+        if torch._C._current_graph_task_id() != graph_task:  # another error ended this pass
             end()
             return
         entries = gradient._values() if gradient.is_sparse else gradient

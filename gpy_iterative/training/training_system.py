@@ -1,4 +1,4 @@
-"""The linear system of the training data, H = K + D and y - mean, in evaluation mode and cut off from autograd."""
+"""The linear system of the training data, H = K + D and y - mean."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,9 +27,9 @@ class TrainingSystem:
     """The linear system of the m observed of n training data (n counts tasks)."""
 
     prior: MultivariateNormal  # at all training inputs
-    operator: LinearOperator  # H [*k, m, m]; k is b, or its last dimensions where several targets share a matrix
+    operator: LinearOperator  # H [*k, m, m]; k is b, or its last dimensions if targets share a matrix
     residual: Tensor  # y - mean [*b, m]
-    observed: Tensor | None  # [n], which data are observed; None is all
+    observed: Tensor | None  # observed data, [n]; None is all
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -42,32 +42,32 @@ class TrainingSystem:
         return self.prior.event_shape.numel()
 
     def in_float64(self) -> "TrainingSystem":
-        """H and y - mean computed in float64, with the graph to the same hyperparameters."""
+        """The system in float64, with the same graph."""
         return replace(self, operator=in_float64(self.operator), residual=self.residual.double())
 
     def terms(self) -> list[KernelTerm]:
-        """The prior's kernels at the observed inputs. Raises SpectralDensityMissingError where it is no sum of kernels."""
+        """The prior's kernels at the observed inputs. Raises SpectralDensityMissingError for other than sums of kernels."""
         return kernel_terms(self.prior.lazy_covariance_matrix, self.observed)
 
 
 def check_has_data(model: ExactGP) -> None:
     """Raises ValueError for a model without training data."""
     if not model.train_inputs or model.train_targets is None:
-        # GPyTorch's `set_train_data` refuses a model's first data where it is strict.
+        # A strict `set_train_data` refuses a model's first data.
         raise ValueError(
             "The model has no training data: call model.set_train_data(inputs, targets, strict=False) first."
         )
 
 
 def check_inputs(model: ExactGP) -> None:
-    """Raises ValueError with the first training input that is not finite."""
+    """Raises ValueError with the first non-finite training input."""
     for i, inputs in enumerate(model.train_inputs or ()):
         if inputs.is_floating_point():
             check_finite("train_inputs" if len(model.train_inputs) == 1 else f"train_inputs[{i}]", inputs)
 
 
 def check_hyperparameters(model: torch.nn.Module) -> None:
-    """Raises NonFiniteError, which BoTorch's line search steps over, with the parameter's name."""
+    """Raises NonFiniteError, which BoTorch's line search tolerates, with the parameter's name."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise NonFiniteError(
@@ -76,9 +76,9 @@ def check_hyperparameters(model: torch.nn.Module) -> None:
 
 
 def num_training_data(model: ExactGP) -> int:
-    """Rows of H for the training data, observed or not: n, or n T where each input has targets of T tasks.
+    """Rows of H, observed or not: n, or n T for targets of T tasks.
 
-    The targets are [*b, n] or [*b, n, T]; a model with as many tasks as inputs counts as one with a single task.
+    Targets are [*b, n] or [*b, n, T]; as many tasks as inputs count as one task.
     """
     assert model.train_inputs is not None
     assert model.train_targets is not None
@@ -94,10 +94,10 @@ def training_system(
     products: KernelProducts,
     kwargs: Mapping[str, Any] | None = None,
 ) -> TrainingSystem:
-    """The system of a model and a likelihood that nothing changes, see `ModelSnapshot`.
+    """The system of an unchanging model and likelihood, see `ModelSnapshot`; detached.
 
-    Raises ValueError for a model without training data, inputs or targets that do not fit or are not finite (NaN targets
-    are missing ones under GPyTorch's `observation_nan_policy("mask")`), noise that is not positive.
+    Raises ValueError for missing training data, mismatched or non-finite inputs or targets (under GPyTorch's
+    `observation_nan_policy("mask")`, NaN targets are missing), or noise that is not positive.
     """
     check_has_data(model)
     check_inputs(model)
@@ -131,9 +131,9 @@ def linear_system(
     caches: TileCaches | None = None,
     shares_matrix: bool = False,
 ) -> TrainingSystem:
-    """The system of a prior and targets [*b, n] or [*b, n, T], with the graph to the hyperparameters.
+    """The system of a prior and targets [*b, n] or [*b, n, T], with graph.
 
-    `shares_matrix` leaves H without the leading dimensions in which only the targets differ.
+    With `shares_matrix`, H has no leading dimensions in which only targets differ.
     """
     observed = observed_data(prior, target)
     operator = noisy_operator(likelihood, prior, *params, products=products, caches=caches, observed=observed, **kwargs)
@@ -149,11 +149,11 @@ def linear_system(
 
 
 def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
-    """The model's prior at any inputs, past the conditioning that `model(x)` does in evaluation mode.
+    """The model's prior at any inputs, without the conditioning of `model(x)` in evaluation mode.
 
     Raises:
         TypeError: the model's `forward` returns no MultivariateNormal.
-        ValueError: a multitask prior that lists all data of the first task first.
+        ValueError: a multitask prior that is not interleaved.
     """
     with GPYTORCH_SETTINGS:  # under another thread's settings GPyTorch would evaluate the kernel
         prior = gpytorch.Module.__call__(model, *inputs)
@@ -165,7 +165,7 @@ def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
 
 
 def unexpanded(inputs: Iterable[Tensor]) -> list[Tensor]:
-    """Inputs [*f, *b, n, d] as [*b, n, d], without leading dimensions along which all of them are expanded views."""
+    """Inputs [*f, *b, n, d] as [*b, n, d], without leading dimensions in which all are expanded views."""
     inputs = list(inputs)
     while inputs and all(x.dim() > 2 and len(x) and x.stride(0) == 0 for x in inputs):
         inputs = [x[0] for x in inputs]

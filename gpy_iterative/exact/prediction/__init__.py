@@ -1,5 +1,5 @@
-"""Posteriors of exact Gaussian processes: means from the training solves, variances from projections, sample paths.
+"""Posteriors of exact Gaussian processes: means, variances and sample paths.
 
-Begin with `posterior.py`; `training_solves.py` has the solves that everything is made of, `projection.py` and
-`local_part.py` the variances. It may import what `exact` may.
+Begin with `posterior.py`; then `training_solves.py`, and for variances `projection.py` and `local_part.py`. It may import
+what `exact` may.
 """

@@ -1,7 +1,4 @@
-"""Parts of prior covariances that predictions need: products, rows, many small blocks.
-
-Each has a default for any LinearOperator, and keeps the structure of those that have some.
-"""
+"""Products, rows and small blocks of any prior covariance, with its structure kept."""
 
 import torch
 from linear_operator import LinearOperator
@@ -17,7 +14,7 @@ from gpy_iterative.linear_operators import extensions
 
 
 def product(operator: LinearOperator, columns: Tensor) -> Tensor:
-    """The product of operator and columns, without autograd where no tensor requires a gradient."""
+    """`operator @ columns`, without autograd where no tensor requires a gradient."""
     tensors = (columns, *operator.representation())
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return operator @ columns
@@ -26,13 +23,13 @@ def product(operator: LinearOperator, columns: Tensor) -> Tensor:
 
 
 def dense(operator: LinearOperator) -> Tensor:
-    """The matrix, not the one that linear_operator memoises, which would stay in memory and may have no graph."""
+    """The matrix; not linear_operator's memoised one, which stays in memory and may lack a graph."""
     return operator.representation_tree()(*operator.representation()).to_dense()
 
 
 @torch.no_grad()
 def principal_blocks(operator: LinearOperator, index: Tensor) -> Tensor:
-    """Dense operator[index, index]: [*b, n, n] at index [*batch, *b, t, k] gives [*batch, *b, t, k, k]."""
+    """Dense operator[index, index]: [*b, n, n] and index [*batch, *b, t, k] to [*batch, *b, t, k, k]."""
     if not operator.batch_shape:
         sets = index.reshape(-1, index.shape[-1])
         return extensions.principal_blocks(operator, sets).reshape(*index.shape, index.shape[-1])
@@ -43,7 +40,7 @@ def principal_blocks(operator: LinearOperator, index: Tensor) -> Tensor:
 
 
 def row_block(operator: LinearOperator, rows: slice) -> LinearOperator:
-    """operator[..., rows, :], with structure kept where linear_operator would interpolate the whole matrix."""
+    """`operator[..., rows, :]`; linear_operator would interpolate the whole matrix."""
     if isinstance(operator, KroneckerProductLinearOperator):
         data, *task = operator.linear_ops
         return KroneckerProductLinearOperator(row_block(data, _shrunk(rows, row_group(operator))), *task)
@@ -58,7 +55,7 @@ def row_block(operator: LinearOperator, rows: slice) -> LinearOperator:
 
 
 def row_group(operator: LinearOperator) -> int:
-    """How many neighbouring rows `row_block` can only take together."""
+    """Number of consecutive rows that `row_block` cannot separate."""
     if isinstance(operator, KroneckerProductLinearOperator):
         return operator.shape[-2] // operator.linear_ops[0].shape[-2]
     if isinstance(operator, BlockInterleavedLinearOperator):
@@ -75,7 +72,7 @@ def _shrunk(rows: slice, group: int) -> slice:
 
 
 def scatter_rows(columns: Tensor, observed: Tensor | None) -> Tensor:
-    """[*b, m, s] to [*b, n, s], with zeros for what is not observed: products with K(x, X) then ignore it."""
+    """[*b, m, s] to [*b, n, s], with zeros for unobserved data."""
     if observed is None:
         return columns
     result = columns.new_zeros(*columns.shape[:-2], observed.shape[-1], columns.shape[-1])

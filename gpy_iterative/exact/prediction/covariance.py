@@ -1,4 +1,4 @@
-"""The posterior covariance as an operator: its diagonal in chunks, everything else dense."""
+"""The posterior covariance as an operator."""
 
 from typing import Any
 
@@ -10,22 +10,21 @@ from gpy_iterative.exact.prediction.blocks import row_block, row_group
 from gpy_iterative.exact.prediction.projection import Projection
 from gpy_iterative.training.progress import Progress, reporting
 
-#: Numbers that one chunk of test points may hold: half a gigabyte in float64.
+#: Numbers in one chunk of test points: half a gigabyte in float64.
 CHUNK_NUMBERS = 2**26
 
 
 class PosteriorCovarianceLinearOperator(LinearOperator):
-    """K(x, x) - K(x, X) H^-1 K(X, x), as good as the projection is.
+    """K(x, x) - K(x, X) H^-1 K(X, x), approximated by a projection.
+
+    The diagonal is computed in chunks; everything else is dense, memory t^2. Differentiable in both blocks.
 
     Args:
         test_test: K(x, x) [*batch, t, t].
-        test_train: K(x, X) [*batch, t, n], or [batch * t, n] with the points of all batch members in one list.
-        source: whose `projection()` makes the `Projection` of the data when it is first needed.
-        chunk_size: test points that are worked on at a time; None takes what fits half a gigabyte.
-        progress: True shows a bar for variances in chunks; a callable gets every report.
-
-    The diagonal is worked out in chunks and keeps t numbers; so a million test points are fine. Everything else is
-    dense: t^2 numbers. Differentiable in whatever the two blocks are.
+        test_train: K(x, X) [*batch, t, n], or [batch * t, n] with all points in one list.
+        source: its `projection()` gives the `Projection` when first needed.
+        chunk_size: test points per chunk; None takes half a gigabyte.
+        progress: for chunked variances.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
         size, length = self.test_train.shape[-2], self._chunk_length(projection)
         if size <= length:
             return projection.variance(prior_variance, self.test_train)
-        # A list of points that stands for a batch is cut as a list, and shaped in the end.
+        # A list of points for a batch is reshaped at the end.
         flat = prior_variance.reshape(*self.test_train.batch_shape, size)
         parts = []
         with reporting(self.progress, "variances", "points", size) as tell:
@@ -64,7 +63,7 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
         return torch.cat(parts, dim=-1).reshape(prior_variance.shape)
 
     def to_dense(self) -> Tensor:
-        """The matrix [*batch, t, t]; memory O(t n + t^2), differentiable."""
+        """The matrix [*batch, t, t]; memory O(t n + t^2)."""
         kept: Tensor | None = self.__dict__.get("_dense")
         if kept is not None:
             return kept
@@ -105,6 +104,6 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
     def _chunk_length(self, projection: Projection) -> int:
         numbers = projection.numbers_per_point(self.test_train) * self.test_train.batch_shape.numel()
         length = self.chunk_size or CHUNK_NUMBERS // numbers
-        # Whole points: the rows of one point's outputs belong together.
+        # All outputs of a point stay together.
         group = row_group(self.test_train)
         return max(length // group, 1) * group

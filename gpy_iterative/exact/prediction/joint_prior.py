@@ -1,4 +1,4 @@
-"""The prior of training and test points together, cut into the blocks that conditioning needs, none of them stored."""
+"""Blocks of the joint prior of training and test points."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,30 +19,29 @@ from gpy_iterative.training.training_system import prior_at, unexpanded
 
 @dataclass(frozen=True)
 class JointPrior:
-    """The blocks of one set of test points, T outputs each."""
+    """The blocks of t test points with T outputs each."""
 
     mean: Tensor  # [*batch, t T]
-    test_train: LinearOperator  # K(x, X) [*batch, t T, n], or [batch * t T, n] where a batch of points meets one model
+    test_train: LinearOperator  # K(x, X) [*batch, t T, n], or one list [batch * t T, n]
     test_test: LinearOperator  # K(x, x) [*batch, t T, t T]
-    kind: type[MultivariateNormal]  # or the multitask class that the model's prior has
+    kind: type[MultivariateNormal]  # or the prior's multitask class
     event_shape: torch.Size  # [t] or [t, T]
 
     def distribution(self, mean: Tensor, covariance: LinearOperator) -> MultivariateNormal:
-        """A distribution at the test points from a flat mean [*batch, t T]."""
+        """A distribution, from a flat mean."""
         return self.kind(mean.reshape(*mean.shape[:-1], *self.event_shape), covariance)
 
 
 def joint_prior(
     model: ExactGP, inputs: Sequence[Tensor], batch_shape: torch.Size, products: KernelProducts
 ) -> JointPrior:
-    """The blocks at the current hyperparameters of a model in evaluation mode.
+    """The blocks at the current hyperparameters.
 
     Args:
         model: in evaluation mode.
-        inputs: test inputs [*batch, t, d], one tensor for each of the model's inputs; [t] is [t, 1].
-        batch_shape: of the training system. Without one a batch of test points is one long list: training inputs are not
-            repeated.
-        products: how kernel products are computed; tiles of rectangular blocks are used once and never kept.
+        inputs: [*batch, t, d], one tensor for each of the model's inputs; [t] is [t, 1].
+        batch_shape: of the training system. If empty, batches become one list: training inputs are not repeated.
+        products: used without kept tiles.
     """
     train = unexpanded(model.train_inputs or ())
     inputs = checked_inputs(train, inputs)
@@ -66,7 +65,7 @@ def joint_prior(
         batch = torch.broadcast_shapes(batch_shape, joint.batch_shape)
         mean, test_train = mean.expand(*batch, mean.shape[-1]), _expanded(test_train, batch)
     test_test = _expanded(test_test, batch)
-    # Copies: variances are evaluated later, at the hyperparameters of now.
+    # Copies: variances are evaluated later, at these hyperparameters.
     return JointPrior(
         mean,
         test_train.clone(),
@@ -77,7 +76,7 @@ def joint_prior(
 
 
 def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Test inputs [*batch, t, d] that fit the training inputs; ValueError otherwise."""
+    """Test inputs [*batch, t, d]; ValueError if they do not fit."""
     if len(inputs) != len(train):
         raise ValueError(f"The model takes {len(train)} input tensor(s), as its training inputs; got {len(inputs)}.")
     for x in inputs:
@@ -99,14 +98,14 @@ def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Te
 
 
 def graph_for(inputs: Sequence[Tensor]) -> torch.set_grad_enabled:
-    """A graph where test inputs ask for one, none otherwise."""
+    """Autograd only where an input requires a gradient."""
     return torch.set_grad_enabled(
         torch.is_grad_enabled() and any(torch.is_tensor(x) and x.requires_grad for x in inputs)
     )
 
 
 def stacked(train: Tensor, test: Tensor) -> Tensor:
-    """Test inputs below training inputs, [*b, n + t, d]."""
+    """Training and test inputs, [*b, n + t, d]."""
     batch = torch.broadcast_shapes(train.shape[:-2], test.shape[:-2])
     return torch.cat([train.expand(*batch, *train.shape[-2:]), test.expand(*batch, *test.shape[-2:])], dim=-2)
 
@@ -114,16 +113,16 @@ def stacked(train: Tensor, test: Tensor) -> Tensor:
 def covariance_blocks(
     covariance: LinearOperator, size: int, products: KernelProducts
 ) -> tuple[LinearOperator, LinearOperator]:
-    """K(x, X) and K(x, x) of a joint covariance whose first `size` rows are the training data."""
+    """K(x, X) and K(x, x); the first `size` rows are training data."""
     if covariance.shape[-1] == size:
         nothing = torch.zeros(*covariance.batch_shape, 0, size, dtype=covariance.dtype, device=covariance.device)
         return to_linear_operator(nothing), to_linear_operator(nothing[..., :0])
-    has_jitter = prior_parts(covariance).diagonal is not None  # from the model's own forward; it stays on the diagonal
+    has_jitter = prior_parts(covariance).diagonal is not None  # of the model's forward
     whole = kernel_operator(covariance, products) if has_jitter else None
     if isinstance(whole, NoisyLinearOperator):
         kernel, jitter = whole.kernel, whole.noise[..., size:]
         return kernel[..., size:, :size], NoisyLinearOperator(kernel[..., size:, size:], jitter)
-    # GPyTorch's lazy blocks first, operators then: structure such as Kronecker products survives.
+    # GPyTorch's lazy blocks first, then operators: this keeps Kronecker structure.
     blocks = covariance[..., size:, :size], covariance[..., size:, size:]
     return kernel_operator(blocks[0], products), kernel_operator(blocks[1], products)
 

@@ -1,7 +1,6 @@
-"""What observations near a test point add to projections that all points share, see `projection.py`.
+"""The local part of a projection: observations near a test point, see `projection.py`.
 
-With a far field and one kernel, a point's neighbours are the nearest observations, which a tree finds without a look at all
-of them; else those that it is most correlated with, past the projections.
+With a far field and one kernel a tree finds the nearest; else those with the largest remaining correlation are used.
 """
 
 from dataclasses import dataclass
@@ -17,26 +16,25 @@ from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.preconditioners.neighbours import Tree
 
-#: Neighbours of all points of one block, up to which their joint covariance is evaluated pair by pair.
+#: Largest number of neighbours of a block with a joint covariance evaluated by entries.
 MAX_PAIRWISE = 2048
-#: Relative jitters, tried in turn on a covariance of neighbours that has no Cholesky factor. In float32, little more than
-#: rounding errors may be left past the projections: the last jitters then take little from the neighbours.
+#: Relative jitters for a covariance of neighbours; the last ones for float32, where R may be only rounding errors.
 JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
-#: The rounding error of an entry of R, in machine epsilons of the largest prior variance.
+#: Rounding error of an entry of R, in machine epsilons of the largest prior variance.
 ROUNDING_ERRORS = 16
 
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The quantities from which a point's neighbours are chosen, for the m observed of n data."""
+    """Data for the choice of neighbours, for the m observed of n data."""
 
     operator: LinearOperator  # H [*b, m, m]
     product: Tensor  # H A [*b, m, r]
-    deviation: Tensor  # standard deviations of the data past the projections, diag(R)^1/2 [*b, m]
-    rounding: Tensor  # of the blocks of R that neighbours need, as a norm [*b]
-    num_neighbours: int  # at the most
+    deviation: Tensor  # diag(R)^1/2 [*b, m]
+    rounding: Tensor  # norm of the rounding errors of neighbours' blocks of R, [*b]
+    num_neighbours: int
     observed: Tensor | None  # [n], or None for all
-    tree: Tree | None  # of the m points, where the nearest ones are the neighbours
+    tree: Tree | None  # of the m points, for nearest neighbours
 
     @classmethod
     def of(
@@ -48,23 +46,23 @@ class LocalPart:
         *,
         are_nearest: bool,
     ) -> "LocalPart":
-        """The local part past the projections with the product H A; its neighbours are the nearest data, or correlated."""
+        """The local part for a product H A; `are_nearest` asks for nearest neighbours."""
         kernel, diagonal, noise = kernel_and_noise(operator)
         rounding = rounding_norm(diagonal, num_neighbours)
         diagonal, noise = (diagonal, diagonal) if noise is None else (diagonal + noise, noise)
-        # Of data inside the span only rounding is left, which must not make them neighbours. Norms save memory for squares.
+        # Data inside the span are only rounding errors and must not become neighbours. A norm stores no squares.
         explained = torch.linalg.vector_norm(product, dim=-1).square()
         deviation = torch.maximum(diagonal - explained, 1e-4 * noise).sqrt()
-        # The nearest ones are the most correlated ones of a single kernel, and not of a sum with a weak one that is short.
+        # In a sum with a weak short-range kernel the nearest are not the most correlated.
         is_single = not (operator.batch_shape or isinstance(kernel, SumLinearOperator))
         points = kernel_inputs(operator) if are_nearest and is_single else None
         tree = None if points is None else Tree(points)
         return cls(operator, product, deviation, rounding, num_neighbours, observed, tree)
 
     def nearest_to(self, test_train: LinearOperator) -> Tensor | None:
-        """The nearest data to each of t points, [t, num_neighbours]; None where neighbours are the correlated ones.
+        """The nearest data [t, num_neighbours]; None without a tree.
 
-        Inputs are centred in each operator for itself: a datum that both have tells how far their centres are apart.
+        Each operator centres its inputs differently: a common datum gives the offset.
         """
         if self.tree is None or test_train.batch_shape:
             return None
@@ -77,7 +75,7 @@ class LocalPart:
 
 
 class Neighbours:
-    """The local part of test points [*batch, t]: which data, k' there, and their weights, from A^T k_x [*batch, t, r]."""
+    """Neighbours of test points [*batch, t]; `coefficients` are A^T k_x [*batch, t, r]."""
 
     def __init__(self, local: LocalPart, test_train: LinearOperator, coefficients: Tensor, points: torch.Size) -> None:
         self.local, self.test_train, self.coefficients, self.points = local, test_train, coefficients, points
@@ -94,7 +92,6 @@ class Neighbours:
         self.weights = torch.cholesky_solve(self.correlation.unsqueeze(-1), self.lower).squeeze(-1)
 
     def _rest_at_all(self) -> Tensor:
-        """The k' of each point at all data, [*batch, t, m]."""
         prior, observed = blocks.dense(self.test_train), self.local.observed
         prior = prior if observed is None else prior[..., observed]
         return prior.reshape(*self.points, -1) - self.coefficients @ self.product.mT
@@ -105,7 +102,7 @@ class Neighbours:
         return score.topk(self.local.num_neighbours, dim=-1).indices
 
     def _rest_at(self, index: Tensor) -> Tensor:
-        """The k' of each point at data of its own, [*batch, t, j] for an index of this shape."""
+        """The k' at an index [*batch, t, j]."""
         if self.rest is not None:
             return self.rest.gather(-1, index)
         observed = self.local.observed
@@ -116,7 +113,7 @@ class Neighbours:
         return prior - projected.squeeze(-1)
 
     def explained_variance(self) -> Tensor:
-        """2 g^T k' - g^T R g, [*batch, t]: right also for weights that rounding has touched."""
+        """2 g^T k' - g^T R g, [*batch, t]; correct despite rounding errors of g."""
         covariance = (self.blocks @ self.weights.unsqueeze(-1)).squeeze(-1)
         return (self.weights * (2 * self.correlation - covariance)).sum(-1)
 
@@ -128,16 +125,16 @@ class Neighbours:
         return cross + cross.mT - square - torch.diag_embed(rounding.squeeze(-1))
 
     def _pairwise(self) -> tuple[Tensor, Tensor]:
-        """K'^T G and G^T R G through the kernel between all neighbours of all points: (t k)^2 entries."""
+        """K'^T G and G^T R G from (t k)^2 kernel entries."""
         together = self.index.flatten(-2).unsqueeze(-2)
         covariance = self._blocks(together).squeeze(-3)
-        # [*batch, t k, t]: the weights of point i in column i, at its own rows.
+        # [*batch, t k, t]: column i has the weights of point i.
         weights = torch.diag_embed(self.weights.mT).movedim(-3, -2).flatten(-3, -2)
         rest = self._rest_at(together.expand(*self.points, -1))
         return rest.double() @ weights, weights.mT @ (covariance @ weights)
 
     def _by_products(self) -> tuple[Tensor, Tensor]:
-        """The same through one product with H and one with K(x, X), a column a point."""
+        """The same from products with H and K(x, X)."""
         columns = self.product.new_zeros(*self.points, self.product.shape[-2])
         columns = columns.scatter(-1, self.index, self.weights.to(columns.dtype)).mT
         projected = self.product.mT @ columns
@@ -146,7 +143,7 @@ class Neighbours:
         columns = blocks.scatter_rows(columns, self.local.observed)
         if self.test_train.dim() > len(self.points):
             cross = blocks.product(self.test_train, columns)
-        else:  # a list of points for a batch: the blocks on the diagonal are what is wanted
+        else:  # a list of points for a batch: only the diagonal blocks are needed
             size = self.points[-1]
             listed = blocks.product(self.test_train, columns.movedim(-2, 0).flatten(1))
             cross = listed.reshape(-1, size, listed.shape[-1] // size, size)
@@ -155,7 +152,7 @@ class Neighbours:
         return cross.double() - self.coefficients.double() @ projected.double(), square
 
     def _blocks(self, index: Tensor) -> Tensor:
-        """R at an index [*batch, *b, p, k]: [*batch, *b, p, k, k], in float64."""
+        """R at an index [*batch, *b, p, k], in float64."""
         shape = self.product.shape[:-2]
         members = [
             torch.arange(size, device=index.device).view(-1, *[1] * (len(shape) - position + 1))
@@ -166,13 +163,10 @@ class Neighbours:
 
 
 def rounding_norm(prior_variance: Tensor, size: int) -> Tensor:
-    """A norm for the rounding errors of a matrix of so many rows, from its prior variances [*b, n]: [*b], float64.
-
-    Errors of entries are random, and a matrix of them has a norm of some sqrt(size) errors.
-    """
+    """Norm [*b] of a matrix of random rounding errors: an entry's error times sqrt(size)."""
     return ROUNDING_ERRORS * torch.finfo(prior_variance.dtype).eps * size**0.5 * prior_variance.amax(-1).double()
 
 
 def jittered_factor(covariances: Tensor) -> Tensor:
-    """Cholesky factors of covariances between data, [*, k, k], each with as much jitter as it needs."""
+    """Cholesky factors [*, k, k] with the least possible jitter."""
     return jittered_cholesky(covariances, "The covariance between neighbouring data", JITTERS)[0]

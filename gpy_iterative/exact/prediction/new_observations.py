@@ -1,4 +1,4 @@
-"""New observations of a model: checked, and put behind its old ones in a copy of the model."""
+"""New observations: checks, a copy of the model with them, a start for the solve."""
 
 import copy
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from gpy_iterative.training.training_system import TrainingSystem, unexpanded
 
 
 def check_observations(model: ExactGP, parts: Sequence[Any]) -> None:
-    """Raises TypeError for arrays and lists, RuntimeError for gradients, ValueError for a model that transforms inputs."""
-    if getattr(model, "input_transform", None) is not None:  # a BoTorch model keeps its inputs before and after it
+    """TypeError for arrays and lists, RuntimeError for gradients, ValueError for a model with `input_transform`."""
+    if getattr(model, "input_transform", None) is not None:  # BoTorch keeps original and transformed inputs
         raise ValueError(
             "The model's input_transform would transform the new inputs a second time: call posterior.install(), then "
             "model.condition_on_observations(X, Y) with X and Y as they were before any transform."
@@ -38,7 +38,7 @@ def check_observations(model: ExactGP, parts: Sequence[Any]) -> None:
 
 
 def check_without_gradients(parts: Sequence[Tensor]) -> None:
-    """Raises RuntimeError where new observations require gradients: none flow through the solves."""
+    """RuntimeError where new observations require gradients."""
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         raise RuntimeError(
             "An iterative posterior has no gradients with respect to new observations: detach them. For acquisition "
@@ -55,10 +55,9 @@ def with_observations(
     targets: Tensor,
     noise: Tensor | None,
 ) -> tuple[ExactGP, Likelihood]:
-    """Copies of model and likelihood, which are in evaluation mode, with the new observations behind the old ones.
+    """Copies of model and likelihood in evaluation mode, see `PathwisePosterior.condition_on_observations`.
 
-    Shapes and errors are those of `PathwisePosterior.condition_on_observations`; `event_dims` counts the dimensions of one
-    member's targets, 2 for multitask models.
+    `event_dims` counts the dimensions of one member's targets, 2 for multitask models.
     """
     known, before = unexpanded(model.train_inputs or ()), model.train_targets
     points = checked_inputs(known, list(inputs))
@@ -133,27 +132,26 @@ def _broadcast(*shapes: torch.Size) -> torch.Size:
 
 
 def _stacked(old: Tensor, new: Tensor, batch: torch.Size, dim: int) -> Tensor:
-    """Old and new along a dimension, both expanded to a batch."""
     return torch.cat([part.expand(*batch, *part.shape[dim:]) for part in (old, new)], dim=dim)
 
 
-#: New rows that are solved for at a time, and old rows that are solved for with them.
+#: New rows, and old rows with them, in one local solve.
 NEW_ROWS, NEIGHBOURS = 1024, 1024
-#: Old rows that are looked at to see whether they are what they were.
+#: Old rows compared to detect a change of the prior.
 ROWS_COMPARED = 4
-#: Rows of the matrix that are held at a time.
+#: Rows of the matrix in memory at a time.
 ROWS_AT_A_TIME = 128
 
 
 def new_rows(operator: LinearOperator, size: int) -> Tensor:
-    """Dense rows of H [*b, n, n] from number `size` on, [*b, n - size, n]."""
+    """Dense rows of H [*b, n, n] from `size` on."""
     return dense_rows(operator, torch.arange(size, operator.shape[-1], device=operator.device))
 
 
 def has_grown_from(before: TrainingSystem, after: TrainingSystem) -> bool:
-    """Whether the first rows of a system are those of an earlier one, by means, diagonals and a few rows, up to rounding.
+    """Whether a system begins with an earlier one, from means, diagonals and a few rows.
 
-    They are not where a prior looks at all inputs together (a deep kernel that scales its features by their range).
+    Not if the prior depends on all inputs together (a deep kernel that scales features by their range).
     """
     old, new = before.operator, after.operator
     size, dtype = old.shape[-1], old.dtype
@@ -168,15 +166,15 @@ def has_grown_from(before: TrainingSystem, after: TrainingSystem) -> bool:
 
 
 def padded(columns: Tensor, shape: torch.Size) -> Tensor:
-    """[*a, n, s] for n data to [*b, n + m, s] for a system of the shape [*b, n + m], with zeros."""
+    """[*a, n, s] to [*b, n + m, s] with zeros, for `shape` [*b, n + m]."""
     columns = columns.expand(*shape[:-1], *columns.shape[-2:])
     return pad(columns, (0, 0, 0, shape[-1] - columns.shape[-2]))
 
 
 def locally_corrected(operator: LinearOperator, rhs: Tensor, guess: Tensor, size: int) -> tuple[Tensor, float]:
-    """A guess [*b, n, s] that solves the rows from number `size` on exactly, by blocks, and the epochs that it took.
+    """The guess [*b, n, s] after local solves for the rows from `size` on, and the epochs.
 
-    Cost: a product for every 1,024 new rows, the new rows' entries, and a dense factor of at most 2,048 rows.
+    Cost per 1,024 new rows: one product, the rows' entries, a dense factor of 2,048 rows.
     """
     epochs = 0.0
     for rows in torch.arange(size, operator.shape[-1], device=operator.device).split(NEW_ROWS):
@@ -191,7 +189,7 @@ def locally_corrected(operator: LinearOperator, rhs: Tensor, guess: Tensor, size
 
 
 def _neighbourhood(operator: LinearOperator, rows: Tensor) -> Tensor:
-    """The rows and those most correlated with them, [*b, k]."""
+    """The rows and the most correlated others, [*b, k]."""
     score = sum(dense_rows(operator, part).square().sum(-2) for part in rows.split(ROWS_AT_A_TIME))
     score[..., rows] = torch.inf
     return score.topk(min(len(rows) + NEIGHBOURS, operator.shape[-1]), dim=-1).indices

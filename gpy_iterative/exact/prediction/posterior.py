@@ -1,4 +1,4 @@
-"""The posterior of an exact Gaussian process, from training's own solves."""
+"""The posterior of an exact Gaussian process, from the training solves."""
 
 import copy
 import logging
@@ -49,44 +49,38 @@ LARGE_VARIANCE_ERROR = 0.25
 class PathwisePosterior:
     """`posterior(x)` is the latent posterior at x; `likelihood(posterior(x))` adds the noise.
 
+    Mean: k(x, X) a, one product. Construction solves for a.
+
+    Variance: exact up to `exact_below` data; else that of the best predictor from `rank` projections of the data and
+    `num_neighbours` observations per point, never below the exact variance; `variance_error` measures it. Cost, once:
+    `rank` kernel rows, one product with `rank` columns, n rank^2 multiply-adds.
+
+    Changes of hyperparameters, data, dtype, device or a module's public numbers and strings (Matern's `nu`) cause one solve
+    from the old weights. Calls are thread-safe: they evaluate copies of the model's modules (not of a module that only a
+    closure holds).
+
     Args:
         model: an ExactGP with training data.
         likelihood: Gaussian.
         solver: None chooses by size and structure, see `gpy_iterative.solvers.default_solver`, with a residual of at most
-            .03 standard deviations of the noise a datum.
+            .01 standard deviations of the noise per datum.
         products: how kernel products are computed.
-        generator: a generator, or the seed of one, for all draws; None is seed 0.
-        params, kwargs: the likelihood's own arguments, as passed to the marginal log likelihood; training inputs among them
-            are recognised and followed when they change.
-        initial_weights: [*b, n] representer weights of the last training solve, where the solve for the mean starts.
-        rank: projections for variances where H is too large to factor, see below. None is 1,024, and 64 to 256 where there
-            is a far field.
-        num_neighbours: observations near each test point for its variance, see below. None is 128.
-        num_frequencies: random frequencies a kernel term, of sample paths.
-        exact_below: up to this many data variances come from a Cholesky factor, exactly, whatever the solver.
-        progress: True shows a bar for every solve and for variances that come in chunks; a callable gets every
-            `gpy_iterative.progress.ProgressReport`.
-
-    Mean: k(x, X) a, one product. Construction solves for a.
-
-    Variance: exact where a Cholesky factor is affordable; else that of the best predictor from `rank` projections of the
-    data, common to all points, and the `num_neighbours` observations that tell most about each. It needs no solves, serves
-    any kernel and is never below the exact variance. `variance_error` measures it; a larger `rank` or `num_neighbours`
-    improves it. Cost: `rank` kernel rows, one product with `rank` columns and n rank^2 multiply-adds, once.
-
-    Changed hyperparameters, data, dtype or device are noticed by value, and answered by one solve from the old weights; so
-    are public attributes of modules that are numbers or texts (a Matern kernel's `nu`).
-
-    The posterior evaluates copies of the model's modules: the model is not changed, and several threads may ask at once. A
-    module that only a closure holds is not copied.
+        generator: a generator or a seed for all draws; None is seed 0.
+        params, kwargs: the likelihood's arguments, as in training; training inputs among them are updated.
+        initial_weights: [*b, n], start of the solve for the mean.
+        rank: None is 1,024, or 64 to 256 with a far field.
+        num_neighbours: None is 128.
+        num_frequencies: per kernel term, for sample paths.
+        exact_below: largest n with variances from a Cholesky factor, for any solver.
+        progress: as in `HutchinsonMarginalLogLikelihood`; also for chunked variances.
 
     Raises:
-        ValueError: options outside their range, NaN in data (see `observation_nan_policy`), shapes that do not fit.
-        TypeError: a solver, products or progress that is none.
+        ValueError: options outside their range, NaN in data (see `observation_nan_policy`), wrong shapes.
+        TypeError: a wrong type of solver, products or progress.
         NonFiniteError, NotPositiveDefiniteError: from the solver.
 
     Warns:
-        ConvergenceWarning: a solve that did not reach its tolerance.
+        ConvergenceWarning: a solve missed its tolerance.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)
@@ -127,7 +121,7 @@ class PathwisePosterior:
         self._recipe = ProjectionRecipe(rank=rank, num_neighbours=num_neighbours)
         self._num_frequencies, self._exact_below = num_frequencies, exact_below
         generator = generator_or_seed(generator)
-        if isinstance(generator, torch.Generator):  # one draw: every other draw follows from this seed
+        if isinstance(generator, torch.Generator):  # the only draw: the seed of all others
             generator = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         self._seed, self._progress = generator or 0, progress
         self._lock = OwnLock()
@@ -135,7 +129,7 @@ class PathwisePosterior:
 
     @property
     def model(self) -> ExactGP:
-        """The model. That of `condition_on_observations` answers `model(x)` as soon as it is asked for."""
+        """The model. After `condition_on_observations`, the first access installs the posterior."""
         if self._installs_when_asked:
             self.install()
         return self._model
@@ -148,12 +142,12 @@ class PathwisePosterior:
         self._model.prediction_strategy = PathwisePredictionStrategy(self)
 
     def refresh(self) -> None:
-        """Solves again, from the old weights, where anything has changed; does nothing where nothing has."""
+        """Solves again, from the old weights, if anything has changed."""
         self._current()
 
     @property
     def solves(self) -> TrainingSolves:
-        """The training solves at the hyperparameters and data of now."""
+        """The training solves at the current hyperparameters and data."""
         return self._current()[1]
 
     def _current(self) -> tuple[ModelSnapshot, TrainingSolves]:
@@ -163,7 +157,7 @@ class PathwisePosterior:
             return self._snapshot, self._solves
 
     def forget_caches(self) -> None:
-        """Clears matrices of other hyperparameters that the model's own kernels keep in evaluation mode."""
+        """Clears matrices of old hyperparameters that kernels keep in evaluation mode."""
         if self._has_stale_caches:
             for module in self._model.modules():
                 if isinstance(module, Kernel):
@@ -171,18 +165,17 @@ class PathwisePosterior:
             self._has_stale_caches = False
 
     def check_grids(self) -> None:
-        """Raises ValueError where a kernel without `grid_bounds` has another grid now than at the training inputs."""
+        """ValueError where a kernel without `grid_bounds` has another grid than at the training inputs."""
         self._current()[0].check_grids(self._model)
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
         """The latent posterior at test inputs [*b, t, d], one tensor for each of the model's inputs.
 
         Returns:
-            A MultivariateNormal (MultitaskMultivariateNormal for a multitask model) whose covariance is lazy. Gradients
-            flow to inputs that require them, and to nothing else.
+            A MultivariateNormal (or MultitaskMultivariateNormal) with lazy covariance. Gradients flow only to the inputs.
 
         Raises:
-            ValueError: inputs that do not fit the training inputs, or are not finite.
+            ValueError: inputs that are not finite or do not fit the training inputs.
         """
         snapshot, solves = self._current()
         with graph_for(inputs):
@@ -192,7 +185,7 @@ class PathwisePosterior:
     def condition(
         self, solves: TrainingSolves, mean: Tensor, test_test: LinearOperator, test_train: LinearOperator
     ) -> tuple[Tensor, LinearOperator]:
-        """Posterior mean [*b, t] and lazy covariance [*b, t, t] from the blocks of a joint prior, see `JointPrior`."""
+        """Posterior mean [*b, t] and lazy covariance [*b, t, t] from the blocks of a `JointPrior`."""
         update = product(test_train, solves.weights.unsqueeze(-1)).squeeze(-1)
         mean = mean + update.reshape(*torch.broadcast_shapes(mean.shape, test_test.shape[:-1]))
         if gpytorch.settings.skip_posterior_variances.on():
@@ -201,27 +194,26 @@ class PathwisePosterior:
         return mean, covariance
 
     def sample_paths(self, num_paths: int) -> SamplePaths:
-        """Posterior samples as functions: `paths(x)` evaluates the same functions at any x, [num_paths, *b, t].
+        """Posterior samples as functions: `paths(x)` is [num_paths, *b, t].
 
-        Calls share draws: the first functions of a larger number are those of a smaller one. Cost: one solve with a
-        column for every function that was not solved for yet, at the current hyperparameters.
+        Calls share draws: more paths begin with the same functions. Cost: one solve with a column per new function.
 
         Raises:
-            SpectralDensityMissingError: the prior's kernel has no random features. Register its spectral density, or
-                sample at the test points themselves: `posterior(x).rsample()`.
+            SpectralDensityMissingError: the kernel has no random features. Register its spectral density, or use
+                `posterior(x).rsample()`.
             ValueError: num_paths below 1.
         """
         check_count("num_paths", num_paths)
         snapshot, solves = self._current()
         draws = solves.prior_draws(num_paths)
-        # The functions outlive an inference mode around this call, and are differentiable outside of it.
+        # The functions must be differentiable after an inference mode.
         with torch.inference_mode(False), torch.no_grad():
             solutions = draws.solutions[..., :num_paths]
             update = solves.weights.unsqueeze(-1) - scatter_rows(solutions, solves.system.observed)
         return SamplePaths(snapshot, solves.features, draws.draws, update, self._products)
 
     def variance_error(self, *inputs: Tensor, num_points: int = 32) -> VarianceError:
-        """Measures latent variances at random ones of the test inputs, [*b, t, d], by direct solves.
+        """The error of latent variances at `num_points` random test inputs of [*b, t, d], by direct solves.
 
         Cost: one solve with num_points columns. VarianceWarning when the median |log ratio| is above 0.25.
         """
@@ -250,27 +242,23 @@ class PathwisePosterior:
     def condition_on_observations(
         self, inputs: Tensor | Sequence[Tensor], targets: Tensor, *, noise: Tensor | None = None
     ) -> "PathwisePosterior":
-        """The posterior of these and further observations, at the same hyperparameters; this one stays as it is.
+        """A new posterior with m further observations, at the same hyperparameters.
 
-        Weights, sample paths (the same functions of the prior, conditioned on more), Cholesky factor and projections are
-        carried over. The new posterior has copies of model and likelihood, with the new data behind the old ones, and
-        answers their `model(x)`.
+        It extends this posterior's weights, sample paths, Cholesky factor and projections. It has copies of model and
+        likelihood with the new data at the end, and answers their `model(x)`. Cost: n^2 multiply-adds per new observation
+        where H is factored; else two products per 1,024 and, for many, a part of a solve.
 
         Args:
-            inputs: [*b, m, d], a tensor or one for each of the model's inputs.
-            targets: [*f, m] ([*f, m, T] for a multitask model). Batches of either make a batch of posteriors; targets at
-                the same inputs share one matrix. A datum whose target is NaN in one of them (see
-                `observation_nan_policy`) is missing in all.
-            noise: [*f, m], variances of the new observations, for a likelihood with fixed noise.
+            inputs: [*b, m, d], one tensor or one for each of the model's inputs.
+            targets: [*f, m] or [*f, m, T]. A batch gives a batch of posteriors; targets at the same inputs share a
+                matrix. A NaN target in one member (see `observation_nan_policy`) is missing in all.
+            noise: [*f, m], variances, for a likelihood with fixed noise.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not fit, numbers that are not finite, missing noise; a BoTorch
-                model with an `input_transform`, whose own `condition_on_observations` is the way.
-            TypeError: arrays or lists: tensors are needed.
-            RuntimeError: inputs, targets or noise that require gradients: there are none through the solves.
-
-        Cost: where H is factored, n^2 multiply-adds for each new observation. Else two products for every 1,024 new
-        observations and, for many, a part of a solve (see `report`).
+            ValueError: wrong shapes, dtypes or devices; non-finite numbers; missing noise; a BoTorch model with an
+                `input_transform` (use the model's `condition_on_observations`).
+            TypeError: arrays or lists.
+            RuntimeError: tensors that require gradients.
         """
         inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         given = [*inputs, targets] if noise is None else [*inputs, targets, noise]
@@ -280,12 +268,9 @@ class PathwisePosterior:
     def with_observations(
         self, inputs: Sequence[Tensor], targets: Tensor, noise: Tensor | None = None
     ) -> "PathwisePosterior":
-        """As `condition_on_observations`, for inputs after the model's own transform.
-
-        Targets and noise are detached: BoTorch's fantasies are functions of the likelihood's noise.
-        """
+        """`condition_on_observations` for transformed inputs; detaches targets and noise (BoTorch's have a graph)."""
         check_without_gradients(inputs)
-        # What is solved now may be differentiated through later.
+        # Later calls may need gradients.
         with torch.inference_mode(False), torch.no_grad(), self._lock:
             _, solves = self._current()
             event_dims = len(solves.system.prior.event_shape)
@@ -296,13 +281,13 @@ class PathwisePosterior:
             )
             posterior._params = self._params.moved_to(posterior._model)
             posterior._snapshot, posterior._solves = posterior._solved(known=solves)
-        # Once installed, model and posterior hold each other: a long sequence of updates would fill the memory.
+        # Installed, it forms a reference cycle with its model: many updates would fill the memory.
         posterior._installs_when_asked = True
         return posterior
 
     @property
     def report(self) -> SolveReport:
-        """The solve for the mean, at the hyperparameters and data of now."""
+        """The current solve for the mean."""
         solves = self.solves
         return SolveReport.of(solves.status, solves.stats)
 
@@ -310,7 +295,7 @@ class PathwisePosterior:
         model, _ = snapshot.copies()
         return joint_prior(model, inputs, solves.system.batch_shape, self._products)
 
-    @torch.inference_mode(False)  # what is solved now may be differentiated through later
+    @torch.inference_mode(False)  # later calls may need gradients
     @torch.no_grad()
     def _solved(
         self,

@@ -1,21 +1,17 @@
 """Predictive variances from a few projections of the data, without solves.
 
-The best linear predictor of f(x) from the data y has the weights H^-1 k_x. Any other weights g have the error variance
+A linear predictor g^T y of f(x) has the error variance
 
     E (f(x) - g^T y)^2 = k(x, x) - 2 g^T k_x + g^T H g  =  var(x) + |g - H^-1 k_x|_H^2,
 
-never less than var(x), and off by the square of what is wrong with g. Here g is the best in a space of two parts:
+never less than var(x). Here g is the best in a space of two parts:
 
-* the span of `rank` vectors C that all x share, from a pivoted Cholesky factor of K: the smooth part of the data. With
-  A^T H A = I on that span, its weights are A A^T k_x.
-* the `num_neighbours` observations that, past those projections, x is most correlated with: the local part. With
-  R = H - H A A^T H and k' = k_x - H A A^T k_x, its weights are R_NN^-1 k'_N, for a set N of x's own (`local_part.py`).
+* global: the span of a pivoted Cholesky factor of K with `rank` columns. With A^T H A = I on it, the weights are A A^T k_x.
+* local: the `num_neighbours` observations N with the largest remaining correlation. With R = H - H A A^T H and
+  k' = k_x - H A A^T k_x, the weights are R_NN^-1 k'_N (`local_part.py`).
 
-Nothing is sampled and no system of the size of the data is solved, so small noise and bad conditioning cost nothing.
-
-Galerkin projections of Gaussian processes: Wenger et al. 2022, "Posterior and computational uncertainty in Gaussian
-processes". Global plus local: Sang and Huang 2012, "A full scale approximation of covariance functions for large
-spatial data sets".
+Galerkin projections: Wenger et al. 2022, "Posterior and computational uncertainty in Gaussian processes". Global plus
+local: Sang and Huang 2012, "A full scale approximation of covariance functions for large spatial data sets".
 """
 
 import itertools
@@ -35,30 +31,26 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 
-#: Rank and neighbours where none were chosen. With a far field neighbours say most: the rank is as large as so many entries
-#: of a block [n, rank] allow, between these.
+#: Defaults. With a far field neighbours matter most: the rank limits a block [n, rank] to so many entries.
 RANK, NUM_NEIGHBOURS = 1024, 128
 FAR_FIELD_RANKS, FAR_FIELD_ENTRIES = (64, 256), 2**24
-#: Rounding errors of a product up to this part of the noise are left to float32.
+#: Accepted rounding errors of a float32 product, as a part of the noise.
 NEGLIGIBLE = 0.1
-#: Rows that are converted to float64 at a time.
+#: Rows converted to float64 at a time.
 CHUNK = 4096
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Predictive covariances from the blocks K(x, x) [*batch, t, t] and K(x, X) of a joint prior.
+    """Predictive covariances from K(x, x) [*batch, t, t] and K(x, X), [*batch, t, n] or as one list [batch * t, n]."""
 
-    K(x, X) is [*batch, t, n], or [batch * t, n] with all points in one list.
-    """
-
-    basis: Tensor  # A [*b, n, r], zero where a datum is not observed
-    local: LocalPart | None  # None where A is complete: then A A^T = H^-1, and everything is exact
+    basis: Tensor  # A [*b, n, r], zero for unobserved data
+    local: LocalPart | None  # None where A is complete: A A^T = H^-1, exact
 
     def variance(self, prior_variance: Tensor, test_train: LinearOperator) -> Tensor:
         """var(x) [*batch, t] from k(x, x), never below its rounding error."""
         coefficients = self._coefficients(test_train)
-        # A small variance is the difference of two numbers that may agree in all digits of float32 but the last.
+        # Cancellation: the two numbers may agree in all digits of float32 but the last.
         explained = torch.linalg.vector_norm(coefficients, dim=-1, dtype=torch.float64).square()
         if self.local is not None and explained.numel():
             neighbours = Neighbours(self.local, test_train, coefficients, coefficients.shape[:-1])
@@ -67,7 +59,7 @@ class Projection:
         return variance.to(prior_variance.dtype).maximum(_least_variance(prior_variance))
 
     def covariance(self, prior_covariance: Tensor, test_train: LinearOperator) -> Tensor:
-        """The covariance [*batch, t, t], semi-definite up to rounding, with `variance` on its diagonal."""
+        """The covariance [*batch, t, t], semi-definite up to rounding; its diagonal is `variance`."""
         points = prior_covariance.shape[:-1]
         coefficients = self._coefficients(test_train).reshape(*points, self.basis.shape[-1])
         exact = coefficients.double()
@@ -79,7 +71,7 @@ class Projection:
         return (covariance + torch.diag_embed(raised)).to(prior_covariance.dtype)
 
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
-        """K(x, X) A [*batch, t, r]; in the precision of A where it is complete, and small variances are differences."""
+        """K(x, X) A [*batch, t, r], in the precision of a complete A: small variances are differences."""
         if not self.is_exact:
             return blocks.product(test_train, self.basis.to(test_train.dtype))
         if self.basis.dtype == test_train.dtype:
@@ -92,10 +84,9 @@ class Projection:
         return self.local is None
 
     def extended(self, operator: LinearOperator, rows: Tensor, observed: Tensor | None) -> "Projection | None":
-        """With k new data, whose rows of H are [*b, k, m], in a basis that is not complete: n r k multiply-adds.
+        """The projection with k new data, from their rows [*b, k, m] of H; A is incomplete. Cost: n r k multiply-adds.
 
-        With B = A^T H_Xf the new part of the basis is [-A B; I] L^-T, where L L^T = H_ff - B^T B. None where that has no
-        Cholesky factor.
+        With B = A^T H_Xf the new basis vectors are [-A B; I] L^-T, L L^T = H_ff - B^T B; None if L does not exist.
         """
         assert self.local is not None
         size = rows.shape[-1] - rows.shape[-2]
@@ -120,7 +111,7 @@ class Projection:
         return Projection(blocks.scatter_rows(basis, observed), local)
 
     def numbers_per_point(self, test_train: LinearOperator) -> int:
-        """Memory for one test point, to cut many into chunks."""
+        """Memory for one test point."""
         rank, num_data = self.basis.shape[-1], test_train.shape[-1]
         if self.local is None:
             return rank
@@ -131,12 +122,11 @@ class Projection:
 
 @dataclass(frozen=True)
 class ProjectionRecipe:
-    """How a projection is made where H is too large to factor.
+    """Options of a projection where H is too large to factor.
 
     Args:
-        rank: r, projections that all test points share; clamped at n. None is 1,024; for an operator with a far field it is
-            256 up to 65,000 data, and falls to 64.
-        num_neighbours: observations in each test point's own part; clamped at n. None is 128.
+        rank: r, clamped at n. None is 1,024; with a far field 256, above 65,000 data down to 64.
+        num_neighbours: clamped at n. None is 128.
 
     Raises:
         ValueError: an option below 1.
@@ -161,14 +151,14 @@ class ProjectionRecipe:
     def build(self, operator: LinearOperator, observed: Tensor | None = None) -> Projection:
         """The projection for H [*b, m, m] of the observed data.
 
-        Cost for each batch member: r kernel rows, one product with r columns, and a few times n r^2 multiply-adds.
-        Memory: about four blocks [n, r], two of which are kept.
+        Cost per batch member: r kernel rows, one product with r columns, a few n r^2 multiply-adds. Memory: about four
+        blocks [n, r]; two are kept.
         """
         batch, size = operator.batch_shape, operator.shape[-1]
         rank, num_neighbours = self.sizes_for(operator)
         if batch:
             members = [_galerkin_basis(operator[index], rank) for index in itertools.product(*map(range, batch))]
-            # Factors that ended early are filled up with zero columns, which change nothing.
+            # Factors that ended early get zero columns, which change nothing.
             rank = max(basis.shape[-1] for basis, _ in members)
             basis, product = (
                 torch.stack([pad(part, (0, rank - part.shape[-1])) for part in parts]).reshape(*batch, -1, rank)
@@ -184,19 +174,19 @@ class ProjectionRecipe:
 
 
 def exact_projection(factor: CholeskyFactor, observed: Tensor | None = None) -> Projection:
-    """A = L^-T of a Cholesky factor: complete, n^2 numbers in its float64."""
+    """A = L^-T of a Cholesky factor, [n, n] in float64."""
     identity = torch.eye(factor.lower.shape[-1], dtype=factor.lower.dtype, device=factor.lower.device)
     basis = factor.whiten(identity.expand(factor.lower.shape)).mT
     return Projection(blocks.scatter_rows(basis, observed), None)
 
 
 def extended_exact_projection(known: Projection, factor: CholeskyFactor, observed: Tensor | None) -> Projection:
-    """The complete projection of a factor that extends that of `known`: 2 n^2 multiply-adds a new datum."""
+    """The exact projection of an extended factor: 2 n^2 multiply-adds per new datum."""
     size, lower = factor.lower.shape[-1], factor.lower
     before = known.basis if observed is None else known.basis[..., observed[: known.basis.shape[-2]], :]
     before = before.expand(*lower.shape[:-2], *before.shape[-2:])
     count = size - before.shape[-1]
-    # L^-T is upper triangular: its old columns stay, with zeros below them.
+    # L^-T is upper triangular: its old columns stay.
     new = torch.eye(size, dtype=lower.dtype, device=lower.device)[:, size - count :]
     added = torch.linalg.solve_triangular(lower.mT, new.expand(*lower.shape[:-1], count), upper=True)
     basis = torch.cat([pad(before, (0, 0, 0, count)), added], dim=-1)
@@ -204,7 +194,7 @@ def extended_exact_projection(known: Projection, factor: CholeskyFactor, observe
 
 
 def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor]:
-    """A with A^T H A = I, in the span of a pivoted Cholesky factor, and H A: [n, r] each."""
+    """A in the span of a pivoted Cholesky factor, and H A."""
     precise = _precise(operator)
     basis = torch.linalg.qr(PivotedCholesky(rank=rank).low_rank(precise)).Q.contiguous()
     product = precise._matmul(basis)
@@ -218,9 +208,9 @@ def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor
 
 
 def _precise(operator: LinearOperator) -> LinearOperator:
-    """The operator whose products the basis is made of: in float64 where their rounding errors come near to the noise.
+    """The operator, in float64 where rounding errors are near the noise.
 
-    With a far field the few projections are of large eigenvalues, beside which nothing is lost.
+    With a far field the few projections have large eigenvalues: float32 is enough.
     """
     if operator.dtype == torch.float64 or not isinstance(operator, NoisyLinearOperator) or _has_far_field(operator):
         return operator
@@ -230,7 +220,7 @@ def _precise(operator: LinearOperator) -> LinearOperator:
 
 
 def _solve_right_(columns: Tensor, lower: Tensor) -> Tensor:
-    """The columns [*b, n, r] times L^-T, in place: in float64, rounded once."""
+    """The columns [*b, n, r] times L^-T, in place; computed in float64."""
     for rows in columns.split(CHUNK, dim=-2):
         rows.copy_(torch.linalg.solve_triangular(lower, rows.mT.double(), upper=False).mT)
     return columns
@@ -250,5 +240,4 @@ def _rounding(product: Tensor) -> Tensor:
 
 
 def _least_variance(prior_variance: Tensor) -> Tensor:
-    """The rounding error of prior variances."""
     return torch.finfo(prior_variance.dtype).eps * prior_variance.detach()

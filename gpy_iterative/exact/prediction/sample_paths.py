@@ -14,24 +14,23 @@ from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.snapshot import ModelSnapshot
 from gpy_iterative.training.training_system import prior_at
 
-#: Test points whose random features are held at a time.
+#: Test points with random features in memory at a time.
 CHUNK_POINTS = 1024
 
 
 class SamplePaths:
     """f_j(x) = m(x) + Phi(x) w_j + k(x, X)(v_y - v_j), j = 1..k: pathwise conditioning.
 
-    Each call evaluates the same k functions, at any x, differentiable there. They belong to the hyperparameters and data
-    of the time when they were drawn and stay as they are when the model moves on. Picklable when the model is.
+    Calls evaluate the same functions, with the hyperparameters and data of their draw. Picklable if the model is.
 
     Wilson et al. 2021, "Pathwise conditioning of Gaussian processes"; Lin et al. 2024, section 3.
 
     Args:
-        snapshot: the model at the time when they were drawn.
-        features: the distribution of the samples of the prior.
-        draws: its draws, of k samples or more.
+        snapshot: of the model.
+        features: distribution of the prior samples.
+        draws: of at least k samples.
         update: v_y - v_j [*b, n, k].
-        products: how kernel products are computed.
+        products: for kernel products.
     """
 
     def __init__(
@@ -44,14 +43,14 @@ class SamplePaths:
 
     @property
     def num_paths(self) -> int:
-        """The number of functions."""
+        """The number k."""
         return self._update.shape[-1]
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The functions at test inputs [*b, t, d]: [k, *b, t], or [k, *b, t, T] for T tasks.
 
-        Cost t (n + 2 m) k multiply-adds and t m sines and cosines for m frequencies; memory beyond the result is a few
-        thousand rows of features. ValueError for inputs that do not fit the training inputs.
+        Differentiable in x. ValueError for inputs that do not fit. Cost: t (n + 2 m) k multiply-adds, t m sines and cosines
+        for m frequencies; memory: about 1,000 rows of features.
         """
         with graph_for(inputs):
             model, _ = self._snapshot.copies()

@@ -1,4 +1,4 @@
-"""GPyTorch's prediction strategy, for `model(x)` and what is built on it."""
+"""GPyTorch's prediction strategy."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,11 @@ if TYPE_CHECKING:
 
 
 class PathwisePredictionStrategy:
-    """GPyTorch's prediction strategy interface, answered by a PathwisePosterior.
+    """GPyTorch's prediction strategy interface for a PathwisePosterior.
 
-    `model(x)` then equals `posterior(x)`, as does everything that is built on it (BoTorch's `model.posterior`), until
-    `model.train()` or `model.set_train_data`. GPyTorch itself evaluates the t x n block of the joint prior on the way, and
-    puts K(x, x) of a `GridInterpolationKernel` without `grid_bounds` on a grid of the test inputs' own. Gradients flow to
-    test inputs, and to hyperparameters through the blocks of the joint prior only: train with the marginal log likelihood.
+    `model(x)` uses the posterior until `model.train()` or `model.set_train_data`. GPyTorch evaluates the t x n block, and
+    places K(x, x) of a `GridInterpolationKernel` without `grid_bounds` on another grid. Gradients flow to test inputs;
+    those to hyperparameters are incomplete.
     """
 
     def __init__(self, posterior: "PathwisePosterior") -> None:
@@ -24,17 +23,17 @@ class PathwisePredictionStrategy:
 
     @property
     def train_shape(self) -> Size:
-        """Shape of one member's training targets, [n] or [n, T]."""
+        """Shape of one member's targets, [n] or [n, T]."""
         return self.train_prior_dist.event_shape
 
     @property
     def num_train(self) -> int:
-        """The number of training targets, over all tasks."""
+        """The number of targets, over all tasks."""
         return self.train_shape.numel()
 
     @property
     def train_prior_dist(self) -> MultivariateNormal:
-        """The prior at the training inputs. GPyTorch asks for its shape before it evaluates the model's kernels."""
+        """The prior at the training inputs. Clears kernels' caches, since GPyTorch evaluates kernels next."""
         prior = self._posterior.solves.system.prior
         self._posterior.forget_caches()
         return prior
@@ -42,9 +41,9 @@ class PathwisePredictionStrategy:
     def exact_prediction(
         self, test_mean: Tensor, test_test_covar: LinearOperator | Tensor, test_train_covar: LinearOperator | Tensor
     ) -> tuple[Tensor, LinearOperator]:
-        """Mean [*b, t] and lazy covariance [*b, t, t] from the blocks of the joint prior that GPyTorch has made.
+        """Mean [*b, t] and lazy covariance [*b, t, t] from GPyTorch's blocks of the joint prior.
 
-        Raises ValueError where a `GridInterpolationKernel` had another grid in them than for the training data.
+        ValueError where a `GridInterpolationKernel` has another grid than in training.
         """
         self._posterior.check_grids()
         blocks = to_linear_operator(test_test_covar), to_linear_operator(test_train_covar)
@@ -59,12 +58,11 @@ class PathwisePredictionStrategy:
         full_output: MultivariateNormal,
         **kwargs: Any,
     ) -> "PathwisePredictionStrategy":
-        """The strategy of the posterior with new observations, see `PathwisePosterior.condition_on_observations`.
+        """The strategy of `PathwisePosterior.condition_on_observations`; `full_*` are not used.
 
-        The full data and their prior are not used. The fantasy model answers at the hyperparameters of now: GPyTorch does
-        not say whose strategy this becomes. `posterior.condition_on_observations(...).model` follows its own.
+        The fantasy model keeps the present hyperparameters; that of `condition_on_observations` follows its own.
         """
         return PathwisePredictionStrategy(self._posterior.with_observations(inputs, targets, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """None, as with GPyTorch's own: a copied model computes its own predictions."""
+        """None, as in GPyTorch: a copied model makes its own strategy."""

@@ -1,4 +1,4 @@
-"""The linear solves for one set of hyperparameters and training data, each made when it is first needed."""
+"""The linear solves for one set of hyperparameters and training data, made when first needed."""
 
 import time
 from dataclasses import dataclass, replace
@@ -26,32 +26,31 @@ from gpy_iterative.training.progress import Progress, reporting_solve
 from gpy_iterative.training.snapshot import OwnLock
 from gpy_iterative.training.training_system import TrainingSystem
 
-#: Seeds of the noise that new observations add to old samples, by the number of data before: away from all other draws.
+#: First seed for the noise of new observations, far from all others.
 NOISE_STREAM = 2**40
-#: The largest residual of the default solver, in standard deviations of the noise a datum.
+#: The largest residual of the default solver, in standard deviations of the noise per datum.
 NOISE_PART = 0.01
-#: No smaller relative residual is asked for than this one, and than so many machine epsilons a datum: with a million data
-#: float32 reaches .0047, or .04 of them.
+#: Least relative residual, also in machine epsilons per datum, of which float32 reaches .04.
 SMALLEST_TOLERANCE, EPSILONS_PER_DATUM = 1e-4, 0.06
-#: New observations extend a projection up to this multiple of its recipe's rank; beyond, a new one is made.
+#: New observations extend a projection up to this multiple of its recipe's rank.
 MAX_GROWTH = 2
 
 
 @dataclass(frozen=True)
 class PriorDraws:
-    """Samples of the prior and its noise, xi = Phi(X) w + sqrt(noise) e, with their solves."""
+    """Samples of the prior and its noise, xi, and their solves."""
 
     draws: Draws  # of `RandomFeatures`
     solutions: Tensor  # H^-1 xi [*b, m, s], of these or earlier hyperparameters
-    num_solved: int | None = None  # rows that were solved for; later ones are zero. None is all.
+    num_solved: int | None = None  # rows solved for, the others are zero; None is all
 
     def fits(self, system: TrainingSystem) -> bool:
-        """Whether the draws have the shape, dtype and device of a system."""
+        """Whether shape, dtype and device fit a system."""
         wanted = system.operator.shape[:-1], system.residual.dtype, system.residual.device
         return (self.solutions.shape[:-1], self.solutions.dtype, self.solutions.device) == wanted
 
     def extended(self, system: TrainingSystem, seed: int) -> "PriorDraws":
-        """The same functions for a system with new data behind the old ones; their solutions begin at zero."""
+        """The same functions with new data at the end, where solutions are zero."""
         shape, base = system.operator.shape[:-1], self.draws["noise_base"]
         generator = torch.Generator().manual_seed((seed + NOISE_STREAM + base.shape[-2]) % 2**63)
         noise = torch.randn((shape[-1] - base.shape[-2], base.shape[-1]), generator=generator, dtype=base.dtype)
@@ -61,7 +60,7 @@ class PriorDraws:
         return PriorDraws(self.draws | {"noise_base": base}, padded(self.solutions, shape), solved)
 
     def joined(self, other: "PriorDraws") -> "PriorDraws":
-        """These samples and others with the same frequencies."""
+        """These and other samples with the same frequencies."""
         draws = self.draws | {
             name: torch.cat([tensor, other.draws[name]], dim=-1)
             for name, tensor in self.draws.items()
@@ -71,7 +70,7 @@ class PriorDraws:
 
 
 def prediction_solver(system: TrainingSystem) -> Solver:
-    """The default solver for predictions: more exact than in training where the noise is small."""
+    """The default solver, with a smaller tolerance for small noise."""
     solver = default_solver(system.operator)
     if not isinstance(solver, IterativeSolver) or not isinstance(system.operator, NoisyLinearOperator):
         return solver
@@ -86,25 +85,23 @@ class TrainingSolves:
     """The solves of one training system. Construction solves for the mean.
 
     Args:
-        system: at the current hyperparameters and training data.
+        system: at the current hyperparameters and data.
         solver: for means and sample paths.
-        recipe: of the projection that variances come from.
-        exact_below: up to this many data the projection is exact, from a Cholesky factor, whatever the solver.
-        num_frequencies: random frequencies a kernel term, of prior samples.
-        seed: of everything that is drawn; the order in which things are asked for does not matter.
-        initial_weights: [*b, m] (or [*b, n] with unobserved data), where the solve for the mean starts; ignored where
-            it does not fit.
-        draws: prior samples of other hyperparameters: their randomness is kept, their solutions start the solve; ignored
-            where they belong to other data or another dtype.
-        progress: gets the progress of every solve.
-        known: the solves for the first data of this system, at the same hyperparameters. Factor and projection are carried
-            over, or only a start where the prior of the old data has changed with the new ones.
+        recipe: for variances.
+        exact_below: largest n with an exact projection.
+        num_frequencies: for prior samples.
+        seed: of all draws; the order of calls does not matter.
+        initial_weights: [*b, m] or [*b, n], a start; ignored if the shape is wrong.
+        draws: prior samples of other hyperparameters, as a start; ignored if they do not fit.
+        progress: of every solve.
+        known: solves for the first data, at the same hyperparameters. Factor and projection are extended; if the new data
+            change the prior of the old ones, they only start the solve.
 
     Attributes:
-        weights: H^-1 (y - mean) [*b, n], zero where a datum is not observed.
-        status, stats: how that solve ended, and what it took.
+        weights: H^-1 (y - mean) [*b, n], zero for unobserved data.
+        status, stats: of that solve.
         features: the distribution of the prior samples.
-        draws: prior samples, solved for once they were asked for; None before there are any.
+        draws: prior samples or None; solved for when first needed.
     """
 
     def __init__(
@@ -124,7 +121,7 @@ class TrainingSolves:
         self.system, self.solver = system, solver
         self._recipe, self._seed, self._progress = recipe, seed, progress
         self._is_exact = isinstance(solver, Cholesky) or system.operator.shape[-1] <= exact_below
-        self._lock = OwnLock()  # what is made when it is first needed, one thread makes for all
+        self._lock = OwnLock()  # lazy results are made by one thread for all
         self._cholesky: CholeskyFactor | None = None
         self._projection: Projection | None = None
         self.features = RandomFeatures(num_probes=1, num_frequencies=num_frequencies, corrected=False)
@@ -145,7 +142,7 @@ class TrainingSolves:
 
     @torch.no_grad()
     def _carry_over(self, known: "TrainingSolves") -> None:
-        """Takes factor and projection of the known data, where growing them is cheaper than new ones."""
+        """Extends factor and projection, where this is cheaper."""
         operator, observed, size = self.system.operator, self.system.observed, known.system.operator.shape[-1]
         factor, projection = known._cholesky, known._projection
         if self._is_exact and factor is not None:
@@ -159,13 +156,13 @@ class TrainingSolves:
 
     @property
     def start(self) -> Tensor:
-        """Representer weights of the observed data [*b, m], to start a later solve from."""
+        """Weights of the observed data [*b, m], a start for later solves."""
         return self._solution.squeeze(-1)
 
-    @torch.inference_mode(False)  # kept for later calls, which may ask for gradients
+    @torch.inference_mode(False)  # later calls may need gradients
     @torch.no_grad()
     def projection(self) -> Projection:
-        """The projection that variances come from; cost see `ProjectionRecipe`, once."""
+        """The projection for variances, made once; cost see `ProjectionRecipe`."""
         system = self.system
         with self._lock:
             if self._projection is None and self._is_exact:
@@ -177,10 +174,7 @@ class TrainingSolves:
     @torch.inference_mode(False)
     @torch.no_grad()
     def prior_draws(self, count: int) -> PriorDraws:
-        """At least `count` prior samples and their solves; those already solved for are kept.
-
-        Raises SpectralDensityMissingError where a kernel has no random features.
-        """
+        """At least `count` prior samples and their solves; SpectralDensityMissingError without random features."""
         with self._lock:
             known = self.draws
             if known is not None and not self._has_solved_draws:
@@ -196,7 +190,7 @@ class TrainingSolves:
             return known
 
     def _drawn(self, numbers: range) -> Draws:
-        """The samples of these numbers, each from a stream of its own, with the frequencies of the first."""
+        """Samples, each with its own seed, with the first one's frequencies."""
         terms = self.system.terms()
         shared: Draws = {}
         own: list[Draws] = []
@@ -209,7 +203,7 @@ class TrainingSolves:
     def _solve(
         self, columns: Tensor, guess: Tensor | None = None, num_known: int | None = None
     ) -> tuple[Tensor, SolveStatus, SolveStats]:
-        """H^-1 columns [*b, m, s], status and cost; the guess may be zero after the first `num_known` rows."""
+        """H^-1 columns [*b, m, s]; `guess` is corrected after the first `num_known` rows."""
         operator, start = self.system.operator, time.perf_counter()
         rhs = as_columns(columns, operator)
         if isinstance(self.solver, Cholesky):
@@ -233,7 +227,7 @@ class TrainingSolves:
     @torch.inference_mode(False)
     @torch.no_grad()
     def cholesky(self) -> CholeskyFactor:
-        """The dense factor of H, made once."""
+        """The dense factor of H."""
         with self._lock:
             if self._cholesky is None:
                 solver = self.solver if isinstance(self.solver, Cholesky) else Cholesky()
@@ -263,7 +257,7 @@ def _fitting(weights: Tensor | None, system: TrainingSystem) -> Tensor | None:
 
 
 def as_columns(rhs: Tensor, operator: LinearOperator) -> Tensor:
-    """[*f, *k, m, s] for an operator [*k, m, m] to [*k, m, s * F]: one product serves the F members."""
+    """[*f, *k, m, s] to [*k, m, s * F], for one product with [*k, m, m]."""
     extra = rhs.dim() - operator.dim()
     if extra <= 0:
         return rhs
@@ -271,7 +265,7 @@ def as_columns(rhs: Tensor, operator: LinearOperator) -> Tensor:
 
 
 def from_columns(columns: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `as_columns`, for a right-hand side of the shape of `like`."""
+    """The inverse of `as_columns`, for the shape of `like`."""
     extra = like.dim() - columns.dim()
     if extra <= 0:
         return columns

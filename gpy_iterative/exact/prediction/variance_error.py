@@ -1,4 +1,4 @@
-"""The measured error of predictive variances: some of them from direct solves."""
+"""The measured error of predictive variances."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.solution import SolveStatus, warn_of
 from gpy_iterative.training.training_system import TrainingSystem
 
-#: Relative residual of the direct solves; their error enters the variance in second order.
+#: Relative residual of the direct solves; the variance's error is of second order in it.
 TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class VarianceError:
-    """Median and largest |log(variance / exact variance)| of the latent function over `num_points` test points."""
+    """Median and largest |log(variance / exact variance)| of the latent function."""
 
     median: float
     largest: float
@@ -26,7 +26,7 @@ class VarianceError:
 
     @classmethod
     def between(cls, estimate: Tensor, exact: Tensor) -> "VarianceError":
-        """The error of estimates, of any one shape. Without points it is 0."""
+        """The error of estimates, of any shape; 0 without points."""
         if estimate.numel() == 0:
             return cls(0.0, 0.0, 0)
         tiny = torch.finfo(exact.dtype).tiny
@@ -38,18 +38,16 @@ class VarianceError:
 def solved_variance(
     system: TrainingSystem, projection: Projection, prior_variance: Tensor, test_train: Tensor
 ) -> Tensor:
-    """k(x, x) - k_x^T H^-1 k_x by one column of a block solve a point, from k(x, x) [*b, t] and a dense K(x, X) [*b, t, n].
+    """k(x, x) - k_x^T H^-1 k_x [*b, t] from one block solve; `test_train` is dense.
 
-    The projections common to all points are taken off first: k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k' with
-    k' = k_x - H A A^T k_x, so that the solver's tolerance is relative to what is left, not to the prior variance. Where
-    A is complete in float64, nothing is left. Products are in native precision.
+    k_x^T H^-1 k_x = |A^T k_x|^2 + k'^T H^-1 k' with k' = k_x - H A A^T k_x: the tolerance is relative to k'.
     """
     columns, basis = test_train.mT, projection.basis
     if system.observed is not None:
         columns, basis = columns[..., system.observed, :], basis[..., system.observed, :]
     like, columns = columns, as_columns(columns, system.operator)
     coefficients = basis.mT @ columns.to(basis.dtype)
-    if projection.is_exact and basis.dtype == torch.float64:  # what a solve would find is rounding
+    if projection.is_exact and basis.dtype == torch.float64:  # k' is only rounding
         explained = from_columns(coefficients.square().sum(-2, keepdim=True), like[..., :1, :]).squeeze(-2)
         return (prior_variance - explained).to(prior_variance.dtype)
     rest = columns - system.operator._matmul(basis @ coefficients)

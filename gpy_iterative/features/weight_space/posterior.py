@@ -1,4 +1,4 @@
-"""Predictions from the weights: no solve, no kernel matrix."""
+"""Predictions from the weights."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from gpy_iterative.training.training_system import check_has_data, prior_at
 
 @dataclass(frozen=True)
 class PassReport(Report):
-    """The pass over n training data of m features that a posterior of weights takes, and its wall-clock time."""
+    """Pass over the training data."""
 
     num_data: int
     num_features: int
@@ -37,21 +37,20 @@ class WeightSpacePosterior:
     """`posterior(x)` is the exact latent posterior at x; `likelihood(posterior(x))` adds the noise.
 
     Args:
-        model: an ExactGP with training data, whose kernels have finite feature maps.
+        model: an ExactGP with training data and finite feature maps.
         likelihood: Gaussian, with independent noise.
-        params: the likelihood's own arguments, as passed to the marginal log likelihood.
-        kwargs: those with names, such as `noise`; they belong to the present training data.
+        params: the likelihood's arguments.
+        kwargs: its named arguments, such as `noise`, for the present training data.
         seed: of the sample paths.
-        progress: True shows a bar for a pass over the data; a callable gets every `ProgressReport`.
+        progress: True shows a bar, a callable gets every `ProgressReport`.
 
-    Construction makes one pass over the training data, n m^2; t test points cost t m^2. Hyperparameters, data, dtype or
-    device that have changed since are noticed by value, and answered by another pass. Networks are evaluated in evaluation
-    mode; modes of model and likelihood stay.
+    A pass over the training data costs n m^2, t test points t m^2. Changes of hyperparameters, data, dtype or device are
+    noticed by value and cause another pass. Networks run in evaluation mode; modes of model and likelihood stay.
 
     Raises:
-        ValueError: data that do not fit or are not finite, kernels without a finite feature map.
-        NonFiniteError: hyperparameters or features that are not finite.
-        UnsupportedLikelihoodError: a likelihood that is not Gaussian.
+        ValueError: unfit or non-finite data, no finite feature map.
+        NonFiniteError: hyperparameters or features are not finite.
+        UnsupportedLikelihoodError: the likelihood is not Gaussian.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class WeightSpacePosterior:
 
     @property
     def report(self) -> PassReport:
-        """The last pass over the training data."""
         return self._report
 
     def _current(self) -> tuple[ModelSnapshot, WeightDistribution]:
@@ -84,14 +82,13 @@ class WeightSpacePosterior:
             return self._snapshot, self._weights
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
-        """The latent posterior at test inputs [*b, t, d], one tensor for each of the model's inputs.
+        """The latent posterior at [*b, t, d], one tensor for each of the model's inputs.
 
         Returns:
-            A MultivariateNormal whose covariance is a root of m columns. Gradients flow to inputs that require them, and
-            to nothing else.
+            A MultivariateNormal; its covariance is a root of m columns. Only inputs receive gradients.
 
         Raises:
-            ValueError: inputs that do not fit the training inputs, or are not finite.
+            ValueError: inputs do not fit the training inputs or are not finite.
         """
         snapshot, weights = self._current()
         model, _ = snapshot.copies()
@@ -105,21 +102,21 @@ class WeightSpacePosterior:
             )
 
     def sample_paths(self, num_paths: int) -> "WeightSpacePaths":
-        """Posterior samples as functions: `paths(x)` evaluates the same functions at any x, [num_paths, *b, t].
+        """Posterior samples as functions: `paths(x)` [num_paths, *b, t] at any x.
 
-        The first functions of a larger number are those of a smaller one. Cost m^2 num_paths.
+        More paths keep the first ones. Cost m^2 num_paths.
         """
         check_count("num_paths", num_paths)
         snapshot, weights = self._current()
         generator = torch.Generator().manual_seed(self._seed)
-        # One by one: the first of many draws at once are not those of fewer.
+        # One by one: a single draw of more paths would change the first ones.
         draws = [torch.randn(len(weights.mean), generator=generator, dtype=torch.float64) for _ in range(num_paths)]
-        # The functions outlive an inference mode around this call, and are differentiable outside of it.
+        # Paths are differentiable outside an inference mode around this call.
         with torch.inference_mode(False), torch.no_grad():
             samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1).to(weights.root)
             return WeightSpacePaths(snapshot, samples)
 
-    @torch.inference_mode(False)  # what is computed now may be differentiated through later
+    @torch.inference_mode(False)  # for later gradients
     @torch.no_grad()
     def _solved(self) -> tuple[ModelSnapshot, WeightDistribution, PassReport]:
         start = time.perf_counter()
@@ -137,13 +134,13 @@ class WeightSpacePosterior:
 
 
 class WeightSpacePaths:
-    """f_j(x) = m(x) + u(x)^T v_j for weights v_j [m, k]: the same functions at every call, differentiable in x."""
+    """f_j(x) = m(x) + u(x)^T v_j for weights v_j [m, k], differentiable in x."""
 
     def __init__(self, snapshot: ModelSnapshot, samples: Tensor) -> None:
         self._snapshot, self._samples = snapshot, samples
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Values [k, *b, t] at inputs [*b, t, d]."""
+        """[k, *b, t] at inputs [*b, t, d]."""
         model, _ = self._snapshot.copies()
         points = checked_inputs(list(model.train_inputs or ()), inputs)
         with graph_for(inputs):
@@ -154,7 +151,7 @@ class WeightSpacePaths:
 def _projected(
     prior: MultivariateNormal, vectors: Tensor, root: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Mean + U vectors [*b, t, k], U root [*b, t, m] and the jitter of the model's own forward, in the data's dtype."""
+    """Mean + U vectors [*b, t, k], U root [*b, t, m], jitter; in the data's dtype."""
     weight_space = WeightSpacePrior(prior)
     basis = weight_space.features().basis.double()
     values = prior.loc.unsqueeze(-1) + (basis @ vectors).to(prior.loc)

@@ -1,4 +1,4 @@
-"""GPyTorch's prior, likelihood and targets as batches of a linear model, which evaluate their own rows alone."""
+"""GPyTorch's prior, likelihood and targets as batches of a linear model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,22 +24,22 @@ from gpy_iterative.linear_operators.prior_parts import KernelTerm, prior_parts
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.training.progress import Progress, reporting
 
-#: Rows that are evaluated at a time in a pass over all data.
+#: Rows evaluated at a time in a pass.
 CHUNK_SIZE = 4096
 
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """Some rows of a linear model, in float64, with the graph to all parameters."""
+    """Rows of a linear model in float64, with gradients to all parameters."""
 
     basis: Tensor  # u_i, [b, m]
-    variances: Tensor  # c, of the weights a priori, [m]
+    variances: Tensor  # c, prior variances of weights, [m]
     residual: Tensor  # y_i - mean_i, [b]
     noise: Tensor  # s_i, [b]
-    weight: float  # n / b, by which a sum over the batch estimates the sum over all data
+    weight: float  # n / b, for sums over the batch
 
     def uncentred(self) -> "FeatureBatch":
-        """The same model with features of their own scale and weights of variance 1."""
+        """The same model with scaled features and weights of variance 1."""
         features = WeightSpaceFeatures(self.basis, self.variances).scaled()
         return replace(self, basis=features, variances=torch.ones_like(self.variances))
 
@@ -52,14 +52,14 @@ class FeatureBatch:
         return self.weight * (self.basis.mT @ (self.residual / self.noise))
 
     def precision(self) -> Tensor:
-        """An unbiased estimate of the weights' posterior precision P, [m, m]."""
+        """Unbiased estimate of the posterior precision P, [m, m]."""
         return torch.diag(1 / self.variances) + self.gram()
 
 
 class WeightSpacePrior:
-    """The kernels of a prior, which are not evaluated yet, as features.
+    """A prior's lazy kernels as features.
 
-    Raises ValueError for covariances that the model has built already, and kernels and inputs of different dtypes.
+    Raises ValueError for evaluated covariances, and for kernels and inputs of different dtypes.
     """
 
     def __init__(self, function_dist: MultivariateNormal) -> None:
@@ -75,24 +75,23 @@ class WeightSpacePrior:
             check_kernel_dtype(term.kernel, term.inputs)
 
     def features(self, rows: Tensor | None = None) -> WeightSpaceFeatures:
-        """Basis [*b, n, m] and variances [m] at the inputs, or at some of their rows; in the data's dtype."""
+        """Basis [*b, n, m] and variances [m] at all or some rows, in the data's dtype."""
         return concatenated([_term_features(term, rows) for term in self.terms])
 
     def covariance(self, rows: Tensor) -> Tensor:
-        """K [b, b] of some rows in float64, for any kernel: a dense matrix, from features where there are some."""
+        """K [b, b] of some rows of any kernel, dense float64."""
         return torch.stack([_term_covariance(term, rows).double() for term in self.terms]).sum(0)
 
     def check_inputs(self) -> None:
-        """Raises ValueError with the first input that is not finite."""
         for term in self.terms:
             check_finite("inputs", term.inputs)
 
 
 class WeightSpaceProblem:
-    """A prior at all training inputs [n] with independent noise and targets [n], seen as a linear model.
+    """A prior at all training inputs [n], independent noise and targets [n] as a linear model.
 
-    `params` and `kwargs` are the likelihood's own arguments, `progress` is of passes over all data. Raises ValueError as
-    WeightSpacePrior, and for a batch of priors or a multitask prior.
+    `params` and `kwargs` are of the likelihood; `progress` is of passes. Raises ValueError as WeightSpacePrior, and for
+    batches or multitask priors.
     """
 
     def __init__(
@@ -132,10 +131,10 @@ class WeightSpaceProblem:
         return self._distribution.loc.shape[-1]
 
     def batch(self, rows: Tensor, noise: LinearOperator | None = None) -> FeatureBatch:
-        """The rows [b] as an estimate of all data; evaluates networks and kernels at these alone.
+        """Rows [b] as an estimate of all data; evaluates networks and kernels only there.
 
-        `noise` is the noise covariance of all data, where it is evaluated already. Raises ValueError for data or noise that
-        are not finite and noise that is not positive, NonFiniteError for features or mean values that are not finite.
+        `noise` is an evaluated noise covariance of all data. Raises ValueError for non-finite data and noise that is not
+        finite and positive, NonFiniteError for non-finite features or means.
         """
         features = self.prior.features(rows)
         residual, variances = self.residual_and_noise(rows, noise)
@@ -144,8 +143,8 @@ class WeightSpaceProblem:
         return FeatureBatch(features.basis.double(), features.variances.double(), residual, variances, weight)
 
     def batches(self) -> Iterator[FeatureBatch]:
-        """All rows in order, `CHUNK_SIZE` at a time, each with weight 1."""
-        noise = self._noise_covariance()  # once: where it depends on the inputs, it is evaluated at all of them
+        """All rows in chunks of `CHUNK_SIZE`, with weight 1."""
+        noise = self._noise_covariance()  # once: it may be evaluated at all inputs
         with reporting(self._progress, "pass", "rows", self.num_data) as tell:
             done = 0
             for rows in torch.arange(self.num_data, device=self._distribution.loc.device).split(CHUNK_SIZE):
@@ -154,7 +153,7 @@ class WeightSpaceProblem:
                 tell(done, {})
 
     def residual_and_noise(self, rows: Tensor, noise: LinearOperator | None = None) -> tuple[Tensor, Tensor]:
-        """Targets less mean [b] and noise variances [b] at these rows, in float64. Raises as `batch` does."""
+        """Targets minus mean [b] and noise variances [b], float64; raises as `batch`."""
         target, mean = self._target[rows], self._distribution.loc[rows]
         if not torch.isfinite(target).all():
             check_finite("target", self._target)
@@ -174,7 +173,7 @@ class WeightSpaceProblem:
 
     def _noise(self, rows: Tensor, covariance: LinearOperator) -> Tensor:
         if isinstance(covariance, ConstantDiagLinearOperator):
-            noise = covariance.diag_values.expand(len(rows))  # without a vector of all data in the graph
+            noise = covariance.diag_values.expand(len(rows))  # no vector of all data in the graph
         elif isinstance(covariance, DiagLinearOperator):
             noise = covariance.diagonal(dim1=-1, dim2=-2)[rows]
         else:
@@ -183,7 +182,7 @@ class WeightSpaceProblem:
                 "diagonal. HutchinsonMarginalLogLikelihood takes any."
             )
         if not (torch.isfinite(noise) & (noise > 0)).all():
-            check_noise(covariance.diagonal(dim1=-1, dim2=-2))  # of all data: the index that it names is theirs
+            check_noise(covariance.diagonal(dim1=-1, dim2=-2))  # all data: its message names an index
         return noise if self.prior.jitter is None else noise + self.prior.jitter[rows]
 
 

@@ -1,11 +1,11 @@
-"""Distributions of the weights, the objective behind all mini-batch estimators, and the exact marginal likelihood.
+"""Distributions of the weights, and the objective of mini-batches.
 
 With residuals r, features u, noise variances s, weights N(v, S) and prior variances c,
 
     J = sum_i [((r_i - u_i^T v)^2 + u_i^T S u_i) / s_i + log s_i] + sum_j [(v_j^2 + S_jj) / c_j + log c_j] - log|S| - m
 
-is at least -2 log p(y) - n log(2 pi) for any v and S > 0, with equality, and equal gradients for all hyperparameters, at
-the posterior of the weights. Of the first sum any uniform batch gives unbiased values and gradients.
+is at least -2 log p(y) - n log(2 pi) for S > 0. At the posterior, value and hyperparameter gradients are equal. A uniform
+batch estimates the first sum without bias.
 """
 
 import math
@@ -19,7 +19,7 @@ from gpy_iterative.checks import check_rate
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.features.weight_space.problem import FeatureBatch, WeightSpaceProblem
 
-#: Below this a moving average of batches would hardly follow the hyperparameters any more.
+#: Slower averages would hardly follow the hyperparameters.
 SMALLEST_RATE = 1e-3
 
 
@@ -33,22 +33,21 @@ class WeightDistribution:
 
     @classmethod
     def from_precision(cls, precision: Tensor, moment: Tensor) -> "WeightDistribution":
-        """N(P^-1 h, P^-1); cost m^3. Raises NonFiniteError where P is not finite or not positive definite."""
+        """N(P^-1 h, P^-1); cost m^3. Raises as `triangular_root`."""
         lower = triangular_root(precision)
         return cls.from_precision_root(lower, _solve(lower, moment))
 
     @classmethod
     def from_precision_root(cls, lower: Tensor, mean: Tensor) -> "WeightDistribution":
-        """From the Cholesky factor of the precision."""
         identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
         root = torch.linalg.solve_triangular(lower.mT, identity, upper=True)
         return cls(mean, root, -2 * lower.diagonal().log().sum())
 
 
 def triangular_root(precision: Tensor) -> Tensor:
-    """The lower Cholesky factor [m, m]. Raises NonFiniteError where there is none."""
+    """Lower Cholesky factor [m, m]. Raises NonFiniteError if there is none."""
     lower, info = torch.linalg.cholesky_ex(precision)
-    if info.any() or not torch.isfinite(lower).all():  # positive definite whenever it is finite and noise is not tiny
+    if info.any() or not torch.isfinite(lower).all():  # only if values are not finite or noise is tiny
         raise NonFiniteError(
             "A precision or covariance matrix is not finite, or not positive definite to rounding. Check the data, and "
             "keep the noise away from zero, for example with gpytorch.constraints.GreaterThan(1e-4)."
@@ -57,10 +56,9 @@ def triangular_root(precision: Tensor) -> Tensor:
 
 
 def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """J without its terms -log|S| - m, estimated from a batch: all terms that depend on hyperparameters.
+    """Batch estimate of J without -log|S| - m: all terms that depend on hyperparameters.
 
-    S = left right^T for factors [m, k], and need not be positive definite here. Cost b m k multiply-adds, twice that where
-    right is another matrix.
+    S = left right^T for factors [m, k] may be indefinite. Cost b m k, twice that if right is not left.
     """
     projected = batch.basis @ left
     spread = (projected * (projected if right is left else batch.basis @ right)).sum(-1)
@@ -72,10 +70,9 @@ def surrogate(batch: FeatureBatch, mean: Tensor, left: Tensor, right: Tensor) ->
 
 @torch.no_grad()
 def log_marginal_likelihood_gap(weights: WeightDistribution, precision: Tensor, moment: Tensor) -> Tensor:
-    """J + 2 log p(y) + n log(2 pi) of any weights, at least 0, and 0 for their posterior.
+    """J + 2 log p(y) + n log(2 pi) of any weights; 0 for their posterior.
 
-    With P [m, m] and h [m] of all data: tr(S P) - log|S P| - m + (v - P^-1 h)^T P (v - P^-1 h), each part from squares;
-    cost m^3.
+    tr(S P) - log|S P| - m + (v - P^-1 h)^T P (v - P^-1 h) for P [m, m] and h [m] of all data; cost m^3.
     """
     lower = triangular_root(precision)
     off = weights.mean - _solve(lower, moment)
@@ -86,7 +83,7 @@ def log_marginal_likelihood_gap(weights: WeightDistribution, precision: Tensor, 
 
 @torch.no_grad()
 def exact_statistics(problem: WeightSpaceProblem, *, centred: bool = True) -> tuple[Tensor, Tensor]:
-    """The weights' posterior precision P [m, m] and moment h [m] from all data; cost n m^2, memory m^2 and a chunk."""
+    """P [m, m] and h [m] of the posterior; cost n m^2, memory m^2 and a chunk."""
     batches = (batch if centred else batch.uncentred() for batch in problem.batches())
     first = next(batches)
     precision, moment = first.precision(), first.moment()
@@ -97,10 +94,9 @@ def exact_statistics(problem: WeightSpaceProblem, *, centred: bool = True) -> tu
 
 @torch.no_grad()
 def exact_log_marginal_likelihood(problem: WeightSpaceProblem) -> Tensor:
-    """The log marginal likelihood, a float64 scalar, from two passes over the data: cost n m^2, memory m^2 and a chunk.
+    """Log marginal likelihood, a float64 scalar; two passes of cost n m^2.
 
-    The second pass sums squared residuals at the posterior mean: r^T D^-1 r - h^T P^-1 h would lose digits where the noise
-    is small. Raises NonFiniteError for a value that is not finite.
+    The second sums squared residuals: r^T D^-1 r - h^T P^-1 h would lose digits for small noise. Raises NonFiniteError.
     """
     weights = WeightDistribution.from_precision(*exact_statistics(problem))
     total = problem.num_data * math.log(2 * math.pi) - weights.log_determinant
@@ -108,7 +104,7 @@ def exact_log_marginal_likelihood(problem: WeightSpaceProblem) -> Tensor:
     for batch in problem.batches():
         rest = batch.residual - batch.basis @ weights.mean
         total = total + (rest.square() / batch.noise + batch.noise.log()).sum()
-        prior = (weights.mean.square() / batch.variances + batch.variances.log()).sum()  # the same for every batch
+        prior = (weights.mean.square() / batch.variances + batch.variances.log()).sum()  # same for every batch
     total = total + prior
     if not torch.isfinite(total):
         raise NonFiniteError(
@@ -123,12 +119,12 @@ def _solve(lower: Tensor, vector: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrackerRate:
-    """The step size of a moving average of batches: a number in (0, 1], a function of the step, or None.
+    """Step size of a moving average: a number in (0, 1], a function of the step, or None.
 
-    None is initial / sqrt(1 + initial * step / 4), and no less than .001. The inverse of an average over
-    N = b (2 - rate) / rate data is too large by about 1 / (1 - m / N): 1.05 and falling with initial = min(.05, .1 b / m).
+    None is initial / sqrt(1 + initial * step / 4), at least .001. The inverse of an average over N = b (2 - rate) / rate
+    data is too large by about 1 / (1 - m / N): 1.05 at first with initial = min(.05, .1 b / m).
 
-    Raises ValueError for a number outside (0, 1], also of a function, when it is called.
+    Raises ValueError outside (0, 1]; for a function at its call.
     """
 
     given: float | Callable[[int], float] | None
@@ -140,11 +136,10 @@ class TrackerRate:
 
     @classmethod
     def of(cls, given: float | Callable[[int], float] | None, batch_size: int, num_features: int) -> "TrackerRate":
-        """For batches of b rows of m features."""
         return cls(given, min(0.05, 0.1 * batch_size / num_features))
 
     def __call__(self, step: int) -> float:
-        """The rate of a step, counted from 0."""
+        """Rate of a step, from 0."""
         if self.given is None:
             return max(self.initial / math.sqrt(1 + self.initial * step / 4), min(self.initial, SMALLEST_RATE))
         rate = self.given(step) if callable(self.given) else self.given

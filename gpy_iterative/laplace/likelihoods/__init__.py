@@ -1,5 +1,4 @@
-"""Likelihoods for Laplace's method: two that GPyTorch lacks, and the curvature of all.
+"""Likelihoods and their curvature for Laplace's method.
 
-Begin with `pointwise.py`, through which everything else sees a likelihood; `stock.py` has GPyTorch's own, in closed
-form. It may import what `laplace` may.
+Begin with `pointwise.py`, the interface; `stock.py` has GPyTorch's own. It may import what `laplace` may.
 """

@@ -13,15 +13,15 @@ from torch.nn.functional import logsigmoid
 from gpy_iterative.laplace.likelihoods.quadrature import NEGLIGIBLE, graded_rule, log_concave_marginal, normal_nodes
 from gpy_iterative.training.likelihood_forms import computes_as
 
-#: Nodes for distributions of a deviation up to this, to which the logarithm of a probability is smooth.
+#: Quadrature nodes, and the largest standard deviation for them.
 NUM_QUADRATURE, WIDE = 64, 1.5
 
 
 class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
     """p(y = 1 | f) = 1 / (1 + exp(-f)), labels 0 and 1.
 
-    GPyTorch's `BernoulliLikelihood` has the probit link, whose tails are lighter. GPyTorch's quadrature integrates a
-    subclass with another `forward`. Raises ValueError for labels other than 0 and 1.
+    GPyTorch's `BernoulliLikelihood` has the probit link (lighter tails). A subclass with another `forward` uses GPyTorch's
+    quadrature. Raises ValueError for other labels.
     """
 
     has_analytic_marginal = True
@@ -30,19 +30,19 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
         return Bernoulli(logits=function_samples)
 
     def marginal(self, function_dist: MultivariateNormal, *args: Any, **kwargs: Any) -> Bernoulli:
-        """p(y) [*b, n] for a latent distribution, by quadrature; differentiable."""
+        """p(y) [*b, n], by quadrature; differentiable."""
         if not computes_as(self, LogitBernoulliLikelihood):
             return super().marginal(function_dist, *args, **kwargs)
         return Bernoulli(probs=self.log_probability(function_dist.mean, function_dist.variance).exp())
 
     def median(self, function_dist: MultivariateNormal) -> Tensor:
-        """The median of the probability of label 1, 1 / (1 + exp(-E f)): [*b, n]."""
+        """The median of p(y = 1 | f), sigmoid(E f) [*b, n]."""
         return torch.sigmoid(function_dist.mean)
 
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """The logarithm of p(y) [*b, n] for labels 0 and 1 and a latent distribution, by quadrature."""
+        """Log p(y) [*b, n], by quadrature."""
         if not computes_as(self, LogitBernoulliLikelihood):
             return super().log_marginal(observations, function_dist, *args, **kwargs)
         return self.log_probability(_signs(observations) * function_dist.mean, function_dist.variance)
@@ -50,7 +50,7 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
     def expected_log_prob(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """E[log p(y | f)], [*b, n], for labels 0 and 1 and a latent distribution, by quadrature."""
+        """E[log p(y | f)] [*b, n], by quadrature."""
         if not computes_as(self, LogitBernoulliLikelihood):
             return super().expected_log_prob(observations, function_dist, *args, **kwargs)
         expected = _expected_log_sigmoid(
@@ -59,7 +59,7 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
         return expected.to(function_dist.mean.dtype)
 
     def log_probability(self, mean: Tensor, variance: Tensor) -> Tensor:
-        """Log E[1 / (1 + exp(-f))] for f ~ N(mean, variance), elementwise; both labels' probabilities add up to 1."""
+        """Log E[p(y = 1 | f)] for f ~ N(mean, variance), elementwise; both labels sum to 1."""
         dtype, mean = mean.dtype, mean.double()
         is_above = mean > 0
         low = log_concave_marginal(
@@ -69,9 +69,9 @@ class LogitBernoulliLikelihood(_OneDimensionalLikelihood):
 
 
 def _expected_log_sigmoid(mean: Tensor, variance: Tensor) -> Tensor:
-    """E[log(1 / (1 + exp(-f)))] for f ~ N(mean, variance), elementwise, float64.
+    """E[log p(y = 1 | f)] for f ~ N(mean, variance), elementwise, float64.
 
-    Wide distributions see a kink: min(f, 0) has a closed form, and the rest, log(1 + exp(-|f|)), is integrated over |f|.
+    Wide distributions: min(f, 0) in closed form, log(1 + exp(-|f|)) by quadrature over |f|.
     """
     nodes, log_weights = normal_nodes(mean, variance, NUM_QUADRATURE)
     smooth = (log_weights.exp() * logsigmoid(nodes)).sum(0)
@@ -89,7 +89,7 @@ def _normal_density(z: Tensor) -> Tensor:
 
 
 def _signs(labels: Tensor) -> Tensor:
-    """-1 and 1 for labels 0 and 1. Raises ValueError for any others."""
+    """-1 and 1 for labels 0 and 1. Raises ValueError for others."""
     bad = (labels != 0) & (labels != 1)
     if bad.any():
         raise ValueError(

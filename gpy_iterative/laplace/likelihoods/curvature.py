@@ -1,7 +1,7 @@
-"""The curvature of a likelihood that factorises over points: W, a C x C block for each of n points.
+"""The curvature W of a likelihood that factorises: n blocks C x C.
 
-Columns are [n C, b], points first and a point's latents next to one another. W = R R^T, with a root R whose own columns
-are n r. A singular W (a softmax does not depend on the sum over the classes) has the pseudo-inverse W^+.
+Columns are [n C, b], with a point's latents adjacent. A softmax ignores the sum over classes: its W is singular, with
+pseudo-inverse W^+.
 """
 
 from abc import ABC, abstractmethod
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Matrices that are factored at a time: cuSOLVER is known to refuse very large batches.
+#: Matrices per factorisation: cuSOLVER refuses very large batches.
 CHUNK_POINTS = 4096
 
 
 class Curvature(ABC):
-    """W [n C, n C], positive semi-definite, block diagonal."""
+    """W [n C, n C], positive semi-definite, block diagonal; W = R R^T with R [n C, n r]."""
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int, int]:
-        """Points n, latent functions C, columns r of the root for each point."""
+        """Points n, functions C, root columns per point r."""
 
     @property
     def num_columns(self) -> int:
-        """Columns of R: n r."""
+        """Columns of R, n r."""
         return self.shape[0] * self.shape[2]
 
     def matmul(self, columns: Tensor) -> Tensor:
@@ -37,15 +37,15 @@ class Curvature(ABC):
 
     @abstractmethod
     def root(self, columns: Tensor) -> Tensor:
-        """R x: [n r, b] gives [n C, b]."""
+        """R x for x [n r, b]."""
 
     @abstractmethod
     def root_t(self, columns: Tensor) -> Tensor:
-        """R^T x: [n C, b] gives [n r, b]."""
+        """R^T x for x [n C, b]."""
 
     @abstractmethod
     def project(self, columns: Tensor) -> Tensor:
-        """W W^+ x, the part of x [n C, b] in the range of W."""
+        """W W^+ x for x [n C, b]."""
 
     @abstractmethod
     def blocks(self) -> Tensor:
@@ -54,7 +54,7 @@ class Curvature(ABC):
 
 @dataclass(frozen=True)
 class DiagonalCurvature(Curvature):
-    """One latent function: W = diag(w), w [n] not negative. Points with w = 0 are outside of its range."""
+    """One latent function: W = diag(w), w [n] >= 0."""
 
     values: Tensor
 
@@ -82,7 +82,7 @@ class DiagonalCurvature(Curvature):
 
 @dataclass(frozen=True)
 class BlockCurvature(Curvature):
-    """Blocks U diag(lambda) U^T: eigenvalues [n, r], not negative, and orthonormal eigenvectors [n, C, r]."""
+    """Blocks U diag(lambda) U^T: eigenvalues [n, r] >= 0, eigenvectors [n, C, r]."""
 
     eigenvalues: Tensor
     eigenvectors: Tensor
@@ -117,7 +117,7 @@ class BlockCurvature(Curvature):
 
 @dataclass(frozen=True)
 class SoftmaxCurvature(Curvature):
-    """W_n = diag(p) - p p^T for probabilities p [n, C], positive, rows of sum 1: O(n C) a product.
+    """W_n = diag(p) - p p^T for positive p [n, C]: O(n C) per product.
 
     R_n = diag(sqrt p) - p sqrt(p)^T; W_n^+ = J diag(1/p) J with J = I - 1 1^T / C.
     """
@@ -159,9 +159,9 @@ class SoftmaxCurvature(Curvature):
 
 
 def curvature_of_blocks(blocks: Tensor, *, floor: float, basis: Tensor | None = None) -> Curvature:
-    """The curvature with blocks [n, C, C], every eigenvalue raised to `floor` times the largest of all.
+    """The curvature with blocks [n, C, C] and eigenvalues of at least `floor` times the largest.
 
-    An orthonormal `basis` [C, r] is the range of all blocks: the rest stays without curvature.
+    An orthonormal `basis` [C, r] spans the range of all blocks.
     """
     if blocks.shape[-1] == 1 and basis is None:
         return DiagonalCurvature(_floored(blocks[:, 0, 0], floor))
@@ -171,7 +171,7 @@ def curvature_of_blocks(blocks: Tensor, *, floor: float, basis: Tensor | None = 
 
 
 def block_eigh(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of symmetric [n, C, C], a part at a time."""
+    """Eigenvalues and eigenvectors of [n, C, C]."""
     parts = [torch.linalg.eigh((part + part.mT) / 2) for part in blocks.split(CHUNK_POINTS)]
     values, vectors = zip(*parts, strict=True)
     return torch.cat(values), torch.cat(vectors)

@@ -1,6 +1,6 @@
-"""A likelihood together with its targets, as Laplace's method sees it: log densities of points and their derivatives.
+"""Pointwise log densities of targets, and their derivatives.
 
-Everything here is float64 for any dtype of the model: float32 third derivatives of log Phi have the wrong sign.
+All are float64: float32 third derivatives of log Phi have the wrong sign.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,28 +18,28 @@ from gpy_iterative.laplace.likelihoods.curvature import Curvature, SoftmaxCurvat
 from gpy_iterative.laplace.likelihoods.stock import mixed_blocks, softmax_logits
 from gpy_iterative.training.likelihood_forms import LikelihoodForm, check_support, form_of, refusal_of
 
-#: Below this share of the largest eigenvalue a negative one is rounding.
+#: Relative size of a negative eigenvalue from rounding.
 INDEFINITE = 1e-8
 
 
 @dataclass(frozen=True)
 class CurvatureFloor:
-    """The least curvature: an eigenvalue relative to the largest of all points, a class probability for a softmax."""
+    """The least eigenvalue, relative to the largest; for a softmax the least class probability."""
 
     eigenvalue: float
     probability: float
 
 
-#: Of Newton steps: saturated points would rule W^+. A floor changes the way, not the mode.
+#: For Newton steps, where saturated points would dominate W^+; the mode does not change.
 STEP_FLOOR = CurvatureFloor(1e-4, 1e-5)
-#: Of the covariance, where W^+ is needed, for kernel products in float64 and in float32.
+#: For a covariance with W^+ and float64 or float32 kernel products.
 COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32 = CurvatureFloor(1e-10, 1e-10), CurvatureFloor(1e-6, 1e-6)
-#: Where W^+ is not needed.
+#: Without W^+.
 NO_FLOOR = CurvatureFloor(0.0, 0.0)
 
 
 def check_laplace_likelihood(likelihood: Likelihood) -> None:
-    """Raises UnsupportedLikelihoodError where Laplace's method is meaningless, with the reason."""
+    """Raises UnsupportedLikelihoodError where Laplace's method is meaningless."""
     name = type(likelihood).__name__
     if not isinstance(likelihood, Likelihood):
         raise TypeError(f"likelihood must be a gpytorch Likelihood, got {name}.")
@@ -64,20 +64,20 @@ class PointwiseLikelihood:
     """log p(y_n | f_n) for fixed targets.
 
     Args:
-        likelihood: any GPyTorch likelihood that factorises over points.
-        targets: [n], or [n, C] for multitask likelihoods.
+        likelihood: any that factorises over points.
+        targets: [n], or multitask [n, C].
         num_latents: C.
-        params: passed to the likelihood's `forward` where it is called.
+        params: passed to the likelihood's `forward`.
 
     Raises:
         UnsupportedLikelihoodError: see `check_laplace_likelihood`.
-        ValueError: targets outside the support, or of another shape or dtype; another number of latents.
+        ValueError: targets outside the support; a wrong shape, dtype or number of latents.
     """
 
     def __init__(self, likelihood: Likelihood, targets: Tensor, num_latents: int, params: Sequence[Any] = ()) -> None:
         check_laplace_likelihood(likelihood)
         self.likelihood, self.num_latents, self.params = likelihood, num_latents, tuple(params)
-        # Of an unregistered likelihood nothing is known but its own log density.
+        # Unregistered: only the log density is known.
         self._form = form_of(likelihood) or LikelihoodForm(self._generic_log_prob, target_per_latent=None)
         self._check_latents()
         self._check_targets(targets)
@@ -88,46 +88,43 @@ class PointwiseLikelihood:
 
     @property
     def name(self) -> str:
-        """The likelihood's class."""
+        """The class's name."""
         return type(self.likelihood).__name__
 
     @property
     def is_categorical(self) -> bool:
-        """Whether it is a softmax over classes."""
+        """Whether this is a softmax."""
         return self._form.visible_basis is not None
 
     @property
     def visible_basis(self) -> Tensor:
-        """The latent values of a point that a softmax depends on: an orthonormal basis [C, r], float64."""
+        """Orthonormal basis [C, r] of the latents that a softmax depends on."""
         assert self._form.visible_basis is not None
         return self._form.visible_basis(self.likelihood)
 
     @property
     def is_log_concave(self) -> bool:
-        """Whether log p is known to be concave in f."""
+        """Whether log p is known to be concave."""
         return self._form.log_concave is True
 
     @property
     def has_parameters(self) -> bool:
-        """Whether the likelihood has parameters that are learned."""
+        """Whether any parameter is learned."""
         return any(parameter.requires_grad for parameter in self.likelihood.parameters())
 
     # Values and derivatives
 
     def log_prob(self, f: Tensor) -> Tensor:
-        """Log p(y_n | f_n) [n] at f [n, C], differentiable in f and in the likelihood's parameters.
-
-        Raises ValueError where the likelihood does not factorise over points.
-        """
+        """Log p(y_n | f_n) [n], differentiable in f [n, C] and parameters. Raises ValueError if points do not factorise."""
         return self._form.log_prob(self.likelihood, f, self.targets)
 
     def total(self, f: Tensor) -> float:
-        """The sum of log densities at f [n, C]; NaN or minus infinity where f is out of range."""
+        """The sum of log densities; may be NaN or minus infinity."""
         with torch.no_grad():
             return float(self.log_prob(f).sum())
 
     def gradient(self, f: Tensor) -> Tensor:
-        """D log p / df, [n, C]. Raises NonFiniteError where an entry is not finite."""
+        """The gradient d log p / df [n, C]. Raises NonFiniteError."""
         gradient = self.slope(f)
         if not torch.isfinite(gradient).all():
             index = (~torch.isfinite(gradient)).nonzero()[0].tolist()
@@ -138,14 +135,14 @@ class PointwiseLikelihood:
         return gradient
 
     def slope(self, f: Tensor) -> Tensor:
-        """As `gradient`, but infinite or NaN where f is out of range."""
+        """As `gradient`, without the error."""
         with torch.inference_mode(False), torch.enable_grad():
             point = f.detach().clone().requires_grad_()
             (gradient,) = torch.autograd.grad(self.log_prob(point).sum(), point)
         return gradient
 
     def hessian(self, f: Tensor) -> Tensor:
-        """-d^2 log p / df^2 [n, C, C], which need not be definite; differentiable where f or parameters are."""
+        """-d^2 log p / df^2 [n, C, C], differentiable in f and parameters."""
         if self._form.hessian is not None:
             return self._form.hessian(self.likelihood, f, self.targets)
         with torch.inference_mode(False), torch.enable_grad():
@@ -162,7 +159,7 @@ class PointwiseLikelihood:
         return torch.stack(rows, dim=-2)
 
     def fisher(self, f: Tensor) -> Tensor:
-        """The expected curvature at f [n, C], [n, C, C], where one is registered; differentiable as `hessian`."""
+        """The registered Fisher information [n, C, C]; differentiable as `hessian`."""
         assert self._form.fisher is not None
         return self._form.fisher(self.likelihood, f, self.targets)
 
@@ -171,8 +168,8 @@ class PointwiseLikelihood:
     def curvature_blocks(self, f: Tensor) -> Tensor:
         """The covariance's curvature [n, C, C], differentiable as `hessian`.
 
-        The negative Hessian; where the likelihood is not log-concave the Fisher information that is registered, else the
-        Hessian's absolute value. Raises UnsupportedLikelihoodError where neither exists, for several latent functions.
+        The negative Hessian if log p is concave, else registered Fisher information, else, for one latent function, the
+        Hessian's absolute value. Raises UnsupportedLikelihoodError.
         """
         if self._form.log_concave is False:
             return self._definite_blocks(f)
@@ -183,25 +180,25 @@ class PointwiseLikelihood:
         return blocks
 
     def curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
-        """The covariance's curvature at f [n, C], without a graph.
+        """`curvature_blocks` with a floor, without a graph.
 
         Raises:
-            UnsupportedLikelihoodError: the Hessian has negative eigenvalues and nothing replaces it.
-            NonFiniteError: an entry is not finite.
+            UnsupportedLikelihoodError: an indefinite Hessian without a replacement.
+            NonFiniteError: a non-finite entry.
         """
         return self._floored(f, floor, self.curvature_blocks)
 
     def step_curvature(self, f: Tensor) -> Curvature:
-        """The curvature of a Newton step from f [n, C]: the Hessian's absolute value if log p may not be concave.
+        """The curvature of a Newton step: for one latent function the Hessian's absolute value, else `curvature_blocks`.
 
-        Fisher information is far from the Hessian at outliers, and takes more steps. Raises as `curvature`.
+        Fisher information takes more steps: it is far from the Hessian at outliers. Raises as `curvature`.
         """
         is_covariance = self.is_log_concave or self.num_latents > 1
         blocks = self.curvature_blocks if is_covariance else lambda point: self.hessian(point).abs()
         return self._floored(f, STEP_FLOOR, blocks)
 
     def weighted_curvature(self, f: Tensor, weights: Tensor) -> Tensor:
-        """-1/2 sum_n <weights_n, W_n(f_n)> for fixed weights [n, C, C]: a scalar, differentiable as `hessian`."""
+        """-1/2 sum_n <weights_n, W_n(f_n)> for fixed weights [n, C, C]; differentiable as `hessian`."""
         return -0.5 * (weights * self.curvature_blocks(f)).sum()
 
     def _floored(self, f: Tensor, floor: CurvatureFloor, blocks_at: Callable[[Tensor], Tensor]) -> Curvature:

@@ -13,10 +13,9 @@ from gpy_iterative.training.likelihood_forms import computes_as
 
 
 class PoissonLogLikelihood(_OneDimensionalLikelihood):
-    """p(y | f) = Poisson(exp(f)), for counts: effects multiply, as in a log-linear regression.
+    """p(y | f) = Poisson(exp(f)), as in log-linear regression.
 
-    GPyTorch's `PoissonLikelihood` has the link softplus(f).
-    A subclass with a `forward` of its own is integrated by GPyTorch's quadrature.
+    GPyTorch's `PoissonLikelihood` has the link softplus(f). A subclass with another `forward` uses GPyTorch's quadrature.
     """
 
     def forward(self, function_samples: Tensor, *args: Any, **kwargs: Any) -> Poisson:
@@ -25,7 +24,7 @@ class PoissonLogLikelihood(_OneDimensionalLikelihood):
     def expected_log_prob(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """E[log p(y | f)], [*b, n], for counts and a latent distribution, in closed form."""
+        """E[log p(y | f)] [*b, n], in closed form."""
         if not computes_as(self, PoissonLogLikelihood):
             return super().expected_log_prob(observations, function_dist, *args, **kwargs)
         mean, variance = function_dist.mean, function_dist.variance
@@ -34,7 +33,7 @@ class PoissonLogLikelihood(_OneDimensionalLikelihood):
     def log_marginal(
         self, observations: Tensor, function_dist: MultivariateNormal, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """The logarithm of p(y) [*b, n] for counts and a latent distribution, by quadrature."""
+        """Log p(y) [*b, n], by quadrature."""
         if not computes_as(self, PoissonLogLikelihood):
             return super().log_marginal(observations, function_dist, *args, **kwargs)
         counts = observations.double()

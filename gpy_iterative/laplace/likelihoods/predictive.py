@@ -1,4 +1,4 @@
-"""From latent marginals to predictions, in float64: class probabilities, and log densities of targets."""
+"""Class probabilities and log densities from latent marginals, in float64."""
 
 import math
 from collections.abc import Iterator
@@ -22,24 +22,24 @@ PredictiveMethod = Literal["pairwise", "diagonal", "mc", "mode"]
 
 
 def check_predictive_method(method: str) -> None:
-    """Raises ValueError for anything but a method's name."""
+    """Raises ValueError for an unknown method."""
     if method not in get_args(PredictiveMethod):
         raise ValueError(f"method must be one of {', '.join(get_args(PredictiveMethod))}, got {method!r}.")
 
 
 @dataclass(frozen=True)
 class LatentMarginals:
-    """Gaussians of the latent values at single points: means [t, C] and covariances [t, C, C]."""
+    """Latent means [t, C] and covariances [t, C, C]."""
 
     mean: Tensor
     covariance: Tensor
 
     def seen_by(self, method: PredictiveMethod) -> "LatentMarginals":
-        """Without their covariance under "mode", which takes the mean for the truth."""
+        """The marginals; without covariance for "mode"."""
         return LatentMarginals(self.mean, torch.zeros_like(self.covariance)) if method == "mode" else self
 
     def samples(self, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-        """Draws [t, C], one after the other: all of them together are large."""
+        """Draws [t, C], one at a time to save memory."""
         check_count("num_samples", count)
         mean = self.mean
         values, vectors = torch.linalg.eigh(self.covariance)
@@ -56,10 +56,9 @@ def class_probabilities(
     num_samples: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """p(class) [t] of label 1 for Bernoulli likelihoods, [t, classes] for a softmax; see `IterativeLaplaceGP`.
+    """p(class), see `IterativeLaplaceGP.predict_proba`. Raises UnsupportedLikelihoodError for likelihoods without classes.
 
-    "pairwise" has the least error of the closed forms while variances are moderate; "diagonal" does not see covariances.
-    Raises UnsupportedLikelihoodError for a likelihood without classes.
+    "pairwise" has the least error of the closed forms at moderate variances; "diagonal" ignores covariances.
     """
     if isinstance(likelihood, BernoulliLikelihood | LogitBernoulliLikelihood):
         ones = PointwiseLikelihood(likelihood, torch.ones_like(latent.mean[:, 0]), 1)
@@ -97,7 +96,7 @@ def predictive_log_probs(
     num_samples: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Log p(y) [t] of the likelihood's targets: closed forms, quadrature for one latent function, samples for more."""
+    """Log p(y) [t]: closed forms, quadrature for one latent function, samples for more."""
     inner, latent = likelihood.likelihood, latent.seen_by(method)
     mean, covariance = latent.mean, latent.covariance
     if likelihood.is_categorical:

@@ -1,9 +1,8 @@
-"""Quadrature against normal distributions, with nodes in float64 under any default dtype (GPyTorch's have the default's).
+"""Quadrature against normal distributions, with float64 nodes (GPyTorch's have the default dtype).
 
-Nodes of a Gauss-Hermite rule serve functions that are smooth on the scale of the normal distribution. A much narrower
-density falls between them: where it is log-concave, Gauss-Legendre panels lie on either side of the maximum of its product
-with the normal density; else nodes lie densely. Averages over several values take nodes of a Sobol sequence with their
-reflections, stretched to the exact second moments: exact for polynomials of degree 3.
+Gauss-Hermite nodes suit functions that are smooth on the normal's scale. Narrower log-concave densities take Gauss-Legendre
+panels on both sides of the integrand's maximum, others dense nodes. Averages over several values take Sobol nodes with
+reflections, scaled to exact second moments: exact for polynomials of degree 3.
 """
 
 import math
@@ -15,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-#: Nodes of an average over one value.
+#: Nodes for one value.
 NUM_QUADRATURE = 64
-#: Least number of nodes, with their reflections, of an average over several values.
+#: Least number of nodes for several values.
 NUM_NODES = 128
-#: Halvings of the interval that holds a maximum.
+#: Bisection steps.
 NUM_HALVINGS = 80
-#: Panels on either side, each as long as all that are nearer, and nodes of each.
+#: Panels per side, each as long as all nearer ones, and nodes per panel.
 NUM_PANELS, PANEL_NODES = 8, 12
-#: A density that has fallen so far, in logarithm, counts for nothing.
+#: Negligible fall of a log density.
 NEGLIGIBLE = 40.0
-#: Nodes of the dense rule, and the deviations that they reach.
+#: Nodes of the dense rule, and its reach in standard deviations.
 NUM_DENSE, REACH = 4001, 12.0
 
 
@@ -36,19 +35,19 @@ def _nodes(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def normal_nodes(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Nodes [count, *shape] of normal distributions [*shape], and the logarithms of their weights [count, 1, ..]."""
+    """Nodes [count, *shape] of normals [*shape], and log weights [count, 1, ..]."""
     nodes, weights = (torch.as_tensor(part, dtype=torch.float64, device=mean.device) for part in _nodes(count))
     shape = (count, *[1] * mean.dim())
     points = mean.double() + variance.double().sqrt() * nodes.view(shape)
-    # The outermost weights underflow for many nodes: they count for nothing, and log(0) would be a NaN in gradients.
+    # Outer weights may underflow, and log(0) makes gradients NaN.
     return points, weights.clamp_min(torch.finfo(torch.float64).tiny).log().view(shape)
 
 
 @cache
 def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
-    """Nodes [s, C] and positive weights [s] of sum 1 for E g(z) with z ~ N(0, I) of C dimensions, float64 on the CPU.
+    """Nodes [s, C] and positive weights [s] of sum 1 for z ~ N(0, I) in C dimensions, float64 on the CPU.
 
-    s is 64 for one dimension, else 128, and 4 C at the least.
+    s is 64 for one dimension, else at least max(128, 4 C).
     """
     if dimension == 1:
         nodes, log_weights = normal_nodes(torch.zeros(1), torch.ones(1), NUM_QUADRATURE)
@@ -56,7 +55,7 @@ def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
     half = NUM_NODES // 2
     while half < 2 * dimension:
         half *= 2
-    # Scrambled with a seed of its own: the plain sequence starts at zero, where the normal quantile is infinite.
+    # Scrambled: the plain sequence starts at zero, whose quantile is infinite.
     uniform = SobolEngine(dimension, scramble=True, seed=0).draw(half, dtype=torch.float64)
     resolution = 2.0**-31
     nodes = torch.special.ndtri(uniform.clamp(resolution, 1 - resolution))
@@ -67,7 +66,7 @@ def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def graded_rule() -> tuple[Tensor, Tensor]:
-    """Nodes and weights on [0, 1] for functions with details near 0 that are smooth away from it: float64, CPU."""
+    """Nodes and weights on [0, 1], refined towards 0: float64, CPU."""
     nodes, weights = np.polynomial.legendre.leggauss(PANEL_NODES)
     ends = np.concatenate([[0.0], 0.5 ** np.arange(NUM_PANELS - 1, -1, -1)])
     starts, lengths = ends[:-1, None], np.diff(ends)[:, None]
@@ -78,9 +77,9 @@ def graded_rule() -> tuple[Tensor, Tensor]:
 def log_concave_marginal(
     log_density: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor
 ) -> Tensor:
-    """Log E exp(l(f)) for f ~ N(mean, variance) and a concave l, elementwise: [*shape], float64.
+    """Log E exp(l(f)) for f ~ N(mean, variance) and a concave l, elementwise, float64, differentiable.
 
-    The gradient of l may be infinite or NaN where l is minus infinity. Differentiable in mean and variance.
+    The gradient of l may be non-finite where l is minus infinity.
     """
     mean, deviation = mean.double(), variance.double().sqrt()
     with torch.no_grad():
@@ -98,7 +97,7 @@ def log_concave_marginal(
 
 
 def dense_marginal(log_density: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:
-    """As `log_concave_marginal` for any l, by the trapezoidal rule: for densities wider than .01 deviations."""
+    """As `log_concave_marginal` for any l, by the trapezoidal rule; for densities wider than .01 deviations."""
     mean, deviation = mean.double(), variance.double().sqrt()
     grid = torch.linspace(-REACH, REACH, NUM_DENSE, dtype=torch.float64, device=mean.device)
     log_weights = -0.5 * grid.square() - 0.5 * math.log(2 * math.pi) + (grid[1] - grid[0]).log()
@@ -109,21 +108,21 @@ def dense_marginal(log_density: Callable[[Tensor], Tensor], mean: Tensor, varian
 
 
 def _maximum(slope: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """Where a slope that falls at least as fast as -u is zero, elementwise, by bisection."""
-    end = slope(start).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # the zero is between the start and the slope there
+    """The zero of a slope that falls at least as fast as -u, by bisection."""
+    end = slope(start).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # the zero is between start and slope(start)
     low, high = torch.minimum(start, end), torch.maximum(start, end)
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
-        rises = slope(middle) > 0  # not where it is NaN
+        rises = slope(middle) > 0  # false for NaN
         low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
     return (low + high) / 2
 
 
 def _reach(log_product: Callable[[Tensor], Tensor], centre: Tensor, side: float) -> Tensor:
-    """How far from its maximum a log-concave product with exp(-u^2 / 2) is negligible on one side, or twice as far."""
+    """The distance, up to a factor 2, from the maximum to where the product is negligible, on one side."""
     top, reach = log_product(centre), torch.full_like(centre, math.sqrt(2 * NEGLIGIBLE))
     for _ in range(NUM_HALVINGS):
-        # Also where the product is NaN, out of range.
+        # Also true for NaN.
         shorter = ~(top - log_product(centre + side * reach / 2) < NEGLIGIBLE)
         if not shorter.any():
             break

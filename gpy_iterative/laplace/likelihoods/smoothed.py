@@ -1,8 +1,8 @@
-"""A likelihood averaged over the uncertainty of the latent values: E log p(y_n | f_n + e_n) with e_n ~ N(0, V_n).
+"""A likelihood averaged over latent uncertainty: E log p(y_n | f_n + e_n) with e_n ~ N(0, V_n).
 
-The Gaussian N(mu, S) with the best variational bound has S^-1 = K^-1 + E[W] and K^-1 (mu - m) = E[d log p(y | f) / df],
-averages over its own marginals (Opper and Archambeau 2009, "The variational Gaussian approximation revisited"). For given
-blocks V_n = S_nn, mu is the mode under the averaged likelihood, and E[W] its curvature.
+The best variational Gaussian N(mu, S) has S^-1 = K^-1 + E[W] and K^-1 (mu - m) = E[d log p(y | f) / df] (Opper and
+Archambeau 2009, "The variational Gaussian approximation revisited"). At fixed V_n = S_nn, mu is the mode of the averaged
+likelihood, with curvature E[W].
 """
 
 from collections.abc import Callable
@@ -16,21 +16,19 @@ from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, Pointwis
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.likelihoods.stock import mixed_blocks, softmax_logits
 
-#: Class probabilities that are held at a time, of all nodes of some points.
+#: Class probabilities per chunk of points.
 CHUNK_NUMBERS = 2**22
 
 
 class SmoothedLikelihood(PointwiseLikelihood):
-    """Averages of a pointwise log density and of its derivatives, on fixed nodes: exact derivatives of one another.
+    """A pointwise log density averaged over fixed nodes; log-concave if the likelihood is.
 
-    It is log-concave where the likelihood is, and takes the same kind of curvature.
+    Derivatives are exact, without graph. Each function costs 64 likelihood evaluations for one latent function, else 128 or
+    more; memory O(n C^2).
 
     Args:
         likelihood: with its targets.
         covariance: V [n, C, C], positive semi-definite.
-
-    Values are differentiable in f; derivatives carry no graph. Every function costs 64 evaluations of the likelihood's for
-    one latent function and 128 for more; memory O(n C^2).
     """
 
     def __init__(self, likelihood: PointwiseLikelihood, covariance: Tensor) -> None:
@@ -59,11 +57,11 @@ class SmoothedLikelihood(PointwiseLikelihood):
         return total
 
     def _softmax_curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
-        """E (diag p - p p^T), which is no matrix of this form again."""
+        """E (diag p - p p^T), no SoftmaxCurvature."""
         chunk = max(CHUNK_NUMBERS // (len(self._nodes) * self.likelihood.num_classes), 1)
         parts = []
         for latent, root in zip(f.split(chunk), self._roots.split(chunk), strict=True):
-            nodes = latent.unsqueeze(-2) + self._nodes @ root  # [*, s, C]; the root is symmetric
+            nodes = latent.unsqueeze(-2) + self._nodes @ root  # [*, s, C]; root is symmetric
             p = torch.softmax(softmax_logits(self.likelihood, nodes).detach(), -1)
             if not torch.isfinite(p).all():
                 raise NonFiniteError("A class probability is not finite: check the data and the kernel's outputscale.")
@@ -74,7 +72,7 @@ class SmoothedLikelihood(PointwiseLikelihood):
 
 
 def symmetric_roots(blocks: Tensor) -> Tensor:
-    """The symmetric square roots of covariances [n, C, C]; negative eigenvalues, of rounding size, count as zero."""
+    """Symmetric square roots of [n, C, C]; negative eigenvalues become zero."""
     if blocks.shape[-1] == 1:
         return blocks.clamp_min(0).sqrt()
     values, vectors = block_eigh(blocks)

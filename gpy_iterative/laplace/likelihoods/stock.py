@@ -1,7 +1,7 @@
-"""GPyTorch's likelihoods and this package's own, in forms that stay exact in their tails and through three derivatives.
+"""Log densities of GPyTorch's and this package's likelihoods, exact in tails and for three derivatives.
 
-Autograd through `forward` is wrong for several: `BernoulliLikelihood` clamps its probabilities, `SoftmaxLikelihood`
-transposes an input of as many points as classes, the rate of `PoissonLikelihood` underflows.
+`forward` is not exact: `BernoulliLikelihood` clamps probabilities, `SoftmaxLikelihood` transposes an input with as many
+points as classes, the rate of `PoissonLikelihood` underflows.
 """
 
 import math
@@ -23,7 +23,7 @@ _LABELS = (lambda _, y: (y == 0) | (y == 1), "labels must be 0 or 1 (for -1 and 
 _COUNTS = (lambda _, y: (y >= 0) & (y == y.round()), "counts must be whole numbers, not negative")
 _FRACTIONS = (lambda _, y: (y > 0) & (y < 1), "targets must lie strictly between 0 and 1")
 
-#: Below this latent value a probit is its asymptotic series, whose terms from the next one on are below rounding there.
+#: Below this value a probit is its asymptotic series; later terms are rounding.
 PROBIT_TAIL, TAIL_TERMS = -12.0, 16
 
 
@@ -32,7 +32,6 @@ def _one(_: Likelihood) -> int:
 
 
 def _block(values: Tensor) -> Tensor:
-    """[n] as blocks [n, 1, 1]."""
     return values.unsqueeze(-1).unsqueeze(-1)
 
 
@@ -50,8 +49,7 @@ def _probit_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def _log_normal_tail(z: Tensor) -> Tensor:
-    """Log Phi(z) far below zero, by its asymptotic series in 1 / z^2."""
-    # The second and third derivatives of `log_ndtr` by autograd cancel here.
+    # Second and third derivatives of `log_ndtr` cancel far below zero.
     x = z.square().reciprocal()
     rest = torch.zeros_like(z)
     for odd in range(2 * TAIL_TERMS - 1, 0, -2):  # 1 - x + 3 x^2 - 15 x^3 + ...
@@ -74,7 +72,7 @@ def _softmax_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def mixed_blocks(likelihood: Likelihood, blocks: Tensor) -> Tensor:
-    """A^T B A [n, C, C] for blocks B [n, classes, classes] and mixing weights A."""
+    """A^T B A [n, C, C] for blocks B and mixing weights A."""
     if likelihood.mixing_weights is None:
         return blocks
     weights = likelihood.mixing_weights.to(blocks.dtype)
@@ -86,7 +84,7 @@ def _softmax_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def _softmax_visible(likelihood: Likelihood) -> Tensor:
-    """Orthogonal to {f: A f is constant over the classes}, which no probability depends on, whatever p is."""
+    """Basis orthogonal to {f: A f is constant over classes}, on which probabilities do not depend."""
     like = next(likelihood.parameters(), torch.zeros(()))
     centring = torch.eye(likelihood.num_classes, dtype=torch.float64, device=like.device) - 1 / likelihood.num_classes
     if likelihood.mixing_weights is not None:
@@ -104,7 +102,7 @@ def _softmax_support(likelihood: Likelihood, y: Tensor) -> Tensor:
 
 def _poisson_softplus_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     z = f[:, 0]
-    # log softplus(f) -> f, where softplus itself is rounding noise and later zero.
+    # log softplus(f) -> f, where softplus is rounding noise or zero.
     low = z < -30
     log_rate = torch.where(low, z, softplus(torch.where(low, torch.zeros_like(z), z)).log())
     rate = torch.where(low, torch.where(low, z, 0.0).exp(), softplus(z))  # autograd needs both branches finite
@@ -138,7 +136,7 @@ def _student_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def _beta_concentrations(likelihood: Likelihood, f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Alpha, beta and d alpha / df as the class computes them: one more each than its documentation says."""
+    """Alpha and beta (each one more than GPyTorch documents), and d alpha / df."""
     scale, mixture = likelihood.scale.to(f.dtype), torch.sigmoid(f[:, 0])
     return scale * mixture + 1, scale * (1 - mixture) + 1, scale * mixture * torch.sigmoid(-f[:, 0])
 
@@ -150,12 +148,12 @@ def _beta_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 def _beta_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
     alpha, beta, slope = _beta_concentrations(likelihood, f)
-    # polygamma(1, .) has derivatives of its own; the evidence's gradient needs one.
+    # polygamma(1, .) is differentiable, as the evidence's gradient needs.
     return _block(slope.square() * (torch.polygamma(1, alpha) + torch.polygamma(1, beta)))
 
 
 def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """Noise variances, to be broadcast against latents [n, C]. Raises ValueError for fixed noises of other points."""
+    """Noise variances, broadcastable to [n, C]. Raises ValueError for fixed noise of other points."""
     if isinstance(likelihood, gl.MultitaskGaussianLikelihood):
         noise = torch.zeros((), dtype=f.dtype, device=f.device)
         if likelihood.has_task_noise:
@@ -163,7 +161,7 @@ def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
         return noise + likelihood.noise.to(f.dtype) if likelihood.has_global_noise else noise
     if isinstance(likelihood, gl.FixedNoiseGaussianLikelihood):
         known = likelihood.noise_covar.noise.shape[-1]
-        if known != f.shape[0]:  # GPyTorch takes the noise for zero
+        if known != f.shape[0]:  # GPyTorch assumes zero noise
             raise ValueError(
                 f"FixedNoiseGaussianLikelihood has noise for {known} points, and there are {f.shape[0]} here: leave "
                 "points without a target out of data and noise, and predict latent values at test points."

@@ -1,5 +1,4 @@
-"""The mode of a Gaussian process with a likelihood that is not Gaussian: Newton's loop, and its linear systems.
+"""Newton's method for the mode of a non-Gaussian likelihood.
 
-Begin with `base.py`, the loop; `newton.py` (subspaces, any size) and `cholesky.py` (dense) solve its systems, and
-`preconditioning.py` builds their preconditioner. It may import what `laplace` may.
+Begin with `base.py`, the loop; `newton.py` and `cholesky.py` (dense) solve its systems. It may import what `laplace` may.
 """

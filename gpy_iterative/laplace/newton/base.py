@@ -1,11 +1,8 @@
-"""The damped Newton loop that all mode solvers share.
+"""The damped Newton loop of all mode solvers.
 
-The mode of psi(f) = log p(y | f) - (f - m)^T K^-1 (f - m) / 2 is where v = K^-1 (f - m) equals g = d log p(y | f) / df.
-Every iterate keeps f = m + K v, so that psi and its gradient g - v cost no kernel product. A Newton step is a Gaussian
-process regression with noise W^+; solvers differ in how they solve it (`StepSolver`).
-
-Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Processes By Trading Off Computation For
-Uncertainty"; Rasmussen and Williams 2006, section 3.4, for the dense form.
+At the mode of psi(f) = log p(y | f) - (f - m)^T K^-1 (f - m) / 2, v = K^-1 (f - m) equals g = d log p(y | f) / df. Iterates
+keep f = m + K v: psi and its gradient g - v cost no kernel product. A `StepSolver` solves each step, a Gaussian process
+regression with noise W^+. See `newton.py`; Rasmussen and Williams 2006, section 3.4 (dense form).
 """
 
 import math
@@ -25,30 +22,28 @@ from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, Pointwis
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress, SolveStats, SolveStatus
 
-#: A step is halved until psi rises by this share of what its slope promises, or until its length is below the least.
+#: Share of the rise promised by the slope that a step must reach; shortest step.
 ARMIJO, SHORTEST_STEP = 1e-4, torch.finfo(torch.float64).eps
-#: Psi compares two steps where the promise exceeds its rounding this many times. Its terms may be large and cancel: then a
-#: difference of this part of it may be rounding, too.
+#: Psi decides where the promised rise exceeds its rounding this many times. A relative difference below the second number
+#: may be cancellation.
 TOLD, UNTOLD = 100, 1e-6
-#: Steps in a row that improve neither psi nor its gradient before the search ends.
+#: Steps without progress before the search ends.
 PATIENCE = 3
-#: An improvement of the gradient's norm that counts.
+#: Least relative decrease of the gradient's norm.
 LEAST_PROGRESS = 0.01
 EPS = torch.finfo(torch.float64).eps
-#: Points whose share of K Q is held at a time.
+#: Points per chunk of K Q.
 CHUNK_POINTS = 4096
 
 
 @dataclass(frozen=True)
 class LaplaceSolution(Solution):
-    """The mode of p(f | y), and as much of the inverse of K + W^+ as was computed. All tensors are float64.
+    """The mode of p(f | y), and the computed part of (K + W^+)^-1; float64.
 
-    `value` [n, C] are the representer weights v, with f = m + K v; `residual` [n, C] is d log p(y | f) / df - v, zero at
-    the mode; `stats.epochs` counts kernel products, `stats.iterations` Newton steps, `stats.residual_norms["mode"]` is
-    the norm of the residual over that of the gradient.
+    `value` is the weights v [n, C], `residual` d log p(y | f) / df - v; `stats.residual_norms["mode"]` is `stationarity`.
 
     Attributes:
-        latent: f at the training points, [n, C].
+        latent: f = m + K v [n, C].
         curvature: W at the mode.
         actions: S [n C, B].
         images: T = K S.
@@ -65,16 +60,16 @@ class LaplaceSolution(Solution):
 
     @property
     def root(self) -> Tensor:
-        """Q = S A [n C, r]: the covariance is K(x, x) - K(x, X) Q Q^T K(X, x). Computed at each call."""
+        """Q = S A [n C, r], computed at each call; the covariance is K(x, x) - K(x, X) Q Q^T K(X, x)."""
         return self.actions @ self.transform
 
     @property
     def image_of_root(self) -> Tensor:
-        """K Q = T A [n C, r]. Computed at each call."""
+        """K Q = T A [n C, r], computed at each call."""
         return self.images @ self.transform
 
     def covariance_blocks(self, prior: LatentPrior) -> Tensor:
-        """The covariance of single points [n, C, C], at no kernel product."""
+        """The covariance at each point [n, C, C]."""
         blocks = prior.point_blocks().double().clone()
         images = self.images.view(*self.latent.shape, self.images.shape[-1])
         for start in range(0, prior.num_points, CHUNK_POINTS):
@@ -84,28 +79,28 @@ class LaplaceSolution(Solution):
 
     @property
     def converged(self) -> bool:
-        """Whether this is a mode."""
+        """Whether the mode was reached."""
         return self.status is SolveStatus.CONVERGED
 
     @property
     def num_outer(self) -> int:
-        """Newton steps."""
+        """Number of Newton steps."""
         return self.stats.iterations
 
     @property
     def num_kernel_products(self) -> int:
-        """Products with one column for each latent function; one with several actions at a time counts once."""
+        """Kernel products; one with several actions counts once."""
         return round(self.stats.epochs)
 
     @property
     def stationarity(self) -> float:
-        """Norm of the gradient of the log joint density over that of the log likelihood's."""
+        """Gradient norm of the log joint density over that of the log likelihood."""
         return self.stats.residual_norms["mode"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prior and a likelihood, and where to start; the fields are arguments of `LaplaceSolver.solve`."""
+    """Arguments of `LaplaceSolver.solve`."""
 
     prior: LatentPrior
     likelihood: PointwiseLikelihood
@@ -116,25 +111,22 @@ class Problem:
 
     @property
     def is_single_precision(self) -> bool:
-        """Whether kernel products are computed in float32."""
         return self.prior.operator.dtype != torch.float64
 
     @property
     def mean(self) -> Tensor:
-        """The prior mean m [n C], float64."""
         return self.prior.mean.detach().double().flatten()
 
     def by_point(self, flat: Tensor) -> Tensor:
-        """[n C] as [n, C]."""
         return flat.view(self.prior.num_points, self.prior.num_latents)
 
     def log_joint(self, f: Tensor, v: Tensor) -> float:
-        """Psi up to a constant, minus infinity where f is out of range."""
+        """Psi up to a constant; minus infinity for f out of range."""
         value = self.likelihood.total(self.by_point(f)) - 0.5 * float(v @ (f - self.mean))
         return -math.inf if math.isnan(value) else value
 
     def evaluated(self, f: Tensor, v: Tensor) -> "Iterate":
-        """Psi and its gradient at f = m + K v. Raises NonFiniteError where they are not finite."""
+        """The iterate at f = m + K v. Raises NonFiniteError."""
         joint = self.log_joint(f, v)
         if not math.isfinite(joint):
             raise NonFiniteError(
@@ -145,7 +137,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Iterate:
-    """One point of Newton's iteration: f = m + K v, v and the gradient of log p(y | f), [n C] each, and psi."""
+    """One iterate: f, v, g, [n C] each, and psi."""
 
     f: Tensor
     v: Tensor
@@ -154,30 +146,30 @@ class Iterate:
 
     @property
     def error(self) -> Tensor:
-        """The gradient of psi in dual coordinates, g - v."""
+        """Psi's gradient in dual coordinates."""
         return self.gradient - self.v
 
     @property
     def stationarity(self) -> float:
-        """|g - v| / |g|; absolute where g is zero."""
+        """|g - v| / |g|, or |g - v| for a zero g."""
         return float(torch.linalg.vector_norm(self.error)) / (float(torch.linalg.vector_norm(self.gradient)) or 1.0)
 
 
 class StepSolver(ABC):
-    """Solves the Newton systems of one mode, and keeps what they have in common."""
+    """Solves the Newton systems of one mode."""
 
-    #: Kernel products so far; one with several actions counts once.
+    #: Kernel products so far.
     num_products: int = 0
-    #: Passes over the kernel matrix that set the solver up.
+    #: Passes over the kernel matrix for setup.
     overhead: float = 0.0
 
     @abstractmethod
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
-        """The direction (dv, df = K dv), [n C] each, in which psi rises."""
+        """An ascent direction (dv, df = K dv)."""
 
     @abstractmethod
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
-        """S, T and A for the covariance at the mode."""
+        """S, T and A at the mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +177,8 @@ class LaplaceSolver(ABC):
     """Options of a mode solver.
 
     Args:
-        max_outer: Newton steps at the most.
-        tolerance: the mode is reached when |g - v| <= tolerance |g|; None lets the solver choose by dtype.
+        max_outer: largest number of Newton steps.
+        tolerance: convergence at |g - v| <= tolerance |g|; None chooses by dtype.
 
     Raises:
         ValueError: an option outside its range.
@@ -195,10 +187,10 @@ class LaplaceSolver(ABC):
     max_outer: int = 50
     tolerance: float | None = None
 
-    #: Default tolerance, and floor of the curvature in the covariance, for kernels in float64 and in float32.
+    #: Default tolerance and floor of the covariance's curvature, for float64 and float32 kernels.
     _tolerances: ClassVar[tuple[float, float]]
     _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]]
-    #: Options to raise: for a longer search, and for a larger subspace.
+    #: Options for a longer search and for a larger subspace.
     _budget: ClassVar[str] = "max_outer"
     _room: ClassVar[str] = ""
 
@@ -209,10 +201,10 @@ class LaplaceSolver(ABC):
 
     @abstractmethod
     def _step_solver(self, problem: Problem) -> StepSolver:
-        """The solver of one problem's Newton systems."""
+        """The Newton systems' solver."""
 
     def advice(self, solution: LaplaceSolution, dtype: torch.dtype) -> str:
-        """One or two sentences for a user whose mode was not reached, with kernel products in a dtype."""
+        """Advice when the mode was not reached."""
         name = type(self).__name__
         if solution.status is SolveStatus.BUDGET_EXHAUSTED:
             lever = f"Raise {self._budget} of {name}, or loosen its tolerance."
@@ -242,20 +234,19 @@ class LaplaceSolver(ABC):
         Args:
             prior: of n points and C functions.
             likelihood: with its targets.
-            initial_weights: v [n, C] of a similar problem, where this one starts (one product). Bad ones cost nothing but
-                that product: the better of them and v = 0 is taken. Good ones save Newton steps, not the actions that the
-                covariance needs.
-            initial_solution: of this solver for the same prior and another likelihood, whose W has the same range: where
-                this one starts, with all actions and at no product. Replaces initial_weights.
-            generator: for the actions that refine a covariance.
+            initial_weights: warm start v [n, C], used if better than v = 0; costs one product. Saves Newton steps, not the
+                covariance's actions.
+            initial_solution: warm start, with its actions: this solver's, for the same prior and a likelihood whose W has
+                the same range. Replaces initial_weights.
+            generator: for the covariance's further actions.
             callback: called after every Newton step; `epochs` are kernel products.
 
         Returns:
-            A LaplaceSolution. A mode that was not reached within the budget is a status there, not an exception.
+            A LaplaceSolution; its status says whether the mode was reached.
 
         Raises:
-            ValueError: no points; an initial solution of another solver or another size.
-            NonFiniteError: a NaN or an infinity appeared; nothing of the caller's was changed.
+            ValueError: no points; an initial solution of another solver or size.
+            NonFiniteError: a non-finite value; arguments stay unchanged.
         """
         if not prior.size:
             raise ValueError("There are no observed targets: without any there is no mode to find, only the prior.")
@@ -292,7 +283,6 @@ class LaplaceSolver(ABC):
         )
 
     def _iterated(self, problem: Problem, steps: StepSolver) -> tuple[Iterate, SolveStatus, int]:
-        """The last iterate, how the search ended, and the number of Newton steps."""
         tolerance = self.tolerance or self._tolerances[problem.is_single_precision]
         iterate, patience = self._start(problem, steps), PATIENCE
         best_error, best_joint = iterate.stationarity, iterate.log_joint
@@ -331,9 +321,9 @@ class LaplaceSolver(ABC):
         return problem.evaluated(f, v) if math.isfinite(joint) and joint > cold.log_joint else cold
 
     def _damped(self, problem: Problem, iterate: Iterate, dv: Tensor, df: Tensor) -> Iterate | None:
-        """The iterate after the longest step that raises psi enough; None where none does."""
-        # Where rounding hides whether psi rises, its slope at the step's end decides (Hager and Zhang 2005, approximate
-        # Wolfe condition): a step whose curvature is not the Hessian may overshoot, again and again.
+        """The iterate after the longest step that raises psi enough, or None."""
+        # Where rounding hides psi's rise, the slope at the step's end decides (approximate Wolfe condition, Hager and Zhang
+        # 2005): steps without the true Hessian may overshoot repeatedly.
         slope = float(iterate.error @ df)
         length, magnitude = 1.0, abs(iterate.log_joint)
         told = 10 * TOLD * EPS * magnitude

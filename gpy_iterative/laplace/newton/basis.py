@@ -1,7 +1,6 @@
-"""The subspace of an iterative Newton method: actions S, their images T = K S, and M = S^T (K + W^+) S.
+"""The subspace of Newton's method: orthonormal actions S, images T = K S, and M = S^T (K + W^+) S.
 
-S is kept orthonormal and T is only ever computed from it by a kernel product (or an orthogonal change of basis), so that
-T = K S holds to the rounding of the product. Newton steps change W, never K: the whole subspace is used again.
+T comes only from kernel products or orthogonal changes of basis: T = K S holds to rounding.
 """
 
 from collections.abc import Sequence
@@ -12,14 +11,14 @@ from torch import Tensor
 
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 
-#: The part of an action that is left after two orthogonalisations is rounding below this.
+#: A smaller rest of an action is rounding.
 DEPENDENT = 100 * torch.finfo(torch.float64).eps
-#: One orthogonalisation is enough where it leaves so much of an action.
+#: A larger rest needs only one orthogonalisation.
 ORTHOGONAL_ENOUGH = 0.7
 
 
 class ActionBasis:
-    """Actions [N, B] and their images, in rows of a buffer that grows; N = `size`, on the device of `like`."""
+    """Actions and images [N, B], in a growing buffer; N = `size`."""
 
     def __init__(self, size: int, capacity: int, like: Tensor) -> None:
         capacity = max(min(capacity, size), 1)
@@ -30,12 +29,12 @@ class ActionBasis:
 
     @property
     def actions(self) -> Tensor:
-        """S [N, B], orthonormal."""
+        """S [N, B]."""
         return self._actions[: self.count].mT
 
     @property
     def images(self) -> Tensor:
-        """T = K S [N, B]."""
+        """T [N, B]."""
         return self._images[: self.count].mT
 
     @property
@@ -44,7 +43,7 @@ class ActionBasis:
         return self._gram[: self.count, : self.count]
 
     def orthonormalised(self, action: Tensor, curvature: Curvature, beside: Sequence[Tensor] = ()) -> Tensor | None:
-        """The part of an action [N] orthogonal to the basis and to `beside`, of norm 1; None where that is rounding."""
+        """An action [N] orthonormalised against basis and `beside`, or None."""
         size = torch.linalg.vector_norm(action)
         if not size > 0:
             return None
@@ -53,7 +52,7 @@ class ActionBasis:
             rest = rest - self.actions @ (self.actions.mT @ rest)
             for other in beside:
                 rest = rest - other * (other @ rest)
-            # Outside the range of W nothing is observed: there an action would count as an observation without noise.
+            # An action outside the range of W would count as a noise-free observation.
             rest = curvature.project(rest.unsqueeze(-1)).squeeze(-1)
             norm = float(torch.linalg.vector_norm(rest))
             left *= norm
@@ -65,7 +64,7 @@ class ActionBasis:
         return rest
 
     def append(self, action: Tensor, image: Tensor) -> None:
-        """Takes an orthonormalised action [N] and its image [N]."""
+        """Adds an orthonormalised action [N] and its image."""
         self._reserve(self.count + 1)
         row = self.images.mT @ action
         self._actions[self.count], self._images[self.count] = action, image
@@ -74,7 +73,7 @@ class ActionBasis:
         self.count += 1
 
     def replace(self, actions: Tensor, images: Tensor) -> None:
-        """Another basis: S [N, B] orthonormal and T = K S."""
+        """Sets S and T [N, B]."""
         self.count = 0
         self._reserve(actions.shape[-1])
         self.count = actions.shape[-1]
@@ -96,10 +95,7 @@ class ActionBasis:
 
 @dataclass
 class GalerkinSystem:
-    """M = S^T (K + W^+) S for one W, and `transform` A [B, r] with A A^T = M^-1.
-
-    S A A^T S^T is the inverse of K + W^+ within the subspace.
-    """
+    """M for one W; `transform` A [B, r] has A A^T = M^-1, so that S A A^T S^T inverts K + W^+ in the subspace."""
 
     basis: ActionBasis
     curvature: Curvature
@@ -107,22 +103,22 @@ class GalerkinSystem:
 
     @classmethod
     def of(cls, basis: ActionBasis, curvature: Curvature) -> "GalerkinSystem":
-        """Factors M; no kernel product, O(N B^2)."""
+        """Factors M without kernel products, O(N B^2)."""
         return cls(basis, curvature, _transform(basis, curvature))
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """The coefficients a [B, b] of the solutions S a for right-hand sides [N, b]; [B] for [N]."""
+        """Coefficients a [B, b] of solutions S a for rhs [N, b]; [B] for [N]."""
         return self.transform @ (self.transform.mT @ (self.basis.actions.mT @ rhs))
 
     def append(self, action: Tensor, image: Tensor, rhs: Tensor) -> Tensor:
-        """Takes an orthonormalised action; returns its change of `solve(rhs)`, as coefficients [B + 1]."""
+        """Adds an orthonormalised action; returns the change of `solve(rhs)` [B + 1]."""
         weighted = self.curvature.pinv(action.unsqueeze(-1)).squeeze(-1)
         column = self.basis.images.mT @ action + self.basis.actions.mT @ weighted
         corner = action @ image + action @ weighted
         known = self.transform.mT @ column
         pivot = corner - known @ known
         size, rank = self.transform.shape
-        if not pivot > 1e-14 * corner:  # M is factored again, and the answer is the whole difference
+        if not pivot > 1e-14 * corner:  # rounding: M is factored again
             before = self.solve(rhs)
             self.basis.append(action, image)
             self.transform = _transform(self.basis, self.curvature)
@@ -138,25 +134,25 @@ class GalerkinSystem:
         return direction.unsqueeze(-1) * (direction @ (self.basis.actions.mT @ rhs))
 
     def compress(self, rhs: Tensor, rank: int) -> None:
-        """Keeps `rank` combinations of the actions: the solution for rhs [N], and the largest variance reductions."""
-        # A basis reduces the predictive variance by tr(M^-1 T^T T): best are the largest solutions of T^T T u = eta M u.
+        """Keeps `rank` combinations of actions: the solution and the largest variance reductions."""
+        # The variance reduction is tr(M^-1 T^T T): the best u have the largest eta in T^T T u = eta M u.
         whitened = self.basis.images @ self.transform
         reduction = whitened.mT @ whitened
-        mean = self.transform.mT @ (self.basis.actions.mT @ rhs)  # in the whitened coordinates
+        mean = self.transform.mT @ (self.basis.actions.mT @ rhs)  # in whitened coordinates
         norm = torch.linalg.vector_norm(mean)
         kept = mean.unsqueeze(-1) / norm if norm > 0 else mean.new_zeros(len(mean), 0)
         rest = reduction - kept @ (kept.mT @ reduction)
         rest = rest - (rest @ kept) @ kept.mT
         count = min(rank, len(mean)) - kept.shape[-1]
         others = torch.linalg.eigh((rest + rest.mT) / 2)[1].flip(-1)[:, :count]
-        # S is orthonormal: the orthonormal basis of S A is S times that of A.
+        # S is orthonormal: S times an orthonormal basis of A is one of S A.
         combinations, _ = torch.linalg.qr(self.transform @ torch.cat([kept, others], dim=-1))
         self.basis.replace(self.basis.actions @ combinations, self.basis.images @ combinations)
         self.transform = _transform(self.basis, self.curvature)
 
 
 def _transform(basis: ActionBasis, curvature: Curvature) -> Tensor:
-    """A [B, r] with A A^T = M^-1, without directions of rounding size."""
+    """A [B, r], without directions of rounding size."""
     actions = basis.actions
     matrix = basis.gram + actions.mT @ curvature.pinv(actions)
     scale = matrix.diagonal().clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()
@@ -164,7 +160,7 @@ def _transform(basis: ActionBasis, curvature: Curvature) -> Tensor:
 
 
 def inverse_root(matrix: Tensor, eps: float) -> Tensor:
-    """A [B, r] with A A^T the pseudo-inverse of a positive semi-definite matrix whose entries have rounding `eps`."""
+    """A [B, r] with A A^T the pseudo-inverse of a semi-definite matrix with rounding `eps`."""
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     kept = values > 10 * len(values) * eps * values.amax() if len(values) else values > 0
     return vectors[:, kept] / values[kept].sqrt()

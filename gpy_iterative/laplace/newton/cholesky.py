@@ -1,4 +1,4 @@
-"""The mode through dense factors, exactly: for problems that fit, and as the reference of the iterative solver."""
+"""The mode from dense factors; the reference for the iterative solver."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,10 +14,9 @@ from gpy_iterative.laplace.newton.whitened import dense_factor
 
 
 class _DenseSteps(StepSolver):
-    """dv = e - R (I + R^T K R)^-1 R^T K e with e = g - v: valid for a singular W, and for any g.
+    """dv = e - R (I + R^T K R)^-1 R^T K e with e = g - v, also for a singular W.
 
-    A correction rather than the new v: where W is large (little noise) v is a small difference of large numbers, and
-    further steps would not make it any more exact.
+    A correction, since the new v itself is a small difference of large numbers for a large W.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -33,7 +32,7 @@ class _DenseSteps(StepSolver):
         return dv, self.kernel @ dv
 
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
-        # Q = R L^-T: all of P = Q Q^T.
+        # Q = R L^-T, P = Q Q^T.
         identity = torch.eye(curvature.num_columns).to(self.kernel)
         inverse = torch.linalg.solve_triangular(dense_factor(self.kernel, curvature, self.dtype), identity, upper=False)
         root = curvature.root(inverse.mT)
@@ -42,10 +41,10 @@ class _DenseSteps(StepSolver):
 
 @dataclass(frozen=True, kw_only=True)
 class LaplaceCholesky(LaplaceSolver):
-    """Newton's method with exact steps: (n C)^3 a step, 8 (n C)^2 bytes a few times over.
+    """Newton's method with exact steps: (n C)^3 per step, a few times 8 (n C)^2 bytes.
 
-    Its subspace is everything: the covariance has no computational part. Options are those of `LaplaceSolver`; the
-    default tolerance is 1e-10 (1e-5 for kernels in float32).
+    The covariance has no computational part. Options: see `LaplaceSolver`; the default tolerance is 1e-10 (float32 kernels:
+    1e-5).
     """
 
     max_outer: int = 100

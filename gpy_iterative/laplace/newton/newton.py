@@ -1,11 +1,10 @@
-"""Computation-aware Newton steps: each is solved as far as needed, with one kernel product an action.
+"""Computation-aware Newton steps in a subspace of actions, with one kernel product per action.
 
-Every Newton step is a Gaussian process regression on pseudo-targets with noise W^+. It is solved in a subspace of
-actions; the part outside of the subspace stays in the predictive variance as computational uncertainty. K does not change
-between Newton steps, so that all products are used again.
+The part outside the subspace stays in the predictive variance as computational uncertainty. All Newton steps share the
+products of K.
 
 Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Processes By Trading Off Computation For
-Uncertainty", algorithms 1 to 3; docs/laplace.md lists what differs and why.
+Uncertainty", algorithms 1 to 3; docs/laplace.md lists differences.
 """
 
 import math
@@ -26,37 +25,33 @@ from gpy_iterative.laplace.newton.preconditioning import LatentFactor, NewtonPre
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankRecipe
 from gpy_iterative.worker_threads import divided
 
-#: Up to so many latent values (points times functions) dense factors cost little, and are exact.
+#: Largest n C for dense factors.
 EXACT_LATENTS = 2000
-#: Random right-hand sides are solved to this relative residual before others are drawn for the covariance.
+#: Relative residual at which new right-hand sides are drawn for the covariance.
 REFINED = 1e-3
-#: Products of the covariance actions; each has several actions where there are more of them.
+#: Products of the covariance actions.
 REFINED_DEPTH = 10
-#: Inner products of orthonormal actions that are more than rounding.
+#: Largest inner product of orthonormal actions.
 LARGEST_OVERLAP = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaplaceNewton(LaplaceSolver):
-    """Computation-aware Newton steps in a subspace that grows, and that all steps share.
+    """Computation-aware Newton steps in a growing subspace that all steps share.
 
     Args:
-        max_inner: actions (kernel products) of a Newton step at the most.
-        forcing: a step is solved until its weighted residual is smaller than at its start by this factor.
-        preconditioner: a recipe for a low-rank factor of K, of k columns for each function (of functions that the prior
-            couples, k in all). None takes weighted residuals W r as actions: conjugate gradients on I + R^T K R. With a
-            factor far fewer products find the mode, and so far fewer actions are there for the variance
-            (`num_covariance_actions` adds some). It costs n C^2 k^2 + (C k)^3 / 3 multiply-adds a Newton step and memory
-            n k, for functions with kernels of their own n C k, and (C k)^2.
-        max_rank: actions that are kept from one Newton step to the next; clamped at n C. Beyond, the mean's direction and
-            the largest reductions of the variance are kept. Memory: 16 n C bytes for each of them, of max_inner and of
-            num_covariance_actions.
-        num_covariance_actions: further actions when the mode is found, which only make the variance smaller; ten products.
+        max_inner: most actions (kernel products) per Newton step.
+        forcing: relative weighted residual at which a step's solve ends.
+        preconditioner: recipe for a low-rank factor of K with k columns per function (in total for coupled functions). None
+            takes weighted residuals W r as actions: conjugate gradients on I + R^T K R. With a factor, the mode needs fewer
+            products, and fewer actions reduce the variance (see `num_covariance_actions`). A Newton step costs
+            n C^2 k^2 + (C k)^3 / 3 multiply-adds; memory is n k (n C k without a shared kernel) plus (C k)^2.
+        max_rank: actions kept between Newton steps, at most n C: the mean's direction and the largest variance reductions.
+            Memory: 16 n C bytes for each of max_rank + max_inner + num_covariance_actions.
+        num_covariance_actions: further actions at the mode, which only reduce the variance; ten products.
 
-    Further options are those of `LaplaceSolver`. The default tolerance is 1e-5, for kernel products in float32 1e-3.
-    Everything but the kernel products is float64.
-
-    Cost of an action: one kernel product and about six passes over n C numbers for each action that is kept.
+    Other options: see `LaplaceSolver`; the default tolerance is 1e-5 (float32 kernels: 1e-3). Only kernel products are not
+    float64. An action costs one kernel product and about six passes over n C numbers per kept action.
 
     Raises:
         ValueError: an option outside its range.
@@ -86,12 +81,12 @@ class LaplaceNewton(LaplaceSolver):
 
 
 def default_laplace_solver(size: int) -> LaplaceSolver:
-    """Dense factors up to 2,000 latent values, computation-aware Newton steps beyond."""
+    """`LaplaceCholesky` up to `EXACT_LATENTS`, else `LaplaceNewton`."""
     return LaplaceCholesky() if size <= EXACT_LATENTS else LaplaceNewton()
 
 
 class _SubspaceSteps(StepSolver):
-    """Newton systems in the span of the actions so far, and of those that each adds."""
+    """Newton systems in the span of all actions."""
 
     def __init__(self, problem: Problem, options: LaplaceNewton) -> None:
         self._problem, self._options = problem, options
@@ -113,7 +108,7 @@ class _SubspaceSteps(StepSolver):
     @divided()
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:
         options, system = self._options, GalerkinSystem.of(self.basis, curvature)
-        # A reused subspace's solution need not be a direction in which psi rises; its gradient always is.
+        # A reused subspace's solution may be no ascent direction; the gradient always is.
         first = iterate.error.unsqueeze(-1) if options.preconditioner is None else None
         v, image = self._solved(system, iterate, options.max_inner, first)
         dv, df = v - iterate.v, self._problem.mean + image - iterate.f
@@ -126,26 +121,25 @@ class _SubspaceSteps(StepSolver):
     @divided()
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
         options, system = self._options, GalerkinSystem.of(self.basis, curvature)
-        if not self.basis.count:  # a start at the mode took no step, and the covariance would be the prior's
+        if not self.basis.count:  # a start at the mode: without actions the covariance is the prior's
             self._solved(system, iterate, min(options.max_inner, options.max_rank))
         if options.num_covariance_actions:
             self._refine(system, curvature, options.num_covariance_actions)
-        # Copies without the buffer's spare rows.
+        # without spare rows
         return self.basis.actions.clone(), self.basis.images.clone(), system.transform
 
     def _rhs(self, iterate: Iterate, curvature: Curvature) -> Tensor:
-        """F - m + W^+ g, the right-hand side of the Newton system."""
         return iterate.f - self._problem.mean + _apply(curvature.pinv, iterate.gradient)
 
     def _solved(
         self, system: GalerkinSystem, iterate: Iterate, limit: int, first: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """V and K v of the Newton system at an iterate, after up to `limit` products, the first with actions `first`."""
+        """The solution v and K v after up to `limit` products; `first` are the first actions."""
         curvature, rhs = system.curvature, self._rhs(iterate, system.curvature)
-        target = self._options.forcing * _whitened_norm(curvature, iterate.error)  # the residual of v itself
+        target = self._options.forcing * _whitened_norm(curvature, iterate.error)  # residual of v
         v, image = self._galerkin(system, rhs)
         for inner in range(limit):
-            # W r without a division by W: W^+ cancels.
+            # W r without W^+, which cancels.
             weighted = _apply(curvature.matmul, iterate.f - self._problem.mean - image)
             weighted = weighted + _apply(curvature.project, iterate.gradient - v)
             ascends = inner > 0 or float(iterate.error @ (self._problem.mean + image - iterate.f)) > 0
@@ -155,24 +149,21 @@ class _SubspaceSteps(StepSolver):
             actions = first if is_given else self._actions(weighted, curvature, None if ascends else iterate.error)
             change = self._act(system, actions, rhs.unsqueeze(-1))
             if change is None:
-                break  # the subspace has everything that further actions could add
+                break  # further actions add nothing
             v, image = v + change[0].squeeze(-1), image + change[1].squeeze(-1)
         return v, image
 
     def _refine(self, system: GalerkinSystem, curvature: Curvature, count: int) -> None:
-        """Further actions for the covariance: the mode's own residual is zero, so those of random right-hand sides.
-
-        Several right-hand sides share each product, which costs far less than one for each.
-        """
+        """Further actions for the covariance, from random right-hand sides: the mode's residual is zero."""
         width = math.ceil(count / REFINED_DEPTH)
         while count > 0:
             taken = self._refined(system, curvature, min(width, count), count)
             if not taken:
-                break  # the subspace is everything that the likelihood sees
+                break  # the subspace is the range of W
             count -= taken
 
     def _refined(self, system: GalerkinSystem, curvature: Curvature, width: int, limit: int) -> int:
-        """The number of actions, at most `limit`, that `width` random right-hand sides have added."""
+        """Adds at most `limit` actions from `width` random right-hand sides; returns their number."""
         shape = (curvature.num_columns, width)
         base = torch.randn(shape, generator=self._generator, dtype=torch.float64, device=self._generator.device)
         rhs = curvature.pinv(curvature.root(base.to(self._problem.mean)))
@@ -191,7 +182,7 @@ class _SubspaceSteps(StepSolver):
         return taken
 
     def _actions(self, weighted: Tensor, curvature: Curvature, error: Tensor | None) -> Tensor:
-        """Actions [N, b] from a weighted residual [N]; a preconditioned one comes beside `error`."""
+        """Actions [N, b] from a weighted residual [N]."""
         recipe = self._options.preconditioner
         if recipe is None:
             return weighted.unsqueeze(-1)
@@ -204,10 +195,7 @@ class _SubspaceSteps(StepSolver):
         return torch.stack([direction] if error is None else [direction, error], dim=-1)
 
     def _act(self, system: GalerkinSystem, actions: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor] | None:
-        """One product with actions [N, b]: their changes of v and K v [N, c] of right-hand sides [N, c].
-
-        None where they add nothing to the subspace.
-        """
+        """Adds actions [N, b] with one product: changes of v and K v [N, c] for rhs [N, c], or None."""
         directions: list[Tensor] = []
         for action in actions.unbind(-1):
             direction = self.basis.orthonormalised(action, system.curvature, directions)
@@ -228,7 +216,6 @@ class _SubspaceSteps(StepSolver):
         return self.basis.actions @ coefficients, self.basis.images @ coefficients
 
     def _steepest(self, curvature: Curvature, error: Tensor) -> tuple[Tensor, Tensor]:
-        """Along the gradient, by the length that a quadratic model says: always upwards."""
         self.num_products += 1
         image, noise = _apply(self._problem.prior.matmul, error), _apply(curvature.pinv, error)
         length = (error @ noise) / (error @ (image + noise))
@@ -236,10 +223,8 @@ class _SubspaceSteps(StepSolver):
 
 
 def _apply(function: Callable[[Tensor], Tensor], column: Tensor) -> Tensor:
-    """A function of columns [N, b], of one column [N]."""
     return function(column.unsqueeze(-1)).squeeze(-1)
 
 
 def _whitened_norm(curvature: Curvature, column: Tensor) -> float:
-    """sqrt(x^T W^+ x)."""
     return float((column @ _apply(curvature.pinv, column)).clamp_min(0).sqrt())

@@ -1,7 +1,7 @@
-"""Newton systems whose prior is taken for one of low rank: the directions of preconditioned conjugate gradients.
+"""Low-rank preconditioner of Newton systems.
 
-With K ~ L L^T, (L L^T + W^+)^-1 r = W r - W L (I + L^T W L)^-1 L^T W r: no division by W, and in its range. L belongs to
-the prior and serves all Newton steps; the inner matrix belongs to one W.
+With K ~ L L^T, (L L^T + W^+)^-1 r = W r - W L (I + L^T W L)^-1 L^T W r needs no W^+ and stays in the range of W. L serves
+all Newton steps.
 """
 
 from dataclasses import dataclass
@@ -18,23 +18,22 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import BlockFactor, block_cholesky
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, LowRankRecipe
 
-#: Columns of a factor that are weighted at a time.
+#: Columns per chunk of W L.
 WEIGHTED_COLUMNS = 32
 
 
 @dataclass(frozen=True)
 class LatentFactor:
-    """L [n C, q] with L L^T ~ K, and the passes over the kernel matrix that it took.
+    """L [n C, q] with L L^T ~ K, and its passes over the kernel matrix.
 
-    `columns` are [C, n, k] of independent functions (expanded where all share a kernel), q = C k; or [1, n C, q] of
-    functions that the prior couples.
+    `columns` are [C, n, k] for independent functions (expanded for a shared kernel), [1, n C, q] for coupled ones.
     """
 
     columns: Tensor
     build_epochs: float
 
     def weighted_gram(self, curvature: Curvature) -> Tensor:
-        """L^T W L [q, q], float64; products are in the factor's dtype."""
+        """L^T W L [q, q], float64."""
         count, _, rank = self.columns.shape
         if count == 1:
             parts = self.columns[0].split(WEIGHTED_COLUMNS, dim=-1)
@@ -63,7 +62,7 @@ class LatentFactor:
 
 @dataclass(frozen=True)
 class NewtonPreconditioner:
-    """(L L^T + W^+)^-1 for one W, by a Cholesky factor of I + L^T W L [q, q]."""
+    """(L L^T + W^+)^-1 for one W; factors I + L^T W L."""
 
     factor: LatentFactor
     curvature: Curvature
@@ -71,10 +70,10 @@ class NewtonPreconditioner:
 
     @classmethod
     def of(cls, factor: LatentFactor, curvature: Curvature) -> "NewtonPreconditioner":
-        """Raises NonFiniteError where an entry of the inner matrix is not finite."""
+        """Raises NonFiniteError."""
         inner = factor.weighted_gram(curvature)
         inner.diagonal().add_(1)
-        # Jitter where rounding calls for it changes a preconditioner only: to that of somewhat more noise.
+        # Jitter only changes the preconditioner.
         return cls(factor, curvature, block_cholesky(inner))
 
     def solve(self, weighted_residual: Tensor) -> Tensor:
@@ -87,7 +86,7 @@ class NewtonPreconditioner:
 def latent_factor(
     recipe: LowRankRecipe, prior: LatentPrior, curvature: Curvature, generator: torch.Generator
 ) -> LatentFactor:
-    """The factor of a prior by a recipe, whose noise is that of the curvature."""
+    """A prior's factor; the recipe's noise comes from the curvature."""
     operator, latents = prior.operator, prior.num_latents
     mean = curvature.blocks().diagonal(dim1=-2, dim2=-1).mean()
     noise = float(1 / mean) if mean > 0 else 1.0
@@ -97,7 +96,7 @@ def latent_factor(
     if isinstance(operator, BlockInterleavedLinearOperator):
         kernels = operator.base_linear_op
         members = [_built(recipe, kernels[member], noise, generator) for member in range(latents)]
-        # One after the other, and padded: where a function's kernel has a low rank, the others keep theirs.
+        # Separate and padded, as ranks may differ.
         rank = max(member.factor.shape[-1] for member in members)
         columns = [functional.pad(member.factor, (0, rank - member.factor.shape[-1])) for member in members]
         return LatentFactor(torch.stack(columns), sum(member.build_epochs for member in members) / latents)

@@ -1,7 +1,7 @@
-"""H = I + R^T K R, the matrix of every solve of Laplace's method; its eigenvalues are 1 and above.
+"""The matrix H = I + R^T K R of every solve of Laplace's method; its eigenvalues are at least 1.
 
-With W = R R^T the inverse that Laplace's method needs is P = R H^-1 R^T, also where W is singular. The noise is the
-identity, so that solvers, preconditioners, probes and log-determinants of Gaussian regression serve as they are.
+With W = R R^T, P = R H^-1 R^T holds also for a singular W. The noise is the identity: the tools of Gaussian regression
+apply.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 
 
 class WhitenedKernelLinearOperator(LinearOperator):
-    """R^T K R [n r, n r] for K [n C, n C] and W = R R^T; its products are one of K each, and carry no gradient."""
+    """R^T K R [n r, n r] for K [n C, n C]; products carry no gradient."""
 
     def __init__(self, kernel: LinearOperator, *, curvature: Curvature) -> None:
         super().__init__(kernel, curvature=curvature)
@@ -45,7 +45,7 @@ class WhitenedKernelLinearOperator(LinearOperator):
 
 @dataclass(frozen=True)
 class WhitenedSystem:
-    """H [n r, n r] at a mode in the dtype of K, with the preconditioner I + L L^T from the mode's actions."""
+    """H [n r, n r] in the dtype of K, preconditioned with I + L L^T from the actions."""
 
     operator: NoisyLinearOperator
     curvature: Curvature
@@ -53,9 +53,9 @@ class WhitenedSystem:
 
     @classmethod
     def at(cls, kernel: LinearOperator, solution: LaplaceSolution) -> "WhitenedSystem":
-        """H for K [n C, n C]; no kernel product."""
+        """H at a mode, without a kernel product."""
         curvature, dtype = solution.curvature, kernel.dtype
-        # Nystrom's approximation K S (S^T K S)^+ S^T K is below K: the preconditioned system's eigenvalues are at least 1.
+        # Nystrom's K S (S^T K S)^+ S^T K is below K: the preconditioned eigenvalues are at least 1.
         known = solution.images @ inverse_root(solution.actions.mT @ solution.images, torch.finfo(dtype).eps)
         factor = curvature.root_t(known).to(dtype)
         preconditioner = NystromFactor(factor, torch.ones(len(factor), dtype=dtype, device=factor.device))
@@ -64,20 +64,19 @@ class WhitenedSystem:
     def solve(
         self, columns: Tensor, tolerance: float, callback: Callable[[SolveProgress], None] | None = None
     ) -> Solution:
-        """H^-1 x for x [n r, b], by conjugate gradients to a relative tolerance."""
+        """H^-1 x for x [n r, b], by conjugate gradients."""
         return ConjugateGradients(tolerance=tolerance).solve(
             self.operator, columns.to(self.operator.dtype), preconditioner=self.preconditioner, callback=callback
         )
 
 
 def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinearOperator:
-    """I + R^T K R, in the dtype of K."""
     whitened = WhitenedKernelLinearOperator(kernel, curvature=curvature)
     return NoisyLinearOperator(whitened, torch.ones(whitened.shape[-1], dtype=kernel.dtype, device=kernel.device))
 
 
 def dense_factor(kernel: Tensor, curvature: Curvature, dtype: torch.dtype) -> Tensor:
-    """The Cholesky factor of I + R^T K R for a dense K [n C, n C] in float64 whose entries were computed in a dtype."""
+    """The Cholesky factor of H for a dense float64 K with entries computed in `dtype`."""
     inner = curvature.root_t(curvature.root_t(kernel).mT)
     inner = (inner + inner.mT) / 2
     inner.diagonal().add_(1)

@@ -1,7 +1,7 @@
 """The mode of a model at its training data, and its refinements.
 
-A refinement averages gradient and curvature over the marginals of the last approximation (`SmoothedLikelihood`). Its fixed
-point is a Gaussian at which the variational bound is stationary.
+A refinement averages gradient and curvature over the last marginals (`SmoothedLikelihood`); the variational bound is
+stationary at the fixed point.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,9 @@ from gpy_iterative.training.snapshot import ModelSnapshot
 
 @dataclass(frozen=True)
 class LaplaceFit:
-    """The observed data, their prior without graph, and the mode or its last refinement.
+    """The observed data, their prior without graph, and the mode or last refinement.
 
-    `is_single`: answers have no dimension of latent functions. `mode_weights`: v [n, C] of the mode. `stats`: of the mode's
-    solve and of each refinement.
+    `is_single`: predictions have no latent dimension. `mode_weights`: the mode's v. `stats`: of mode and refinements.
     """
 
     snapshot: ModelSnapshot
@@ -58,7 +57,7 @@ class LaplaceFit:
         )
 
     def columns(self) -> Tensor:
-        """[v, Q] [n C, 1 + B] in the kernel's dtype: the right-hand sides of k(x, X)."""
+        """[v, Q] [n C, 1 + B], in the kernel's dtype."""
         return torch.cat([self.solution.value.view(-1, 1), self.solution.root], dim=-1).to(self.prior.mean.dtype)
 
 
@@ -72,18 +71,15 @@ def refine(
     generator: torch.Generator | None = None,
     callback: Callable[[SolveProgress], None] | None = None,
 ) -> LaplaceSolution:
-    """The mode under the likelihood that is averaged over a solution's marginals; kernel products are used again.
-
-    `likelihood` is not averaged itself. Raises as `LaplaceSolver.solve`.
-    """
+    """The mode of `likelihood` averaged over a solution's marginals; keeps its actions. Raises as `solver.solve`."""
     smoothed = SmoothedLikelihood(likelihood, solution.covariance_blocks(prior))
     return solver.solve(prior, smoothed, initial_solution=solution, generator=generator, callback=callback)
 
 
 def observed_data(targets: Tensor, params: Sequence[Any]) -> tuple[Tensor | None, Tensor, tuple[Any, ...]]:
-    """Which points have targets, [n] bool or None when all have, and targets and the likelihood's arguments of these.
+    """Which points have targets, [n] bool (None: all), and their targets and likelihood arguments.
 
-    Points may lack one under GPyTorch's `observation_nan_policy` "mask". Tensors among the arguments lose their entries.
+    Points without a target need GPyTorch's `observation_nan_policy` "mask".
     """
     policy = gpytorch.settings.observation_nan_policy.value()
     if policy == "fill":
@@ -98,7 +94,7 @@ def observed_data(targets: Tensor, params: Sequence[Any]) -> tuple[Tensor | None
 
 
 def check_targets_fit(distribution: MultivariateNormal, targets: Tensor) -> None:
-    """Raises ValueError unless there is one target, or one row of them, for each of the prior's points."""
+    """Raises ValueError unless each point has one target or row."""
     points = distribution.mean.numel() // num_latents(distribution)
     if not isinstance(targets, Tensor):
         raise ValueError(f"The targets must be a tensor, got {type(targets).__name__}: use torch.as_tensor(...).")

@@ -1,7 +1,6 @@
-"""Samples of a latent posterior that are functions: f + f_p(.) - k(., X) zeta, by pathwise conditioning.
+"""Sample functions of a latent posterior, f + f_p(.) - k(., X) zeta with zeta ~ N(0, P).
 
-Wilson et al. 2021, "Pathwise conditioning of Gaussian processes"; zeta ~ N(0, P) replaces the solve for a
-Gaussian observation.
+Wilson et al. 2021, "Pathwise conditioning of Gaussian processes".
 """
 
 from collections.abc import Sequence
@@ -28,10 +27,7 @@ from gpy_iterative.training.training_system import prior_at
 
 @dataclass(frozen=True)
 class PriorFunctions:
-    """Functions Phi(x) w with the prior's covariance (but for the number of frequencies), C for each of s samples.
-
-    `weights` are [C, F, s], or [F, s] where the prior couples the functions and Phi has rows for all of them.
-    """
+    """s prior samples Phi(x) w of C functions; `weights` are [C, F, s], or [F, s] for coupled functions."""
 
     features: RandomFourierFeatures
     draws: Draws
@@ -46,7 +42,7 @@ class PriorFunctions:
         num_frequencies: int,
         generator: torch.Generator,
     ) -> "PriorFunctions":
-        """Raises SpectralDensityMissingError for a kernel without random features, ValueError for counts below 1."""
+        """Raises SpectralDensityMissingError for kernels without random features, ValueError for bad counts."""
         check_count("num_paths", num_samples)
         terms, is_coupled = _latent_terms(distribution)
         features = RandomFourierFeatures(num_frequencies)
@@ -57,7 +53,7 @@ class PriorFunctions:
         return cls(features, draws, weights)
 
     def __call__(self, distribution: MultivariateNormal) -> Tensor:
-        """The values at the t points of a prior: [t, C, s]."""
+        """Values at the prior's t points [t, C, s]."""
         terms, is_coupled = _latent_terms(distribution)
         values = self.features.apply(terms, self.draws, self.weights)
         return values.view(*distribution.event_shape, values.shape[-1]) if is_coupled else values.movedim(0, 1)
@@ -65,10 +61,7 @@ class PriorFunctions:
 
 @dataclass(frozen=True, eq=False)
 class LaplaceSamplePaths:
-    """k functions of Laplace's approximation or of a refinement: the same at each call, at any x, differentiable there.
-
-    They belong to the hyperparameters and data of the time when they were drawn.
-    """
+    """k fixed posterior functions, differentiable in x, for the hyperparameters and data of their draw."""
 
     snapshot: ModelSnapshot
     functions: PriorFunctions
@@ -78,14 +71,11 @@ class LaplaceSamplePaths:
 
     @property
     def num_paths(self) -> int:
-        """The number of functions, k."""
+        """Number k of functions."""
         return self.update.shape[-1]
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The functions at test inputs [t, d]: [k, t], or [k, t, C] for several latent functions.
-
-        Raises ValueError for inputs that do not fit the training inputs.
-        """
+        """Values at test inputs [t, d]: [k, t], or [k, t, C]. Raises ValueError for inputs that do not fit."""
         with graph_for(inputs):
             model, _ = self.snapshot.copies()
             points = checked_inputs(self.inputs, inputs)
@@ -103,7 +93,7 @@ class LaplaceSamplePaths:
 
 @dataclass(frozen=True)
 class LatentBlocks:
-    """Blocks of the joint prior for t test points: mean [t, C], K(x, X) [t C, n C] and K(x, x) [t C, t C]."""
+    """The prior at t test points: mean [t, C], K(x, X) [t C, n C] and K(x, x) [t C, t C]."""
 
     mean: Tensor
     test_train: LinearOperator
@@ -111,7 +101,7 @@ class LatentBlocks:
 
 
 def latent_blocks(model: GP, train: Sequence[Tensor], test: Sequence[Tensor], products: KernelProducts) -> LatentBlocks:
-    """The blocks at the model's current hyperparameters, for inputs [n, d] and [t, d]; tiles are never kept."""
+    """The blocks for inputs [n, d] and [t, d]; tiles are not cached."""
     joint = prior_at(model, [stacked(x, points) for x, points in zip(train, test, strict=True)])
     once = replace(products, cache_memory=0)
     points, latents = train[0].shape[-2], num_latents(joint)
@@ -126,9 +116,7 @@ def latent_blocks(model: GP, train: Sequence[Tensor], test: Sequence[Tensor], pr
 
 
 def latent_covariance(model: GP, points: Sequence[Tensor], products: KernelProducts) -> Tensor:
-    """K(x, x) [*b, t C, t C] of batches of test points [*b, t, d], dense: member by member, as a model's `forward` for C
-    functions need not know batches of inputs.
-    """
+    """Dense K(x, x) [*b, t C, t C], by batch member: `forward` for C functions may not accept batches."""
     once = replace(products, cache_memory=0)
     batch = points[0].shape[:-2]
     members = zip(*(x.reshape(-1, *x.shape[-2:]) for x in points), strict=True)
@@ -137,7 +125,7 @@ def latent_covariance(model: GP, points: Sequence[Tensor], products: KernelProdu
 
 
 def _latent_terms(distribution: MultivariateNormal) -> tuple[list[KernelTerm], bool]:
-    """The kernels of a prior, and whether it couples the latent functions."""
+    """A prior's kernels, and whether it couples the functions."""
     covariance = distribution.lazy_covariance_matrix
     if isinstance(covariance, BlockInterleavedLinearOperator):
         return kernel_terms(covariance.base_linear_op), False

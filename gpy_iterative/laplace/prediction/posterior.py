@@ -1,4 +1,4 @@
-"""The latent posterior around a mode, or a refinement of it: mean k(x, X) v, covariance k(x, x) - k(x, X) Q Q^T k(X, x)."""
+"""The latent posterior: mean k(x, X) v, covariance k(x, x) - k(x, X) Q Q^T k(X, x)."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -39,21 +39,20 @@ from gpy_iterative.training.training_system import check_has_data, check_inputs,
 
 logger = logging.getLogger(__name__)
 
-#: Test points whose block k(x, X) Q is held at a time.
+#: Test points per chunk of k(x, X) Q.
 CHUNK_POINTS = 1024
-#: A variance below minus this share of the prior's is more than rounding.
+#: Largest negative variance from rounding, relative to the prior's.
 NEGATIVE_VARIANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class VarianceSplit:
-    """A posterior variance and its two parts, in float64 as `LaplacePosterior.moments` are.
+    """A posterior variance and its two parts, float64.
 
     Attributes:
-        total: the posterior variance, [*b, t] or [*b, t, C].
-        mathematical: the variance of an exact computation at the same curvature; without refinements that of Laplace's
-            approximation.
-        computational: the part that more computation would remove; total = mathematical + computational.
+        total: mathematical + computational, [*b, t] or [*b, t, C].
+        mathematical: the variance of exact computation at the same curvature; without refinements Laplace's.
+        computational: the part that more computation would remove.
     """
 
     total: Tensor
@@ -62,31 +61,28 @@ class VarianceSplit:
 
 
 class LaplacePosterior:
-    """`posterior(x)` is the latent posterior at x.
+    """The latent posterior at x is `posterior(x)`.
+
+    The constructor finds the mode and refines it. A change of hyperparameters or data, noticed by value, starts another
+    search from the old mode.
 
     Args:
-        model: with training data, whose `forward` gives the prior.
-        likelihood: any that `gpy_iterative.likelihoods` can take.
-        solver: of the mode; None chooses by size.
-        products: how kernel products are computed.
-        seed: of sample paths and covariance actions.
-        initial_weights: v [n, C] at similar hyperparameters, where the mode solver starts.
-        params: of the likelihood's `forward` at the training points, for a likelihood that takes any.
-        progress: True shows a bar for the mode and other solves; a callable gets every
-            `gpy_iterative.progress.ProgressReport`.
-        num_refinements: how often mean and covariance are taken towards the variational approximation, see
-            `IterativeLaplaceGP`; 0 is Laplace's approximation.
-
-    Construction finds the mode and refines it. Hyperparameters and data that have changed since are noticed by value, and
-    answered by another solve from the old mode.
+        model: with training data; its `forward` returns the prior.
+        likelihood: any that factorises over points.
+        solver: None chooses by size.
+        products: options of kernel products.
+        seed: for sample paths and covariance actions.
+        initial_weights: warm start v [n, C].
+        params: for the likelihood's `forward` at the training points.
+        progress: True shows bars; a callable gets every `gpy_iterative.progress.ProgressReport`.
+        num_refinements: see `IterativeLaplaceGP`.
 
     Raises:
-        ValueError: num_refinements is no whole number or negative; data that are not finite or do not fit, or have changed
-            where params belong to them.
+        ValueError: num_refinements is no count; data are non-finite, do not fit, or have changed while params are given.
         NonFiniteError: from the solver.
 
     Warns:
-        ConvergenceWarning: the mode was not reached, or that of a refinement.
+        ConvergenceWarning: the mode or a refinement was not reached.
     """
 
     def __init__(
@@ -113,10 +109,7 @@ class LaplacePosterior:
 
     @property
     def num_refinements(self) -> int:
-        """The number of refinements; where it is raised, the next question makes those that are missing.
-
-        Raises ValueError for anything but a whole number that is not negative.
-        """
+        """Number of refinements; missing ones are computed when needed. Setting a non-count raises ValueError."""
         return self._num_refinements
 
     @num_refinements.setter
@@ -126,23 +119,23 @@ class LaplacePosterior:
 
     @property
     def solution(self) -> LaplaceSolution:
-        """The mode at the present hyperparameters and data; with refinements, that of the last averaged likelihood."""
+        """The current mode, after all refinements."""
         return self._current().solution
 
     @property
     def report(self) -> ModeReport:
-        """The search for the mode at the present hyperparameters and data, with its refinements."""
+        """Report on the current mode and its refinements."""
         return self._current().report
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
-        """The latent posterior at test inputs [*b, t, d], one tensor for each of the model's inputs.
+        """The latent posterior at test inputs [*b, t, d].
 
         Returns:
-            A MultivariateNormal [*b, t] for one latent function, else a MultitaskMultivariateNormal [*b, t, C]. Gradients
-            flow to inputs that require them, and to nothing else. Memory O(t C rank).
+            A MultivariateNormal [*b, t] or, for several functions, MultitaskMultivariateNormal [*b, t, C]. Gradients flow
+            only to inputs. Memory O(t C rank).
 
         Raises:
-            ValueError: inputs that do not fit the training inputs, or are not finite.
+            ValueError: non-finite inputs, or inputs that do not fit.
         """
         fit = self._current()
         with graph_for(inputs):
@@ -158,9 +151,9 @@ class LaplacePosterior:
             return MultitaskMultivariateNormal(mean, covariance)
 
     def moments(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Means [*b, t, C] and covariance blocks [*b, t, C, C] of single points, in float64, without gradients.
+        """Means [*b, t, C] and covariance blocks [*b, t, C, C] of single points, float64, without gradients.
 
-        A thousand points at a time; O(t n C) for the kernel, t C rank numbers at a time.
+        Cost: O(t n C) for the kernel, in chunks of `CHUNK_POINTS`.
         """
         fit = self._current()
         with torch.no_grad():
@@ -176,17 +169,16 @@ class LaplacePosterior:
             return torch.cat(means).view(shape), torch.cat(blocks).view(*shape, latents)
 
     def split_variance(self, *inputs: Tensor, tolerance: float = 1e-4) -> VarianceSplit:
-        """The variance at test inputs [*b, t, d], and the part of it that more computation would remove.
+        """The variance at test inputs [*b, t, d] and its parts, for a few hundred points.
 
-        The exact part comes from solves for every test point and latent function: t C columns of conjugate gradients,
-        preconditioned with the actions. For a few hundred points, not for a million.
+        Cost: conjugate gradients with t C columns.
 
         Args:
             inputs: test inputs.
             tolerance: of these solves.
 
         Warns:
-            ConvergenceWarning: they did not reach it.
+            ConvergenceWarning: the tolerance was not reached.
         """
         total = self.moments(*inputs)[1].diagonal(dim1=-2, dim2=-1)
         fit = self._current()
@@ -198,19 +190,18 @@ class LaplacePosterior:
         return VarianceSplit(total, mathematical, total - mathematical)
 
     def sample_paths(self, num_paths: int, *, num_frequencies: int = 4096) -> LaplaceSamplePaths:
-        """Draws functions of Laplace's approximation (or of its last refinement), without computational uncertainty.
+        """Draws posterior functions, without computational uncertainty.
 
-        f + f_p(.) - k(., X) zeta with a prior function f_p from random features and zeta = P (f_p(X) + e), one solve for
-        all paths. Kernels need a registered spectral density.
+        f + f_p(.) - k(., X) zeta, f_p from random features, zeta = P (f_p(X) + e): one solve for all paths.
 
         Raises:
-            SpectralDensityMissingError: a kernel has no random features.
+            SpectralDensityMissingError: a kernel without a registered spectral density.
 
         Warns:
             ConvergenceWarning: the solve did not reach its tolerance.
         """
         fit = self._current()
-        # The functions outlive an inference mode around this call, and are differentiable outside of it.
+        # The functions stay differentiable after an outer inference mode.
         with torch.inference_mode(False), torch.no_grad():
             generator = torch.Generator().manual_seed(self._seed + 1)
             functions = PriorFunctions.draw(
@@ -224,13 +215,12 @@ class LaplacePosterior:
         return LaplaceSamplePaths(fit.snapshot, functions, fit.inputs, update, self._products)
 
     def _current(self, initial_weights: Tensor | None = None) -> LaplaceFit:
-        """The fit at the present hyperparameters, data and number of refinements."""
         with self._lock:
             fit = self._fit
             if fit is not None and not fit.snapshot.describes(self.model, self.likelihood):
                 fit, initial_weights = None, fit.mode_weights
             elif fit is not None and len(fit.stats) - 1 > self.num_refinements:
-                fit = None  # cold: a warm start would compute a smaller subspace
+                fit = None  # a warm start would compute a smaller subspace
             self._fit = self._refined(self._found(initial_weights) if fit is None else fit)
             return self._fit
 
@@ -249,7 +239,7 @@ class LaplacePosterior:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _found(self, initial_weights: Tensor | None) -> LaplaceFit:
-        """The mode at the model's training data."""
+        """The mode without refinements."""
         check_has_data(self.model)
         check_inputs(self.model)
         snapshot = ModelSnapshot.of(self.model, self.likelihood)
@@ -284,7 +274,7 @@ class LaplacePosterior:
     def _conditioned(
         self, fit: LaplaceFit, columns: Tensor, points: list[Tensor]
     ) -> tuple[Tensor, Tensor, LinearOperator]:
-        """Posterior means [t C], K(x, X) Q [t C, B] and the prior K(x, x) [t C, t C] at points [t, d]."""
+        """Posterior means [t C], K(x, X) Q [t C, B] and K(x, x) [t C, t C]."""
         blocks = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
         found = product(blocks.test_train, columns)
         return blocks.mean.reshape(-1) + found[:, 0], found[:, 1:], blocks.test_test
@@ -299,7 +289,7 @@ class LaplacePosterior:
         return (point_blocks(blocks.test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)
 
     def _solve(self, fit: LaplaceFit, columns: Tensor, *, tolerance: float) -> Tensor:
-        """(I + R^T K R)^-1 columns in float64."""
+        """(I + R^T K R)^-1 columns."""
         dtype, system = fit.prior.operator.dtype, WhitenedSystem.at(fit.prior.operator, fit.solution)
         with reporting_solve(self._progress) as callback:
             found = system.solve(columns, tolerance, callback)
@@ -319,14 +309,14 @@ def _checked(fit: LaplaceFit, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _chunks(points: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parts [s, d] of inputs [*b, t, d]; at least one, which may be empty."""
+    """Chunks [s, d], at least one."""
     flat = [x.flatten(0, -2) for x in points]
     for start in range(0, max(len(flat[0]), 1), CHUNK_POINTS):
         yield [x[start : start + CHUNK_POINTS] for x in flat]
 
 
 def _clamped(blocks: Tensor, prior: Tensor, dtype: torch.dtype) -> Tensor:
-    """Blocks whose variances are not negative; warns of more than rounding."""
+    """Blocks without negative variances; warns beyond rounding."""
     variances, scale = (part.diagonal(dim1=-2, dim2=-1) for part in (blocks, prior))
     if (variances < -NEGATIVE_VARIANCE * scale).any():
         warn(

@@ -1,24 +1,23 @@
-"""Entries of a radial kernel matrix for batches of pairs of nodes, by row number."""
+"""Entries of a radial kernel matrix for batches of pairs of nodes."""
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
 
-#: So many coordinates, those of the widest spread, are subtracted one by one. One matrix product serves all others.
+#: Coordinates of widest spread that are subtracted; one product serves the others.
 MOST_DIFFERENCES = 3
-#: Interpolations reproduce derivatives, too, at one in so many proxies.
+#: One in so many proxies is for derivatives.
 DERIVATIVE_PART = 4
 
 
 class RadialEntries:
-    """The entries f(|x_i - x_j|^2), without the outputscale, of a symmetric matrix that is never stored.
+    """Entries f(|x_i - x_j|^2) of a symmetric matrix, without the outputscale.
 
-    Distances are differences, or are taken around a point of the left node: so they are exact relative to the nodes' size,
-    and not only to that of the whole data.
+    Distances are differences, or around a point of the left node: exact relative to the nodes' size.
 
     Args:
-        x: scaled inputs [n, d], by whose distances rows are near or far.
+        x: scaled inputs [n, d].
         function, alpha: the radial function, and its alpha [1] or None.
     """
 
@@ -37,12 +36,11 @@ class RadialEntries:
         return len(self.positions)
 
     def double(self) -> "RadialEntries":
-        """The same in float64."""
         alpha = None if self.alpha is None else self.alpha.double()
         return RadialEntries(self.positions.double(), self._original, alpha)
 
     def are_below(self, bound: float, distances: Tensor) -> Tensor:
-        """Whether entries at these distances [p] of positions, and beyond, are below a bound, [p]."""
+        """Whether entries at these distances [p], and beyond, are below a bound, [p]."""
         scale = torch.as_tensor(self._original.scale(self.alpha)).double().reshape(())
         u = distances.double().square().view(1, -1) * scale
         alpha = None if self.alpha is None else self.alpha.double()
@@ -56,15 +54,14 @@ class RadialEntries:
     def blocks_and_derivatives(
         self, left: Tensor, right: Tensor, value: Tensor, derivative: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """K and df/dq over the function's factor, [b, m, p], which overwrite `value` and `derivative`."""
+        """Overwrites `value` and `derivative` with K and df/dq over its factor, [b, m, p]."""
         u, scratch = self._squared_distances(left, right, value, derivative)
         return self.function.value_and_derivative_(u, scratch, self.alpha)
 
     def at_proxies(self, rows: Tensor, proxies: Tensor) -> Tensor:
-        """What an interpolation of the rows [b, m] has to reproduce at the proxies [b, p], [b, m, p].
+        """Interpolated entries of rows [b, m] at proxies [b, p], [b, m, p].
 
-        K at most of them, and its derivative by the logarithm of a lengthscale at the last ones: on a line, exp(-r) is
-        interpolated from a single point, and its derivative is not.
+        The last proxies have the derivative by a log lengthscale: on a line, one point interpolates exp(-r), but not that.
         """
         first, last = proxies.tensor_split([len(proxies[0]) - len(proxies[0]) // DERIVATIVE_PART], dim=1)
         u, scratch = self._squared_distances(rows, last)
@@ -80,7 +77,6 @@ class RadialEntries:
     def _squared_distances(
         self, left: Tensor, right: Tensor, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Squared distances times the function's scale, and the scratch tensor."""
         u = self.positions.new_empty(*left.shape, right.shape[1]) if out is None else out
         scratch = torch.empty_like(u) if scratch is None else scratch
         first, *others = self._apart
@@ -94,7 +90,7 @@ class RadialEntries:
         return u, scratch
 
     def _add_by_product(self, u: Tensor, left: Tensor, right: Tensor) -> None:
-        """Adds |left - right|^2 of points [b, m, d] and [b, p, d] around a point of the left ones."""
+        """Adds |left - right|^2 of points [b, m, d] and [b, p, d], around a left point."""
         centre = left[:, :1]
         left, right = left - centre, right - centre
         u.add_(left.square().sum(-1, keepdim=True)).add_(right.square().sum(-1).unsqueeze(1))
@@ -102,5 +98,5 @@ class RadialEntries:
 
 
 def _picked(column: Tensor, rows: Tensor) -> Tensor:
-    """column[rows], which index_select copies several times as fast."""
+    """column[rows]; index_select is several times as fast."""
     return column.index_select(0, rows.flatten()).view(rows.shape)

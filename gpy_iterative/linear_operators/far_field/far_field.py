@@ -1,4 +1,4 @@
-"""The far field of a kernel matrix: skeletons and interpolations of the levels of a plan, and the error that they leave."""
+"""Building of far fields, and their measured error."""
 
 import math
 from collections.abc import Sequence
@@ -17,32 +17,32 @@ from gpy_iterative.linear_operators.far_field.skeletons import skeletons
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.worker_threads import divided, run, shares
 
-#: The tolerance of "auto" is this over the number of rows, as the matrix's largest eigenvalue grows and the noise does not:
-#: no less than float32 resolves (1e-7 at best), and no more than 1e-6, which costs hardly more than 1e-5.
+#: "auto" divides this by n: the largest eigenvalue grows, the noise does not. Limits: float32's resolution (1e-7 at best),
+#: and 1e-6, which costs hardly more than 1e-5.
 TOLERANCE_TIMES_ROWS, SMALLEST_TOLERANCE, LARGEST_TOLERANCE = 0.1, 3e-7, 1e-6
-#: A far field pays where it evaluates less than this part of the entries of tiles: for "auto", and for a tolerance.
+#: Most entries of a far field, as a part of the tiles': for "auto", and for a tolerance.
 AUTO_PART, GIVEN_PART = 0.5, 1.0
-#: After a far field that missed its tolerance ranks are measured for so much of the error that would have reached it.
+#: Factor on the corrected error in the second attempt.
 LOWER_AIM = 0.2
-#: A second one is taken up to so many tolerances: where rounding is the rest, tiles would take hours for nothing.
+#: Allowed miss of the second attempt: the rest is rounding, and tiles would take hours.
 MOST_MISSED = 10
-#: Proxies for each point of a skeleton, and how many at least: of few, those for derivatives may lie on one side.
+#: Proxies per skeleton point, and their least number: few derivative proxies may lie on one side.
 PROXIES_PER_POINT, LEAST_PROXIES = 5, 160
-#: The smallest error for which skeletons are picked at once, and not in halves.
+#: Smallest error for which skeletons are not picked in halves.
 SMALLEST_AT_ONCE = 1e-6
-#: Nodes of which skeletons are picked together.
+#: Nodes in a batch.
 BATCH_NODES = 128
-#: Entries of every level whose errors are measured.
+#: Entries per level whose errors are measured.
 MEASURED_ENTRIES = 512
 
 
 @dataclass(frozen=True)
 class FarField:
-    """A kernel matrix that is compressed.
+    """A compressed kernel matrix.
 
     Attributes:
         levels: near blocks and skeletons.
-        error: the relative error of products with random vectors, measured on random far entries of each level.
+        error: relative error of products with random vectors, measured on random far entries.
     """
 
     levels: Levels
@@ -51,9 +51,8 @@ class FarField:
 
 @divided()
 def far_field(entries: RadialEntries, wanted: float | Literal["auto"]) -> FarField | None:
-    """The far field of a symmetric matrix of these entries; None where it would not pay, or misses its tolerance by far.
-
-    Two are made at the most. The error that is measured is reported, and solves compare themselves with exact rows.
+    """The far field of a symmetric matrix, from at most two attempts; None where it does not pay, or misses its tolerance
+    by far.
     """
     n = len(entries)
     automatic = min(max(TOLERANCE_TIMES_ROWS / n, SMALLEST_TOLERANCE), LARGEST_TOLERANCE)
@@ -78,7 +77,7 @@ def _built(plan: Plan, entries: RadialEntries) -> FarField:
 
 
 def _with_higher_ranks(plan: Plan, entries: RadialEntries, ratio: float) -> Plan:
-    """The plan for an error that is lower by this ratio and some more."""
+    """The plan for an error reduced by more than this ratio."""
     other = with_measured_ranks(replace(plan, error=plan.error * LOWER_AIM * ratio), entries)
     ranks = [max(rank, before + RANK_STEP) for rank, before in zip(other.ranks, plan.ranks, strict=False)]
     return replace(other, ranks=ranks)
@@ -88,9 +87,9 @@ def _with_higher_ranks(plan: Plan, entries: RadialEntries, ratio: float) -> Plan
 
 
 def build_levels(plan: Plan, entries: RadialEntries) -> Levels:
-    """Skeletons and interpolations of every level from the leaves to the topmost one with far pairs.
+    """Skeletons and interpolations, from the leaves to the topmost level with far pairs.
 
-    Cost: at every row of the data the entries of some hundred proxies, in float64.
+    Cost: entries at some hundred proxies for every row, in float64.
     """
     leaves, pairs, double = plan.levels[-1], plan.pairs[-1], entries.double()
     is_same = pairs.near[0] == pairs.near[1]
@@ -116,7 +115,7 @@ def _num_proxies(rank: int) -> int:
 def _skeletons(
     entries: RadialEntries, points: Tensor, proxies: Tensor, rank: int, in_halves: bool
 ) -> tuple[Tensor, Tensor]:
-    """Row numbers [nodes, rank] that are picked from points [nodes, size], and the transposed U [nodes, rank, size]."""
+    """Picked rows [nodes, rank] of points [nodes, size], and the transposed U [nodes, rank, size]."""
     picked = points.new_empty(len(points), rank)
     weights = torch.empty(len(points), rank, points.shape[1], dtype=torch.float64, device=points.device)
 
@@ -129,11 +128,11 @@ def _skeletons(
     return picked, weights
 
 
-# The error, on random entries of every level
+# Measured error
 
 
 def measured_error(plan: Plan, levels: Levels, entries: RadialEntries) -> float:
-    """The relative error of products with random vectors: that of the entries, both as root mean squares."""
+    """Relative error of products with random vectors, from root mean squares of entries."""
     generator = torch.Generator().manual_seed(3)
     double, total = entries.double(), 0.0
     for part in levels.parts:
@@ -145,7 +144,7 @@ def measured_error(plan: Plan, levels: Levels, entries: RadialEntries) -> float:
 
 
 def _errors(levels: Levels, part: PairBlocks, entries: RadialEntries, generator: torch.Generator) -> Tensor:
-    """Errors of random entries of far pairs of one step, [p]."""
+    """Errors of random far entries of one step, [p]."""
     pairs, step = part.pairs, part.step
     draw = lambda stop: torch.randint(stop, (MEASURED_ENTRIES,), generator=generator).to(pairs.device)
     chosen = pairs[:, draw(pairs.shape[1])]
@@ -157,7 +156,7 @@ def _errors(levels: Levels, part: PairBlocks, entries: RadialEntries, generator:
 
 
 def _weights(levels: Levels, step: int, nodes: Tensor, leaf: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [p] of nodes of a step, by leaf in the node and slot in the leaf; their weights [p, rank] at its skeleton."""
+    """Rows [p] by leaf and slot, and their weights [p, rank] at the node's skeleton."""
     leaves = nodes * 2 ** (step - 1) + leaf
     rows, weights = levels.rows[leaves, slot], levels.interpolations[0][leaves, :, slot].double()
     for above, interpolation in enumerate(levels.interpolations[1:step], 1):

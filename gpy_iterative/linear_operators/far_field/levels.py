@@ -1,8 +1,8 @@
 """A kernel matrix as a sum over the levels of a tree, K ~ sum_l E_l^T K_l E_l, and its products.
 
-E_0 takes a vector to the leaves, where K_0 are the near blocks as they are. E_(l+1) = U_l^T E_l takes it on to the
-skeletons of the nodes, leaves first, where K_(l+1) are the blocks of pairs that are far on this level. s columns have
-at each level the shape [nodes, s, points of a node]: every block then multiplies contiguous memory.
+E_0 maps a vector to the leaves; K_0 are the near blocks. E_(l+1) = U_l^T E_l maps it to skeletons, leaves first; K_(l+1)
+are blocks of pairs that are far on this level. Vectors have the shape [nodes, s, points of a node], so that blocks multiply
+contiguous memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,24 +15,23 @@ from torch import Tensor
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.worker_threads import run, shares, summed
 
-#: Entries of blocks that are evaluated and multiplied at a time: on a CPU they stay in its cache. With half as many, a
-#: tenth of a product's time goes to the start of operations.
+#: Entries multiplied at a time: they stay in a CPU's cache; fewer would cost overhead.
 BATCH_ENTRIES = {"cpu": 2**18, "cuda": 2**25}
-#: Nodes whose vectors are interpolated at a time.
+#: Nodes interpolated at a time.
 BATCH_NODES = 512
-#: Columns that are multiplied together: the sums that each thread makes have so many.
+#: Columns multiplied at a time; bounds each thread's sums.
 MOST_COLUMNS = 64
 
 
 @dataclass(frozen=True)
 class PairBlocks:
-    """The blocks of some pairs of nodes i <= j, all of one size.
+    """Blocks of equal size of pairs of nodes i <= j.
 
     Attributes:
-        points: the row numbers of the nodes' points, [nodes, size].
-        pairs: [2, p], either with i = j throughout or with i < j throughout.
-        is_diagonal: which of these.
-        step: the step of the vectors that the blocks multiply: 0 at the leaves, l + 1 at skeletons.
+        points: row numbers of the nodes' points, [nodes, size].
+        pairs: [2, p], all with i = j or all with i < j.
+        is_diagonal: whether i = j.
+        step: of the vectors: 0 at the leaves, l + 1 at skeletons.
     """
 
     points: Tensor
@@ -41,7 +40,7 @@ class PairBlocks:
     step: int
 
     def batches(self) -> list[slice]:
-        """The pairs that are evaluated together."""
+        """Slices of pairs that are evaluated together."""
         entries = BATCH_ENTRIES.get(self.points.device.type, BATCH_ENTRIES["cuda"])
         return blocks(self.pairs.shape[1], max(entries // self.points.shape[1] ** 2, 1))
 
@@ -51,9 +50,9 @@ class Batch:
     """Blocks [b, size, size] that are evaluated together.
 
     Attributes:
-        part: the blocks that they are among.
-        pairs: their place there.
-        key: their place among all, under which they are kept.
+        part: the blocks that contain them.
+        pairs: their place in it.
+        key: their cache key.
     """
 
     part: PairBlocks
@@ -62,24 +61,24 @@ class Batch:
 
     @property
     def left(self) -> Tensor:
-        """The numbers of the nodes i, [b]."""
+        """The nodes i, [b]."""
         return self.part.pairs[0, self.pairs]
 
     @property
     def right(self) -> Tensor:
-        """The numbers of the nodes j, [b]."""
+        """The nodes j, [b]."""
         return self.part.pairs[1, self.pairs]
 
-    # index_select copies several times as fast as indexing.
+    # index_select is several times as fast as indexing.
 
     @property
     def rows(self) -> Tensor:
-        """The row numbers of the nodes i, [b, size]."""
+        """Row numbers of the nodes i, [b, size]."""
         return self.part.points.index_select(0, self.left)
 
     @property
     def columns(self) -> Tensor:
-        """The row numbers of the nodes j, [b, size]."""
+        """Row numbers of the nodes j, [b, size]."""
         return self.part.points.index_select(0, self.right)
 
     @property
@@ -93,9 +92,9 @@ class Levels:
     """The sum over the levels.
 
     Attributes:
-        rows: the row numbers of the leaves, [leaves, leaf].
-        is_own: which slots of the leaves are rows of their own, and not repeated ones.
-        interpolations: the transposed U from the leaves on, [nodes, rank, points of a node].
+        rows: row numbers of the leaves, [leaves, leaf].
+        is_own: which slots of the leaves do not repeat a row.
+        interpolations: transposed U from the leaves on, [nodes, rank, points of a node].
         parts: the blocks of all levels.
     """
 
@@ -106,19 +105,19 @@ class Levels:
 
     @property
     def num_entries(self) -> int:
-        """Entries that are evaluated for a product; each off the diagonal serves twice."""
+        """Entries evaluated for a product; off-diagonal ones serve twice."""
         return sum(part.pairs.shape[1] * part.points.shape[1] ** 2 for part in self.parts)
 
     @cached_property
     def batches(self) -> list[Batch]:
-        """The blocks of all parts, some at a time. Their keys are none of tiles."""
+        """Batches of all parts, with keys that no tile has."""
         numbered = enumerate(self.parts)
         return [Batch(part, pairs, (-1 - i, j)) for i, part in numbered for j, pairs in enumerate(part.batches())]
 
     def matmul(self, rhs: Tensor, values: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> Tensor:
-        """The sum of some batches times rhs [n, s]: [n, s].
+        """Some batches times rhs [n, s]: [n, s].
 
-        `values` evaluates a batch, [b, size, size]; what it returns is used before it is called again by the same thread.
+        `values` evaluates a batch, [b, size, size]; each thread uses its result before the next call.
         """
         return torch.cat([self._matmul(columns, values, batches) for columns in rhs.split(MOST_COLUMNS, dim=1)], dim=1)
 
@@ -126,7 +125,6 @@ class Levels:
         return self.down(summed(partial(self._share, self.up(rhs), values), batches, self.rows.device))
 
     def _share(self, given: list[Tensor], values: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> list[Tensor]:
-        """The sums over some batches, by step."""
         sums = [torch.zeros_like(vectors) for vectors in given]
         for batch in batches:
             vectors, total, left, right = given[batch.part.step], sums[batch.part.step], batch.left, batch.right
@@ -138,7 +136,7 @@ class Levels:
 
     def up(self, rhs: Tensor) -> list[Tensor]:
         """E_l rhs for every step l, [nodes, s, points]; rhs is [n, s]."""
-        # At the leaves zero in slots that repeat a row.
+        # Zero in slots that repeat a row.
         vectors = rhs[self.rows].mul_(self.is_own.unsqueeze(-1)).mT.contiguous()
         found = [vectors]
         for weights in self.interpolations:
@@ -147,7 +145,7 @@ class Levels:
         return found
 
     def down(self, sums: list[Tensor]) -> Tensor:
-        """sum_l E_l^T sums_l [n, s], for sums [nodes, s, points], which are overwritten."""
+        """sum_l E_l^T sums_l [n, s]; sums [nodes, s, points] are overwritten."""
         for step in range(len(self.interpolations), 0, -1):
             pulled = self._product(sums[step], self.interpolations[step - 1])
             if step > 1:
@@ -168,6 +166,6 @@ class Levels:
 
     @cached_property
     def position(self) -> Tensor:
-        """The slot of every row among all slots of the leaves, [n]."""
+        """Each row's slot among all slots of the leaves, [n]."""
         own = self.is_own.flatten().nonzero().squeeze(-1)
         return torch.empty_like(own).scatter_(0, self.rows.flatten()[own], own)

@@ -1,4 +1,4 @@
-"""Near and far pairs of nodes of a tree, found from the root downwards."""
+"""Near and far pairs of nodes of a tree, from the root down."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.far_field.tree import Nodes, balanced_tree
 
-#: Two nodes are far from one another where the gap between their boxes is so many times the larger diameter.
+#: Nodes are far apart from this gap on, in larger diameters.
 SEPARATION = 0.7
-#: Near pairs of a level, for each row of the data, up to which a tree is refined. Trees of least cost have fewer, in up to
-#: four dimensions; in many dimensions nearly all pairs are near, and would take memory for nothing.
+#: Most near pairs per row for which a tree is refined. Cheapest trees have fewer, in up to four dimensions; in many
+#: dimensions nearly all pairs are near.
 MAX_NEAR_PAIRS = 1.0
-#: In the tree of so many sampled rows, the levels below the root, and the part of pairs that are near on the last of them
-#: where there are too many dimensions: less than .7 with three, uniform or normal, and 1 with ten.
+#: Sampled rows, tree depth, and the part of near leaf pairs that means too many dimensions: below .7 with three, 1 with
+#: ten.
 SAMPLE_SIZE, SAMPLE_DEPTH, MOST_NEAR = 2048, 7, 0.95
 
 
@@ -23,9 +23,9 @@ class LevelPairs:
     """Pairs of node numbers i <= j of one level, [2, p], sorted by i and then by j.
 
     Attributes:
-        near: too close to one another. The next level has the pairs of their children.
-        far: far from one another, and in no far pair of a level above.
-        gaps: the distances between the boxes of far pairs.
+        near: close pairs, split on the next level.
+        far: far pairs whose parents are near.
+        gaps: distances between boxes of far pairs.
     """
 
     near: Tensor
@@ -34,9 +34,9 @@ class LevelPairs:
 
 
 def are_nearly_all_near(x: Tensor, is_negligible: Callable[[Tensor], Tensor]) -> bool:
-    """Whether points x [n, d] have too many dimensions for far pairs, from a sample of them.
+    """Whether points x [n, d] have too many dimensions for far pairs.
 
-    Cost: a few milliseconds; that of a whole tree is 30 at 15,000 rows, in every training step.
+    Cost: a tree of a sample, much less than that of all points.
     """
     sample = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:SAMPLE_SIZE].to(x.device)
     if len(sample) < SAMPLE_SIZE:
@@ -49,13 +49,13 @@ def are_nearly_all_near(x: Tensor, is_negligible: Callable[[Tensor], Tensor]) ->
 def level_pairs(
     tree: Iterable[Nodes], is_negligible: Callable[[Tensor], Tensor]
 ) -> tuple[list[Nodes], list[LevelPairs]]:
-    """The levels of a tree and the pairs of each, from the root on. They end early where near pairs are many.
+    """The levels of a tree and their pairs, from the root; they end where near pairs are too many.
 
-    Every pair of rows is in one far pair of some level, or in one near pair of the last; or its entry is negligible.
+    Every pair of rows is in one far pair of a level, in one near pair of the last, or has a negligible entry.
 
     Args:
         tree: its levels, the root first.
-        is_negligible: of gaps [p], whether the kernel is so small at this distance, and beyond, that it may count as zero.
+        is_negligible: of gaps [p], whether the kernel counts as zero from this distance on.
     """
     levels: list[Nodes] = []
     found: list[LevelPairs] = []
@@ -73,7 +73,7 @@ def level_pairs(
 def _divided(nodes: Nodes, pairs: Tensor, is_negligible: Callable[[Tensor], Tensor]) -> LevelPairs:
     left, right = pairs
     gaps, diameters = nodes.boxes.gaps(left, right), nodes.boxes.diameters()
-    # Boxes of equal points have no diameter: a gap of 0 is near all the same.
+    # Boxes of equal points have diameter 0: a gap of 0 is still near.
     is_far = (gaps >= SEPARATION * torch.maximum(diameters[left], diameters[right])) & (gaps > 0)
     is_seen = ~is_negligible(gaps)
     far = is_far & is_seen
@@ -81,7 +81,7 @@ def _divided(nodes: Nodes, pairs: Tensor, is_negligible: Callable[[Tensor], Tens
 
 
 def _of_children(pairs: Tensor, num_children: int) -> Tensor:
-    """The pairs i <= j of children, for pairs of parents."""
+    """Pairs i <= j of children of pairs of parents."""
     left, right = 2 * pairs
     children = torch.cat([torch.stack([left + a, right + b]) for a in (0, 1) for b in (0, 1)], dim=1)
     children = children[:, children[0] <= children[1]]

@@ -1,4 +1,4 @@
-"""Which tree and which ranks: the far field of a kernel matrix, built to a tolerance."""
+"""The plan of a far field: tree and ranks for a tolerance."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,18 +13,17 @@ from gpy_iterative.linear_operators.far_field.skeletons import needed_rank
 from gpy_iterative.linear_operators.far_field.tree import Nodes, balanced_tree
 from gpy_iterative.worker_threads import run
 
-#: Rows of a leaf, at the least.
+#: Fewest rows of a leaf.
 SMALLEST_LEAF = 32
-#: What each point of a pair of nodes costs beside the entries, in entries: vectors are gathered and added.
+#: Overhead per point of a pair of nodes, in entries.
 POINT_COST = 12
-#: Nodes of a level on which its rank is measured, rows of each, and proxies.
+#: Nodes, rows of each, and proxies on which a level's rank is measured.
 SAMPLED_NODES, SAMPLED_ROWS, SAMPLED_PROXIES = 24, 192, 384
-#: Random entries from which the size of all is estimated.
+#: Random entries for the estimate of their size.
 SAMPLED_ENTRIES = 2**14
-#: The error of far entries that ranks are measured for, which adds up over the levels, and entries that count as zero: in
-#: parts of the error that is allowed.
+#: Parts of the allowed error: for ranks (errors of levels add up), and for negligible entries.
 AIM, NEGLIGIBLE = 0.08, 0.03
-#: Ranks are multiples of this number: matrix products are faster.
+#: Ranks are multiples of this, for fast matrix products.
 RANK_STEP = 8
 
 
@@ -33,11 +32,11 @@ class Plan:
     """A tree with its pairs, and the rank of every level.
 
     Attributes:
-        levels: of the tree, the root first; the last are the leaves.
-        pairs: of each level.
-        ranks: of each level.
-        size: the root mean square of the matrix's entries.
-        error: the root mean square of the errors that skeletons are made for.
+        levels: the root first, the leaves last.
+        pairs: by level.
+        ranks: by level.
+        size: root mean square of the matrix's entries.
+        error: root mean square error for which skeletons are made.
     """
 
     levels: list[Nodes]
@@ -48,22 +47,22 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """Of a product, in entries that are evaluated."""
+        """Cost of a product, in evaluated entries."""
         near = _cost(self.pairs[-1].near.shape[1], self.levels[-1].size)
         return near + sum(_cost(level.far.shape[1], rank) for level, rank in zip(self.pairs, self.ranks, strict=True))
 
     @property
     def top(self) -> int:
-        """The first level with far pairs; one beyond the leaves where there are none."""
+        """The first level with far pairs; otherwise one beyond the leaves."""
         return next((level for level, pairs in enumerate(self.pairs) if pairs.far.shape[1]), len(self.pairs))
 
     def cut(self, depth: int) -> "Plan":
-        """The same with the leaves at another depth."""
+        """The plan with leaves at another depth."""
         stop = depth + 1
         return replace(self, levels=self.levels[:stop], pairs=self.pairs[:stop], ranks=self.ranks[:stop])
 
     def cheapest(self) -> "Plan":
-        """The same with the leaves at the depth of least cost."""
+        """The plan with leaves at the cheapest depth."""
         return min((self.cut(depth) for depth in range(len(self.levels))), key=lambda other: other.cost)
 
 
@@ -72,14 +71,14 @@ def _cost(pairs: int, size: int) -> float:
 
 
 def make_plan(entries: RadialEntries, tolerance: float, limit: float) -> Plan | None:
-    """The plan of least cost for the matrix of these entries; None where it must cost more than a limit.
+    """The cheapest plan; None where its cost must exceed a limit.
 
     Args:
         entries: of the matrix.
-        tolerance: the relative error that a product with random vectors may have.
+        tolerance: relative error of a product with random vectors.
         limit: of a product's cost, in entries.
 
-    Cost: a tree, the lists of pairs, and the entries of a few nodes of each level at a few hundred rows each.
+    Cost: a tree, its pairs, and entries of a few nodes of each level at a few hundred rows.
     """
     size = entries_size(entries)
     depth = max(int(math.log2(len(entries) / SMALLEST_LEAF)), 0)
@@ -94,14 +93,14 @@ def make_plan(entries: RadialEntries, tolerance: float, limit: float) -> Plan | 
 
 
 def with_measured_ranks(plan: Plan, entries: RadialEntries) -> Plan:
-    """The plan with the ranks that its error takes, and with its leaves at the depth of least cost."""
+    """The cheapest plan with the ranks that its error needs."""
     double = entries.double()
     # The root first: large nodes take longest.
     return replace(plan, ranks=run([partial(_rank, double, nodes, plan.error) for nodes in plan.levels])).cheapest()
 
 
 def entries_size(entries: RadialEntries) -> float:
-    """The root mean square of all entries, from random ones and the diagonal."""
+    """Root mean square of all entries, from random ones and the diagonal."""
     generator, n = torch.Generator().manual_seed(0), len(entries)
     rows, columns = torch.randint(n, (2, SAMPLED_ENTRIES, 1), generator=generator).to(entries.device)
     found, diagonal = (entries.blocks(rows, other).double().square().mean() for other in (columns, rows))
@@ -109,7 +108,7 @@ def entries_size(entries: RadialEntries) -> float:
 
 
 def _rank(entries: RadialEntries, nodes: Nodes, error: float) -> int:
-    """The rank that a level needs for this error; the nodes' size where there is none."""
+    """The rank that a level needs; the nodes' size if there is none."""
     generator = torch.Generator().manual_seed(1)
     chosen = torch.randperm(len(nodes), generator=generator)[:SAMPLED_NODES].to(nodes.rows.device)
     proxies = sampled_proxies(nodes, chosen, SAMPLED_PROXIES, generator)

@@ -1,4 +1,4 @@
-"""Proxies: rows far away from a node, on which its skeleton is chosen; nearer ones more often."""
+"""Proxies: far rows on which a node's skeleton is chosen, with more near ones."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from gpy_iterative.linear_operators.far_field.pairs import SEPARATION, LevelPairs
 from gpy_iterative.linear_operators.far_field.tree import Nodes
 
-#: The gap that pairs of boxes which nearly touch count with, in diameters.
+#: Gap added between boxes, in diameters: some nearly touch.
 SMALLEST_GAP = 0.1
 
 
@@ -17,7 +17,7 @@ class Proxies:
     """Proxies of the nodes of one level.
 
     Attributes:
-        rows: row numbers, [nodes, p]. Those of a node without a far field mean nothing.
+        rows: row numbers, [nodes, p]; meaningless without a far field.
         have: which nodes have a far field on this level or above, [nodes].
     """
 
@@ -26,10 +26,9 @@ class Proxies:
 
 
 def level_proxies(levels: list[Nodes], pairs: list[LevelPairs], count: int) -> list[Proxies]:
-    """Proxies of all nodes of all levels, the root first. The first of them will do where fewer are needed.
+    """Proxies of all nodes by level, the root first; any prefix may be used.
 
-    Half of a node's proxies come from the nodes that are far from it on its level, and half from its parent's, which has
-    half of them from its own level, and so on: each level of distance has half of the one before.
+    Half of them come from far nodes on the node's level, and half from its parent.
     """
     device, generator = levels[0].rows.device, torch.Generator().manual_seed(2)
     found = [
@@ -46,14 +45,14 @@ def _of_level(nodes: Nodes, level: LevelPairs, parents: Proxies, count: int, gen
     slots = torch.arange(count, device=nodes.rows.device)
     own, has_own = _drawn(nodes, level, count, generator)
     inherited, had = parents.rows.repeat_interleave(2, 0), parents.have.repeat_interleave(2, 0)
-    # Odd slots are the node's own, even ones the first half of its parent's: slots are in no order.
+    # Odd slots are the node's own, even ones its parent's first half: slots have no order.
     mixed = torch.where(slots % 2 == 1, own, inherited[:, slots // 2])
     is_mixed, is_own = (has_own & had).unsqueeze(-1), (has_own & ~had).unsqueeze(-1)
     return Proxies(torch.where(is_mixed, mixed, torch.where(is_own, own, inherited)), has_own | had)
 
 
 def _drawn(nodes: Nodes, level: LevelPairs, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rows [nodes, count] from the nodes that are far on this level, and which nodes have any."""
+    """Rows [nodes, count] from far nodes on this level, and which nodes have any."""
     device = nodes.rows.device
     node, partner = torch.cat([level.far, level.far.flip(0)], dim=1)
     diameters = nodes.boxes.diameters()
@@ -77,7 +76,7 @@ def _drawn(nodes: Nodes, level: LevelPairs, count: int, generator: torch.Generat
 
 
 def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.Generator) -> Proxies:
-    """Proxies of some nodes, whose numbers are given, by the gaps to all nodes. `rows` are of those alone that have any."""
+    """Proxies of chosen nodes, drawn by the gaps to all nodes; `rows` only of nodes that have any."""
     device, total = nodes.rows.device, len(nodes)
     other = torch.arange(total, device=device)
     gaps = nodes.boxes.gaps(chosen.repeat_interleave(total), other.repeat(len(chosen))).view(-1, total)

@@ -1,4 +1,4 @@
-"""A radial kernel matrix whose products pass through a far field, and whose parts are tiles."""
+"""A radial kernel matrix with a far field."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -18,20 +18,18 @@ _ALL = slice(None)
 
 
 class RadialFarField(RadialTiles):
-    """The tiles of a symmetric matrix f(|x_i - x_j|^2), without batch dimensions.
+    """Tiles of a symmetric matrix f(|x_i - x_j|^2) without batch dimensions.
 
-    Products with all rows and columns, derivatives of bilinear forms and directional derivatives go through the far field;
-    some rows or columns, dense blocks and derivatives for dense weights are made of tiles, and are exact. Where there is no
-    far field that pays, everything is made of tiles.
+    Full products, bilinear and directional derivatives use the far field, if it pays. Some rows or columns, dense blocks
+    and dense weights use exact tiles.
     """
 
     @cached_property
     def entries(self) -> RadialEntries:
-        """The matrix by row numbers."""
         return RadialEntries(self.x1, self._function, self.alpha)
 
     def far_field(self) -> FarField | None:
-        """The far field, made once for the tensors that the cache serves; None where it does not pay."""
+        """The far field of the tensors that the cache serves; None where it does not pay."""
         wanted = self.products.far_field
         assert wanted is not None
         with self.cache.serving(*self.owner):
@@ -57,12 +55,11 @@ class RadialFarField(RadialTiles):
         return product
 
     def _own_batches(self, field: FarField) -> list[Batch]:
-        """The batches of this process."""
         batches = field.levels.batches
         return batches if self.ranks is None else batches[self.ranks.rank :: self.ranks.size]
 
     def scale_products(self, rhs: Tensor) -> Tensor:
-        """sum_j G_ij (x_i - x_j)^2 rhs_j by coordinate, as that of the tiles; one product for each coordinate."""
+        """See `RadialTiles.scale_products`; one product per coordinate."""
         field = self.far_field()
         if field is None:
             return super().scale_products(rhs)
@@ -81,7 +78,7 @@ class RadialFarField(RadialTiles):
         return self.kept_value(batch.key, batch.shape, evaluate, evaluate_both)
 
     def _values_and_derivatives(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The blocks of f, and those of df/dq over its factor."""
+        """Blocks of f, and of df/dq over its factor."""
         return self.kept_pair(batch.key, batch.shape, partial(self._evaluate_both_of, batch))
 
     def _evaluate_batch(self, batch: Batch, out: Tensor) -> Tensor:
@@ -97,7 +94,7 @@ class RadialFarField(RadialTiles):
 
     @divided()
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
-        """The derivative for W = weights, with the interpolation held fixed: exact for the matrix of the products."""
+        """The derivative for W = weights with fixed interpolation: exact for the matrix of the products."""
         field = self.far_field() if isinstance(weights, BilinearWeights) else None
         if field is None:
             return super().derivative(weights, value=value, alpha=alpha)
@@ -119,8 +116,8 @@ class RadialFarField(RadialTiles):
         alpha: bool,
         batches: Sequence[Batch],
     ) -> list[Tensor]:
-        """Sums over some batches: of G_ij (x_i - x_j) by row [n, d], of the values, of the derivatives by alpha."""
-        zeros = partial(self.x1.new_zeros, dtype=torch.float64)  # parts of the sums cancel
+        """Sums over some batches: G_ij (x_i - x_j) by row [n, d], values, derivatives by alpha."""
+        zeros = partial(self.x1.new_zeros, dtype=torch.float64)  # terms cancel
         inputs, sum_of_values, sum_of_alpha = zeros(self.x1.shape), zeros(()), zeros(())
         for batch in batches:
             step = batch.part.step
@@ -139,7 +136,7 @@ class RadialFarField(RadialTiles):
         """Adds sum_j W_ij (x_i - x_j) to every row i, and the opposite to every column j."""
         rows, columns = batch.rows, batch.columns
         x1, x2 = self.x1[rows], self.x1[columns]
-        centre = x1[:, :1]  # near to both, so that the differences keep their digits
+        centre = x1[:, :1]  # near both, to keep digits
         for index, own, other, of_own in ((rows, x1, x2, weights), (columns, x2, x1, weights.mT)):
             own, other = own - centre, torch.nn.functional.pad(other - centre, (0, 1), value=1.0)
             products, ones = (of_own @ other).split([own.shape[-1], 1], dim=-1)

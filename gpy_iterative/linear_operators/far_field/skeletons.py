@@ -1,9 +1,8 @@
-"""Skeletons: a few points of a node, from which the kernel's values of all its points are interpolated.
+"""Skeletons: a few points of a node, from which the kernel's values at all its points are interpolated.
 
-With values A = K(node, proxies) at rows far away, K(node, far) ~ U K(skeleton, far): the skeleton are the rows that pivoted
-Cholesky picks from A A^T, and U = A A_S^T (A_S A_S^T)^-1 is the least-squares solution. This is interpolative decomposition
-(Cheng et al. 2005) on proxies (Erlandson et al. 2020), in batches, by matrix products. A A^T keeps half of float64's digits
-of A: errors below 1e-7 need a second half of the skeleton, which is picked from the errors that the first one leaves.
+With A = K(node, proxies), K(node, far) ~ U K(skeleton, far). Pivoted Cholesky of A A^T picks the skeleton, and U = A A_S^T
+(A_S A_S^T)^-1: interpolative decomposition (Cheng et al. 2005) on proxies (Erlandson et al. 2020). A A^T keeps half of
+float64's digits: errors below 1e-7 need a second half, picked from the first half's errors.
 """
 
 from dataclasses import dataclass
@@ -11,18 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: A row is interpolated up to rounding where the square of its error is so much of the largest square.
+#: Relative squared error of a row that counts as rounding.
 ROUNDING = 64 * torch.finfo(torch.float64).eps
-#: The smallest error, relative to the values, down to which rows are picked from one product A A^T.
+#: Smallest relative error for which one product A A^T suffices.
 SMALLEST_PART = 1e-5
 
 
 @dataclass(frozen=True)
 class Skeletons:
-    """Picked rows and the interpolation of all rows from them.
+    """Picked rows, and the interpolation from them.
 
     Attributes:
-        pivots: the rows that were picked, [b, r].
+        pivots: picked rows, [b, r].
         weights: the transposed U, [b, r, m].
     """
 
@@ -30,12 +29,12 @@ class Skeletons:
     weights: Tensor
 
     def errors(self, values: Tensor) -> Tensor:
-        """What the interpolation leaves of the values [b, m, p]; of picked rows nothing."""
+        """Interpolation errors of values [b, m, p]."""
         picked = values.gather(1, self.pivots.unsqueeze(-1).expand(-1, -1, values.shape[2]))
         return torch.baddbmm(values, self.weights.mT, picked, alpha=-1)
 
     def followed_by(self, others: "Skeletons") -> "Skeletons":
-        """Both together, where the others were picked from the errors of these."""
+        """Both together; the others were picked from the errors of these."""
         at_others = self.weights.gather(2, others.pivots.unsqueeze(1).expand(-1, self.weights.shape[1], -1))
         weights = torch.baddbmm(self.weights, at_others, others.weights, alpha=-1)
         pivots = torch.cat([self.pivots, others.pivots], dim=1)
@@ -43,14 +42,14 @@ class Skeletons:
 
 
 def skeletons(values: Tensor, rank: int, *, in_halves: bool) -> Skeletons:
-    """Picks `rank` of the m rows of each of the values A [b, m, p], in float64.
+    """Picks `rank` of the m rows of A [b, m, p] in float64.
 
     Args:
         values: A.
         rank: up to m.
         in_halves: for errors below 1e-7 of the values.
 
-    Cost: m^2 p / 2 and m rank^2 / 2 multiply-adds each, more than twice of it in halves.
+    Cost: m^2 p / 2 and m rank^2 / 2 multiply-adds each, more than twice that in halves.
     """
     if not in_halves or rank == 1:
         return _picked(values, rank)
@@ -59,7 +58,7 @@ def skeletons(values: Tensor, rank: int, *, in_halves: bool) -> Skeletons:
 
 
 def needed_rank(values: Tensor, error: float) -> int:
-    """Rows to be picked of each of the values [b, m, p] until the errors are this small in the root mean square."""
+    """Rows to pick from values [b, m, p] for this root mean square error."""
     rank = 0
     while rank < values.shape[1] and (size := float(values.square().mean().sqrt())) > error:
         picked = _picked(values, values.shape[1] - rank, error=max(error, SMALLEST_PART * size))
@@ -68,7 +67,7 @@ def needed_rank(values: Tensor, error: float) -> int:
 
 
 def _picked(values: Tensor, rank: int, error: float = -1.0) -> Skeletons:
-    """From one product A A^T; fewer than `rank` rows where the root mean square of all errors reaches `error`."""
+    """Picks from one product A A^T; fewer than `rank` rows once the root mean square error is `error`."""
     gram = torch.bmm(values, values.mT) / values.shape[-1]
     left = gram.diagonal(dim1=1, dim2=2).clone()
     factor = values.new_zeros(len(values), rank, values.shape[1])
@@ -85,7 +84,7 @@ def _picked(values: Tensor, rank: int, error: float = -1.0) -> Skeletons:
 
 
 def _next_column(gram: Tensor, factor: Tensor, pivot: Tensor, largest: Tensor, floor: Tensor) -> Tensor:
-    """The next column of the factor, [b, m]: that of the identity where all that is left is rounding."""
+    """The factor's next column [b, m]; a unit vector where only rounding is left."""
     row = pivot.unsqueeze(-1)
     column = gram.gather(1, row.expand(-1, -1, gram.shape[2]))
     if factor.shape[1]:
@@ -97,7 +96,7 @@ def _next_column(gram: Tensor, factor: Tensor, pivot: Tensor, largest: Tensor, f
 
 
 def _interpolated(pivots: Tensor, factor: Tensor) -> Skeletons:
-    """U^T [b, r, m] by (A_S A_S^T) U^T = A_S A^T, from the transposed factor [b, r, m]."""
+    """U^T [b, r, m] from the transposed factor [b, r, m]."""
     picked = pivots.unsqueeze(1).expand(-1, pivots.shape[1], -1)
     weights = torch.linalg.solve_triangular(factor.gather(2, picked), factor, upper=True)
     identity = torch.eye(pivots.shape[1], dtype=weights.dtype, device=weights.device)

@@ -1,4 +1,4 @@
-"""A balanced tree over the rows of a data set: medians cut every node in two along its widest side."""
+"""A balanced tree over data: medians split every node along its widest side."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,35 +9,34 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Boxes:
-    """The smallest boxes around the points of some nodes: corners `low` and `high`, [nodes, d]."""
+    """Bounding boxes of nodes: corners `low` and `high`, [nodes, d]."""
 
     low: Tensor
     high: Tensor
 
     @classmethod
     def around(cls, points: Tensor) -> "Boxes":
-        """Around points [nodes, size, d]."""
+        """Boxes of points [nodes, size, d]."""
         return cls(points.amin(1), points.amax(1))
 
     def diameters(self) -> Tensor:
-        """The diagonals' lengths, [nodes]."""
+        """Lengths of the diagonals, [nodes]."""
         return (self.high - self.low).norm(dim=-1)
 
     def gaps(self, left: Tensor, right: Tensor) -> Tensor:
-        """The distance between two boxes, for pairs of node numbers [p]; 0 where they touch."""
+        """Distances between boxes, for pairs of node numbers [p]; 0 where they touch."""
         first, last = torch.maximum(self.low[left], self.low[right]), torch.minimum(self.high[left], self.high[right])
         return (first - last).clamp_min_(0).norm(dim=-1)
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of one level of a tree. Node i has the children 2 i and 2 i + 1 on the next level.
+    """The nodes of one level. Node i has the children 2 i and 2 i + 1.
 
     Attributes:
-        rows: the rows of the data in each node, [nodes, size]. Nodes have equal sizes: one that has a row less repeats its
-            first row in the last slot.
-        counts: how many slots of each node are its own, [nodes]: size or size - 1.
-        boxes: the boxes around the nodes.
+        rows: row numbers, [nodes, size]; a smaller node repeats its first row in the last slot.
+        counts: rows of each node, [nodes]: size or size - 1.
+        boxes: bounding boxes.
     """
 
     rows: Tensor
@@ -53,17 +52,17 @@ class Nodes:
         return self.rows.shape[1]
 
     def is_own(self) -> Tensor:
-        """Which slots are the node's own rows, [nodes, size]: every row of the data once."""
+        """Which slots do not repeat a row, [nodes, size]."""
         return torch.arange(self.size, device=self.rows.device) < self.counts.unsqueeze(-1)
 
 
 def balanced_tree(x: Tensor, depth: int) -> Iterator[Nodes]:
-    """The levels of a tree over the points x [n, d], the root first: 2^level nodes each, the last at level `depth`.
+    """The levels of a tree over points x [n, d], the root first, up to level `depth`; level l has 2^l nodes.
 
-    Each level is made when it is asked for. Cost: one sort of n numbers for each. Memory: n row numbers for each.
+    Each is made on demand. Cost: one sort of n numbers; memory: n row numbers.
 
     Raises:
-        ValueError: fewer points than the last level has nodes.
+        ValueError: fewer points than leaves.
     """
     if len(x) < 2**depth:
         raise ValueError(f"A tree of depth {depth} has {2**depth} leaves, and there are {len(x)} points.")
@@ -76,21 +75,21 @@ def balanced_tree(x: Tensor, depth: int) -> Iterator[Nodes]:
 
 
 def _halved(nodes: Nodes, points: Tensor) -> tuple[Nodes, Tensor]:
-    """Both halves of every node, the first of which has the middle row where their number is odd; and their points."""
+    """Both halves of every node, the first with the middle row, and their points."""
     first = (nodes.counts + 1) // 2
     counts = torch.stack([first, nodes.counts - first], dim=1)
     starts = torch.stack([torch.zeros_like(first), first], dim=1).unsqueeze(-1)
     slots = torch.arange((nodes.size + 1) // 2, device=points.device)
     position = starts + torch.where(slots < counts.unsqueeze(-1), slots, 0)
     order = _order_along_widest_side(nodes, points).gather(1, position.flatten(1))
-    # The points move along, so that those of a node lie together in memory.
+    # Sorted points, so that a node's are contiguous.
     halves = [part.gather(1, order).view(2 * len(nodes), -1) for part in (nodes.rows, *points.unbind(-1))]
     points = torch.stack(halves[1:], dim=-1)
     return Nodes(halves[0], counts.flatten(), Boxes.around(points)), points
 
 
 def _order_along_widest_side(nodes: Nodes, points: Tensor) -> Tensor:
-    """The slots of each node, [nodes, size], sorted by the coordinate of its widest side; repeated rows come last."""
+    """Slots [nodes, size], sorted along the widest side; repeated rows come last."""
     widest = (nodes.boxes.high - nodes.boxes.low).argmax(-1)
     along = points.gather(2, widest.view(-1, 1, 1).expand(-1, nodes.size, 1)).squeeze(2)
     return along.masked_fill_(~nodes.is_own(), torch.inf).argsort(dim=1, stable=True)

@@ -1,5 +1,5 @@
-"""RBF, Matern and rational quadratic kernels: formulas, distances and derivatives in closed form.
+"""RBF, Matern and rational quadratic kernels in closed form.
 
-Begin with `operator.py`; `functions.py` has the formulas, `tiles.py` evaluates them by GEMM, `keops.py` by
-KeOps. It may import what `linear_operators` may.
+Begin with `operator.py`; `functions.py` has the formulas, `tiles.py` and `keops.py` evaluate them. May import what
+`linear_operators` may.
 """

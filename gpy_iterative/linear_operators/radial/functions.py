@@ -1,10 +1,7 @@
-"""The radial kernels as functions of a squared distance: k(x, x') = outputscale * f(q), q = |x - x'|^2.
+"""Radial kernels as functions of a squared distance: k(x, x') = outputscale * f(q), q = |x - x'|^2.
 
-Beside its GEMMs, most of a kernel product's cost is the element-wise work on tiles. So each function works in place, in few
-passes, on squared distances that are multiplied by its own constant `scale` already.
-`alpha` is the rational quadratic's shape parameter and None for all others.
-
-Beside each function stand the same formulas in the language of KeOps, which compiles them to one loop.
+Beside GEMMs, products mostly cost element-wise work. So functions work in place, in few passes, on `scale` times squared
+distances. `alpha` is the shape of the rational quadratic, and None elsewhere.
 """
 
 import math
@@ -26,14 +23,13 @@ def _shape(alpha: Tensor | None) -> Tensor:
 class KeOpsFormulas:
     """A radial function in KeOps' language (https://www.kernel-operations.io/keops/api/math-operations.html).
 
-    KeOps computes its fractions in float32 whatever the inputs' dtype: they serve halves, which are exact, and any
-    other denominator is taken out of the formulas.
+    KeOps computes fractions in float32: only halves, which are exact, are used.
 
     Attributes:
         value: f, of `{u}` and the variable `alpha`.
         derivative: df/dq (not df/du); 0 at u = 0 where the true one is unbounded.
-        alpha_derivative: df/dalpha at fixed q; None where there is no alpha.
-        multiple: the formulas are of so many times the function.
+        alpha_derivative: df/dalpha at fixed q, or None.
+        multiple: factor of all formulas, without other denominators.
     """
 
     value: str
@@ -42,62 +38,55 @@ class KeOpsFormulas:
     multiple: int = 1
 
 
-#: The largest r of which exp(-r) is taken, 2e-22.
+#: Largest r in exp(-r), 2e-22.
 FARTHEST = 50.0
 _LOG2_E = math.log2(math.e)
 
 
 def _decay(r: Tensor, out: Tensor | None = None) -> Tensor:
-    """exp(-r), differentiable without `out`, which may be r itself.
-
-    By exp2, which torch computes faster than exp on a CPU, within the same rounding.
-    """
+    """exp(-r), differentiable without `out`, which may be r. exp2 is faster than exp on a CPU."""
     return torch.mul(r, -_LOG2_E, out=out).exp2_()
 
 
 def _exponents_(u: Tensor, scratch: Tensor) -> Tensor:
-    """-r log2(e) for r = sqrt(u), whose exp2 is exp(-r), in place; scratch becomes 1 / r.
-
-    By rsqrt, which torch computes faster than sqrt on a CPU, within the same rounding.
-    """
+    """-r log2(e) for r = sqrt(u), in place; scratch becomes 1 / r. rsqrt is faster than sqrt on a CPU."""
     torch.rsqrt(u, out=scratch)
     return torch.addcmul(u.new_zeros(()), u, scratch, value=-_LOG2_E, out=u)
 
 
 def _one_plus_r(exponents: Tensor, exponential: Tensor, out: Tensor) -> Tensor:
-    """(1 + r) exp(-r), from -r log2(e) and exp(-r) in one pass; `out` may be either of them."""
+    """(1 + r) exp(-r) from -r log2(e) and exp(-r); `out` may be either."""
     return torch.addcmul(exponential, exponents, exponential, value=-1 / _LOG2_E, out=out)
 
 
 @dataclass(frozen=True)
 class RadialFunction(ABC):
-    """One radial function; `u = scale * q` is its argument everywhere, in the range that `clamp_` gives."""
+    """A radial function of `u = scale * q`, in the range that `clamp_` gives."""
 
     name: str
 
-    #: Beyond it f counts as constant: so far below rounding that nothing is lost, and so far above the smallest numbers
-    #: that the tiles, and what they are multiplied by, stay clear of denormal numbers, which are many times slower.
+    #: Beyond it f is constant: far below rounding, yet above denormal numbers, which are many times slower.
     largest: ClassVar[float] = math.inf
 
-    #: Whether it is not differentiable at 0, so that it follows every rounding error of the smallest distances.
+    #: Whether f is not differentiable at 0, and so sensitive to rounding.
     has_kink: ClassVar[bool] = False
 
-    #: A constant factor of df/dq, which is left out of its tiles.
+    #: Constant factor of df/dq, left out of its tiles.
     derivative_factor: ClassVar[float] = 1.0
 
-    #: None for a function that only tiles can evaluate.
+    #: None for functions without KeOps.
     keops: ClassVar[KeOpsFormulas | None] = None
 
     def scale(self, alpha: Tensor | None) -> float | Tensor:
-        """The constant that is folded into the squared distances: [] or [*b, 1, 1]."""
+        """The factor of squared distances in u: [] or [*b, 1, 1]."""
         return 1.0
 
     def clamp_(self, u: Tensor) -> Tensor:
-        """Distances, as rounding left them, into the range that the formulas take, in place."""
+        """Moves rounded distances into the formulas' range, in place."""
         return u.clamp_(0, self.largest)
 
     def at_exact_distances(self) -> "RadialFunction":
-        """The function of distances that have no rounding errors of their own, however small they are."""
+        """The function for distances without rounding errors."""
         return self
 
     @abstractmethod
@@ -106,14 +95,14 @@ class RadialFunction(ABC):
 
     @abstractmethod
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        """The value at distances as rounding left them, overwriting u and a scratch tensor of the same shape. Returns u."""
+        """Overwrites u, perhaps rounded, with f, and a scratch tensor of its shape. Returns u."""
 
     @abstractmethod
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `value_`, and df/dq (not df/du) over `derivative_factor`, overwriting u and scratch."""
+        """As `value_`, and df/dq (not df/du) over `derivative_factor` in scratch."""
 
     def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
-        """df/dalpha at fixed q, of distances as rounding left them; only the rational quadratic has one."""
+        """df/dalpha at fixed q, for the rational quadratic; u may be rounded."""
         raise ValueError(f"The {self.name} function has no alpha.")
 
 
@@ -145,7 +134,7 @@ class _Gaussian(RadialFunction):
 
 @dataclass(frozen=True)
 class _Matern(RadialFunction):
-    """A function of r = sqrt(u), of which its inverse is taken, too: u has to be positive."""
+    """A function of r = sqrt(u) and 1 / r: u must be positive."""
 
     largest = FARTHEST**2
 
@@ -155,11 +144,10 @@ class _Matern(RadialFunction):
 
 @dataclass(frozen=True)
 class _Matern12(_Matern):
-    """exp(-r); not differentiable at 0, where its derivative counts as 0.
+    """exp(-r); its derivative at 0 is defined as 0.
 
     Args:
-        noise: squared distances up to so many rounding errors count as 0 in the derivative, which would be large and of
-            random size there.
+        noise: squared distances of up to so many rounding errors have derivative 0, not a large random one.
     """
 
     noise: float = 64.0
@@ -230,7 +218,6 @@ class _Matern52(_Matern):
         return self._from_exponents_(exponents, torch.exp2(exponents, out=scratch))
 
     def _from_exponents_(self, exponents: Tensor, exponential: Tensor) -> Tensor:
-        """f, overwriting the exponents: (1 + r + r^2/3) times exp(-r)."""
         torch.addcmul(exponents, exponents, exponents, value=-1 / (3 * _LOG2_E), out=exponents)
         return _one_plus_r(exponents, exponential, out=exponents)
 

@@ -1,4 +1,4 @@
-"""The element-wise work of a tile compiled to one loop by `torch.compile`."""
+"""Element-wise work of a tile, compiled by `torch.compile`."""
 
 import threading
 from functools import cache
@@ -11,7 +11,7 @@ from gpy_iterative.linear_operators.radial.functions import RadialFunction
 
 
 def fused_value_(function: RadialFunction, u: Tensor, alpha: Tensor | None) -> Tensor:
-    """Clamps u [*b, rows, columns] and overwrites it with the function's value."""
+    """Clamps u [*b, rows, columns] and overwrites it with the value."""
     flat, alpha = _flat(u, alpha)
     _compiled_value(function, u.dtype)(flat, alpha)
     return u
@@ -20,7 +20,7 @@ def fused_value_(function: RadialFunction, u: Tensor, alpha: Tensor | None) -> T
 def fused_value_and_derivative_(
     function: RadialFunction, u: Tensor, derivative: Tensor, alpha: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Clamps u [*b, rows, columns], and overwrites it with the value and `derivative` with the derivative."""
+    """Clamps u [*b, rows, columns], and overwrites it and `derivative`."""
     flat, alpha = _flat(u, alpha)
     _compiled_value_and_derivative(function, u.dtype)(flat, derivative.view(flat.shape), alpha)
     return u, derivative
@@ -29,23 +29,21 @@ def fused_value_and_derivative_(
 class _CompiledLoop:
     """The passes over a tile in one loop.
 
-    torch.compile compiles one piece of code only a few times (for other numbers of dimensions, for a length of one, for
-    another number of threads) and then runs it uncompiled. So every function and dtype has code of its own, is given
-    tiles that `_flat` has made alike, and is compiled by one thread while the others wait.
+    torch.compile compiles one code object only a few times (by dimensions, lengths of one, threads), then runs it
+    uncompiled. So every function and dtype has its own code and uniform tiles (`_flat`). One thread compiles while others
+    wait.
     """
 
     def __init__(self, evaluate: FunctionType, function: RadialFunction, dtype: torch.dtype) -> None:
         evaluate.__code__ = evaluate.__code__.replace(co_name=f"{evaluate.__name__}_{function.name}_{dtype}")
-        # PyTorch's graph cache on disk does not tell processors apart: loops of AVX-512's width, which it hands to a
-        # process without AVX-512 (another machine of a shared disk, ATEN_CPU_CAPABILITY), return wrong numbers. Without
-        # it a function is translated once a process; the result of the C++ compiler is still cached, with the
-        # processor in its key.
+        # No graph cache on disk: it ignores the processor, and AVX-512 code gives wrong numbers without AVX-512 (shared
+        # disk, ATEN_CPU_CAPABILITY). The C++ compiler's cache includes the processor.
         self._evaluate = torch.compile(evaluate, dynamic=True, options={"fx_graph_cache": False})
         self._lock = threading.Lock()
         self._compiled: set[tuple[object, ...]] = set()
 
     def __call__(self, tiles: Tensor, *others: Tensor | None) -> None:
-        # Detached: a view is compiled for the dimensions of its base, too.
+        # Detached: views are compiled for their base's dimensions, too.
         given = [None if tensor is None else tensor.detach() for tensor in (tiles, *others)]
         is_one = tuple(size == 1 for size in tiles.shape)
         variant = (is_one, tiles.device, torch.get_num_threads(), torch.is_inference_mode_enabled())
@@ -58,7 +56,7 @@ class _CompiledLoop:
 
 
 def _flat(tile: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A tile [*b, rows, columns] with one dimension, or with two where alpha [*b, 1] has several values."""
+    """A tile [*b, rows, columns] as a vector, or as a matrix for several values of alpha [*b, 1]."""
     if alpha is None or alpha.numel() == 1:
         return tile.view(-1), None if alpha is None else alpha.view(())
     alpha = alpha.squeeze(-1).expand(tile.shape[:-2]).reshape(-1)

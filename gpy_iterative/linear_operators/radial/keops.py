@@ -1,10 +1,7 @@
-"""Products and derivatives of a radial kernel matrix by KeOps: one compiled loop, no memory beyond inputs and outputs.
+"""Products and derivatives of radial kernels by KeOps: one compiled loop, no memory beyond inputs and outputs.
 
-pykeops is an extra: without it everything else works.
-
-KeOps compiles one program for each formula, input dimension, number of columns and dtype, which takes several seconds
-and is kept on disk. Numbers of columns are therefore rounded up to a few widths, so that a solve whose block of
-columns narrows as they converge does not compile at every turn.
+pykeops is an optional extra. Each formula, input dimension, number of columns and dtype takes seconds to compile, and is
+stored on disk. So columns are padded to a few widths: a narrowing block of columns does not recompile.
 """
 
 import hashlib
@@ -28,22 +25,20 @@ try:
 except ImportError:
     Genred, get_build_folder = None, None
 
-#: Numbers of columns that are compiled. On a CPU one column costs as much as 8, and 72 two to three times that.
+#: Compiled widths. On a CPU one column costs as much as 8, and 72 cost two to three times that.
 WIDTHS = (8, 32, 72)
 
 
 class RadialKeOps(RadialTiles):
-    """The same matrix as `RadialTiles`, whose sums over rows and columns are KeOps reductions.
+    """`RadialTiles` with sums by KeOps.
 
-    Entries are evaluated for every product and never kept: memory is O((n + m)(d + s)). Where a solver or a
-    preconditioner asks for entries themselves (a principal block, rows of a pivoted Cholesky factor), they are tiles.
-    Distances come from differences, so they are exact where a GEMM's would be rounding noise.
+    Memory is O((n + m)(d + s)): entries are never kept. Dense blocks and rows are tiles. Distances are exact differences.
     """
 
     def product(
         self, rows: Rows, columns: slice, rhs: Tensor, tile: Callable[[int, int], Tensor] | None = None
     ) -> Tensor:
-        if tile is not None:  # of another matrix
+        if tile is not None:  # another matrix
             return super().product(rows, columns, rhs, tile)
         x1, x2 = self._scaled_inputs()
         return kernel_sum(self.function, x1[..., rows, :], x2[..., columns, :], self.alpha, rhs)
@@ -52,10 +47,7 @@ class RadialKeOps(RadialTiles):
         return self.product(rows, slice(None), rhs)
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> RadialDerivative:
-        """The derivative for W = weights, in one pass; in two of them for a matrix that is not symmetric.
-
-        Weights that are no product of a few vectors fill as much memory as tiles, which are used for them.
-        """
+        """The derivative for W = weights, in one pass (two without symmetry). Dense weights use tiles."""
         if not isinstance(weights, BilinearWeights):
             return super().derivative(weights, value=value, alpha=alpha)
         (x1, x2), left, right = self._scaled_inputs(), weights.left, weights.right
@@ -64,14 +56,13 @@ class RadialKeOps(RadialTiles):
         sums = rows[..., dimension:].sum(-2, dtype=torch.float64)
         dx2 = None
         if self.symmetric:
-            sums = sums / 2  # every pair is met from both sides
+            sums = sums / 2  # every pair occurs twice
         else:
             dx2 = factor * derivative_sum(self.function, x2, x1, self.alpha, right, left)[..., :dimension]
         dalpha = sums[..., 1] if sums.shape[-1] > 1 else torch.zeros_like(sums[..., 0])
         return RadialDerivative(factor * rows[..., :dimension], sums[..., 0], dalpha, dx2)
 
     def _scaled_inputs(self) -> tuple[Tensor, Tensor]:
-        """Inputs into which the radial function's constant is folded."""
         root = self.function.scale(self.alpha) ** 0.5
         return self.x1 * root, self.x2 * root
 
@@ -80,13 +71,13 @@ def kernel_sum(function: RadialFunction, x: Tensor, y: Tensor, alpha: Tensor | N
     """sum_j f(x_i, y_j) v_j.
 
     Args:
-        function: the radial function f; its scale is folded into the inputs already, u = |x - y|^2.
-        x, y: [*b, n, d] and [*b, m, d]; batch dimensions of all arguments are broadcast.
+        function: f; its scale is folded into the inputs, u = |x - y|^2.
+        x, y: [*b, n, d] and [*b, m, d]; all batch dimensions are broadcast.
         alpha: [*b, 1] or None.
         v: [*b, m, s].
 
     Returns:
-        [*b, n, s], at a cost of n m (d + s) multiply-adds and the evaluation of f for every 72 columns.
+        [*b, n, s]. Cost: n m (d + s) multiply-adds and one evaluation of f per 72 columns.
     """
     parts = []
     for columns, width in column_blocks(v.shape[-1]):
@@ -99,14 +90,14 @@ def kernel_sum(function: RadialFunction, x: Tensor, y: Tensor, alpha: Tensor | N
 def derivative_sum(
     function: RadialFunction, x: Tensor, y: Tensor, alpha: Tensor | None, left: Tensor, right: Tensor
 ) -> Tensor:
-    """sum_j (l_i . r_j) [f'(x_i, y_j) (x_i - y_j), f, df/dalpha] in one pass, with f' = df/dq.
+    """sum_j (l_i . r_j) [f'(x_i, y_j) (x_i - y_j), f, df/dalpha], with f' = df/dq.
 
     Args:
         function, x, y, alpha: as in `kernel_sum`.
         left, right: [*b, n, s] and [*b, m, s].
 
     Returns:
-        [*b, n, d + 1], or [*b, n, d + 2] for a function with alpha.
+        [*b, n, d + 1], or [*b, n, d + 2] with alpha.
     """
     total = torch.zeros(())
     for columns, width in column_blocks(left.shape[-1]):
@@ -117,7 +108,7 @@ def derivative_sum(
 
 
 def column_blocks(size: int) -> list[tuple[slice, int]]:
-    """Slices that cover `size` columns, each with the width that it is padded to; one of them even for no columns."""
+    """Slices of `size` columns with their padded widths; at least one."""
     blocks, start = [], 0
     while start < size or not blocks:
         width = next((width for width in WIDTHS if width >= size - start), WIDTHS[-1])
@@ -127,10 +118,7 @@ def column_blocks(size: int) -> list[tuple[slice, int]]:
 
 
 class _Program:
-    """A KeOps reduction that processes which want it at the same time compile one after the other.
-
-    KeOps itself does not: a second process may load a library that the first is still writing.
-    """
+    """A KeOps reduction, compiled by one process at a time: others could load an unfinished library."""
 
     def __init__(self, formula: str, variables: list[str]) -> None:
         require_pykeops()
@@ -140,7 +128,7 @@ class _Program:
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         kind = (tensors[0].dtype, tensors[0].device)
-        # KeOps' own choice sends the CPU's tensors to a GPU and back wherever it finds one.
+        # By default KeOps moves CPU tensors to any GPU.
         backend = "GPU" if tensors[0].is_cuda else "CPU"
         if kind not in self._compiled:
             name = hashlib.sha256(f"{self._text}|{kind}".encode()).hexdigest()[:16]
@@ -184,10 +172,7 @@ def _padded(v: Tensor, width: int) -> Tensor:
 
 
 def _over_batch(program: _Program, alpha: Tensor | None, *tensors: Tensor) -> Tensor:
-    """The program's result for every member of a batch.
-
-    One by one: KeOps compiles another program for batches, and broadcasts none of its arguments reliably.
-    """
+    """The result for each batch member: KeOps compiles batches separately and broadcasts unreliably."""
     every = tensors if alpha is None else (*tensors, alpha.unsqueeze(-1))
     batch = torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in every))
     members = [tensor.expand(*batch, *tensor.shape[-2:]).reshape(batch.numel(), *tensor.shape[-2:]) for tensor in every]

@@ -1,7 +1,6 @@
-"""A radial kernel matrix that is never stored: RBF, Matern 1/2, 3/2, 5/2 and rational quadratic.
+"""Radial kernel matrices that are never stored: RBF, Matern 1/2, 3/2, 5/2 and rational quadratic.
 
-The operator holds scaled inputs and the outputscale. Lengthscales, active dimensions and feature extractors
-stay outside, in autograd; the operator differentiates with respect to its scaled inputs in closed form.
+Lengthscales, active dimensions and feature extractors stay in autograd; derivatives by scaled inputs are in closed form.
 """
 
 from dataclasses import replace
@@ -26,18 +25,16 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     """outputscale * f(|x1_i - x2_j|^2), in tiles or by KeOps.
 
     Args:
-        x1: inputs divided by the lengthscale and centred, [*b, n, d]. Centring is the caller's: without it float32
-            loses digits of the distances.
+        x1: inputs over the lengthscale, [*b, n, d]; the caller centres them, since float32 loses digits otherwise.
         outputscale: [*b] (or [] for none).
-        x2: [*b, m, d]; None makes the operator symmetric, which halves its work.
-        alpha: [*b, 1], of the rational quadratic function only.
-        function: one of `gpy_iterative.linear_operators.radial.functions`.
+        x2: [*b, m, d]; None makes the operator symmetric, which halves the work.
+        alpha: [*b, 1], rational quadratic only.
+        function: from `radial/functions.py`.
         products: how products are computed.
-        cache: shared by all rebuilds of the operator; None starts an empty one.
+        cache: shared by all rebuilds; None starts an empty one.
 
-    A product with s columns costs n m (d + s) multiply-adds and a few element-wise passes the first time, n m s
-    once all tiles are kept; memory O((n + m)(d + s)) and the tile cache. The derivative costs one further pass.
-    KeOps evaluates every entry again for each product, and keeps none.
+    A product with s columns costs n m (d + s) multiply-adds and a few element-wise passes, or n m s once all tiles are
+    kept; the derivative costs one more pass. Memory: O((n + m)(d + s)) and the tile cache, which KeOps does not use.
     """
 
     def __init__(
@@ -58,11 +55,11 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         super().__init__(x1, outputscale, **tensors, **options)
         self.x1, self.outputscale, self.x2, self.alpha = x1, outputscale, x2, alpha
         self.function, self.products, self.cache, self.symmetric = function, products, cache, x2 is None
-        self.tile_scale = outputscale.detach().unsqueeze(-1).unsqueeze(-1)  # tiles know nothing of it
+        self.tile_scale = outputscale.detach().unsqueeze(-1).unsqueeze(-1)  # not in the tiles
 
     @property
     def _is_batched(self) -> bool:
-        """Whether there are several matrices besides several outputscales."""
+        """Whether several matrices, not only outputscales, are given."""
         return self.x1.dim() > 2 or (self.alpha is not None and self.alpha.dim() > 1)
 
     def _make_tiles(self) -> RadialTiles:
@@ -81,18 +78,17 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return torch.Size((*batch, self.x1.shape[-2], columns.shape[-2]))
 
     def _rebuild(self, x1: Tensor, outputscale: Tensor, x2: Tensor | None, alpha: Tensor | None) -> LinearOperator:
-        """The same kernel on other tensors, with a cache of its own. Members of a batch have tiles, as the batch has."""
+        """The kernel on other tensors, with its own cache and, for batches, tiles only."""
         products = replace(self.products, far_field=None) if self._is_batched else self.products
         return type(self)(x1, outputscale, x2=x2, alpha=alpha, function=self.function, products=products)
 
     # Products
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
-        """Plain autograd, O(n m) memory: the reference that `_bilinear_derivative` is tested against."""
+        """Plain autograd, O(n m) memory: the reference for `_bilinear_derivative`."""
         return self._differentiable_values() @ rhs
 
     def _differentiable_values(self) -> Tensor:
-        """The matrix [*b, n, m], with the graph to every tensor of the representation."""
         distances = differentiable_squared_distances(self.x1, self.x2)
         values = self.function.value(distances * self.function.scale(self.alpha), self.alpha)
         return self.outputscale.unsqueeze(-1).unsqueeze(-1) * values
@@ -117,25 +113,25 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         )
 
     def far_field_error(self) -> float | None:
-        """The measured relative error of products through a far field; None where everything is made of tiles."""
+        """The measured relative error of far-field products; None without a far field."""
         tiles = self.tiles()
         field = tiles.far_field() if isinstance(tiles, RadialFarField) else None
         return None if field is None else field.error
 
-    # Directional derivatives of a product, which information about the hyperparameters is made of
+    # Directional derivatives, for information about the hyperparameters
 
     @torch.no_grad()
     def scale_products(self, rhs: Tensor) -> Tensor:
-        """The derivatives [*b, n, d] of K rhs with respect to log s_c, where s_c multiplies coordinate c of the inputs.
+        """Derivatives [*b, n, d] of K rhs [*b, n] by log s_c, a factor of input coordinate c.
 
-        `rhs` is [*b, n]. Cost: one product with 1 + 2d columns, of the derivatives that are kept beside the tiles.
+        Cost: one product with 1 + 2d columns, of kept derivatives.
         """
         columns = rhs.unsqueeze(-1).expand(*self.batch_shape, -1, -1)
         return self.tiles().scale_products(columns) * (2 * self.function.derivative_factor * self.tile_scale)
 
     @torch.no_grad()
     def alpha_product(self, rhs: Tensor) -> Tensor:
-        """The derivative [*b, n] of K rhs with respect to alpha, for rhs [*b, n]."""
+        """The derivative [*b, n] of K rhs [*b, n] by alpha."""
         columns = rhs.unsqueeze(-1).expand(*self.batch_shape, -1, -1)
         return (self.tiles().alpha_product(columns) * self.tile_scale).squeeze(-1)
 
@@ -149,14 +145,14 @@ class RadialKernelLinearOperator(TiledLinearOperator):
 
     @torch.no_grad()
     def principal_blocks(self, rows: Tensor) -> Tensor:
-        """operator[rows_i, rows_i] for sets of rows [c, k], c k^2 entries."""
+        """See `extensions.principal_blocks`."""
         points, function = self.x1[rows], self.function
         distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
         u = distances.square_().mul_(function.scale(self.alpha))
         return function.value_(u, torch.empty_like(u), self.alpha).mul_(self.tile_scale)
 
     def kernel_inputs(self) -> Tensor:
-        """The scaled inputs, see `extensions.kernel_inputs`."""
+        """See `extensions.kernel_inputs`."""
         return self.x1.detach()
 
     def _full_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -1,8 +1,7 @@
-"""Tiles of a radial kernel matrix, and the derivative of a weighted sum of its entries in one pass over them.
+"""Tiles of a radial kernel matrix, and derivatives of a weighted sum of its entries.
 
-With G the weights times df/dq, the derivative with respect to an input is the sum over j of 2 G_ij (x_i - x_j). Two matrix
-products give it, G x and G 1. In float32 their difference loses the digits that x has in front of x_i - x_j. So coordinates
-that stretch over hundreds of lengthscales, whose differences `SquaredDistances` takes one by one, are differences here too.
+With G the weights times df/dq, the derivative by x_i is sum_j 2 G_ij (x_i - x_j), from G x and G 1. In float32 this loses
+digits for coordinates that `SquaredDistances` takes apart, so those use differences here too.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from gpy_iterative.linear_operators.tiles.cache import Key, TileCache
 from gpy_iterative.linear_operators.tiles.operator import TileWeights
 from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
 
-#: Writes f and df/dq over its factor into two tensors, and returns them.
+#: Overwrites two tensors with f and df/dq over its factor.
 EvaluateBoth = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -30,8 +29,8 @@ class RadialTiles(Tiles):
     Args:
         x1, x2: scaled inputs [*b, n, d] and [*b, m, d] (or None).
         function, alpha: the radial function, and its alpha [*b, 1] or None.
-        products: tile size, memory for kept tiles, compilation.
-        cache: where evaluated tiles are kept.
+        products: tile size, cache memory, compilation.
+        cache: where tiles are kept.
     """
 
     def __init__(
@@ -48,9 +47,9 @@ class RadialTiles(Tiles):
         self.alpha = None if alpha is None else alpha.detach()
         self._function, self.products, self._is_fused = function, products, products.is_fused(x1.device)
         batches = [tensor.shape[:-dims] for tensor, dims in ((x1, 2), (self.x2, 2), (alpha, 1)) if tensor is not None]
-        # The tensors themselves, not detached copies: the cache recognises them.
+        # Not detached: the cache recognises tensors.
         owner = tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None)
-        # df/dq is kept beside f, for the gradient that follows: one evaluation gives both. KeOps keeps nothing.
+        # One evaluation gives f and df/dq, which the gradient needs. KeOps keeps nothing.
         self._keeps_derivatives = products.backend != "keops" and any(tensor.requires_grad for tensor in owner)
         super().__init__(
             torch.Size((*torch.broadcast_shapes(*batches), x1.shape[-2], self.x2.shape[-2])),
@@ -64,14 +63,14 @@ class RadialTiles(Tiles):
 
     @cached_property
     def distances(self) -> SquaredDistances:
-        """Made when an entry is evaluated, and not where all tiles are kept."""
+        """Made only when an entry is evaluated."""
         function = self._function
         few = few_coordinates(has_kink=function.has_kink, is_symmetric=self.symmetric)
         return SquaredDistances(self.x1, self.x2, function.scale(self.alpha), few=few)
 
     @cached_property
     def function(self) -> RadialFunction:
-        """The radial function of these distances."""
+        """The radial function for these distances."""
         return self._function if self.distances.together else self._function.at_exact_distances()
 
     def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
@@ -88,7 +87,7 @@ class RadialTiles(Tiles):
     def _squared_distances(
         self, rows: slice | Tensor, columns: slice, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        """May be slightly negative; of a point to itself it is zero, whatever the rounding."""
+        """Squared distances, perhaps slightly negative; exactly zero from a point to itself."""
         u = self.distances.block(rows, columns, out, scratch)
         if self.symmetric and isinstance(rows, slice):
             first_row, first_column = rows.indices(self.shape[-2])[0], columns.indices(self.shape[-1])[0]
@@ -103,13 +102,13 @@ class RadialTiles(Tiles):
         return self.kept_value((i, j), self.tile_shape(i, j), evaluate, evaluate_both)
 
     def value_and_derivative(self, i: int, j: int) -> tuple[Tensor, Tensor]:
-        """The tile (i, j) of f, and that of df/dq over its factor; see `tile`."""
+        """Tiles (i, j) of f and of df/dq over its factor; see `tile`."""
         return self.kept_pair((i, j), self.tile_shape(i, j), partial(self._evaluate_both, i, j))
 
     def kept_value(
         self, key: Key, shape: torch.Size, evaluate: Callable[[Tensor], Tensor], evaluate_both: EvaluateBoth
     ) -> Tensor:
-        """Entries of f, see `kept`; those of df/dq are kept beside them."""
+        """Entries of f, see `kept`, with those of df/dq beside them."""
 
         def to_keep(out: Tensor) -> None:
             kept = None
@@ -122,7 +121,7 @@ class RadialTiles(Tiles):
         return self.kept(key, shape, evaluate, to_keep)
 
     def kept_pair(self, key: Key, shape: torch.Size, evaluate_both: EvaluateBoth) -> tuple[Tensor, Tensor]:
-        """Entries of f, and of df/dq over its factor: both kept, or both new."""
+        """Entries of f and of df/dq over its factor: both kept, or both new."""
         if self._keeps_derivatives:
             value, derivative = self.cache.tiles.get(key), self.cache.derivatives.tiles.get(key)
             if value is not None and derivative is not None:
@@ -136,14 +135,11 @@ class RadialTiles(Tiles):
         return self.function.value_and_derivative_(u, derivative, self.alpha)
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> "RadialDerivative":
-        """The derivative for W = weights, in one pass.
-
-        `value` and `alpha` say whether these parts are wanted; they are 0 where not.
-        """
+        """The derivative for W = weights; without `value` or `alpha` that part is 0."""
         apart, batch = self.distances.apart, weights.batch_shape
         x1 = self._with_ones(self.x1, batch)
         x2 = x1 if self.symmetric else self._with_ones(self.x2, batch)
-        # In float64, since parts of the sums cancel.
+        # In float64, because terms cancel.
         zeros = partial(self.x1.new_zeros, dtype=torch.float64)
 
         def share(visits: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -177,7 +173,7 @@ class RadialTiles(Tiles):
     def scale_products(self, rhs: Tensor) -> Tensor:
         """sum_j G_ij (x_i - x_j)^2 rhs_j by coordinate, [*b, n, d], with G = df/dq over its factor, for rhs [*b, n, 1].
 
-        x^2 (G a) - 2 x G (x a) + G (x^2 a) for coordinates that share a product; from the differences for those apart.
+        x^2 (G a) - 2 x G (x a) + G (x^2 a) for coordinates together, differences for those apart.
         """
         whole = slice(None)
         derivative = lambda i, j: self.value_and_derivative(i, j)[1]
@@ -202,7 +198,7 @@ class RadialTiles(Tiles):
         return self.function.alpha_derivative(u, self.alpha)
 
     def _with_ones(self, x: Tensor, batch: torch.Size) -> RowBlocks:
-        """Inputs and ones [*b, n, d + 1]; coordinates that are taken apart are zero."""
+        """Inputs and ones [*b, n, d + 1]; coordinates apart are zero."""
         vectors = torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1)
         for coordinate in self.distances.apart:
             vectors[..., coordinate] = 0
@@ -217,13 +213,13 @@ class RadialTiles(Tiles):
 
 @dataclass(frozen=True)
 class RadialDerivative:
-    """The derivative of sum_ij W_ij f(|x1_i - x2_j|^2) for weights W.
+    """The derivative of sum_ij W_ij f(|x1_i - x2_j|^2).
 
     Attributes:
-        x1: with respect to x1, [*b, n, d]; of a symmetric matrix through its rows and its columns.
+        x1: by x1, [*b, n, d]; through rows and columns for a symmetric matrix.
         value: the sum itself, [*b] in float64.
-        alpha: with respect to alpha, [*b] in float64.
-        x2: with respect to x2, [*b, m, d]; None for a symmetric matrix.
+        alpha: by alpha, [*b] in float64.
+        x2: by x2, [*b, m, d]; None for a symmetric matrix.
     """
 
     x1: Tensor

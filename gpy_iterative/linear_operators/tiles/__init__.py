@@ -1,6 +1,5 @@
-"""Kernel matrices in square tiles: evaluated, kept, multiplied, and shared by threads and processes.
+"""Kernel matrices in square tiles.
 
-Begin with `tiles.py`, the tiles and the products made of them, and `operator.py`, the linear operator on top.
-`cache.py` keeps tiles, `ranks.py` shares them between processes. It may import what
-`linear_operators` may, and of that room `linear_operators/products.py` and `linear_operators/extensions.py`.
+Begin with `tiles.py` (tiles and their products) and `operator.py` (the linear operator). `cache.py` keeps tiles, `ranks.py`
+shares them between processes. May import what `linear_operators` may, and its `products.py` and `extensions.py`.
 """

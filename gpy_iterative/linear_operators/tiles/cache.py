@@ -1,6 +1,6 @@
-"""Evaluated tiles, kept as long as the tensors that they were computed from are unchanged.
+"""Cache of evaluated tiles, valid while their tensors are unchanged.
 
-A linear operator is often rebuilt from its tensors, so the cache is an object of its own that all rebuilds share.
+Linear operators that are rebuilt from the same tensors share it.
 """
 
 import threading
@@ -20,7 +20,7 @@ Key = tuple[int, int]
 
 
 class Precedence(IntEnum):
-    """Where memory is short, a tile takes that of kept tiles of a later kind, the last kind first."""
+    """A tile may take the memory of tiles of a later kind, the last kind first."""
 
     LOW_PRECISION = 0
     NATIVE = 1
@@ -28,11 +28,11 @@ class Precedence(IntEnum):
 
 
 class _Pool:
-    """Caches under one budget, none of which it keeps alive.
+    """Caches under one budget, held by weak references.
 
     Attributes:
         members: the caches.
-        changed: held while the caches change; notified when a product, or the evaluation of a tile, has finished.
+        changed: held while caches change; notified when a product or an evaluation has finished.
     """
 
     def __init__(self) -> None:
@@ -49,19 +49,18 @@ class _Pool:
 class TileCache:
     """Tiles by row and column, up to a number of bytes.
 
-    When its owner's tensors change, the tiles are forgotten but their memory is kept for the next ones: a training run
-    fills the same buffers at every step.
+    When its owner's tensors change, the tiles are dropped and their memory is reused.
 
     Attributes:
-        tiles: those that are kept.
-        own_bytes: memory held, tiles in use and spare ones.
-        derivatives: cache of the derivatives of native tiles, which are forgotten with them; None of other kinds.
-        low_precision: cache of the same kernel's tiles in float32, with an owner of its own; None of other kinds.
+        tiles: the kept tiles.
+        own_bytes: memory of kept and spare tiles.
+        derivatives: cache of the native tiles' derivatives, dropped with them; None for other kinds.
+        low_precision: cache of float32 tiles, with its own owner; None for other kinds.
     """
 
     def __init__(self, pool: _Pool | None = None, *, precedence: Precedence = Precedence.NATIVE) -> None:
         self._pool, self.precedence = _Pool() if pool is None else pool, precedence
-        self._users = 0  # products that are being made
+        self._users = 0  # products in progress
         self._structure: list[object] = []
         self._making = threading.RLock()
         self.derivatives = self.low_precision = None
@@ -72,7 +71,7 @@ class TileCache:
         self._pool.members.append(weakref.ref(self))
 
     def clear(self) -> None:
-        """Forgets everything and gives the memory back."""
+        """Drops everything and frees the memory."""
         self._owner = SeenVersions()
         self._structure = []
         self.tiles: dict[Key, Tensor] = {}
@@ -87,9 +86,9 @@ class TileCache:
 
     @contextmanager
     def serving(self, *tensors: Tensor) -> Iterator[None]:
-        """Inside, the cache serves these tensors; tiles of any others, and their derivatives, are dropped.
+        """Context for these tensors; tiles of others, and their derivatives, are dropped.
 
-        Several threads may be served at a time where the tensors are the same; others wait until they have finished.
+        Threads with the same tensors may enter together; others wait.
         """
         with self._pool.changed:
             while self._users and not self._owner.are(tensors):
@@ -109,7 +108,7 @@ class TileCache:
                 self._pool.changed.notify_all()
 
     def structure(self, make: Callable[[], object]) -> object:
-        """What `make` returned for the tensors that are served now; it is called where there is nothing of them yet."""
+        """The result of one call of `make` for the tensors that are served now."""
         with self._making:
             if not self._structure:
                 self._structure = [make()]
@@ -118,7 +117,7 @@ class TileCache:
     def evaluate(
         self, key: Key, shape: torch.Size, like: Tensor, budget: int, evaluate: Callable[[Tensor], object]
     ) -> Tensor | None:
-        """A new tile, which `evaluate` writes into memory of the cache; None where the budget has no room for it."""
+        """A new tile that `evaluate` writes into the cache's memory; None where the budget has no room."""
         with self._pool.changed:
             tile = self._memory(shape, like, budget)
         if tile is None:
@@ -130,13 +129,12 @@ class TileCache:
         finally:
             with self._pool.changed:
                 kept = self.tiles.setdefault(key, tile) if is_done else None
-                if kept is not tile:  # it failed, or another thread evaluated the same tile
+                if kept is not tile:  # failed, or another thread was faster
                     self._keep_spare(tile)
                 self._pool.changed.notify_all()
         return kept
 
     def _memory(self, shape: torch.Size, like: Tensor, budget: int) -> Tensor | None:
-        """A spare tile, or a new one where the budget has room."""
         spare = self._spare.get((shape, like.dtype, like.device))
         if spare:
             return spare.pop()
@@ -147,10 +145,9 @@ class TileCache:
         return new_memory(shape, like)
 
     def _makes_room(self, size: int, budget: int) -> bool:
-        """Whether so many bytes fit into the budget, after tiles of later kinds have left.
+        """Drops tiles of later kinds to fit so many bytes into the budget; False where they do not fit.
 
-        A tile that another thread is evaluating cannot leave before it is finished, and is waited for. No two threads wait
-        for each other: a thread that evaluates a tile asks only for memory of a later kind.
+        It waits for tiles that other threads evaluate. No deadlock: such a thread asks only for memory of a later kind.
         """
         if self._pool.num_bytes() + size > budget:
             for key in list(self._spare):
@@ -165,7 +162,7 @@ class TileCache:
         return self._pool.num_bytes() + size <= budget
 
     def _drop_one(self) -> bool:
-        """Drops a spare tile, or else the last one; False where all others are being evaluated."""
+        """Drops a spare tile, or else the last one; False where all are being evaluated."""
         spare = next((tiles for tiles in self._spare.values() if tiles), None)
         if spare is None and not self.tiles:
             return False
@@ -181,9 +178,9 @@ class TileCache:
         self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
 
     def in_float32(self, tensor: Tensor) -> Tensor:
-        """The tensor in float32 (an integer one as it is), without gradient: one object as long as it is unchanged.
+        """The tensor in float32 (integers unchanged), without gradient: one object while the tensor is unchanged.
 
-        So all low-precision copies that share the cache are recognised as owners of the same tiles.
+        So low-precision copies that share the cache share its tiles.
         """
         known = self._in_float32.get(tensor)
         if known is None or not known[0].are([tensor]):
@@ -193,16 +190,16 @@ class TileCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held, tiles in use and spare ones, of all kinds."""
+        """Memory of all kinds of tiles."""
         return self.own_bytes + sum(cache.own_bytes for cache in self._others())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TileCache, ()  # copies and pickles start empty: tiles belong to tensors of this process
+        return TileCache, ()  # copies and pickles start empty
 
 
-@torch.inference_mode(False)  # outside of it, nothing could be written to inference tensors
+@torch.inference_mode(False)  # inference tensors are read-only outside inference mode
 def new_memory(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Memory for entries of the dtype and device of `like`."""
+    """Uninitialised memory with the dtype and device of `like`."""
     return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
@@ -211,26 +208,24 @@ def _num_bytes(tile: Tensor) -> int:
 
 
 class TileCaches:
-    """One cache for every kernel of a prior, under one budget. They outlive the operators of a training step."""
+    """One cache for every kernel of a prior, under one budget."""
 
     def __init__(self) -> None:
         self._pool = _Pool()
         self._caches: dict[str, TileCache] = {}
 
     def take(self, path: str) -> TileCache:
-        """The cache of the kernel at this path in the prior, "base_kernel.kernels.0" for example."""
+        """The cache of the kernel at a path in the prior, for example "base_kernel.kernels.0"."""
         if path not in self._caches:
             self._caches[path] = TileCache(self._pool)
         return self._caches[path]
 
     def clear(self) -> None:
-        """Gives the memory of all of them back."""
         for cache in self._caches.values():
             cache.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Memory held by all of them."""
         return sum(cache.num_bytes for cache in self._caches.values())
 
     def __reduce__(self) -> tuple[Any, ...]:

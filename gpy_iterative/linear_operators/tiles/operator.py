@@ -1,4 +1,4 @@
-"""A linear operator that is made of tiles: its products, and the derivative of a weighted sum of its entries."""
+"""Linear operators made of tiles."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -15,11 +15,11 @@ from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
 
 
 class TileWeights(ABC):
-    """Weights W of the sum over all entries, W_ij K_ij, that is differentiated.
+    """Weights W of the sum of W_ij K_ij that is differentiated.
 
     Attributes:
-        batch_shape: of W and K together.
-        tensors: what W is made of.
+        batch_shape: broadcast batch shape of W and K.
+        tensors: the tensors that define W.
     """
 
     batch_shape: torch.Size
@@ -27,9 +27,9 @@ class TileWeights(ABC):
 
     @abstractmethod
     def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
-        """W of the tile (i, j), [*b, rows, columns], to be overwritten.
+        """W at the tile (i, j), [*b, rows, columns]; the caller may overwrite it.
 
-        Of a symmetric matrix, the weights of (i, j) and (j, i) together. `out`, of that shape, is memory that may be used.
+        For a symmetric matrix, the weights of (i, j) and (j, i) are added. `out` is optional memory of that shape.
         """
 
 
@@ -39,10 +39,10 @@ class BilinearWeights(TileWeights):
     Args:
         left, right: [*b, n, s] and [*b, m, s].
         batch_shape: of the matrix.
-        tiles: its tiles; those of a symmetric one are visited in the upper triangle.
+        tiles: of the matrix.
 
     Attributes:
-        left, right: the factors of W; of a symmetric matrix those of W + W^T, weights of (i, j) and (j, i) together.
+        left, right: the factors of W, or of W + W^T for a symmetric matrix.
     """
 
     def __init__(self, left: Tensor, right: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
@@ -61,7 +61,7 @@ class BilinearWeights(TileWeights):
 
 
 class MatrixWeights(TileWeights):
-    """W as a dense matrix [*b, n, m]; the other arguments are those of `BilinearWeights`."""
+    """W as a dense matrix [*b, n, m]."""
 
     def __init__(self, matrix: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, matrix.shape[:-2])
@@ -77,19 +77,19 @@ class MatrixWeights(TileWeights):
 
 
 class TiledLinearOperator(LinearOperator):
-    """A linear operator whose products are made of tiles, times a scale.
+    """A linear operator made of tiles, times a scale.
 
     Subclasses make the tiles (`_make_tiles`), differentiate a weighted sum of them (`_tile_derivatives`), and give the
-    plain autograd product that every derivative is defined by (`_differentiable_matmul`).
+    plain autograd product that defines every derivative (`_differentiable_matmul`).
 
     Attributes:
         symmetric: whether rows and columns are the same points.
-        tile_scale: [*b, 1, 1] or [], by which every tile has to be multiplied.
+        tile_scale: [*b, 1, 1] or [], factor of every tile.
         products: how products are computed.
         cache: where tiles are kept.
 
     Several threads may multiply by one operator at the same time. Operators that share a cache but not their tensors wait
-    for each other: the cache keeps tiles of one matrix at a time.
+    for each other.
     """
 
     symmetric: bool
@@ -104,32 +104,31 @@ class TiledLinearOperator(LinearOperator):
         raise NotImplementedError
 
     def _tile_derivatives(self, weights: TileWeights) -> tuple[Tensor | None, ...]:
-        """The derivatives of the sum of all entries, weighted, with respect to `representation()`."""
+        """Derivatives of the weighted sum with respect to `representation()`."""
         raise NotImplementedError
 
     def tiles(self) -> Tiles:
-        """The tiles without the scale; one object serves all products of this operator."""
+        """The tiles without the scale; one object serves all products."""
         kept: Tiles | None = self.__dict__.get("_tiles")
         if kept is None or not kept.seen.are(kept.owner):
             kept = self.__dict__["_tiles"] = self._make_tiles()
         return kept
 
     def low_precision_copy(self) -> LinearOperator:
-        """The same matrix in float32, without gradient. All operators that share the cache share its tiles.
+        """The same matrix in float32, without gradient. Operators that share the cache share its tiles.
 
         Raises:
-            ValueError: the tensors' dtype or the kernel's own code does not allow float32.
+            ValueError: the tensors' dtype or the kernel's code does not allow float32.
         """
         self.products.check(self.dtype)
         lower = lambda part: self.cache.in_float32(part) if torch.is_tensor(part) else part
         return rebuilt(self, lower, products=self._native_products(), cache=self.cache.low_precision)
 
     def native_precision(self) -> LinearOperator:
-        """The same operator in the inputs' dtype only."""
         return rebuilt(self, lambda part: part, products=self._native_products())
 
     def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
-        """The same operator computed in float64, with the graph to the same tensors and a cache of its own."""
+        """The operator in float64, with the graph to the same tensors and its own cache."""
         double = lambda part: part.double() if torch.is_tensor(part) and part.is_floating_point() else part
         return rebuilt(self, double, **self._of_own_tiles(keeps_tiles))
 
@@ -156,13 +155,13 @@ class TiledLinearOperator(LinearOperator):
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         if left_vecs.dim() == 1:
             left_vecs, right_vecs = left_vecs.unsqueeze(-1), right_vecs.unsqueeze(-1)
-        if torch.is_grad_enabled():  # a backward pass that is to be differentiated itself
+        if torch.is_grad_enabled():  # double backward
             return self._differentiable_derivatives(left_vecs, right_vecs)
         return self._tile_derivatives(BilinearWeights(left_vecs, right_vecs, self.batch_shape, self.tiles()))
 
     def _differentiable_derivatives(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-        """The same with a graph: plain autograd, O(n m) memory."""
-        # Through tensors of its own: the vectors may be functions of the operator's, and are held fixed here.
+        """`_bilinear_derivative` by plain autograd, O(n m) memory."""
+        # Views: the vectors may depend on the operator's tensors, and are held fixed here.
         own = [tensor.view_as(tensor) for tensor in self.representation()]
         wanted = [tensor for tensor in own if tensor.requires_grad]
         if not wanted:
@@ -174,30 +173,25 @@ class TiledLinearOperator(LinearOperator):
 
     @torch.no_grad()
     def matrix_derivative(self, weights: Tensor) -> tuple[Tensor | None, ...]:
-        """The derivatives of `(weights * operator).sum()`."""
         return self._tile_derivatives(MatrixWeights(weights, self.batch_shape, self.tiles()))
 
-    # Operations of `extensions.py`
+    # Operations that `extensions.py` documents
 
     def rows_matmul(self, rows: Rows, rhs: Tensor) -> Tensor:
-        """operator[rows, :] @ rhs."""
         _check_rows(rhs, self.shape[-1])
         if isinstance(rows, slice):
             return self.tiles().product(rows, slice(None), rhs).mul_(self.tile_scale)
         return self.tiles().picked_product(rows, rhs).mul_(self.tile_scale)
 
     def columns_matmul(self, columns: slice, rhs: Tensor) -> Tensor:
-        """operator[:, columns] @ rhs."""
         _check_rows(rhs, len(range(*columns.indices(self.shape[-1]))))
         return self.tiles().product(slice(None), columns, rhs).mul_(self.tile_scale)
 
     def principal_block(self, block: slice) -> Tensor:
-        """operator[block, block]."""
         return self.tiles().principal_block(block).mul_(self.tile_scale)
 
     def dense_rows(self, rows: Tensor) -> Tensor:
-        """operator[..., rows, :]."""
-        return self.tiles().dense_rows(rows) * self.tile_scale  # not in place: several scales may share the tiles
+        return self.tiles().dense_rows(rows) * self.tile_scale  # not in place: several scales may share tiles
 
 
 def _check_rows(rhs: Tensor, expected: int) -> None:

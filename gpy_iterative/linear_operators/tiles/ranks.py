@@ -1,11 +1,8 @@
-"""A kernel matrix spread over several processes: whose tiles are whose, and how their sums come together.
+"""A kernel matrix shared by the processes of a `torch.distributed` group.
 
-Every rank of a `torch.distributed` process group runs the same program on the same data. Each tile belongs to one rank,
-which alone evaluates, keeps and multiplies it; what the ranks have summed up over their own tiles is summed over the ranks
-by one all-reduce, whose result is the same on all of them to the last bit. Everything else, vectors, preconditioners,
-blocks on the diagonal, factors of small matrices, every rank computes for itself from such numbers. So all ranks take the
-same decisions, as long as they start from the same numbers, which each sum checks: a rank that was given other data, or
-another seed, would otherwise wait for the others for ever, or quietly spoil their results.
+Every rank runs the same program on the same data. Each tile belongs to one rank; one all-reduce adds the ranks' partial
+sums, bitwise equal on all ranks. Each rank computes everything else itself, so equal numbers lead to equal decisions. Each
+sum checks this: a rank with other data or another seed would block the group or spoil its results.
 """
 
 import os
@@ -21,11 +18,11 @@ from gpy_iterative.errors import RankLostError, RanksDisagreeError
 
 
 def check_group(group: "dist.ProcessGroup | Literal['world'] | None") -> None:
-    """Does nothing for a process group that this process is a member of, nor for None.
+    """Checks that this process is a member of a process group; None passes.
 
     Raises:
-        ValueError: the group is not there yet, or this process is no member of it.
-        TypeError: it is no process group.
+        ValueError: the group is not initialised, or this process is not a member.
+        TypeError: not a process group.
     """
     if group is None:
         return
@@ -48,7 +45,7 @@ def check_group(group: "dist.ProcessGroup | Literal['world'] | None") -> None:
 
 
 class Ranks:
-    """The processes that share the products of one matrix.
+    """The processes that share one matrix.
 
     Args:
         group: a process group, or "world" for the default one.
@@ -61,35 +58,31 @@ class Ranks:
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        """The group. The default one is not held: a model that outlives `destroy_process_group()` would end gloo badly."""
+        """The group. The default one is not stored: gloo crashes when a model outlives `destroy_process_group()`."""
         return dist.group.WORLD if self._given == "world" else self._given
 
     @property
     def on_this_machine(self) -> int:
-        """How many of them share this machine's memory: what torchrun says, else all."""
+        """Number of ranks that share this machine's memory: torchrun's value, otherwise all."""
         return min(int(os.environ.get("LOCAL_WORLD_SIZE", self.size)), self.size)
 
     def owns(self, i: int, j: int) -> bool:
-        """Whether the tile (i, j) is this rank's.
-
-        Tiles are dealt out in turn, two at a time, with a shift from row to row: so every rank has its share of the matrix,
-        of each row, column and diagonal of tiles, and of each block that a solver visits.
-        """
+        """Whether this rank owns the tile (i, j): every row, column, diagonal and block is shared equally."""
         return (i + j) // 2 % self.size == self.rank
 
     def part(self, count: int) -> slice:
-        """A contiguous share of range(count), this rank's."""
+        """A contiguous share of range(count)."""
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def agree(self, description: str, tensors: Sequence[Tensor]) -> None:
-        """Makes sure that all ranks speak of the same matrix, before they sum up parts of it.
+        """Checks that all ranks have the same matrix.
 
         Args:
             description: what the matrix's shape and tiles depend on.
             tensors: what its entries depend on.
 
         Raises:
-            RanksDisagreeError: they do not.
+            RanksDisagreeError: the matrices differ.
             ValueError: the group cannot communicate tensors of this device.
         """
         if self.size == 1:
@@ -103,16 +96,16 @@ class Ranks:
         self._compare(f"a kernel matrix of {description}", tensors, "other inputs or hyperparameters")
 
     def sum_(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Replaces partial sums by those over all ranks.
+        """Replaces partial sums by the sums over all ranks, in place.
 
         Args:
-            partial: what is summed up, overwritten.
-            given: what the sums were made from, beside the matrix: the same on every rank.
+            partial: this rank's sums.
+            given: the other factors of the sums, equal on every rank.
 
-        Cost: one all-reduce for each dtype, of the partial sums' size, after one of two numbers a rank.
+        Cost: one all-reduce of two numbers per rank, then one of the sums' size for each dtype.
 
         Raises:
-            RanksDisagreeError: the ranks sum up something else, or `given` differs between them.
+            RanksDisagreeError: the ranks compute different sums, or `given` differs.
             RankLostError: a rank ended, or did not answer within the group's timeout.
         """
         if self.size == 1:
@@ -127,7 +120,7 @@ class Ranks:
                 tensor.copy_(total.view(tensor.shape))
 
     def _compare(self, call: str, contents: Sequence[Tensor], difference: str) -> None:
-        """Every communication begins with this message, of one size: backends end the process where sizes differ."""
+        """Checks for equality by a message of fixed size, since backends end the process where sizes differ."""
         facts = torch.zeros(self.size, 2, dtype=torch.int64, device=contents[0].device)
         facts[self.rank, 0] = zlib.crc32(call.encode())
         facts[self.rank, 1] = _checksum(contents)
@@ -159,15 +152,15 @@ class Ranks:
 
 
 def _checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """A residue of the entries' bits and their order, in exact arithmetic: other tensors have another, but for chance."""
+    """A hash of the entries' bits and their order."""
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
         values = tensor.detach()
         values = (values if values.element_size() >= 4 else values.float()).contiguous()
-        # As a plain vector first: dimensions of size 1 may have any stride, which a view of other size refuses.
+        # Flat first: dimensions of size 1 may have any stride, which a view with another element size refuses.
         flat = values.as_strided((values.numel(),), (1,)).view(torch.int32)
         bits = flat.view(values.shape[:-1].numel(), -1) if values.numel() else flat.unsqueeze(0)
-        # Odd factors, the same for all rows and then for all columns; int64 wraps around, which is as good as any hash.
+        # Odd factors; int64 overflow wraps around.
         by_row = (bits * _factors(bits.shape[-1], bits.device)).sum(-1)
         total = total * 31 + (by_row * _factors(len(by_row), bits.device)).sum()
     return total

@@ -1,10 +1,7 @@
-"""Kernel matrices in square tiles, and the products that are made of them.
+"""Kernel matrices in square tiles, and their products.
 
-A symmetric matrix is evaluated in its upper triangle of tiles only, each of which serves twice. Evaluated tiles are kept
-in a `TileCache` as far as its budget goes; all others are evaluated again for every product.
-
-Where several processes share the matrix, each of them evaluates and multiplies its own tiles, and `complete` adds up
-what they have found.
+A symmetric matrix is evaluated in its upper triangle only. Tiles that the `TileCache` cannot keep are evaluated for every
+product. Where several processes share the matrix, `complete` adds up their results.
 """
 
 import threading
@@ -21,38 +18,34 @@ from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import Key, TileCache, new_memory
 from gpy_iterative.worker_threads import run, shares, summed
 
-#: Numbers of columns for which a CPU multiplies tiles by them from the right, and not their transposes from the left.
+#: Numbers of columns that a CPU multiplies from the right.
 FEW_COLUMNS = range(2, 9)
-#: Entries of picked rows that are evaluated at a time: on a CPU they stay in its cache, on an accelerator they are bounded
-#: by its memory.
+#: Entries of picked rows evaluated at a time: they stay in a CPU's cache, or bound an accelerator's memory.
 PICKED_ENTRIES = {"cpu": 2**20, "cuda": 2**24}
 
 
 def blocks(stop: int, length: int, start: int = 0) -> list[slice]:
-    """Contiguous slices of the given length that cover range(start, stop); the last may be shorter."""
+    """Contiguous slices of this length that cover range(start, stop); the last may be shorter."""
     return [slice(first, min(first + length, stop)) for first in range(start, stop, length)]
 
 
 def _tiles_of(start: int, stop: int, length: int) -> range:
-    """The tiles that some rows lie in."""
     return range(start // length, -(-stop // length) if start < stop else start // length)
 
 
 class RowBlocks:
-    """Vectors [*b, n, s] at the rows of neighbouring tiles: one contiguous, transposed block [*b, s, rows] for each tile.
-
-    So every product of a tile reads contiguous memory and adds to it.
+    """Vectors [*b, n, s] at rows of neighbouring tiles: one contiguous, transposed block [*b, s, rows] each.
 
     Args:
         data: [*b, blocks, s, length]; rows beyond the matrix are zero.
         size: rows of the whole matrix.
-        first: the first tile's number.
+        first: number of the first tile.
     """
 
     def __init__(self, data: Tensor, size: int, first: int = 0) -> None:
         self.data, self.numbers = data, range(first, first + data.shape[-3])
         self.num_rows = min(size - first * data.shape[-1], data.shape[-3] * data.shape[-1])
-        #: The block at the rows of each tile, [*b, s, rows]: a view.
+        #: Views [*b, s, rows] by tile.
         self.blocks = dict(zip(self.numbers, data.unbind(-3), strict=True))
         if self.blocks:
             last = self.numbers[-1]
@@ -60,7 +53,7 @@ class RowBlocks:
 
     @classmethod
     def of(cls, vectors: Tensor, size: int, length: int, start: int = 0) -> "RowBlocks":
-        """Vectors [*b, n, s], whose first row is the row `start` of the matrix; other rows of their tiles are zero."""
+        """Blocks of vectors [*b, n, s] from row `start` on; other rows of their tiles are zero."""
         first, before = divmod(start, length)
         count = -(-(before + vectors.shape[-2]) // length)
         after = count * length - before - vectors.shape[-2]
@@ -77,12 +70,12 @@ class Tiles(ABC):
 
     Args:
         shape: of the matrix.
-        symmetric: whether the tile (j, i) is the transpose of (i, j); only i <= j are asked for then.
+        symmetric: whether tile (j, i) is the transpose of (i, j); then only i <= j is evaluated.
         length: rows and columns of a tile; the last one may have fewer.
         owner: the tensors that the tiles depend on.
         like: a tensor of the tiles' dtype and device.
-        products: memory for kept tiles, and the processes that share them.
-        cache: where evaluated tiles are kept.
+        products: memory for kept tiles, and processes.
+        cache: where tiles are kept.
     """
 
     def __init__(
@@ -109,12 +102,12 @@ class Tiles(ABC):
 
     @abstractmethod
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
-        """Any block, newly evaluated: the caller may overwrite it."""
+        """Any block, newly evaluated; the caller may overwrite it."""
 
     def tile(self, i: int, j: int) -> Tensor:
-        """The tile (i, j), [*b, rows, columns]. It must not be overwritten, and is valid until the thread's next call.
+        """The tile (i, j), [*b, rows, columns]: read-only, valid until the thread's next call.
 
-        Called only where the cache serves `owner`.
+        Call it only inside `cache.serving(*owner)`.
         """
         evaluate = partial(self.evaluate, i, j)
         return self.kept((i, j), self.tile_shape(i, j), evaluate, evaluate)
@@ -126,7 +119,7 @@ class Tiles(ABC):
         evaluate: Callable[[Tensor], Tensor],
         evaluate_to_keep: Callable[[Tensor], object],
     ) -> Tensor:
-        """The entries of this key and shape: those in the cache, or else new ones, which the cache keeps if it has room."""
+        """The entries of a key, from the cache, or new ones, which the cache keeps if it has room."""
         kept = self.cache.tiles.get(key)
         if kept is None and self._budget > 0:
             kept = self.cache.evaluate(key, shape, self._like, self._budget, evaluate_to_keep)
@@ -138,14 +131,14 @@ class Tiles(ABC):
         return torch.Size((*self.shape[:-2], rows.stop - rows.start, columns.stop - columns.start))
 
     def scratch(self, shape: tuple[int, ...], which: int) -> Tensor:
-        """Working memory that lives as long as this object: for every thread, one tensor for every shape and number."""
+        """Working memory: one tensor for each thread, shape and number."""
         known, key = self._memory.__dict__, (shape, which)
         if key not in known:
             known[key] = new_memory(shape, self._like)
         return known[key]
 
     def visits(self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None) -> list[tuple[int, int]]:
-        """The tiles (i, j) of this process in a product of some rows and columns of tiles; None is all of them."""
+        """Tiles (i, j) of this process for some rows and columns of tiles; None is all."""
         rows = range(len(self.rows)) if rows is None else rows
         columns = range(len(self.columns)) if columns is None else columns
         tiles = [(i, j) for i in rows for j in columns]
@@ -158,7 +151,7 @@ class Tiles(ABC):
     ) -> Tensor:
         """Some rows and columns of the matrix times rhs [*b, len(columns), s], made of whole tiles.
 
-        `tile` evaluates those of another matrix of the same shape and symmetry; None is `self.tile`.
+        `tile` evaluates another matrix of the same shape and symmetry; None is `self.tile`.
         """
         tile = self.tile if tile is None else tile
         start, stop, _ = rows.indices(self.shape[-2])
@@ -181,7 +174,6 @@ class Tiles(ABC):
         tile_at: Callable[[int, int], Tensor],
         visits: Sequence[tuple[int, int]],
     ) -> RowBlocks:
-        """Every tile is visited once, and may serve twice: for itself, and for its transpose."""
         *batch, _, columns, length = given.data.shape
         result = RowBlocks(given.data.new_zeros(*batch, len(rows), columns, length), self.shape[-2], rows.start)
         is_few = columns in FEW_COLUMNS and given.data.device.type == "cpu"
@@ -198,15 +190,12 @@ class Tiles(ABC):
         return result
 
     def sums(self, share: Callable[[Sequence[tuple[int, int]]], list[Tensor]]) -> list[Tensor]:
-        """Sums over all tiles of this process, from those that `share` finds for some of the tiles."""
+        """Sums over this process's tiles; `share` sums over some tiles."""
         with self.cache.serving(*self.owner):
             return summed(share, self.visits(), self._like.device)
 
     def complete(self, partial: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Adds to sums over this process's tiles those of the other processes, in place.
-
-        `given` is what they were made from beside the tiles; see `Ranks.sum_` for what is checked and raised.
-        """
+        """Adds the other processes' sums to this process's, in place; `given` and errors as in `Ranks.sum_`."""
         if self.ranks is None:
             return
         if not self._agreed:
@@ -214,10 +203,10 @@ class Tiles(ABC):
             self._agreed = True
         self.ranks.sum_(partial, given)
 
-    # Parts of the matrix that are evaluated and not kept
+    # Parts that are evaluated and not kept
 
     def picked_product(self, rows: Tensor, rhs: Tensor) -> Tensor:
-        """Rows from everywhere times rhs [m, s], without batch dimensions. Every process takes a share of the columns."""
+        """Arbitrary rows times rhs [m, s], without batch dimensions. Processes share the columns."""
         part = slice(0, self.shape[-1]) if self.ranks is None else self.ranks.part(self.shape[-1])
 
         def multiply(share: Sequence[slice]) -> Tensor:
@@ -231,7 +220,7 @@ class Tiles(ABC):
         return result
 
     def dense_rows(self, rows: Tensor) -> Tensor:
-        """Those rows, [*b, len(rows), m]; every process evaluates them whole."""
+        """Dense rows [*b, len(rows), m], whole on every process."""
         result = self._like.new_empty(*self.shape[:-2], len(rows), self.shape[-1])
 
         def fill(share: Sequence[slice]) -> None:
@@ -242,16 +231,12 @@ class Tiles(ABC):
         return result
 
     def _some_columns(self, rows: int, columns: slice) -> list[Sequence[slice]]:
-        """The columns of so many rows, some at a time, in shares."""
         entries = PICKED_ENTRIES.get(self._like.device.type, PICKED_ENTRIES["cuda"])
         tasks = blocks(columns.stop, max(entries // max(rows, 1), 1), columns.start)
         return shares(tasks, self._like.device)
 
     def principal_block(self, block: slice) -> Tensor:
-        """The block on the diagonal, as a dense tensor that the caller may overwrite.
-
-        Every process evaluates all of it, in the same way.
-        """
+        """A dense diagonal block that the caller may overwrite, whole and equal on every process."""
         if not self.symmetric:
             raise ValueError("A rectangular kernel matrix has no principal blocks.")
         start, stop, _ = block.indices(self.shape[-1])

@@ -1,8 +1,8 @@
-"""e_1^T log(T_j) e_1 of the tridiagonal matrices of conjugate gradients, as a series in j, without eigenvalues.
+"""e_1^T log(T_j) e_1 of conjugate gradients' tridiagonal matrices T_j, as a series in j.
 
-From log x = int_0^inf (1 / (1 + t) - 1 / (x + t)) dt, the difference between j and j - 1 is an integral over that of
-e_1^T (T_j + t)^-1 e_1, which the pivots of T_j + t give in closed form, by positive numbers: small differences keep their
-digits. Cost: O(J) vectors of some 200 quadrature nodes, where eigenvalues of J matrices take O(J^4).
+By log x = int_0^inf (1 / (1 + t) - 1 / (x + t)) dt, each term is an integral over differences of e_1^T (T_j + t)^-1 e_1.
+The pivots of T_j + t give positive numbers, so small terms keep their digits. Cost: O(J) vectors of some 200 nodes;
+eigenvalues would take O(J^4).
 """
 
 import math
@@ -10,25 +10,25 @@ import math
 import torch
 from torch import Tensor
 
-#: Step of the trapezoidal rule in log t. The integrand is analytic in a strip of half-width pi: error exp(-2 pi^2 / step).
+#: Step of the trapezoidal rule in log t; its error is exp(-2 pi^2 / step).
 STEP = 0.5
-#: Decades (base e) of t below the smallest and above the largest eigenvalue, at which the integrand is rounding noise.
+#: Range of log t below and above the eigenvalues; beyond it the integrand is rounding noise.
 BELOW, ABOVE = 37.0, 19.0
 
 
 def krylov_logarithm_terms(lengths: Tensor, products: Tensor) -> Tensor:
     """v_1, v_2 - v_1, v_3 - v_2, ... for v_j = e_1^T log(T_j) e_1.
 
+    T_j has 1 / length_i + beta_{i-1} / length_{i-1} on the diagonal and sqrt(beta_i) / length_i beside it, with
+    beta_i = products_{i+1} / products_i; it is positive definite, also with rounding.
+
     Args:
-        lengths: step lengths of conjugate gradients [J, s], zero after a column has ended.
+        lengths: step lengths of conjugate gradients [J, s], zero after a column's end.
         products: r_{j-1}^T P^-1 r_{j-1} [J, s].
 
     Returns:
-        [J, s], float64; terms after a column's end are zero, all but the first are negative (Gauss' rule is an upper bound
-        on the logarithm, and falls). For a probe z, z^T P^-1/2 log(P^-1/2 H P^-1/2) P^-1/2 z is z^T P^-1 z times their sum.
-
-    T_j has 1 / length_i + beta_{i-1} / length_{i-1} on the diagonal and sqrt(beta_i) / length_i beside it, with
-    beta_i = products_{i+1} / products_i; it is positive definite by construction, rounding included.
+        [J, s], float64; zero after a column's end, and negative from the second term on. For a probe z,
+        z^T P^-1/2 log(P^-1/2 H P^-1/2) P^-1/2 z is z^T P^-1 z times their sum.
     """
     lengths, products = lengths.double(), products.double()
     alive = lengths > 0
@@ -39,8 +39,7 @@ def krylov_logarithm_terms(lengths: Tensor, products: Tensor) -> Tensor:
     inverse = torch.where(alive, 1 / torch.where(alive, lengths, 1.0), 0.0)
     ratios = torch.where(alive[1:], products[1:] / torch.where(alive[:-1], products[:-1], 1.0), 0.0)
 
-    # An upper bound on the eigenvalues of every T (Gershgorin), one for each column, and a lower one: T^-1 is a sum of
-    # positive parts, whose trace is bounded through the lengths themselves.
+    # Bounds on all eigenvalues: Gershgorin above, 1 / trace(T^-1) below.
     beside = ratios.sqrt() * inverse[:-1]
     diagonal = inverse.clone()
     diagonal[1:] += ratios * inverse[:-1]
@@ -66,10 +65,10 @@ def krylov_logarithm_terms(lengths: Tensor, products: Tensor) -> Tensor:
 
 
 def _log_smallest(lengths: Tensor, ratios: Tensor, alive: Tensor) -> Tensor:
-    """The logarithm of 1 / trace(T^-1) [s], below all eigenvalues of every T_j.
+    """log(1 / trace(T^-1)) [s], below all eigenvalues of every T_j.
 
-    T = B D B^T with D = 1 / lengths and a unit lower bidiagonal B of entries sqrt(beta): (T^-1)_ii is
-    sum_{k >= i} lengths_k beta_i ... beta_{k-1}, of which the recurrence runs backwards.
+    T = B D B^T with D = 1 / lengths and a unit lower bidiagonal B of entries sqrt(beta), so
+    (T^-1)_ii = sum_{k >= i} lengths_k beta_i ... beta_{k-1}, a backward recurrence.
     """
     trace = torch.zeros_like(lengths[0])
     entry = torch.zeros_like(lengths[0])

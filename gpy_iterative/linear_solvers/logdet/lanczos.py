@@ -1,7 +1,7 @@
-"""The log-determinant by preconditioned stochastic Lanczos quadrature, and its warm start from step to step.
+"""Log-determinant by preconditioned stochastic Lanczos quadrature, with a warm start.
 
-Ubaru, Chen and Saad 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature"; Wenger et al. 2022,
-"Preconditioning for scalable Gaussian process hyperparameter optimization", for the preconditioner's part.
+Ubaru, Chen and Saad 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature"; preconditioner: Wenger et al.
+2022, "Preconditioning for scalable Gaussian process hyperparameter optimization".
 """
 
 from collections.abc import Sequence
@@ -18,49 +18,48 @@ from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.worker_threads import divided
 
-#: u^T log(M) u by Gauss' rule and by Gauss and Radau's, [*b, s] each: an upper and a lower bound.
+#: Upper bound (Gauss rule) and lower bound (Gauss-Radau rule) on u^T log(M) u, [*b, s] each.
 Bounds = tuple[Tensor, Tensor]
 
-#: The error of the bounds' mean is less than their distance divided by this (measured: by 4 to 13).
+#: Error of the bounds' mean: their distance divided by this (measured: 4 to 13).
 BRACKET_PARTS = 8
-#: The error of an estimate by positions is about the change of that distance divided by this (measured: by 15 to 40).
+#: Error of an estimate by positions: change of that distance divided by this (measured: 15 to 40).
 CHANGE_PARTS = 16
-#: The quadrature stops where its error is so many standard errors of the probes. The reported error counts both.
+#: The quadrature stops when its error is below this many standard errors of the probes.
 WORTH_OF_ERROR = 1.0
-#: An error of the value, in nats a datum, below which no product is worth taking: four probes may agree by chance.
+#: Least such limit, in nats per datum: few probes may agree by chance.
 RESOLUTION = 0.003
-#: Products of an estimate at the most, where nothing else is said; and at the least: the second shows the first's error.
+#: Default maximum of products, and their minimum: the second shows the error of the first.
 MAX_LOGDET_PRODUCTS = 20
 LEAST_PRODUCTS = 2
 
-#: From one iteration to the next, the error of an estimate by positions that have drifted falls to this part of it.
+#: Factor of the error of drifted positions from one iteration to the next.
 FALL = 0.46
-#: So much of a correction counts as its error.
+#: Part of a correction that counts as its error.
 DOUBTED = 0.25
-#: Estimates by the first positions of a run, whose drift has not been measured.
+#: Estimates by a run's first positions, whose drift is unknown.
 FIRST_LIFE = 5
-#: So much of a measured drift counts after the next measurement, whose error may have changed its sign just then.
+#: Part of the old drift kept at a new measurement, whose error may change sign.
 REMEMBERED = 0.5
 
 
 @dataclass(frozen=True)
 class BracketPositions:
-    """Positions of the truth between a quadrature's bounds, 0 at the lower and 1 at the upper one.
+    """Warm start of the log-determinant's quadrature: positions of the limit between the bounds (0 lower, 1 upper).
 
-    They change slowly during training: those of one long quadrature let the following steps estimate the limit from their
-    first two or three iterations. Every long quadrature measures how far the positions before it have drifted, and later
-    estimates count that, and a part of the change of the bounds' width, as an error. Positions are learned again after
-    twice as many estimates as their drift was measured on, or when the products that these needed beyond two add up to
-    another long quadrature.
+    Positions change slowly in training, so later steps estimate the limit from two or three iterations. A long quadrature
+    measures the drift of the old positions; the error of estimates counts this drift and the change of the bounds'
+    distance. Positions are learned again after `life` estimates (twice as many as their drift was measured on), or when
+    `surplus` reaches the cost of a long quadrature.
 
     Attributes:
         values: [*b, s, k], by probe and iteration.
-        gaps: [*b, k], between the bounds of the mean over probes, by iteration.
-        error: [*b], of the quadrature that they were learned from. Estimates inherit it.
-        drift: [*b, k], error that an estimate at this iteration gains with every step; zero where it is not known.
-        age: [], estimates since they were learned.
-        life: [], the age at which they are learned again.
-        surplus: [], products beyond two that these estimates have taken, all together.
+        gaps: [*b, k], mean distance of the bounds.
+        error: [*b], of the long quadrature; estimates inherit it.
+        drift: [*b, k], error gained per step; zero if unknown.
+        age: [], estimates so far.
+        life: [], maximum age.
+        surplus: [], products beyond two per estimate, summed.
     """
 
     values: Tensor
@@ -75,30 +74,29 @@ class BracketPositions:
     def learned(
         cls, bounds: Sequence[Bounds], truth: Tensor, error: Tensor, before: "BracketPositions | None"
     ) -> "BracketPositions":
-        """The positions of a long quadrature, from its bounds by iteration, its limit [*b, s] and its error [*b]."""
+        """Positions of a long quadrature with limit [*b, s] and error [*b]."""
         upper, lower = (torch.stack(rule, dim=-1) for rule in zip(*bounds, strict=True))
         gap = upper - lower
         positions = (truth.unsqueeze(-1) - lower) / torch.where(gap > 0, gap, 1.0)
         values, gaps = torch.where(gap > 0, positions, 0.5).clamp(0, 1), gap.mean(-2)
         zero = torch.zeros((), dtype=torch.int64, device=values.device)
         drift = torch.zeros_like(values[..., 0, :])
-        errors = []  # of the estimates that could have been made by the positions before, from the second iteration on
+        errors = []  # of the old positions, from the second iteration on
         if before is not None:
             estimates = [before.estimate(bounds[:count]) for count in range(LEAST_PRODUCTS, len(bounds) + 1)]
             errors = [(found[0] - truth).mean(-1).abs() for found in estimates if found is not None]
         if before is None or not errors:
             return cls(values, gaps, error, drift, zero, zero + FIRST_LIFE, zero)
         age = before.age + 1
-        # An estimate is not taken for better than a later one, whose error may be about to change its sign.
+        # No better than later estimates: the error may change sign.
         measured = torch.stack(errors, dim=-1).flip(-1).cummax(-1).values.flip(-1) / age
-        for iteration in range(1, len(bounds)):  # the last drift that is known holds for all iterations after it
+        for iteration in range(1, len(bounds)):  # the last known drift holds for all later iterations
             now, old = measured[..., min(iteration, len(errors)) - 1], before.drift[..., : iteration + 1][..., -1]
             drift[..., iteration] = now.maximum(REMEMBERED * old)
         return cls(values, gaps, error, drift, zero, 2 * age, zero)
 
     @property
     def are_worn(self) -> bool:
-        """Whether to learn again."""
         return bool(self.age >= self.life) or bool(self.surplus >= self.values.shape[-1] - LEAST_PRODUCTS)
 
     def used(self, products: int) -> "BracketPositions":
@@ -106,10 +104,7 @@ class BracketPositions:
         return replace(self, age=self.age + 1, surplus=self.surplus + products - LEAST_PRODUCTS)
 
     def estimate(self, bounds: Sequence[Bounds]) -> tuple[Tensor, Tensor] | None:
-        """The quadrature's limit [*b, s], and the error [*b] of its mean by what has changed since they were learned.
-
-        None for less than two iterations, or more than the positions were learned from.
-        """
+        """The limit [*b, s] and the error [*b] of its mean; None for fewer than two or too many iterations."""
         count = len(bounds)
         if not LEAST_PRODUCTS <= count <= self.values.shape[-1]:
             return None
@@ -127,11 +122,11 @@ class BracketPositions:
 
 @dataclass(frozen=True)
 class LogDeterminant:
-    """An estimate of log det H and its standard error, both [*b], of probes and quadrature together.
+    """An estimate of log det H and its standard error (probes and quadrature together), both [*b].
 
     Attributes:
-        positions: warm start of an estimate for a similar system.
-        is_indefinite: whether Ritz values were negative beyond rounding; the log-determinant then means nothing.
+        positions: warm start for a similar system.
+        is_indefinite: Ritz values were negative beyond rounding; the estimate is meaningless.
     """
 
     mean: Tensor
@@ -152,20 +147,19 @@ def stochastic_logdet(
     positions: BracketPositions | None = None,
     first_product: Tensor | None = None,
 ) -> LogDeterminant:
-    """An estimate of log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
+    """Estimates log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
+
+    Returns the mean of the Gauss and Gauss-Radau rules, which are bounds if P is a pivoted Cholesky or Nystrom factor (the
+    spectrum of M is then bounded from below). Cost: one product with s columns per iteration.
 
     Args:
         operator: H [*b, n, n].
-        probes: xi [*b, n, s] with covariance P. The standard error is that of their mean.
+        probes: xi [*b, n, s] with covariance P.
         preconditioner: P.
-        max_iterations: products with H at the most; there are always two.
-        tolerance: the quadrature stops when its own error is below `tolerance` a datum; None: when it is comparable
-            with the probes' standard error, or below .003 a datum.
+        max_iterations: maximum of products with H; at least two.
+        tolerance: of the quadrature's error, per datum; None: the probes' standard error, or .003 if larger.
         positions: of an earlier estimate for a similar system.
-        first_product: H P^-1 xi [*b, n, s], where it is known: the first of the products.
-
-    Where P is a pivoted Cholesky factor, the spectrum of M is bounded from below: Gauss' rule is then an upper and Gauss
-    and Radau's a lower bound, and their mean is returned. Cost: one product with s columns an iteration.
+        first_product: H P^-1 xi [*b, n, s], if known; saves the first product.
     """
     size = probes.shape[-2]
     most = min(max(max_iterations, LEAST_PRODUCTS), size)
@@ -189,7 +183,7 @@ def stochastic_logdet(
 
 
 def _is_enough(error: Tensor, samples: Tensor, size: int, tolerance: float | None) -> bool:
-    """Whether an error [*b] is below the limit; None: below the samples' standard error, or the resolution."""
+    """Whether an error [*b] is within the tolerance of `stochastic_logdet`."""
     if tolerance is not None:
         return bool((error <= tolerance * size).all())
     return bool((error <= (WORTH_OF_ERROR * _sem(samples).nan_to_num(0.0)).clamp_min(RESOLUTION * size)).all())
@@ -198,12 +192,12 @@ def _is_enough(error: Tensor, samples: Tensor, size: int, tolerance: float | Non
 def _sem(samples: Tensor) -> Tensor:
     size = samples.shape[-1]
     if size == 1:
-        return torch.full_like(samples[..., 0], torch.nan)  # one sample knows nothing of its own error
+        return torch.full_like(samples[..., 0], torch.nan)  # one sample gives no standard error
     return samples.std(-1) / size**0.5
 
 
 class _Lanczos:
-    """Lanczos' iteration for M from u, and by iteration the bounds on u^T log(M) u."""
+    """Lanczos iteration for M from u."""
 
     def __init__(
         self,
@@ -214,7 +208,7 @@ class _Lanczos:
     ) -> None:
         self.bounds: list[Bounds] = []
         self._operator, self._preconditioner, self._first_product = operator, preconditioner, first_product
-        # A pivoted Cholesky factor, as Nystrom's, has K >= L L^T, so that H >= L L^T + noise >= min(noise / d) P.
+        # Pivoted Cholesky and Nystrom factors have K >= L L^T, so H >= L L^T + noise >= min(noise / d) P.
         self._floor: Tensor | None = None
         if isinstance(operator, NoisyLinearOperator) and isinstance(
             preconditioner, NystromFactor | PivotedCholeskyFactor
@@ -228,8 +222,8 @@ class _Lanczos:
         self._samples: Tensor | None = None
 
     def advance(self) -> tuple[Tensor, Tensor]:
-        """One product: the bounds' mean by probe [*b, s], and the error [*b] of its mean over probes."""
-        # A beta of 0 means that the Krylov space is exhausted: its column adds zeros of weight zero.
+        """One product: the bounds' mean [*b, s] and its error [*b]."""
+        # beta = 0 (exhausted Krylov space) adds terms of weight zero.
         inverse = torch.where(self._beta > 0, 1 / torch.where(self._beta > 0, self._beta, 1.0), 0.0).unsqueeze(-2)
         vector, dual = self._residual * inverse, self._solved * inverse
         is_first = not self._diagonals
@@ -245,19 +239,18 @@ class _Lanczos:
         self._diagonals.append(alpha)
         self._residual, self._solved, self._previous = residual, self._preconditioner.solve(residual), vector
         beta = (residual * self._solved).sum(-2).clamp_min(0).sqrt()
-        # A beta of rounding size is no new direction.
+        # A beta of rounding size gives no new direction.
         self._beta = torch.where(beta > 10 * torch.finfo(beta.dtype).eps * alpha.abs(), beta, torch.zeros_like(beta))
         rules = _quadratures(self._diagonals, self._offdiagonals, self._beta, self._floor)
         upper, lower = (rule * self._squared_norm for rule in rules)
         self.bounds.append((upper, lower))
         before, self._samples = self._samples, (upper + lower) / 2
         error = (upper - lower).mean(-1).abs().div(BRACKET_PARTS)
-        # In hard systems the bracket is too hopeful, and without a floor there is no bracket.
+        # The bracket is too optimistic in hard systems, and absent without a floor.
         change = torch.inf if before is None else (self._samples - before).mean(-1).abs()
         return self._samples, error.maximum(torch.as_tensor(change).to(error))
 
     def log_determinant(self, samples: Tensor, error: Tensor, positions: BracketPositions) -> LogDeterminant:
-        """The estimate from u^T log(M) u [*b, s], and the error [*b] of its mean."""
         matrix = _tridiagonal(self._diagonals, self._offdiagonals)
         # A Ritz value is x^T H x / x^T P x.
         smallest = torch.linalg.eigvalsh(matrix)[..., 0].amin(-1) * self._preconditioner.smallest
@@ -272,10 +265,10 @@ class _Lanczos:
 def _quadratures(
     diagonals: list[Tensor], offdiagonals: list[Tensor], beta: Tensor, floor: Tensor | None
 ) -> list[Tensor]:
-    """e_1^T log(T) e_1 of the tridiagonal T by Gauss' rule and by Gauss and Radau's with a node at the floor, [*b, s].
+    """e_1^T log(T) e_1 [*b, s] by the Gauss rule, and by Gauss-Radau with a node at the floor.
 
-    The first is an upper and the second a lower bound. Ritz values below the floor are rounding errors, and count as the
-    floor. Without a floor, half the smallest Ritz value serves, and the second rule is no bound.
+    Ritz values below the floor are rounding errors. Without a floor, half the smallest Ritz value is the node, and the
+    second rule is no bound.
     """
     matrix = _tridiagonal(diagonals, offdiagonals)
     if floor is None:
@@ -286,7 +279,7 @@ def _quadratures(
     size = matrix.shape[-1]
     last = torch.zeros(size, 1, dtype=matrix.dtype, device=matrix.device)
     last[-1] = 1
-    # Just below the floor, so that Ritz values which rounding puts on it do no harm.
+    # Just below the floor, because rounding may put Ritz values on it.
     node = floor * (1 - 1e-3)
     shifted = matrix - node[..., None, None] * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
     corner = node + beta.double().square() * torch.linalg.solve(shifted, last.expand(*matrix.shape[:-1], 1))[..., -1, 0]

@@ -1,4 +1,4 @@
-"""Kernel functions at given points, with their kernel matrix as prior precision."""
+"""Kernel functions at given points."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,12 +13,12 @@ from gpy_iterative.linear_operators.kernel_functions import kernel_diagonal, ker
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis, check_kernel
 
-#: Points up to which log|S| is computed, by a dense Cholesky factor.
+#: Most points for log|S|, by a dense Cholesky factor.
 MAX_FACTORED = 3000
 
 
 class KeptAt:
-    """One tensor that depends on a kernel's hyperparameters and on buffers, computed again when these have changed."""
+    """Cache of a tensor that depends on a kernel and buffers."""
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
@@ -27,7 +27,7 @@ class KeptAt:
     @torch.inference_mode(False)  # later calls may ask for gradients
     @torch.no_grad()
     def get(self, kernel: kernels.Kernel, buffers: Sequence[Tensor], evaluate: Callable[[], Tensor]) -> Tensor:
-        """The kept tensor, or a new one; without a graph."""
+        """The tensor, without graph."""
         current = [*kernel.parameters(), *kernel.buffers()]
         if self.value is None or not self.hyperparameters.are(current) or not self.buffers.are(buffers):
             self.value = evaluate()
@@ -36,9 +36,9 @@ class KeptAt:
 
 
 class KernelFunctionBasis(FeatureBasis):
-    """phi(x) = k(x, Z) for points Z [m, d], one feature a point.
+    """phi(x) = k(x, Z) for points Z [m, d].
 
-    Raises ValueError for points that are not finite, no matrix, or of another dtype, and for a kernel with a batch shape.
+    Raises ValueError for points that are non-finite, no matrix or of another dtype, and for a batch of kernels.
     """
 
     def __init__(self, kernel: kernels.Kernel, points: Tensor) -> None:
@@ -56,14 +56,13 @@ class InducingPointBasis(KernelFunctionBasis):
     """phi(x) = k(x, Z) with S = k(Z, Z): the kernel's Nystrom approximation, exact at the points.
 
     Args:
-        kernel: any, without a batch shape. Its hyperparameters must be fixed (`kernel.requires_grad_(False)`): their
-            gradient contains that of log|S|, which is not sampled.
-        inducing_points: Z [m, d], without duplicates.
+        kernel: any without batch shape; `kernel.requires_grad_(False)`, since the gradient of log|S| is not sampled.
+        inducing_points: Z [m, d].
 
     Raises:
-        ValueError: as `KernelFunctionBasis`, and for duplicate points, which make S singular.
+        ValueError: as `KernelFunctionBasis`; duplicate points, which make S singular.
 
-    Beyond 3,000 points the bound leaves out log|S|, which is constant.
+    Beyond 3,000 points the bound omits the constant log|S|.
     """
 
     has_diagonal_prior = False
@@ -85,7 +84,7 @@ class InducingPointBasis(KernelFunctionBasis):
         return kernel_diagonal(self.kernel, self.points[groups])
 
     def prior_log_determinant(self) -> Tensor | None:
-        """log|k(Z, Z)| in float64 with a jitter of 1e-6 of the diagonal; computed once while hyperparameters stay."""
+        """log|k(Z, Z)| in float64 with a jitter of 1e-6 of the diagonal; cached."""
         if self.num_groups > MAX_FACTORED:
             return None
         return self._log_determinant.get(self.kernel, [self.points], self._new_log_determinant)
@@ -102,14 +101,13 @@ class InducingPointBasis(KernelFunctionBasis):
 
 
 def gram_matrix(kernel: kernels.Kernel, points: Tensor) -> Tensor:
-    """k(Z, Z) [m, m] in float64, differentiable; also for kernels with layers, which take one dtype only."""
+    """k(Z, Z) [m, m] in float64, differentiable, by a copy: layers take one dtype only."""
     in_float64 = lambda tensor: tensor.double() if tensor.is_floating_point() else tensor
     kernel = ModuleCopies(own=("_parameters", "_buffers"), tensor=in_float64).of(kernel)
     return kernel_matrix(kernel, points.double(), points.double()).double()
 
 
 def check_points(kernel: kernels.Kernel, points: Tensor) -> None:
-    """Raises ValueError where the points do not fit the kernel."""
     check_kernel(kernel)
     if not isinstance(points, Tensor) or points.dim() != 2 or 0 in points.shape:
         shape = tuple(points.shape) if isinstance(points, Tensor) else type(points).__name__

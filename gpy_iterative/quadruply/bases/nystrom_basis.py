@@ -1,4 +1,4 @@
-"""Eigenfeatures of a kernel's Nystrom approximation, and random Fourier features of the residual kernel."""
+"""Nystrom eigenfeatures, and random features of the residual."""
 
 import torch
 from gpytorch import kernels
@@ -12,31 +12,30 @@ from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
 from gpy_iterative.quadruply.bases.inducing_point_basis import KeptAt, check_points, gram_matrix
 from gpy_iterative.quadruply.bases.random_fourier_basis import FourierGroups
 
-#: Smaller eigenvalues, relative to the largest, are left to the tail.
+#: Relative to the largest; smaller eigenvalues are left to the tail.
 SMALLEST_EIGENVALUE = 1e-6
 
 
 class NystromBasis(FeatureBasis):
-    """Nystrom eigenfeatures phi(x) = diag(l)^-1/2 U^T k(Z, x), K_ZZ = U diag(l) U^T, with the rest of the kernel; S = I.
+    """Nystrom eigenfeatures phi(x) = diag(l)^-1/2 U^T k(Z, x), K_ZZ = U diag(l) U^T, and a random tail; S = I.
 
-    phi^T phi of the head is nearly diagonal, so that independent posterior deviations are nearly exact. The tail's random
-    features are projected off the head, psi(x) = phi_rff(x) - phi_rff(Z) K_ZZ^-1 k(Z, x): head and tail together have the
-    kernel. Without a tail the objective is that of Titsias 2009 for a diagonal posterior covariance.
+    phi^T phi is nearly diagonal, so independent posterior deviations are nearly exact. With tail features
+    psi(x) = phi_rff(x) - phi_rff(Z) K_ZZ^-1 k(Z, x), both sum to the kernel. Without a tail the objective is that of
+    Titsias 2009 for diagonal posterior covariance.
 
     Args:
-        kernel: any without a batch shape; with a tail, one that has random Fourier features.
-        inducing_points: Z [h, d]: random training inputs, or centres of clusters.
-        num_tail_features: 0, or a multiple of twice the number of the kernel's summands.
-        seed: of the tail's frequencies.
+        kernel: any without batch shape; a tail needs random Fourier features.
+        inducing_points: Z [h, d], random training inputs or cluster centres.
+        num_tail_features: 0, or a multiple of 2 for each summand of the kernel.
+        seed: of tail frequencies.
         store_frequencies: as in `RandomFourierBasis`.
 
     Raises:
-        ValueError: points that do not fit the kernel or are not finite, an odd tail.
-        SpectralDensityMissingError: a tail of a kernel without random Fourier features.
+        ValueError: unfit or non-finite points, an odd tail.
+        SpectralDensityMissingError: no random Fourier features for the tail.
 
-    Cost: n h (d + h) for n rows of the head, as much for h tail features. h^3 in float64 once while hyperparameters are
-    fixed (`kernel.requires_grad_(False)`), else in every evaluation. Eigenvectors are those of the first training step;
-    later, features follow the hyperparameters by a triangular factor, and keep the prior exact.
+    Cost: n h (d + h) for n rows of head or h tail features; h^3 per evaluation, or once with fixed hyperparameters. The
+    first training step fixes the eigenvectors; a triangular factor then keeps the prior exact.
     """
 
     exchangeable = True
@@ -62,10 +61,10 @@ class NystromBasis(FeatureBasis):
                 kernel, num_tail_features, num_dims=self.points.shape[-1], seed=seed, stored=store_frequencies
             )
             self.num_groups, self.group_size = self.fourier.num_groups, self.fourier.group_size
-        # One for each point, whatever the hyperparameters; those of left out eigenvalues are zero.
+        # One per point; those of omitted eigenvalues are zero.
         self.num_head_features = len(inducing_points)
         self._rotation_at, self._projection_at = KeptAt(), KeptAt()
-        # In float64 always: its columns differ by orders of magnitude, and their errors would be errors of the prior.
+        # Always float64: columns differ by orders of magnitude; errors change the prior.
         self.register_buffer("rotation", self._rotation_at.get(kernel, [self.points], self._new_rotation))
 
     def settle(self) -> None:
@@ -76,18 +75,16 @@ class NystromBasis(FeatureBasis):
         return functional.pad(head, (0, self.num_head_features - head.shape[-1]))
 
     def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
-        """[n, g * group_size], projected off the head."""
         own = self.fourier.features(self.kernel, x, groups)
         at_points = self.fourier.features(self.kernel, self.points, groups)
         projected = self._projection().to(x.dtype).mT @ at_points
         return own - head[:, : len(projected)] @ projected
 
     def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:
-        """k(x, x) - |head(x)|^2, at least 0."""
         return (kernel_diagonal(self.kernel, x) - head.square().sum(-1)).clamp_min(0)
 
     def group_prior_covariance(self, x: Tensor, head: Tensor) -> Tensor:
-        """k(x, x) - head(x) head(x)^T, with a diagonal of at least 0."""
+        """k(x, x) - head(x) head(x)^T, diagonal at least 0."""
         covariance = kernel_matrix(self.kernel, x, x) - head @ head.mT
         return covariance + torch.diag((-covariance.diagonal()).clamp_min(0))
 
@@ -98,7 +95,7 @@ class NystromBasis(FeatureBasis):
         return self._projection_at.get(self.kernel, [self.points, self.rotation], self._new_projection)
 
     def _new_rotation(self) -> Tensor:
-        """U diag(l)^-1/2, [h, h], with zeros for eigenvalues that are left to the tail."""
+        """U diag(l)^-1/2 [h, h], zero for omitted eigenvalues."""
         values, vectors = torch.linalg.eigh(gram_matrix(self.kernel, self.points))
         values, vectors = values.flip(0), vectors.flip(1)
         kept = values > SMALLEST_EIGENVALUE * values[0]

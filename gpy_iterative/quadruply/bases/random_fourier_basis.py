@@ -1,4 +1,4 @@
-"""Random Fourier features by the group: a group is one frequency of every summand of a kernel, as sine and cosine."""
+"""Random Fourier features; a group has sine and cosine of one frequency per summand."""
 
 import torch
 from gpytorch import kernels
@@ -13,15 +13,15 @@ from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.spectral.summands import summands
 
-#: Groups that are drawn from one seed where frequencies are not stored.
+#: Groups per seed without stored frequencies.
 CHUNK = 4096
 
 
 class FourierGroups(torch.nn.Module):
-    """Draws of the frequencies of `num_features` features, which a kernel's current hyperparameters scale.
+    """Draws of frequencies, which a kernel's current hyperparameters scale.
 
-    Options and errors are those of `RandomFourierBasis`. Frequencies that are not `stored` are drawn in every evaluation:
-    chunks of 4,096 groups from seeds of their own.
+    Options and errors as in `RandomFourierBasis`. If not `stored`, every evaluation draws chunks of 4,096 groups, one seed
+    each.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class FourierGroups(torch.nn.Module):
         if stored:
             for name, draw in self._draw(kernel, seed, self.num_groups).items():
                 self.register_buffer(name.replace(".", "__"), draw)
-        else:  # part of the state_dict, like stored frequencies, which the weights belong to
+        else:  # in the state_dict: weights belong to frequencies
             self.register_buffer("seed", torch.tensor(seed))
 
     def features(self, kernel: kernels.Kernel, x: Tensor, groups: Tensor) -> Tensor:
-        """[n, g * group_size] at x [n, d]; the features of all groups have the kernel's covariance in expectation."""
-        scale = (len(groups) / self.num_groups) ** 0.5  # features are divided by the number of the evaluated groups
+        """[n, g * group_size] at x [n, d]; all groups have the kernel as expected covariance."""
+        scale = (len(groups) / self.num_groups) ** 0.5  # features divide by the number of evaluated groups
         made = RandomFourierFeatures(len(groups))
         features = made.differentiable if torch.is_grad_enabled() else made.features
         return scale * features([self._term(kernel, x)], self._draws(kernel, groups))
@@ -86,22 +86,21 @@ class FourierGroups(torch.nn.Module):
 
 
 class RandomFourierBasis(FeatureBasis):
-    """Random Fourier features: pairs of sines and cosines whose expected covariance is the kernel; S = I.
+    """Random Fourier features: sines and cosines whose expected covariance is the kernel; S = I.
 
     Args:
-        kernel: scales, sums and products of kernels with a spectral density (RBF, Matern, RQ, registered ones). Each
-            summand of a sum has a pair in every group.
-        num_features: m, a multiple of the size of a group (2 for a kernel without sums).
-        num_dims: of the inputs; None takes the kernel's `ard_num_dims`.
+        kernel: scales, sums and products of kernels with a spectral density (RBF, Matern, RQ, registered ones).
+        num_features: m, a multiple of 2 for each summand.
+        num_dims: of the inputs; None takes `ard_num_dims`.
         seed: of the frequencies.
-        store_frequencies: keep d m / 2 numbers; False draws the frequencies of every step from seeds.
+        store_frequencies: keep d m / 2 numbers; False draws them in every step.
 
     Raises:
-        ValueError: an odd num_features, an unknown number of dimensions, a kernel with a batch shape.
+        ValueError: an odd num_features, unknown num_dims, a batch of kernels.
         SpectralDensityMissingError: a kernel without random Fourier features.
 
-    With more than n outputscale / noise features, independent posterior deviations give variances close to the prior's, and
-    hyperparameters cannot be learned from the bound. `NystromBasis` has neither problem.
+    Beyond n outputscale / noise features, variances stay near the prior's and the bound cannot learn hyperparameters.
+    `NystromBasis` avoids both.
     """
 
     exchangeable = True
@@ -122,7 +121,7 @@ class RandomFourierBasis(FeatureBasis):
         self.num_groups, self.group_size = self.fourier.num_groups, self.fourier.group_size
 
     def group_features(self, x: Tensor, head: Tensor, groups: Tensor) -> Tensor:
-        """[n, g * group_size]; cost n g (d + 2)."""
+        """Cost n g (d + 2)."""
         return self.fourier.features(self.kernel, x, groups)
 
     def group_prior_variance(self, x: Tensor, head: Tensor) -> Tensor:

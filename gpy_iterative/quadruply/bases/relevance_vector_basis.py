@@ -1,4 +1,4 @@
-"""Relevance vectors: kernel functions with a learned prior precision each, and the removal of irrelevant ones."""
+"""Relevance vectors and their pruning."""
 
 import copy
 import math
@@ -20,14 +20,14 @@ class RelevanceVectorBasis(KernelFunctionBasis):
     """phi(x) = k(x, Z) with S = diag(s), learned by empirical Bayes (Tipping 2001; Evans and Nair 2018, appendix I.3).
 
     Args:
-        kernel: any, without a batch shape.
+        kernel: any without batch shape.
         centers: Z [m, d], usually the training inputs.
-        max_precision: functions of this precision or more are irrelevant. It depends on the scales of the targets
-            (standardise them) and of phi^T phi / noise.
-        sparse_gradients: whether the precisions' gradients hold sampled rows only; False for optimisers that refuse those.
+        max_precision: functions of at least this precision are irrelevant. Depends on the scale of targets (standardise
+            them) and of phi^T phi / noise.
+        sparse_gradients: gradients hold only sampled rows; False for optimisers that refuse these.
 
     Raises:
-        ValueError: as `KernelFunctionBasis`; a max_precision that is not positive and finite.
+        ValueError: as `KernelFunctionBasis`; max_precision is not positive and finite.
     """
 
     def __init__(
@@ -47,23 +47,22 @@ class RelevanceVectorBasis(KernelFunctionBasis):
 
     @property
     def precision(self) -> Tensor:
-        """All of s, [m], detached."""
+        """All precisions [m], detached."""
         return self.prior_precision(torch.arange(self.num_groups, device=self.points.device)).detach()
 
     def relevant(self) -> Tensor:
-        """Functions whose precision is below `max_precision`, int64 [*]."""
+        """Indices of functions with a precision below `max_precision`."""
         return (self.precision < self.max_precision).nonzero().squeeze(-1)
 
     @torch.no_grad()
     def update_precision(self, mean: Tensor, variance: Tensor) -> None:
-        """One fixed-point update of all precisions by MacKay's rule, (1 - s variance) / mean^2; cost O(m).
+        """MacKay's fixed-point update of all precisions, (1 - s variance) / mean^2; cost O(m).
 
         Args:
-            mean: of the weights, [m] (`model.weights.mean`).
-            variance: the diagonal of their covariance, [m] (`model.weights.variance`).
+            mean: `model.weights.mean` [m].
+            variance: `model.weights.variance` [m].
 
-        Raises ValueError for shapes that do not fit. A precision stays where the data do not determine the weight, so that
-        s variance = 1 to rounding.
+        Raises ValueError for other shapes. Precisions of weights that the data do not determine (s variance = 1) stay.
         """
         shape = (self.num_groups,)
         if mean.shape != shape or variance.shape != shape:
@@ -77,15 +76,13 @@ class RelevanceVectorBasis(KernelFunctionBasis):
 
 @torch.no_grad()
 def prune_relevance_vectors(model: QuadruplyStochasticGP) -> QuadruplyStochasticGP:
-    """A new model with the relevant functions only, and their weights; the given model stays as it is.
-
-    Dense columns of irrelevant functions are dropped. Make new optimisers for the new parameters.
+    """A new model with only the relevant functions and their weights. It needs new optimisers.
 
     Args:
-        model: with a RelevanceVectorBasis.
+        model: with a RelevanceVectorBasis; stays unchanged.
 
     Raises:
-        ValueError: another basis, or one without a relevant function.
+        ValueError: another basis, or no relevant function.
     """
     basis = model.basis
     if not isinstance(basis, RelevanceVectorBasis):
