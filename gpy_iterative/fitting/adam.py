@@ -71,8 +71,9 @@ class AdamSteps:
     def step(self) -> tuple[float, float, float]:
         """One step: the value before it, that value's standard error (0 where it is not known), and the largest move.
 
-        Before the first step, parameters outside of their bounds are moved inside. A step that leaves a prior's support is
-        halved. Raises whatever the mll raises; parameters and optimiser are then as they were.
+        Before the first step, parameters outside of their bounds are moved inside; so are those that a step takes out of a
+        prior's support. A step that leaves the support of a prior on something else is halved. Raises whatever the mll
+        raises; parameters and optimiser are then as they were.
         """
         parameters = self._parameters()
         before = _copied(parameters)
@@ -171,7 +172,9 @@ class AdamSteps:
 
     @torch.no_grad()
     def _keep_in_supports(self, parameters: list[Tensor], before: list[Tensor]) -> None:
-        """Halves the step until every prior knows the values."""
+        """Moves parameters back into the supports of their priors; halves the step until all priors know the values."""
+        if not is_in_supports(self.mll.model):
+            Coordinates(self.mll).enter_bounds()
         for _ in range(MAX_HALVINGS):
             if is_in_supports(self.mll.model):
                 return
