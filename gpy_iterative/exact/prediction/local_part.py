@@ -91,6 +91,7 @@ class Neighbours:
         self.rest = self._rest_at_all() if nearest is None else None
         with torch.no_grad():
             self.index = self._most_correlated() if nearest is None else nearest.reshape(*points, -1)
+        self.near = self._rest_at(self.index) if nearest is None else self._prior_at(self.index)
         self.rounding = local.rounding[..., None, None]
 
     def _rest_at_all(self) -> Tensor:
@@ -104,25 +105,30 @@ class Neighbours:
         score = self.rest.abs() / self.local.deviation.to(self.rest.dtype).unsqueeze(-2)
         return score.topk(self.local.num_neighbours, dim=-1).indices
 
-    def _rest_at(self, index: Tensor, points: slice = ALL) -> Tensor:
-        """The k' of some points at data of their own, [*batch, t, j] for an index of this shape."""
-        if self.rest is not None:
-            return self.rest[..., points, :].gather(-1, index)
-        observed, size = self.local.observed, index.shape[-1]
+    def _prior_at(self, index: Tensor) -> Tensor:
+        """The k_x of each point at data of its own, [*batch, t, j] for an index of this shape."""
+        observed = self.local.observed
         columns = index if observed is None else observed.nonzero().squeeze(-1)[index]
-        rows = torch.arange(self.points.numel(), device=index.device).view(self.points)[..., points]
-        prior = self.test_train[rows.flatten().repeat_interleave(size), columns.flatten()].view(index.shape)
-        projected = self.product[index] @ self.coefficients[..., points, :].unsqueeze(-1)
-        return prior - projected.squeeze(-1)
+        rows = torch.arange(self.test_train.shape[-2], device=index.device).repeat_interleave(index.shape[-1])
+        return self.test_train[rows, columns.flatten()].view(index.shape)
+
+    def _rest_at(self, index: Tensor) -> Tensor:
+        """The k' of each point at data of its own, [*batch, t, j] for an index of this shape."""
+        if self.rest is not None:
+            return self.rest.gather(-1, index)
+        return self._prior_at(index) - (self.product[index] @ self.coefficients.unsqueeze(-1)).squeeze(-1)
 
     def _weighted(self, points: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
         """R [*batch, t, k, k], k' and weights [*batch, t, k] of some points, in float64."""
-        index = self.index[..., points, :]
+        index, correlation = self.index[..., points, :], self.near[..., points, :]
+        rows = self._rows(index)
         with torch.no_grad():
-            covariance = self._blocks(index)
+            covariance = self._blocks(index, rows)
             covariance.diagonal(dim1=-2, dim2=-1).add_(self.rounding)
             lower = jittered_factor(covariance)
-        correlation = self._rest_at(index, points).double()
+        if self.rest is None:
+            correlation = correlation - (rows @ self.coefficients[..., points, :].unsqueeze(-1)).squeeze(-1)
+        correlation = correlation.double()
         return covariance, correlation, torch.cholesky_solve(correlation.unsqueeze(-1), lower).squeeze(-1)
 
     def explained_variance(self) -> Tensor:
@@ -147,7 +153,7 @@ class Neighbours:
     def _pairwise(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """K'^T G and G^T R G through the kernel between all neighbours of all points: (t k)^2 entries."""
         together = self.index.flatten(-2).unsqueeze(-2)
-        covariance = self._blocks(together).squeeze(-3)
+        covariance = self._blocks(together, self._rows(together)).squeeze(-3)
         # [*batch, t k, t]: the weights of point i in column i, at its own rows.
         weights = torch.diag_embed(weights.mT).movedim(-3, -2).flatten(-3, -2)
         rest = self._rest_at(together.expand(*self.points, -1))
@@ -171,14 +177,17 @@ class Neighbours:
             cross = cross[member, :, member].reshape(*self.points, size)
         return cross.double() - self.coefficients.double() @ projected.double(), square
 
-    def _blocks(self, index: Tensor) -> Tensor:
-        """R at an index [*batch, *b, p, k]: [*batch, *b, p, k, k], in float64."""
+    def _rows(self, index: Tensor) -> Tensor:
+        """Rows of H A at an index [*batch, *b, p, k]: [*batch, *b, p, k, r]."""
         shape = self.product.shape[:-2]
         members = [
             torch.arange(size, device=index.device).view(-1, *[1] * (len(shape) - position + 1))
             for position, size in enumerate(shape)
         ]
-        rows = self.product[(*members, index)]
+        return self.product[(*members, index)]
+
+    def _blocks(self, index: Tensor, rows: Tensor) -> Tensor:
+        """R at an index [*batch, *b, p, k] from these rows of H A: [*batch, *b, p, k, k], in float64."""
         return (blocks.principal_blocks(self.local.operator, index).to(rows.dtype) - rows @ rows.mT).double()
 
 
