@@ -69,8 +69,8 @@ class AdamSteps:
     def step(self) -> tuple[float, float, float]:
         """One step: the value before it, its standard error (0 if unknown), and the largest move.
 
-        The first step moves parameters inside their bounds. A step that leaves a prior's support is halved. Any error
-        restores parameters and optimiser.
+        The first step moves parameters inside their bounds. A parameter that leaves its prior's support is moved back; a
+        step that leaves the support of a joint prior is halved. Any error restores parameters and optimiser.
         """
         parameters = self._parameters()
         before = _copied(parameters)
@@ -167,6 +167,9 @@ class AdamSteps:
 
     @torch.no_grad()
     def _keep_in_supports(self, parameters: list[Tensor], before: list[Tensor]) -> None:
+        """Moves parameters back into the supports of their priors; halves the step until all priors know the values."""
+        if not is_in_supports(self.mll.model):
+            Coordinates(self.mll).enter_bounds()
         for _ in range(MAX_HALVINGS):
             if is_in_supports(self.mll.model):
                 return

@@ -18,7 +18,7 @@ from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
 from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
-from gpy_iterative.fitting.coordinates import MARGIN, Coordinates
+from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.curvature import NOISE_SAMPLES, average_information, gradient_noise
 from gpy_iterative.fitting.points import Assessment, Point, Secant, Step
 from gpy_iterative.fitting.prior_support import is_in_supports
@@ -239,9 +239,9 @@ class AverageInformation:
         curvature = average_information(
             self.mll, point.evaluation, self.coordinates, generator=self._generator, initial_guess=self._guess
         )
-        lower, upper = self.coordinates.lower + MARGIN, self.coordinates.upper - MARGIN
         gradient = point.gradient + curvature.correction
-        held = ((point.position <= lower) & (gradient < 0)) | ((point.position >= upper) & (gradient > 0))
+        is_lowest, is_highest = self.coordinates.at_bounds(point.position)
+        held = (is_lowest & (gradient < 0)) | (is_highest & (gradient > 0))
         diagonal = curvature.matrix.diagonal()
         ridge = RIDGE * torch.where(curvature.linear, diagonal, torch.full_like(diagonal, point.evaluation.num_data))
         found = Assessment(curvature, gradient, held, 0.0, 0.0, gradient.new_zeros(0, len(gradient)), ridge)

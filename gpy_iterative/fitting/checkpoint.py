@@ -2,19 +2,22 @@
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import gpytorch
 import torch
+from gpytorch.likelihoods.noise_models import FixedGaussianNoise
 from torch import Tensor
 
+from gpy_iterative.fitting.coordinates import free_parameters
 from gpy_iterative.fitting.result import HistoryRow
+from gpy_iterative.training.likelihood_params import LikelihoodParams
 
-#: Raise it when older files become unreadable.
-FORMAT = 2
+#: Raised whenever older files cannot be read any more.
+FORMAT = 3
 #: Buffers that training does not change.
 _FIXED = ("active_dims", "lower_bound", "upper_bound")
 
@@ -40,12 +43,15 @@ def write_checkpoint(
     method: str,
     state: Mapping[str, Any],
     history: list[HistoryRow],
+    params: Sequence[Any] = (),
 ) -> None:
-    """Writes the checkpoint atomically: a temporary file in the same folder, then a rename."""
+    """Writes a checkpoint to a temporary file and renames it. `params` are the likelihood's arguments."""
     content = {
         "format": FORMAT,
         "method": method,
         "parts": described_parts(mll),
+        "params": None if (given := LikelihoodParams.given(params, mll.model)) is None else given.to_bytes(),
+        "fixed_noise": fixed_noise(mll),
         "parameters": {name: tensor.detach().clone() for name, tensor in mll.state_dict().items()},
         "state": dict(state),
         "history": [astuple(row) for row in history],
@@ -62,16 +68,19 @@ def write_checkpoint(
         raise
 
 
-def read_checkpoint(path: Path, mll: gpytorch.mlls.MarginalLogLikelihood, method: str) -> Checkpoint:
+def read_checkpoint(
+    path: Path, mll: gpytorch.mlls.MarginalLogLikelihood, method: str, params: Sequence[Any] = ()
+) -> Checkpoint:
     """Reads and checks a checkpoint, without loading it into the mll.
 
-    Raises ValueError for a file that is no checkpoint, or for another method or model.
+    Raises ValueError for a file that is no checkpoint, or for another method, model, fixed noise or `params`.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
             raise ValueError
         found = Checkpoint(content["parameters"], content["state"], [HistoryRow(*row) for row in content["history"]])
+        saved = None if content["params"] is None else LikelihoodParams.from_bytes(content["params"])
     except Exception as error:  # whatever torch.load raises on a foreign file
         raise ValueError(
             f"{path} is no checkpoint of gpi.fit in this version: remove it, or give another checkpoint=."
@@ -84,16 +93,24 @@ def read_checkpoint(path: Path, mll: gpytorch.mlls.MarginalLogLikelihood, method
     shapes = lambda tensors: {name: str(tuple(tensor.shape)) for name, tensor in tensors.items()}
     _check_same(path, content["parts"], described_parts(mll))
     _check_same(path, shapes(found.parameters), shapes(mll.state_dict()))
+    _check_arguments(path, mll, saved, LikelihoodParams.given(params, mll.model))
+    _check_noise(path, content["fixed_noise"], fixed_noise(mll))
     return found
 
 
 def described_parts(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, str]:
-    """Class and options of each module by name, without trained values.
+    """Class and options of each module by name, and the names of trained parameters.
 
     Options are numbers and strings among the attributes of GPyTorch's own classes, and active dims and constraint bounds of
     any module. Attributes of user modules may change, such as call counters.
     """
-    return {name: _described(module) for name, module in mll.named_modules()}
+    trained = ", ".join(name for name, *_ in free_parameters(mll))
+    return {name: _described(module) for name, module in mll.named_modules()} | {"trained parameters": trained}
+
+
+def fixed_noise(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, Tensor]:
+    """Noise variances given as data, by module."""
+    return {name: part.noise for name, part in mll.named_modules() if isinstance(part, FixedGaussianNoise)}
 
 
 def _described(module: torch.nn.Module) -> str:
@@ -114,4 +131,24 @@ def _check_same(path: Path, saved: Mapping[str, str], own: Mapping[str, str]) ->
                 f"{path} is the checkpoint of another model: {name or 'the marginal log likelihood'} is "
                 f"{saved.get(name, 'missing')} in it and {own.get(name, 'missing')} here. Give another checkpoint=, or "
                 "fit that model."
+            )
+
+
+def _check_arguments(path: Path, mll: Any, saved: LikelihoodParams | None, given: LikelihoodParams | None) -> None:
+    inputs = getattr(mll.model, "train_inputs", None)
+    if saved is not None and inputs:
+        saved.apply(lambda tensor: tensor.to(inputs[0].device))
+    if not (saved is given if saved is None else saved.equals(given)):
+        raise ValueError(
+            f"{path} is the checkpoint of a fit with other params=, the likelihood's own arguments: pass those, or give "
+            "another checkpoint=."
+        )
+
+
+def _check_noise(path: Path, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    for name, noise in own.items():
+        known = saved[name].to(noise)
+        if known.shape != noise.shape or not torch.allclose(known, noise):
+            raise ValueError(
+                f"{path} is the checkpoint of a fit with other fixed noise: give another checkpoint=, or that noise."
             )

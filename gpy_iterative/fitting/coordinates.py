@@ -194,6 +194,10 @@ class Coordinates:
         if not torch.equal(position, inside):
             self.write(inside)
 
+    def at_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether coordinates [p] lie at their lower bound, and at their upper one; [p] each."""
+        return position <= self.lower + MARGIN, position >= self.upper - MARGIN
+
     def user_values(self, coordinates: Tensor) -> list[Tensor]:
         """User values by parameter, in its shape."""
         return [part.user_values(entries) for part, entries in zip(self.parts, self._split(coordinates), strict=True)]

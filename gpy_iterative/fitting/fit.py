@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_STEPS = {"average_information": 30, "adam": 300}
 
 
+@torch.inference_mode(False)
 @torch.enable_grad()
 def fit(
     mll: MarginalLogLikelihood,
@@ -105,21 +106,22 @@ def fit(
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"The folder of checkpoint={str(path)!r} does not exist: make it first.")
     random = torch.Generator().manual_seed(0) if generator is None else make_generator(generator)
-    known = None if path is None or not path.exists() else read_checkpoint(path, mll, choice.method)
+    known = None if path is None or not path.exists() else read_checkpoint(path, mll, choice.method, params)
     if start == "subsets":
         check_subsets(mll.model, mll.likelihood)
     if known is None:
         _warn_of_data(mll, params)
     logger.info("fit by %s: %s", choice.method, choice.reason)
-    loop = _loop(mll, choice, known, steps, batches, params, random)
     before, begun = {name: tensor.clone() for name, tensor in mll.state_dict().items()}, time.perf_counter()
+    loop = _loop(mll, choice, known, steps, batches, params, random)
+    num_known = len(loop.history)
     try:
         if known is None and start == "subsets":
             initialize_from_subsets(mll.model, mll.likelihood, generator=random, progress=progress)
             loop.preparation = time.perf_counter() - begun
-        return loop.run(path, progress, callback)
+        return loop.run(path, params, progress, callback)
     except BaseException:
-        if not loop.history:
+        if len(loop.history) == num_known:
             mll.load_state_dict(before)
         raise
 

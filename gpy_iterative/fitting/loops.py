@@ -3,7 +3,7 @@
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,7 +63,14 @@ class Loop(ABC):
     def steps(self) -> int:
         """Number of steps made."""
 
-    def run(self, path: Path | None, progress: Progress, callback: Callable[[HistoryRow], object] | None) -> FitResult:
+    def run(
+        self,
+        path: Path | None,
+        params: Sequence[Any],
+        progress: Progress,
+        callback: Callable[[HistoryRow], object] | None,
+    ) -> FitResult:
+        """Runs the fit. Checkpoints also hold `params`, the likelihood's arguments."""
         with reporting(progress, "fit", "steps", self.max_steps) as tell:
             status = None
             while status is None:
@@ -80,7 +87,7 @@ class Loop(ABC):
                         if callback is not None:
                             callback(row)
                     if status is None and path is not None:
-                        write_checkpoint(path, self.mll, self.method, self.state(), self.history)
+                        write_checkpoint(path, self.mll, self.method, self.state(), self.history, params)
                 except KeyboardInterrupt:
                     if not self.history:
                         raise
@@ -237,6 +244,8 @@ class AdamLoop(Loop):
         # Not for mini-batches, whose values go up and down, nor before the end of a schedule.
         values = [row.value for row in self.history]
         if not self._optimiser.is_sampled and has_stalled(values, LEFT / self.mll.model.train_targets.numel()):
+            if any(each.at_bound for each in self.hyperparameters()):
+                return FitStatus.BOUND
             return FitStatus.NOISE if sem else FitStatus.CONVERGED
         return None
 
@@ -248,5 +257,4 @@ class AdamLoop(Loop):
         self._optimiser.load_state(state)
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
-        coordinates = Coordinates(self.mll)
-        return without_errors(coordinates)
+        return without_errors(Coordinates(self.mll))

@@ -188,10 +188,10 @@ def estimated(
 
 def without_errors(coordinates: Coordinates) -> tuple[Estimated, ...]:
     """Hyperparameters without curvature."""
-    values = coordinates.user_entries(coordinates.read())
-    return tuple(
-        Estimated(name, value, None, None, None) for name, value in zip(coordinates.names, values, strict=True)
-    )
+    position = coordinates.read()
+    is_lowest, is_highest = coordinates.at_bounds(position)
+    entries = zip(coordinates.names, coordinates.user_entries(position), (is_lowest | is_highest).tolist(), strict=True)
+    return tuple(Estimated(name, value, None, None, None, at_bound=at_bound) for name, value, at_bound in entries)
 
 
 def irrelevant_inputs(coordinates: Coordinates, matrix: Tensor) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ FEW_COLUMNS = 8
 CHUNK = 4096
 #: Columns of the inner matrix computed at a time, from the diagonal down.
 COLUMNS = 256
-#: Largest norm of rounding errors in the inner matrix, whose eigenvalues are at least 1; beyond it, products are in float64.
+#: Norm of rounding errors in the inner matrix (eigenvalues of 1 and more) beyond which products are in float64.
 ROUNDING = 0.1
 
 

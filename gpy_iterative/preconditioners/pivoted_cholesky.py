@@ -164,7 +164,9 @@ class RandomlyPivotedCholesky(PivotedCholesky):
 
     def _grow(self, partial: "PartialCholesky", generator: torch.Generator) -> None:
         proposals = max(8, math.ceil(self.rank / 10)) if self.block_size is None else self.block_size
-        while partial.rank < partial.capacity and not (partial.rest <= partial.stop).all():  # NaN must go on, to be found
+        while (
+            partial.rank < partial.capacity and not (partial.rest <= partial.stop).all()
+        ):  # NaN must go on, to be found
             candidates = partial.propose(proposals, generator)
             block = partial.rest_of(candidates)
             # Replaces running differences, which may be rounding: every round then takes or excludes its first candidate,

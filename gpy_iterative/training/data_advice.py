@@ -3,6 +3,7 @@
 Lengthscales, outputscale, noise and mean start near one or zero: data of another scale have no gradient there.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -63,10 +64,14 @@ def _warn(sentences: Iterator[str]) -> None:
 
 
 def _constant_columns(model: Any) -> Iterator[str]:
+    inputs = getattr(model, "train_inputs", None) or ()
+    if inputs and all(x.shape[-2] > 1 and (x == x[..., :1, :]).all() for x in inputs):
+        yield "All training inputs are equal, so the data determine no lengthscale: check the inputs."
+        return
     lengthscales = [getattr(module, "lengthscale", None) for module in model.modules()]
     if not any(isinstance(lengthscale, Tensor) and lengthscale.shape[-1:] > (1,) for lengthscale in lengthscales):
         return
-    for x in getattr(model, "train_inputs", None) or ():
+    for x in inputs:
         columns = x.reshape(-1, x.shape[-1])
         constant = (columns == columns[0]).all(0).nonzero().reshape(-1).tolist()
         if constant and len(columns) > 1:
@@ -79,7 +84,7 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
         term.x1.reshape(-1, *term.x1.shape[-2:])[0] for term in terms if isinstance(term, RadialKernelLinearOperator)
     ]
     nearest = min(map(_least_distance, inputs), default=0.0)
-    if len(inputs) == len(terms) and nearest > FAR:
+    if len(inputs) == len(terms) and FAR < nearest < math.inf:
         yield (
             f"The nearest training inputs are {nearest:.3g} lengthscales apart, so the kernel matrix is diagonal and the "
             "lengthscales cannot be learned: standardise the inputs, or set larger lengthscales before the fit."

@@ -58,6 +58,22 @@ def test_an_optimum_at_the_end_of_a_prior(method: Any) -> None:
         ]
 
 
+def test_adam_holds_the_parameter_at_the_end_of_its_prior_alone() -> None:
+    """Shrinking whole steps, it stopped 120 nats from the optimum and said that it had converged."""
+    found = {}
+    for method in ("average_information", "adam"):
+        mll = regression(80, covariance=matern(lengthscale_prior=UniformPrior(0.1, 0.72)))
+        result = gpi.fit(mll, method=method, progress=False)
+        assert result.status is gpi.fitting.FitStatus.BOUND
+        assert [each.name for each in result.hyperparameters if each.at_bound] == [
+            "covar_module.base_kernel.lengthscale"
+        ]
+        assert "lengthscale 0.719" in str(result)
+        assert "(at its bound)" in str(result)
+        found[method] = result.history[-1].value
+    assert found["adam"] == pytest.approx(found["average_information"], abs=0.5 / 80)
+
+
 @pytest.mark.parametrize("method", ["average_information", "adam"])
 def test_a_prior_on_something_else_refuses_steps(method: Any) -> None:
     """Of twice the lengthscale: no coordinate knows the bound, and torch raises a ValueError beyond it."""

@@ -187,3 +187,82 @@ def test_batches_go_on_where_a_pass_was_left(tmp_path: Path) -> None:
         quiet(parted, batches=batches, max_steps=16, checkpoint=file, callback=kill)
     resumed = quiet(features(), batches=batches, max_steps=16, checkpoint=file)
     assert [row.value for row in resumed.history] == [row.value for row in expected.history]
+
+
+@pytest.mark.parametrize("method", ["average_information", "adam"])
+def test_other_trained_parameters_are_refused(method: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    quiet(regression(40), checkpoint=file, max_steps=1, method=method)
+    mll = regression(40)
+    mll.model.covar_module.raw_outputscale.requires_grad_(False)
+    before = [parameter.detach().clone() for parameter in mll.parameters()]
+    with pytest.raises(ValueError, match="another model: trained parameters is"):
+        quiet(mll, checkpoint=file, method=method)
+    assert all(map(torch.equal, mll.parameters(), before))
+
+
+def test_other_noise_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+
+    def fit(noise: float, steps: int) -> None:
+        likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.full((40,), noise, dtype=torch.float64))
+        quiet(regression(40, likelihood=likelihood), checkpoint=file, max_steps=steps)
+
+    fit(0.04, 1)
+    with pytest.raises(ValueError, match="other fixed noise"):
+        fit(0.4, 2)
+    fit(0.04, 2)
+
+
+def test_other_arguments_of_the_likelihood_are_refused(tmp_path: Path) -> None:
+    file, (x, _) = tmp_path / "run.pt", data(40)
+    exposure = 1 + 5 * x[:, 1]
+    counts = torch.poisson(exposure * torch.sin(5 * x[:, 0]).exp(), generator=torch.Generator().manual_seed(0))
+
+    def fit(params: tuple[Any, ...], steps: int) -> None:
+        likelihood = Exposed()
+        model = LatentCounts(x, counts, likelihood).double()
+        mll = gpi.mlls.LaplaceMarginalLogLikelihood(likelihood, model, generator=0)
+        quiet(mll, checkpoint=file, max_steps=steps, params=params)
+
+    fit((exposure,), 1)
+    for params in ((10 * exposure,), ()):
+        with pytest.raises(ValueError, match=r"other params="):
+            fit(params, 2)
+    fit((exposure,), 2)
+
+
+class Exposed(gpi.likelihoods.PoissonLogLikelihood):
+    """Counts with exposures, 1 where none are given."""
+
+    def forward(self, function_samples: torch.Tensor, exposure: torch.Tensor | float = 1.0) -> Any:
+        return torch.distributions.Poisson(exposure * function_samples.exp())
+
+
+class LatentCounts(gpi.models.IterativeLaplaceGP):
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, likelihood: gpytorch.likelihoods.Likelihood) -> None:
+        super().__init__(x, y, likelihood)
+        self.mean_module, self.covar_module = gpytorch.means.ConstantMean(), ScaleKernel(RBFKernel())
+
+    def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+@pytest.mark.parametrize("method", ["average_information", "adam"])
+def test_a_resumed_fit_that_cannot_be_evaluated_leaves_the_parameters(method: Any, tmp_path: Path) -> None:
+    file, mll = tmp_path / "run.pt", regression(40)
+    quiet(regression(40), checkpoint=file, max_steps=1, method=method)
+    before = [parameter.detach().clone() for parameter in mll.parameters()]
+    calls = iter(range(100))
+    looks = 2 if method == "average_information" else 1  # at data and method
+    forward = mll.model.forward
+
+    def failing(x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
+        if next(calls) >= looks - 1:
+            raise gpi.errors.NonFiniteError("no")
+        return forward(x)
+
+    mll.model.forward = failing
+    with pytest.raises(gpi.errors.NonFiniteError, match="no"):
+        quiet(mll, checkpoint=file, max_steps=4, method=method)
+    assert all(map(torch.equal, mll.parameters(), before))

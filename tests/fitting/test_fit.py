@@ -160,7 +160,7 @@ def test_probes_whose_vectors_would_fill_the_memory_are_not_taken(
     monkeypatch.setattr("gpy_iterative.fitting.average_information.MOST_ENTRIES", most)
     mll = regression(200, solver=ITERATIVE, num_probes=2, probes="rademacher")
     loop = InformationLoop(gpi.fitting.AverageInformation(mll), [], 10)
-    assert loop.run(None, False, None).status is FitStatus.NOISE
+    assert loop.run(None, (), False, None).status is FitStatus.NOISE
     assert loop._optimiser.mll.probes.num_probes == probes
 
 
@@ -421,6 +421,17 @@ def test_targets_far_from_zero(dtype: torch.dtype, solver: gpi.solvers.Solver | 
     (value, constant, error), (shifted_value, shifted_constant, _) = ends
     assert shifted_value == pytest.approx(value, abs=0.01)
     assert abs(shifted_constant - constant) < 0.5 * error
+
+
+def test_equal_inputs_are_named() -> None:
+    """Their nearest others are nowhere: a warning called the kernel matrix diagonal."""
+    mll = regression(20, covariance=gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()))
+    mll.model.set_train_data(torch.full((20, 3), 0.7, dtype=torch.float64), strict=False)
+    with pytest.warns(DataWarning) as warned:
+        quiet(mll, max_steps=1)
+    sentences = [str(each.message) for each in warned if each.category is DataWarning]
+    assert any("All training inputs are equal" in sentence for sentence in sentences)
+    assert not any("lengthscales apart" in sentence for sentence in sentences)
 
 
 def test_a_callback_may_predict() -> None:

@@ -4,6 +4,7 @@ With a far field and one kernel a tree finds the nearest; else those with the la
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from linear_operator import LinearOperator
@@ -15,9 +16,13 @@ from gpy_iterative.linear_operators.extensions import kernel_inputs
 from gpy_iterative.linear_solvers.cholesky import jittered_cholesky
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import kernel_and_noise
 from gpy_iterative.preconditioners.neighbours import Tree
+from gpy_iterative.worker_threads import run
 
 #: Largest number of neighbours of a block with a joint covariance evaluated by entries.
 MAX_PAIRWISE = 2048
+#: Points that one CPU thread solves at a time: their systems fit its cache.
+POINTS = 16
+ALL = slice(None)
 #: Relative jitters for a covariance of neighbours; the last ones for float32, where R may be only rounding errors.
 JITTERS = (1e-8, 1e-6, 1e-4, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 #: Rounding error of an entry of R, in machine epsilons of the largest prior variance.
@@ -84,12 +89,8 @@ class Neighbours:
         self.rest = self._rest_at_all() if nearest is None else None
         with torch.no_grad():
             self.index = self._most_correlated() if nearest is None else nearest.reshape(*points, -1)
-            self.blocks = self._blocks(self.index)
-            self.rounding = local.rounding[..., None, None]
-            self.blocks.diagonal(dim1=-2, dim2=-1).add_(self.rounding)
-            self.lower = jittered_factor(self.blocks)
-        self.correlation = self._rest_at(self.index).double()
-        self.weights = torch.cholesky_solve(self.correlation.unsqueeze(-1), self.lower).squeeze(-1)
+        self.near = self._rest_at(self.index) if nearest is None else self._prior_at(self.index)
+        self.rounding = local.rounding[..., None, None]
 
     def _rest_at_all(self) -> Tensor:
         prior, observed = blocks.dense(self.test_train), self.local.observed
@@ -101,42 +102,64 @@ class Neighbours:
         score = self.rest.abs() / self.local.deviation.to(self.rest.dtype).unsqueeze(-2)
         return score.topk(self.local.num_neighbours, dim=-1).indices
 
+    def _prior_at(self, index: Tensor) -> Tensor:
+        """The prior covariances k_x at an index [*batch, t, j]."""
+        observed = self.local.observed
+        columns = index if observed is None else observed.nonzero().squeeze(-1)[index]
+        rows = torch.arange(self.test_train.shape[-2], device=index.device).repeat_interleave(index.shape[-1])
+        return self.test_train[rows, columns.flatten()].view(index.shape)
+
     def _rest_at(self, index: Tensor) -> Tensor:
         """The k' at an index [*batch, t, j]."""
         if self.rest is not None:
             return self.rest.gather(-1, index)
-        observed = self.local.observed
-        columns = index if observed is None else observed.nonzero().squeeze(-1)[index]
-        rows = torch.arange(self.test_train.shape[-2], device=index.device).repeat_interleave(index.shape[-1])
-        prior = self.test_train[rows, columns.flatten()].view(index.shape)
-        projected = self.product[index] @ self.coefficients.unsqueeze(-1)
-        return prior - projected.squeeze(-1)
+        return self._prior_at(index) - (self.product[index] @ self.coefficients.unsqueeze(-1)).squeeze(-1)
+
+    def _weighted(self, points: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
+        """R [*batch, t, k, k], k' and weights [*batch, t, k] of some points, in float64."""
+        index, correlation = self.index[..., points, :], self.near[..., points, :]
+        rows = self._rows(index)
+        with torch.no_grad():
+            covariance = self._blocks(index, rows)
+            covariance.diagonal(dim1=-2, dim2=-1).add_(self.rounding)
+            lower = jittered_factor(covariance)
+        if self.rest is None:
+            correlation = correlation - (rows @ self.coefficients[..., points, :].unsqueeze(-1)).squeeze(-1)
+        correlation = correlation.double()
+        return covariance, correlation, torch.cholesky_solve(correlation.unsqueeze(-1), lower).squeeze(-1)
 
     def explained_variance(self) -> Tensor:
         """2 g^T k' - g^T R g, [*batch, t]; correct despite rounding errors of g."""
-        covariance = (self.blocks @ self.weights.unsqueeze(-1)).squeeze(-1)
-        return (self.weights * (2 * self.correlation - covariance)).sum(-1)
+        size = self.points[-1]
+        length = POINTS if self.index.device.type == "cpu" else size
+        parts = [slice(start, start + length) for start in range(0, size, length)]
+        return torch.cat(run([partial(self._explained, part) for part in parts]), dim=-1)
+
+    def _explained(self, points: slice) -> Tensor:
+        covariance, correlation, weights = self._weighted(points)
+        return (weights * (2 * correlation - (covariance @ weights.unsqueeze(-1)).squeeze(-1))).sum(-1)
 
     def explained_covariance(self) -> Tensor:
         """G^T K' + K'^T G - G^T R G, [*batch, t, t]."""
+        weights = self._weighted()[-1]
         is_small = self.index.shape[-1] * self.index.shape[-2] <= MAX_PAIRWISE
-        cross, square = self._pairwise() if is_small else self._by_products()
-        rounding = self.rounding * self.weights.square().sum(-1, keepdim=True)
+        cross, square = self._pairwise(weights) if is_small else self._by_products(weights)
+        rounding = self.rounding * weights.square().sum(-1, keepdim=True)
         return cross + cross.mT - square - torch.diag_embed(rounding.squeeze(-1))
 
-    def _pairwise(self) -> tuple[Tensor, Tensor]:
+    def _pairwise(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """K'^T G and G^T R G from (t k)^2 kernel entries."""
         together = self.index.flatten(-2).unsqueeze(-2)
-        covariance = self._blocks(together).squeeze(-3)
+        covariance = self._blocks(together, self._rows(together)).squeeze(-3)
         # [*batch, t k, t]: column i has the weights of point i.
-        weights = torch.diag_embed(self.weights.mT).movedim(-3, -2).flatten(-3, -2)
+        weights = torch.diag_embed(weights.mT).movedim(-3, -2).flatten(-3, -2)
         rest = self._rest_at(together.expand(*self.points, -1))
         return rest.double() @ weights, weights.mT @ (covariance @ weights)
 
-    def _by_products(self) -> tuple[Tensor, Tensor]:
+    def _by_products(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The same from products with H and K(x, X)."""
         columns = self.product.new_zeros(*self.points, self.product.shape[-2])
-        columns = columns.scatter(-1, self.index, self.weights.to(columns.dtype)).mT
+        columns = columns.scatter(-1, self.index, weights.to(columns.dtype)).mT
         projected = self.product.mT @ columns
         square = columns.mT.double() @ blocks.product(self.local.operator, columns).double()
         square = square - projected.mT.double() @ projected.double()
@@ -151,14 +174,17 @@ class Neighbours:
             cross = cross[member, :, member].reshape(*self.points, size)
         return cross.double() - self.coefficients.double() @ projected.double(), square
 
-    def _blocks(self, index: Tensor) -> Tensor:
-        """R at an index [*batch, *b, p, k], in float64."""
+    def _rows(self, index: Tensor) -> Tensor:
+        """Rows of H A at an index [*batch, *b, p, k]: [*batch, *b, p, k, r]."""
         shape = self.product.shape[:-2]
         members = [
             torch.arange(size, device=index.device).view(-1, *[1] * (len(shape) - position + 1))
             for position, size in enumerate(shape)
         ]
-        rows = self.product[(*members, index)]
+        return self.product[(*members, index)]
+
+    def _blocks(self, index: Tensor, rows: Tensor) -> Tensor:
+        """R at an index [*batch, *b, p, k] from its rows of H A, in float64."""
         return (blocks.principal_blocks(self.local.operator, index).to(rows.dtype) - rows @ rows.mT).double()
 
 

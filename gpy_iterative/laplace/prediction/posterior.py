@@ -295,8 +295,8 @@ class LaplacePosterior:
             found = system.solve(columns, tolerance, callback)
         if found.status is not SolveStatus.CONVERGED:
             warn(
-                f"A solve at the mode ended with status {found.status.name.lower()}: {float64_first(dtype)}loosen the "
-                "tolerance of split_variance, or keep outputscale and likelihood parameters in bounds.",
+                f"A solve at the mode ended with status {found.status.name.lower()}: {float64_first(dtype)}keep "
+                "outputscale and likelihood parameters in bounds.",
                 ConvergenceWarning,
             )
         return found.value.double()

@@ -97,7 +97,8 @@ def prune_relevance_vectors(model: QuadruplyStochasticGP) -> QuadruplyStochastic
         )
     old, k = model.weights, model.weights.num_dense_columns
     columns = kept[kept < k]
-    smaller = RelevanceVectorBasis(copy.deepcopy(basis.kernel), basis.points[kept], max_precision=basis.max_precision)
+    options = {"max_precision": basis.max_precision, "sparse_gradients": basis.sparse_gradients}
+    smaller = RelevanceVectorBasis(copy.deepcopy(basis.kernel), basis.points[kept], **options)
     smaller.log_precision.copy_(basis.log_precision[kept])
     result = QuadruplyStochasticGP(smaller, copy.deepcopy(model.mean_module), num_dense_columns=len(columns))
     root = torch.cat([old.dense_head_columns, old.tail_columns])[kept][:, columns]
