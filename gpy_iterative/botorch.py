@@ -1,7 +1,7 @@
-"""Posterior functions and `gpi.fit` for BoTorch. Only this module imports BoTorch; no other imports this module.
+"""Posterior functions and `gpi.fit` for BoTorch.
 
-BoTorch is an extra, and its import changes process-wide settings of linear_operator and GPyTorch. So import this module
-explicitly: `from gpy_iterative.botorch import SamplePathModel`.
+No other module imports BoTorch, an extra whose import changes process-wide settings of linear_operator and GPyTorch. Import
+it explicitly: `from gpy_iterative.botorch import SamplePathModel`.
 """
 
 import copy
@@ -65,12 +65,12 @@ def fit_average_information(
 class SamplePathModel(DeterministicModel):
     """Posterior functions as a BoTorch deterministic model, in the units of `model.posterior`.
 
-    Like `botorch.sampling.pathwise.get_matheron_path_model(model, sample_shape=torch.Size([k]))`, but without a dense
-    factor of the training data. Use it in `optimize_posterior_samples(paths, bounds)`, or as the `samples` of
+    Like `botorch.sampling.pathwise.get_matheron_path_model(model, sample_shape=torch.Size([k]))`, without a dense factor of
+    the training data. Use it in `optimize_posterior_samples(paths, bounds)`, or as the `samples` of
     `PathwiseThompsonSampling(model)` with `batch_size` k.
 
     Args:
-        model: model of the paths, such as a SingleTaskGP. Its present input and outcome transforms are copied and applied.
+        model: of the paths, such as a SingleTaskGP. Copies and applies its present input and outcome transforms.
         paths: `mll.posterior().sample_paths(k)`.
 
     Raises:
@@ -118,7 +118,7 @@ class SamplePathModel(DeterministicModel):
                 f"got {tuple(X.shape)}."
             )
         has_own_points = X.dim() > 2 and X.shape[-3] > 1
-        points = X.squeeze(-3) if X.dim() > 2 and not has_own_points else X
+        points = X.flatten(-3, -2) if X.dim() > 2 else X  # all functions at all points
         if self._to_model is not None:
             points = self._to_model(points)
         if self._num_outputs > 1:
@@ -126,7 +126,7 @@ class SamplePathModel(DeterministicModel):
         else:
             values = self.paths(points).unsqueeze(-1)
         if has_own_points:
-            values = values.diagonal(dim1=0, dim2=-3).movedim(-1, -3)
+            values = values.unflatten(-2, X.shape[-3:-1]).diagonal(dim1=0, dim2=-3).movedim(-1, -3)
         else:
             values = values.movedim(0, -3)
         return values if self._from_model is None else self._from_model.untransform(values, X=X)[0]

@@ -21,7 +21,6 @@ class SeenValues:
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> "SeenValues":
-        """The present values of these tensors."""
         return cls(tuple(tensor.detach().clone() for tensor in tensors))
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
@@ -31,7 +30,7 @@ class SeenValues:
 
 @dataclass(frozen=True)
 class SeenVersions:
-    """Tensors recognised by identity and version; inference tensors by identity and value. Holds only weak references.
+    """Tensors recognised by identity and version; inference tensors by identity and value. Holds weak references.
 
     Attributes:
         references: to the tensors.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> None:
-    """Raises ValueError unless it is a whole number of at least `least`."""
+    """Raises ValueError unless a whole number of at least `least`."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name} must be a whole number, got {value!r}.")
     if value < least:
@@ -18,13 +18,12 @@ def check_count(name: str, value: Any, *, least: int = 1) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raises ValueError unless it is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}.")
 
 
 def check_instance(name: str, value: Any, kind: type, example: str) -> None:
-    """Raises TypeError unless it is None or an instance of `kind`."""
+    """Raises TypeError unless None or an instance of `kind`."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} must be None or a {kind.__name__} such as {example}, got {value!r}.")
 
@@ -67,7 +66,7 @@ def check_same_kind(
 
 
 def check_number(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
-    """Raises ValueError, with the rule, unless it is a number for which it holds."""
+    """Raises ValueError, with the rule, unless a number for which it holds."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}.")
     if not holds(value):
@@ -75,15 +74,15 @@ def check_number(name: str, value: Any, rule: str, holds: Callable[[Any], bool])
 
 
 def check_positive(name: str, value: float) -> None:
-    """Raises ValueError unless it is positive and finite."""
+    """Raises ValueError unless positive and finite."""
     check_number(name, value, "be positive and finite", lambda number: 0 < number < math.inf)
 
 
 def check_fraction(name: str, value: float, *, ends: bool = False) -> None:
-    """Raises ValueError unless it lies between 0 and 1, both allowed with `ends`."""
+    """Raises ValueError unless between 0 and 1, both allowed with `ends`."""
     check_number(name, value, "lie between 0 and 1", lambda number: 0 <= number <= 1 if ends else 0 < number < 1)
 
 
 def check_rate(name: str, value: float) -> None:
-    """Raises ValueError unless it is positive and at most 1."""
+    """Raises ValueError unless positive and at most 1."""
     check_number(name, value, "be positive and at most 1", lambda number: 0 < number <= 1)

@@ -1,9 +1,8 @@
 """Threads that share the parts of a computation.
 
 Torch divides each operation among OpenMP's threads, which wait for each other at its end. If another process holds a
-processor, each operation waits for a thread that does not run. So the work is divided above torch: each worker takes the
-next part, such as some tiles, and runs its operations on one thread. Nobody waits before the parts run out, and a blocked
-worker takes none.
+processor, each operation waits for a thread that does not run. So the work is divided above torch: a worker takes the next
+part, such as some tiles, and runs its operations on one thread. A blocked worker takes none.
 
 The number of threads is `torch.set_num_threads`.
 """
@@ -83,7 +82,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def num_threads() -> int:
-    """Threads of a divided computation: torch's setting, of the calling thread."""
+    """Torch's number of threads, of the calling thread."""
     if _setting.number is not None:
         return _setting.number
     return torch.get_num_threads() if _HAS_OWN_NUMBERS else 1

@@ -68,6 +68,15 @@ def test_each_function_at_its_own_points(outputs: int) -> None:
         torch.testing.assert_close(functions(x[1, j])[j], own[1, j])
 
 
+def test_own_points_are_one_list_for_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a batch, each had a copy of the weights of all features: 16 GB for 100 functions at 500 points."""
+    functions, shapes = path_model(model_of(2), 3), []
+    call = type(functions.paths).__call__
+    monkeypatch.setattr(type(functions.paths), "__call__", lambda self, x: shapes.append(x.shape) or call(self, x))
+    functions(points(2, 3, 5))
+    assert shapes == [(2, 1, 15, points(1).shape[-1])]
+
+
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("shape", [(2,), (2, 1, 2), (2, 3, 2)])
 def test_gradient(outputs: int, shape: tuple[int, ...]) -> None:

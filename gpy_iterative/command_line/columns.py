@@ -20,6 +20,8 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 def number(cell: str) -> float:
     """A cell's value, NaN if missing or infinite. Raises ValueError for text."""
+    if "_" in cell:  # Python reads 1_1 as 11
+        raise ValueError
     value = math.nan if cell.lower() in MISSING else float(cell)
     return value if math.isfinite(value) else math.nan
 

@@ -38,6 +38,9 @@ def main(words: Sequence[str] | None = None) -> int:
         except BadInputError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        except OSError as error:  # of a file that is written: all that are read raise BadInputError
+            print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}.", file=sys.stderr)
+            return 2
     return 0
 
 
@@ -54,8 +57,8 @@ def fit_table(
     plot: Path | None,
 ) -> None:
     """Fits, tests and saves a model. Raises BadInputError."""
-    output = output or table.with_suffix(".gpi.pt")
-    check_outputs(table, [path for path in (output, checkpoint, plot) if path is not None])
+    output = output or beside(table, ".gpi.pt")
+    check_files([table], [path for path in (output, checkpoint, plot) if path is not None])
     if plot is not None:
         check_plot(plot)
     data = read_training_data(table, target, drop, drop_incomplete=drop_incomplete)
@@ -102,8 +105,8 @@ def fitted(mll: HutchinsonMarginalLogLikelihood, max_steps: int | None, checkpoi
 
 def predict_table(model: Path, table: Path, output: Path | None) -> None:
     """Writes rows with mean and standard deviation of the target, empty for incomplete rows. Raises BadInputError."""
-    output = output or table.with_suffix(".predictions.csv")
-    check_outputs(table, [output])
+    output = output or beside(table, ".predictions.csv")
+    check_files([table, model], [output])
     loaded = TableModel.load(model)
     cells = read_table(table, [column.name for column in loaded.columns])
     added = [f"{loaded.target}_mean", f"{loaded.target}_deviation"]
@@ -122,10 +125,20 @@ def predict_table(model: Path, table: Path, output: Path | None) -> None:
     print(f"Saved {output}: {int(complete.sum())} rows{gaps}.")
 
 
-def check_outputs(table: Path, outputs: Sequence[Path]) -> None:
-    """Raises BadInputError for a file that cannot be written or would replace the table."""
-    for path in outputs:
-        if path.is_dir() or not path.parent.is_dir():
-            raise BadInputError(f"{path} cannot be written: it is a folder, or its folder does not exist.")
-        if path.resolve() == table.resolve():
-            raise BadInputError(f"{path} is the table itself: give another file to write to.")
+def beside(table: Path, suffix: str) -> Path:
+    """The default name of an output. Raises BadInputError for a folder."""
+    if table.is_dir():
+        raise BadInputError(f"{table} is a folder: give a CSV file.")
+    return table.with_suffix(suffix)
+
+
+def check_files(read: Sequence[Path], written: Sequence[Path]) -> None:
+    """Raises BadInputError for files that cannot be written, or would replace another one of the command."""
+    others = [path.resolve() for path in read]
+    for path in written:
+        is_special = path.exists() and not path.is_file()
+        if is_special or not path.parent.is_dir():
+            raise BadInputError(f"{path} cannot be written: it is no file, or its folder does not exist.")
+        if path.resolve() in others:
+            raise BadInputError(f"{path} is another file of this command: give another one to write to.")
+        others.append(path.resolve())

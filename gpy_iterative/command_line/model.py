@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import gpytorch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from gpy_iterative.command_line.columns import Column
 from gpy_iterative.command_line.table import BadInputError
+from gpy_iterative.fitting.checkpoint import save_whole
 from gpy_iterative.prediction import PathwisePosterior
 
 #: Raise it when older files become unreadable.
@@ -50,8 +50,11 @@ class Units:
     @classmethod
     def of(cls, values: Tensor) -> "Units":
         """Mean and standard deviation of rows [n, d]; constant columns keep their scale."""
-        scale = values.std(0, correction=0)
-        return cls(values.mean(0), torch.where(scale > 0, scale, 1.0))
+        largest = values.abs().amax(0)
+        largest = torch.where(largest > 0, largest, 1.0)  # squares of values neither overflow nor vanish
+        parts = values / largest
+        scale = parts.std(0, correction=0) * largest
+        return cls(parts.mean(0) * largest, torch.where(scale > 0, scale, 1.0))
 
     def standardise(self, values: Tensor) -> Tensor:
         return (values - self.mean) / self.scale
@@ -89,8 +92,16 @@ class TableModel:
         return dict(zip(names, self.input_units.scale.tolist(), strict=True))
 
     def predict(self, posterior: PathwisePosterior, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of observations [t] at inputs [t, d], in the table's units, float64."""
+        """Mean and standard deviation of observations [t] at inputs [t, d], in the table's units, float64.
+
+        Raises BadInputError for inputs that overflow in the units of the training data.
+        """
         rows = self.input_units.standardise(x).to(self.regression.train_targets)
+        if rows.isinf().any():
+            names, (row, column) = list(self.inputs), rows.isinf().nonzero()[0].tolist()
+            raise BadInputError(
+                f"{names[column]} is {float(x[row, column]):.3g} in a row, too far from the training data: correct it."
+            )
         with torch.no_grad():
             parts = [posterior.likelihood(posterior(part)) for part in rows.split(CHUNK)]
         mean, deviation = (torch.cat([getattr(part, name) for part in parts]).double() for name in ("mean", "stddev"))
@@ -105,7 +116,7 @@ class TableModel:
         }
         units = {"input_units": asdict(self.input_units), "target_units": asdict(self.target_units)}
         description = {"format": FORMAT, "columns": [asdict(column) for column in self.columns], "target": self.target}
-        torch.save({**description, **units, **data, "state": self.regression.state_dict()}, path)
+        save_whole({**description, **units, **data, "state": self.regression.state_dict()}, path)
 
     @classmethod
     def load(cls, path: Path) -> "TableModel":
@@ -123,7 +134,7 @@ def _load(path: Path) -> dict[str, Any]:
         saved = torch.load(path, weights_only=True)
     except OSError as error:
         raise BadInputError(f"{path} cannot be read: {error.strerror}.") from error
-    except (RuntimeError, UnpicklingError, EOFError):
+    except Exception:  # whatever torch.load raises on a foreign file
         saved = None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT or "target_units" not in saved:
         raise BadInputError(f"{path} is no model that the command fit of this version has saved: run fit again.")

@@ -4,6 +4,8 @@ import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+DELIMITERS = ",;\t"
+
 #: Stripped cells by column name, in the order of the file.
 Table = dict[str, Sequence[str]]
 
@@ -34,12 +36,17 @@ def read_table(path: Path, needed: Iterable[str]) -> Table:
 
 
 def _read_lines(path: Path) -> list[list[str]]:
-    """All nonempty lines; at least one."""
+    """Names and rows, without empty lines; at least one line."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
-            file.seek(0)
-            lines = csv.reader(file, delimiter=max(",;\t", key=first.count))
+            headers = {}
+            for delimiter in DELIMITERS:
+                headers[delimiter] = next(filter(None, csv.reader(file, delimiter=delimiter)), [])
+                file.seek(0)
+            delimiter = max(DELIMITERS, key=lambda each: len(headers[each]))
+            lines = csv.reader(file, delimiter=delimiter)
+            if len(headers[delimiter]) == 1:  # an empty line is an empty cell
+                lines = (line or [""] for line in lines)
             found = [[cell.strip() for cell in line] for line in lines if line]
     except OSError as error:
         raise BadInputError(f"{path} cannot be read: {error.strerror}.") from error

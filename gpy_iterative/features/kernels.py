@@ -90,6 +90,7 @@ class FiniteFeatureKernel(Kernel):
     def prediction_strategy(
         self, train_inputs: Any, train_prior_dist: Any, train_labels: Any, likelihood: Any
     ) -> DefaultPredictionStrategy:
+        """GPyTorch's strategy for kernels with features."""
         return LinearPredictionStrategy(train_inputs, train_prior_dist, train_labels, likelihood)
 
 

@@ -1,4 +1,4 @@
-"""Training to the optimum: average information steps, a stopping rule and a report.
+"""Training to the optimum: average information steps, stopping rule, report.
 
 Begin with `fit.py`, then `loops.py`; `average_information.py` is one step, `curvature.py` its matrix. May import `exact/`
 and its imports.

@@ -9,6 +9,7 @@ import torch
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
+from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
 from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.training.likelihood_params import likelihood_arguments
@@ -23,8 +24,6 @@ Batches = Iterable[Any]
 
 @runtime_checkable
 class HasOptimizer(Protocol):
-    """A marginal log likelihood with its own optimiser."""
-
     def make_optimizer(self, num_steps: int, num_data: int) -> torch.optim.Optimizer: ...
 
 
@@ -34,9 +33,9 @@ class AdamSteps:
     Args:
         mll: any of the package; set to training mode.
         num_steps: steps over which the rate decays.
-        batches: a reusable iterable of pairs (x, y), or of row numbers for methods with `indices=`. None passes the model's
-            training data in every step.
-        params: the likelihood's arguments, as in `mll(model(x), y, *params)`.
+        batches: reusable iterable of pairs (x, y), or of row numbers for methods with `indices=`. None is all training data
+            in every step.
+        params: as in `mll(model(x), y, *params)`.
 
     Raises:
         ValueError: no batches for a model without training data.
@@ -61,7 +60,7 @@ class AdamSteps:
         Coordinates(mll)  # raises without free parameters
         mll.train()
         self._params = tuple(params)
-        self._taken = 0  # batches of this pass
+        self._taken = 0  # of this pass
         self._source: Iterator[Any] = iter(())
         self._optimizer = self._own_optimizer()
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -70,7 +69,7 @@ class AdamSteps:
         """One step: the value before it, its standard error (0 if unknown), and the largest move.
 
         The first step moves parameters inside their bounds. A parameter that leaves its prior's support is moved back; a
-        step that leaves the support of a joint prior is halved. Any error restores parameters and optimiser.
+        step that leaves the support of a joint prior is halved. Errors restore parameters and optimiser.
         """
         parameters = self._parameters()
         before = _copied(parameters)
@@ -86,6 +85,8 @@ class AdamSteps:
             value = self._value().mean()
             (-value).backward()
             self._optimizer.step()
+            if not all(parameter.isfinite().all() for parameter in parameters):
+                raise NonFiniteError("A step made a parameter infinite or NaN. Use a smaller learning rate.")
             self._keep_in_supports(parameters, begun)
         except BaseException:  # also Ctrl-C
             _restore(parameters, before)
@@ -98,19 +99,18 @@ class AdamSteps:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether a value uses only some of the data."""
+        """Whether values use only some of the data."""
         return self._batches is not None or not hasattr(self.mll.report, "value_sem")
 
     def state(self) -> dict[str, Any]:
-        """State for an exact resume, without parameters and the order of batches."""
+        """State for an exact resume, without parameters and order of batches."""
         optimizer, run = self._optimizer.state_dict(), self.mll.training_state()
         return {"done": self._done, "taken": self._taken, "optimizer": optimizer, "run": run}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores `state()`, before or after the parameters are loaded.
 
-        Skips the used batches of the pass; a shuffling DataLoader draws a new order for the rest. Raises ValueError,
-        without changes, for another marginal log likelihood.
+        Skips used batches; a shuffling DataLoader redraws the others. Raises ValueError, without changes, for another mll.
         """
         self._optimizer.load_state_dict(state["optimizer"])  # raises for other parameter groups
         self.mll.load_training_state(state["run"])
@@ -179,7 +179,7 @@ class AdamSteps:
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
-    if isinstance(batch, tuple | list) and len(batch) == 2:
+    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
         return batch[0], batch[1]
     shown = f"a tensor of {batch.dtype}" if isinstance(batch, Tensor) else type(batch).__name__
     raise ValueError(f"Each of batches= must be a pair (x, y) or a tensor of row numbers, got {shown}.")

@@ -1,6 +1,6 @@
 """Levenberg-Marquardt steps to the optimum, with the average information as curvature.
 
-Each coordinate is clipped separately: a lengthscale that goes to infinity must not slow the others. A step with too little
+Coordinates are clipped separately: a lengthscale that goes to infinity must not slow the others. A step with too little
 gain is undone and shortened. Frozen probes make noise cancel in differences of values; smaller gains are computed from
 gradients.
 """
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 #: Largest move of a coordinate.
 RADIUS = 2.0
-#: Added to the diagonal of A per datum: bounds steps of undetermined coordinates.
+#: Diagonal term of A per datum: bounds steps of undetermined coordinates.
 RIDGE = 1e-6
-#: Damping relative to the diagonal of A: at the start, and the minimum after a poor or undone step.
+#: Damping relative to the diagonal of A: initial, and minimum after a poor or undone step.
 FIRST_DAMPING, POOR_DAMPING = 0.1, 1e-2
-#: Gained part of the prediction from which a step is kept, good, and very good.
+#: Gained part of the prediction for a step to be kept, good, and very good.
 LEAST_GAIN, GOOD_GAIN, VERY_GOOD_GAIN = 0.1, 0.5, 0.75
-#: With more nats left, one sample of the gradient's noise is enough.
+#: With more nats left, one noise sample of the gradient is enough.
 FAR = 100.0
 #: A predicted gain below this many standard errors is computed from gradients.
 VISIBLE = 2.0
@@ -58,7 +58,7 @@ class AverageInformation:
 
     Args:
         mll: `HutchinsonMarginalLogLikelihood` or `PathwiseMarginalLogLikelihood` with training data; set to training mode.
-        params: the likelihood's arguments, as in `mll(model(x), y, *params)`.
+        params: as in `mll(model(x), y, *params)`.
         generator: for stochastic solvers; a generator or a seed.
 
     Raises:
@@ -98,12 +98,12 @@ class AverageInformation:
         self._point: Point | None = None
         self._assessment: Assessment | None = None
         self._last: Secant | None = None
-        self._is_inside = False  # whether the parameters are inside their bounds
+        self._is_inside = False  # parameters are inside their bounds
         mll.train()
 
     @property
     def point(self) -> Point:
-        """The current point. The first one is moved inside its bounds."""
+        """The current point; the first is moved inside its bounds."""
         if self._point is None:
             parameters = self._parameters()
             try:
@@ -116,7 +116,7 @@ class AverageInformation:
         return self._point
 
     def assess(self) -> Assessment:
-        """Curvature and nats left to gain at the current point."""
+        """Curvature and nats left to gain."""
         if self._assessment is None:
             self._assessment = self._assessed(self.point)
             self._given.continue_from(self.mll)
@@ -159,7 +159,6 @@ class AverageInformation:
         return None
 
     def _damp(self, part: float, *, is_first: bool) -> None:
-        """Adapts the damping to gained / predicted."""
         if part > VERY_GOOD_GAIN and is_first:
             self._damping /= 10
         elif part > GOOD_GAIN:
@@ -175,7 +174,7 @@ class AverageInformation:
     def raise_probes(self, factor: int = 4) -> bool:
         """Multiplies the number of probes; the given mll keeps its own.
 
-        Returns False, without changes, if they would exceed `MOST_ENTRIES`.
+        Returns False, without changes, beyond `MOST_ENTRIES`.
         """
         num_probes = factor * self.mll.probes.num_probes
         if num_probes * num_training_data(self.mll.model) > MOST_ENTRIES:
@@ -185,7 +184,7 @@ class AverageInformation:
         return True
 
     def state(self) -> dict[str, Tensor]:
-        """State for an exact resume, without parameters: a plain dict of tensors."""
+        """State for an exact resume, without parameters."""
         guess = {} if self._guess is None else {"guess": self._guess.clone()}
         last = {} if self._last is None else {"move": self._last.move, "change": self._last.change}
         damping = torch.tensor(self._damping, dtype=torch.float64)
@@ -203,7 +202,7 @@ class AverageInformation:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state()`, before or after the parameters are loaded.
 
-        Raises ValueError, without changes, for another marginal log likelihood.
+        Raises ValueError, without changes, for another mll.
         """
         mll = self.mll.variant(num_probes=int(state["num_probes"]))
         mll.load_training_state(
@@ -252,18 +251,18 @@ class AverageInformation:
         return replace(found, left=left, samples=samples, noise=found.energy(samples))
 
     def _move(self, point: Point, found: Assessment, matrix: Tensor) -> Tensor:
-        """The damped step for a curvature [p, p], clipped per coordinate and projected on the bounds."""
+        """The damped, clipped and projected step for a curvature [p, p]."""
         free = ~found.held
         matrix = matrix + self._damping * torch.diag(found.curvature.matrix.diagonal())
         move = torch.zeros_like(point.position)
         move[free] = torch.linalg.solve(matrix[free][:, free], found.gradient[free])
-        # Parameters of the mean have the targets' units, and the value is quadratic in them.
+        # Parameters of the mean have the targets' units; the value is quadratic in them.
         radius = torch.where(found.curvature.linear, torch.inf, RADIUS)
         move = move.maximum(-radius).minimum(radius)
         return (point.position + move).clamp(self.coordinates.lower, self.coordinates.upper) - point.position
 
     def _tried(self, position: Tensor) -> Point | None:
-        """The point at a position; None where a prior excludes it or the evaluation fails."""
+        """None where a prior excludes the position or the evaluation fails."""
         self.coordinates.write(position)
         if not is_in_supports(self.mll.model):
             return None
@@ -289,18 +288,17 @@ class AverageInformation:
 def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
     """The mll's own solver; else conjugate gradients, or None for exact sizes.
 
-    At the same residual, alternating projections leave a larger error in the energy norm of H, which is the error of the
-    nats left to gain.
+    At equal residuals, alternating projections leave more error in the nats left to gain (the energy norm of H).
     """
     size = num_training_data(mll.model)
     return mll.solver if mll.solver is not None or size <= EXACT_BELOW else conjugate_gradients(size)
 
 
 def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predicted: float) -> tuple[float, float, bool]:
-    """Gain of a step, the least gain to keep it, and whether the two values show the gain.
+    """Gain of a step, the least gain to keep it, and whether the two values show it.
 
-    Value and gradient use different probes, so their noise does not cancel. Where it hides the prediction, the less noisy
-    gradients at both ends give the gain, and the least gain is lowered by their noise.
+    Value and gradient have different probes. If noise hides the prediction, the gain comes from the less noisy gradients at
+    both ends, and their noise lowers the least gain.
     """
     noise = found.error_along(move)
     if predicted > VISIBLE * math.hypot(point.error, reached.error, noise):
@@ -310,9 +308,9 @@ def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predict
 
 
 def rounding_error(evaluation: Evaluation) -> Tensor:
-    """Error of the value from rounding the entries of H, in nats, [].
+    """Error of the value from rounding H, in nats, [].
 
-    A relative error eps of K's entries is a relative error eps K_ii / noise of eigenvalues as small as the noise.
+    A relative error eps of K's entries is one of eps K_ii / noise in eigenvalues as small as the noise.
     """
     operator = evaluation.system.operator
     if not isinstance(operator, NoisyLinearOperator):

@@ -16,7 +16,7 @@ from gpy_iterative.fitting.coordinates import free_parameters
 from gpy_iterative.fitting.result import HistoryRow
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 
-#: Raised whenever older files cannot be read any more.
+#: Raise it when older files become unreadable.
 FORMAT = 3
 #: Buffers that training does not change.
 _FIXED = ("active_dims", "lower_bound", "upper_bound")
@@ -45,7 +45,7 @@ def write_checkpoint(
     history: list[HistoryRow],
     params: Sequence[Any] = (),
 ) -> None:
-    """Writes a checkpoint to a temporary file and renames it. `params` are the likelihood's arguments."""
+    """Writes a checkpoint. `params` are the likelihood's arguments."""
     content = {
         "format": FORMAT,
         "method": method,
@@ -56,6 +56,11 @@ def write_checkpoint(
         "state": dict(state),
         "history": [astuple(row) for row in history],
     }
+    save_whole(content, path)
+
+
+def save_whole(content: object, path: Path) -> None:
+    """`torch.save` to a temporary file, then a rename: `path` is always complete."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -73,7 +78,7 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Reads and checks a checkpoint, without loading it into the mll.
 
-    Raises ValueError for a file that is no checkpoint, or for another method, model, fixed noise or `params`.
+    Raises ValueError for other files, and for another method, model, fixed noise or `params`.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -81,7 +86,7 @@ def read_checkpoint(
             raise ValueError
         found = Checkpoint(content["parameters"], content["state"], [HistoryRow(*row) for row in content["history"]])
         saved = None if content["params"] is None else LikelihoodParams.from_bytes(content["params"])
-    except Exception as error:  # whatever torch.load raises on a foreign file
+    except Exception as error:  # whatever torch.load raises
         raise ValueError(
             f"{path} is no checkpoint of gpi.fit in this version: remove it, or give another checkpoint=."
         ) from error
@@ -101,15 +106,15 @@ def read_checkpoint(
 def described_parts(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, str]:
     """Class and options of each module by name, and the names of trained parameters.
 
-    Options are numbers and strings among the attributes of GPyTorch's own classes, and active dims and constraint bounds of
-    any module. Attributes of user modules may change, such as call counters.
+    Options are numbers and strings among the attributes of GPyTorch's own classes, and all active dims and constraint
+    bounds. Attributes of user modules may change, such as call counters.
     """
     trained = ", ".join(name for name, *_ in free_parameters(mll))
     return {name: _described(module) for name, module in mll.named_modules()} | {"trained parameters": trained}
 
 
 def fixed_noise(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, Tensor]:
-    """Noise variances given as data, by module."""
+    """Fixed noise variances by module."""
     return {name: part.noise for name, part in mll.named_modules() if isinstance(part, FixedGaussianNoise)}
 
 
@@ -124,7 +129,6 @@ def _described(module: torch.nn.Module) -> str:
 
 
 def _check_same(path: Path, saved: Mapping[str, str], own: Mapping[str, str]) -> None:
-    """Raises ValueError with the first difference."""
     for name in {**own, **saved}:
         if saved.get(name) != own.get(name):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Choice of the fitting method, before the first step."""
+"""Choice of the fitting method."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,7 +61,6 @@ def choose(mll: Any, method: Method, batches: object | None, params: Sequence[An
 
 
 def _obstacles(mll: Any, batches: object | None, params: Sequence[Any]) -> Iterator[str]:
-    """Reasons against average information for "auto"."""
     if not isinstance(mll, IterativeMarginalLogLikelihood):
         yield f"There is no average information of a {type(mll).__name__}."
     if batches is not None:
@@ -80,7 +79,7 @@ def _obstacles(mll: Any, batches: object | None, params: Sequence[Any]) -> Itera
 def _missing_information(mll: Any, params: Sequence[Any]) -> str | None:
     """Why an exact marginal log likelihood has no average information; None if it has, or for other mlls.
 
-    Makes the operator of all training data, without a product.
+    Makes the training data's operator, without a product.
     """
     if not isinstance(mll, IterativeMarginalLogLikelihood):
         return None
@@ -96,7 +95,7 @@ def _missing_information(mll: Any, params: Sequence[Any]) -> str | None:
 
 
 def system_now(mll: GaussianMarginalLogLikelihood, params: Sequence[Any] = ()) -> TrainingSystem:
-    """The linear system of the training data now. Raises ValueError for unsuitable data.
+    """The current linear system of the training data. Raises ValueError for unsuitable data.
 
     Cost: the mean at all training inputs.
     """

@@ -1,11 +1,11 @@
-"""Free hyperparameters as one vector of unconstrained coordinates: logarithms of positive ones, logits of intervals.
+"""Free hyperparameters as one vector of coordinates: logarithms of positive ones, logits of intervals.
 
-Values pass through GPyTorch's constraints, so coordinates do not depend on the transforms of raw parameters. Limits of
-constraints and prior supports, such as the least noise, are bounds.
+Values pass through GPyTorch's constraints, so the transforms of raw parameters do not matter. Limits of constraints and
+prior supports, such as the least noise, are bounds.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,8 +19,7 @@ from gpy_iterative.fitting.prior_support import Range, support_of
 
 Kind = Literal["log", "logit", "identity"]
 
-#: Distance of a coordinate from its bound, where raw parameters are infinite. Relative to positive values, or to an
-#: interval that has both signs.
+#: Distance from a bound, where raw parameters are infinite. Relative to positive values, or to an interval with both signs.
 MARGIN = 1e-3
 
 
@@ -33,7 +32,7 @@ class Coordinate:
         parameter: the raw parameter.
         constraint: its constraint or None.
         kind: "log" for positive values, "logit" for other finite intervals, else "identity".
-        support: least and largest value that its priors allow, shaped as the parameter.
+        support: least and largest value by its priors, in its shape.
     """
 
     name: str
@@ -50,7 +49,7 @@ class Coordinate:
         return cls(_shown_name(name), parameter, constraint, _kind(constraint), support)
 
     def names(self) -> list[str]:
-        """One name per entry, "lengthscale[2]"; indices skip dimensions of length 1."""
+        """One name per entry, "lengthscale[2]"; skips dimensions of length 1."""
         shape = [size for size in self.parameter.shape if size > 1]
         if not shape:
             return [self.name]
@@ -58,11 +57,9 @@ class Coordinate:
         return [f"{self.name}[{', '.join(map(str, index))}]" for index in indices.tolist()]
 
     def values(self, raw: Tensor) -> Tensor:
-        """User values from raw values; differentiable."""
         return raw if self.constraint is None else self.constraint.transform(raw)
 
     def coordinates(self, values: Tensor) -> Tensor:
-        """Coordinates from user values; differentiable."""
         if self.kind == "identity":
             return values
         if self.kind == "log":
@@ -71,7 +68,6 @@ class Coordinate:
         return (values - low).log() - (high - values).log()
 
     def user_values(self, coordinates: Tensor) -> Tensor:
-        """The inverse of `coordinates`."""
         if self.kind == "identity":
             return coordinates
         if self.kind == "log":
@@ -92,7 +88,6 @@ class Coordinate:
         return low + margin(low), high - margin(high)
 
     def _domain(self) -> Range:
-        """Least and largest value that constraint and priors allow."""
         low, high = (end.double() for end in self.support)
         if self.constraint is not None:
             least, most = self._limits(low)
@@ -131,7 +126,7 @@ def free_parameters(module: gpytorch.Module) -> Iterator[tuple[str, Parameter, I
 
 
 def network_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Free parameters, by name, of modules outside GPyTorch."""
+    """Free parameters, by name, outside GPyTorch's modules."""
     return {
         f"{path}.{name}": parameter
         for path, part in module.named_modules()
@@ -142,7 +137,7 @@ def network_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]
 
 
 class Coordinates:
-    """All free hyperparameters of a marginal log likelihood as one float64 vector [p].
+    """All free hyperparameters as one float64 vector [p].
 
     Args:
         module: a marginal log likelihood, or any GPyTorch module. Parameters without gradient are left out.
@@ -156,8 +151,8 @@ class Coordinates:
         lower, upper: [p], bounds.
     """
 
-    def __init__(self, module: gpytorch.Module) -> None:
-        self.parts = [Coordinate.of(module, *found) for found in free_parameters(module)]
+    def __init__(self, module: gpytorch.Module, *, excluded: Collection[Parameter] = ()) -> None:
+        self.parts = [Coordinate.of(module, *found) for found in free_parameters(module) if found[1] not in excluded]
         if not self.parts:
             raise ValueError(
                 "There is nothing to fit: no parameter of the model or the likelihood requires a gradient."
@@ -175,7 +170,6 @@ class Coordinates:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """The current coordinates, [p]."""
         raws = [part.parameter.double() for part in self.parts]
         found = [part.coordinates(part.values(raw)) for part, raw in zip(self.parts, raws, strict=True)]
         return self._joined(found)
@@ -195,7 +189,7 @@ class Coordinates:
             self.write(inside)
 
     def at_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether coordinates [p] lie at their lower bound, and at their upper one; [p] each."""
+        """Whether coordinates [p] are at their lower and their upper bound; [p] each."""
         return position <= self.lower + MARGIN, position >= self.upper - MARGIN
 
     def user_values(self, coordinates: Tensor) -> list[Tensor]:
@@ -203,23 +197,22 @@ class Coordinates:
         return [part.user_values(entries) for part, entries in zip(self.parts, self._split(coordinates), strict=True)]
 
     def user_entries(self, coordinates: Tensor) -> list[float]:
-        """User values by entry."""
         return self._joined(self.user_values(coordinates)).tolist()
 
     def slopes(self) -> Tensor:
-        """Derivatives [p] of the coordinates with respect to the raw parameters."""
+        """Derivatives [p] of the coordinates by the raw parameters."""
         raws = [part.parameter.detach().double().requires_grad_() for part in self.parts]
         return self._joined(torch.autograd.grad(self._transformed(raws).sum(), raws))
 
     def gradient(self, function: Tensor, *, retain_graph: bool = False) -> Tensor:
-        """Gradient [p] of a scalar with respect to the coordinates."""
+        """Gradient [p] of a scalar."""
         found = torch.autograd.grad(
             function, self.parameters, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
         )
         return self._joined(found) / self.slopes()
 
     def hessian(self, function: Tensor) -> Tensor:
-        """Second derivatives [p, p] of a scalar, by plain autograd."""
+        """Second derivatives [p, p] of a scalar, by autograd."""
         if not function.requires_grad:
             return torch.zeros(len(self), len(self), dtype=torch.float64)
         options = {"allow_unused": True, "materialize_grads": True}
@@ -237,7 +230,7 @@ class Coordinates:
         return (hessian + hessian.mT) / 2
 
     def directions(self) -> Iterator[tuple[int, Tensor]]:
-        """For each coordinate, the number of its parameter and that parameter's derivative along the coordinate."""
+        """For each coordinate: number and derivative of its parameter."""
         for number, (part, slopes) in enumerate(zip(self.parts, self._split(self.slopes()), strict=True)):
             flat = slopes.reshape(-1)
             for entry in range(len(flat)):

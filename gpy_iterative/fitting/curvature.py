@@ -1,8 +1,8 @@
-"""The average information: the curvature of the log marginal likelihood for the cost of one block solve.
+"""The average information: curvature of the log marginal likelihood at the cost of one block solve.
 
 Gilmour, Thompson and Cullis 1995, "Average information REML", Biometrics 51; Johnson and Thompson 1995. With a = H^-1 (y -
-mean) and q_i = (dH/dt_i) a, the matrix A = 1/2 Q^T H^-1 Q is the mean of observed and expected information where H is
-linear in t. Parameters b of the mean add M^T H^-1 M with M = dmean/db, priors the positive part of their curvature.
+mean) and q_i = (dH/dt_i) a, the matrix A = 1/2 Q^T H^-1 Q is the mean of observed and expected information if H is linear
+in t. Parameters b of the mean add M^T H^-1 M with M = dmean/db, priors the positive part of their curvature.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from gpy_iterative.linear_solvers.default import conjugate_gradients
 from gpy_iterative.linear_solvers.solution import ColumnGroup
 from gpy_iterative.training.surrogate import surrogate
 
-#: Relative residual of the solve. The error of A is of second order in it.
+#: Relative residual of the solve; the error of A is of second order in it.
 TOLERANCE = 0.1
-#: Relative energies of combined solutions below this are rounding errors.
+#: Smaller relative energies of combined solutions are rounding errors.
 LEAST_EIGENVALUE = 1e-5
 #: Samples of the gradient's noise; each costs one gradient.
 NOISE_SAMPLES = 3
@@ -34,10 +34,10 @@ class Curvature:
     """The average information at one point.
 
     Attributes:
-        matrix: A [p, p], float64, with the priors' part. A batch of models has one matrix for all its coordinates.
-        correction: [p], first-order error of the gradient from the residual of H a = y - mean. A residual of .01 may hide
+        matrix: A [p, p], float64, with priors; one for a batch of models.
+        correction: [p], first-order error of the gradient from the residual of H a = y - mean: a residual of .01 may hide
             several nats.
-        linear: [p], coordinates that only the mean depends on; in units of the targets.
+        linear: [p], coordinates of the mean alone; in units of the targets.
         solutions: H^-1 Q [*b, n, c], initial guess for the next point; None for Cholesky.
         epochs: passes of the solve over the kernel matrix.
     """
@@ -58,28 +58,28 @@ def average_information(
     initial_guess: Tensor | None = None,
     tolerance: float = TOLERANCE,
 ) -> Curvature:
-    """The average information at an evaluated point.
+    """The average information at a point.
 
     Args:
-        mll: that was evaluated.
-        evaluation: at the current hyperparameters; its graph and tiles are used.
+        mll: the evaluated one.
+        evaluation: with graph and tiles of the current hyperparameters.
         coordinates: t.
         generator: for stochastic solvers.
         initial_guess: solutions of an earlier point.
         tolerance: relative residual of the solve.
 
-    Cost for a radial kernel with d lengthscales: one product with 1 + 2d columns, and a solve with p columns.
+    Cost for a radial kernel with d lengthscales: one product with 1 + 2d columns, a solve with p columns.
     """
     estimate = evaluation.estimate
     assert isinstance(estimate, DensityEstimate)
     columns = _Columns.of(evaluation, coordinates)
     rhs = columns.joined
     if estimate.right is None:
-        # The exact gradient's weights also contain H^-1, but beside a a^T: large targets would drown it.
+        # Not from the exact gradient's weights: large targets would drown their H^-1 beside a a^T.
         solutions = Cholesky().factorize(evaluation.system.operator).solve(rhs)
         residual, epochs = torch.zeros_like(rhs), 0.0
     else:
-        # At the same residual, other solvers leave more error energy: the matrix may be too small by half.
+        # At equal residuals, other solvers may make the matrix too small by half: their error has more energy.
         solver = mll.solver if isinstance(mll.solver, ConjugateGradients) else conjugate_gradients(rhs.shape[-2])
         is_fitting = initial_guess is not None and initial_guess.shape == rhs.shape
         solution = solver.solve(
@@ -102,7 +102,7 @@ def average_information(
 
 @dataclass(frozen=True)
 class _Columns:
-    """Derivatives of H a and of the mean along their coordinates.
+    """Derivatives of H a and of the mean.
 
     Attributes:
         joined: [*b, n, c], those of H a, then those of the mean.
@@ -144,7 +144,7 @@ class _Columns:
         return matrix
 
     def correction(self, solutions: Tensor, missed: Tensor, size: int) -> Tensor:
-        """(H^-1 Q)^T (y - mean - H a), [size]: the change of the derivative of 1/2 a^T H a - a^T (y - mean) with a."""
+        """(H^-1 Q)^T (y - mean - H a), [size]."""
         found = torch.zeros(size, dtype=torch.float64)
         inner = (solutions.double() * missed.double().unsqueeze(-1)).flatten(0, -2).sum(0).cpu()
         return found.index_add_(0, torch.tensor(self.of_matrix + self.of_mean, dtype=torch.long), inner)
@@ -152,7 +152,6 @@ class _Columns:
 
 @torch.no_grad()
 def _residual(evaluation: Evaluation) -> Tensor:
-    """Residual of the solve for the targets, [*b, n]."""
     system, weights = evaluation.system, evaluation.estimate.weights
     return system.residual - system.operator._matmul(weights.unsqueeze(-1)).squeeze(-1)
 
@@ -160,8 +159,7 @@ def _residual(evaluation: Evaluation) -> Tensor:
 def _energies(q: Tensor, v: Tensor, rest: Tensor) -> Tensor:
     """Q^T H^-1 Q [*b, c, c] in the span of V ~ H^-1 Q: (V^T Q)^T (V^T H V)^-1 (V^T Q).
 
-    The Rayleigh-Ritz value of every Q x: its error is that of the best combination of columns, in the energy of H. It is
-    never negative, whatever the solver left.
+    The Rayleigh-Ritz value: never negative, with the error of the best combination of columns in the energy of H.
     """
     cross, gram = v.mT @ q, v.mT @ (q - rest)
     if not rest.any():
@@ -176,7 +174,7 @@ def _energies(q: Tensor, v: Tensor, rest: Tensor) -> Tensor:
 
 
 def log_prior(mll: gpytorch.mlls.MarginalLogLikelihood, batch_shape: torch.Size) -> Tensor:
-    """Sum of the priors' log densities as the marginal log likelihood counts them, [], with graph."""
+    """Sum of the priors' log densities as the mll counts them, [], with graph."""
     total = torch.zeros(batch_shape)
     for _, module, prior, closure, _ in mll.model.named_priors():
         terms = prior.log_prob(closure(module))
@@ -187,7 +185,7 @@ def log_prior(mll: gpytorch.mlls.MarginalLogLikelihood, batch_shape: torch.Size)
 def prior_information(
     mll: gpytorch.mlls.MarginalLogLikelihood, coordinates: Coordinates, batch_shape: torch.Size
 ) -> Tensor:
-    """Positive part of the priors' curvature [p, p], for a value of this batch shape."""
+    """Positive part of the priors' curvature [p, p], for values of this batch shape."""
     if next(iter(mll.model.named_priors()), None) is None:
         return torch.zeros(len(coordinates), len(coordinates), dtype=torch.float64)
     values, vectors = torch.linalg.eigh(-coordinates.hessian(log_prior(mll, batch_shape)))
@@ -197,7 +195,7 @@ def prior_information(
 def gradient_noise(evaluation: Evaluation, coordinates: Coordinates, num_samples: int = NOISE_SAMPLES) -> Tensor | None:
     """Samples [num_samples, p] of the gradient's probe noise; None for an exact gradient.
 
-    Signs with sum zero, instead of ones, turn the mean over probes into a sample of its error.
+    Signs with sum zero make the mean over probes a sample of its error.
     """
     estimate, system = evaluation.estimate, evaluation.system
     assert isinstance(estimate, DensityEstimate)

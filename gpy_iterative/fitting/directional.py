@@ -1,7 +1,7 @@
 """Derivatives of a product H a along the coordinates, q_i = (dH/dt_i) a, without the matrices dH/dt_i.
 
 Autograd carries directions to the operator's tensors: scaled inputs, outputscale, noise. From there, radial kernels, their
-sums, multiples and noise have closed forms; all other operators use central differences.
+sums, multiples and noise have closed forms; other operators use central differences.
 """
 
 from abc import ABC, abstractmethod
@@ -20,17 +20,17 @@ from gpy_iterative.linear_operators.generic_kernel import GenericKernelLinearOpe
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 
-#: Tolerance, relative to the largest move, for inputs that move by a scale of their coordinates.
+#: Tolerance for inputs that move by a scale, relative to the largest move.
 ROUNDING = 1e-4
-#: Derivatives of an operator's tensors along one coordinate; None where zero.
+#: Derivatives of an operator's tensors; None for zero.
 Tangent = Sequence[Tensor | None]
 
 
 def tangents(tensors: Sequence[Tensor], coordinates: Coordinates) -> Iterator[Tangent]:
-    """For each coordinate, the derivatives of the tensors.
+    """The derivatives of the tensors by each coordinate.
 
-    Uses only backward passes, as GPyTorch's graphs have no forward mode: a vector-Jacobian product is linear in its vector,
-    and its derivative by that vector is a Jacobian-vector product.
+    Backward passes only, as GPyTorch's graphs have no forward mode: a vector-Jacobian product is linear in its vector, so
+    its derivative is a Jacobian-vector product.
     """
     wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     covectors = [torch.zeros_like(tensors[index], requires_grad=True) for index in wanted]
@@ -61,7 +61,6 @@ class DirectionalProduct(ABC):
 
     @property
     def size(self) -> int:
-        """Number of tensors of the operator."""
         return len(self.operator.representation())
 
     def along(self, tangent: Tangent) -> Tensor | None:
@@ -148,9 +147,9 @@ class _Radial(DirectionalProduct):
 
 
 class _Differences(DirectionalProduct):
-    """Central differences in float64, with tiles that are not kept.
+    """Central differences in float64; keeps no tiles.
 
-    K a is small beside its terms: in float32, their rounding errors over the step would drown the difference.
+    K a is small beside its terms: float32 rounding errors over the step would drown the difference.
     """
 
     @cached_property
@@ -170,7 +169,6 @@ class _Differences(DirectionalProduct):
 
 
 def directional_product(operator: LinearOperator, vector: Tensor) -> DirectionalProduct:
-    """Chooses the class by the operator."""
     if isinstance(operator, NoisyLinearOperator):
         return _Noisy(operator, vector)
     if isinstance(operator, SumLinearOperator):

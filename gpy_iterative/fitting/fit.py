@@ -47,35 +47,34 @@ def fit(
     """Trains model and likelihood, in place, to the optimum of the marginal log likelihood, and stops by itself.
 
     Args:
-        mll: any marginal log likelihood of the package; its model holds the training data.
-        method: "average_information" uses the curvature and takes about ten steps; "adam" is Adam with a decaying rate
-            (quadruply stochastic models: their own optimiser). "auto" is average information for
-            `HutchinsonMarginalLogLikelihood` and `PathwiseMarginalLogLikelihood` with at most 60 free hyperparameters, no
-            network and no trained inducing points, else Adam; `result.reason` says why.
+        mll: any marginal log likelihood of the package, with training data in its model.
+        method: "average_information" uses the curvature and takes about ten steps; "adam" has a decaying rate (quadruply
+            stochastic models: their own optimiser). "auto" is average information for `HutchinsonMarginalLogLikelihood` and
+            `PathwiseMarginalLogLikelihood` with at most 60 free hyperparameters, no network and no trained inducing points,
+            else Adam; see `result.reason`.
         max_steps: None is 30, or 300 for Adam.
         batches: mini-batches for Adam: pairs (x, y), or row numbers for mlls with `indices=`; a list or a DataLoader. None
-            passes all training data in every step; mini-batch methods draw their rows from them.
-        params: the likelihood's arguments for the training data, as in `mll(model(x), y, *params)`.
-        start: "current" keeps the hyperparameters; "subsets" first fits small subsets, see
-            `gpy_iterative.initialize_from_subsets`.
-        checkpoint: a file, written atomically after each step. If it exists, the same call resumes exactly from it.
-            `batches` continue inside their pass; shuffled ones are drawn again.
+            is all training data in every step; mini-batch methods draw rows from them.
+        params: the likelihood's arguments, as in `mll(model(x), y, *params)`.
+        start: "current" hyperparameters, or "subsets": see `gpy_iterative.initialize_from_subsets`.
+        checkpoint: a file, written atomically after each step. If it exists, the same call resumes exactly. `batches`
+            continue inside their pass; shuffled ones are redrawn.
         progress: True shows a bar of steps; a callable gets every `gpy_iterative.progress.ProgressReport`.
         callback: gets every `HistoryRow`; the model may be one step ahead.
         generator: for stochastic solvers; a generator or a seed, None is seed 0. Probes use the mll's own.
 
     Returns:
         A `FitResult`: status with advice, history, hyperparameters with standard errors. Ctrl-C ends the fit after the last
-            step with status BUDGET.
+            step, with status BUDGET.
 
     Raises:
-        ValueError: an invalid option, nothing to fit, a checkpoint of another fit, average information for a kernel that
-            has none, subsets of a model that is no exact Gaussian process.
-        TypeError: average information for an mll that has none; batches or a callback of another type.
+        ValueError: an invalid option, nothing to fit, a checkpoint of another fit, a kernel without average information,
+            subsets of a model that is no exact Gaussian process.
+        TypeError: an mll without average information; invalid batches or callback.
         NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are restored.
 
     Warns:
-        DataWarning: data of a very different scale than the start, constant inputs, duplicate rows. One sentence each.
+        DataWarning: data on a very different scale, constant inputs, duplicate rows.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)
@@ -113,15 +112,16 @@ def fit(
         _warn_of_data(mll, params)
     logger.info("fit by %s: %s", choice.method, choice.reason)
     before, begun = {name: tensor.clone() for name, tensor in mll.state_dict().items()}, time.perf_counter()
-    loop = _loop(mll, choice, known, steps, batches, params, random)
-    num_known = len(loop.history)
+    history = [] if known is None else known.history
+    num_known = len(history)
     try:
+        loop = _loop(mll, choice, known, history, steps, batches, params, random)
         if known is None and start == "subsets":
             initialize_from_subsets(mll.model, mll.likelihood, generator=random, progress=progress)
             loop.preparation = time.perf_counter() - begun
         return loop.run(path, params, progress, callback)
     except BaseException:
-        if len(loop.history) == num_known:
+        if len(history) == num_known:
             mll.load_state_dict(before)
         raise
 
@@ -130,24 +130,23 @@ def _loop(
     mll: Any,
     choice: Choice,
     known: Checkpoint | None,
+    history: list[HistoryRow],
     steps: int,
     batches: Batches | None,
     params: Sequence[Any],
     random: torch.Generator,
 ) -> Loop:
-    """The loop of the chosen method, resumed from a checkpoint."""
-    history = [] if known is None else known.history
     loop = (
         AdamLoop(AdamSteps(mll, num_steps=steps, batches=batches, params=params), history, steps, choice.reason)
         if choice.method == "adam"
         else InformationLoop(AverageInformation(mll, params=params, generator=random), history, steps, choice.reason)
     )
     if known is not None:
+        mll.load_state_dict(known.parameters)  # first: it replaces buffers that a state of the steps belongs to
         try:
             loop.load_state(known.state)  # also checks it
         except ValueError as error:
             raise ValueError(f"checkpoint= belongs to another fit, give another file: {error}") from error
-        mll.load_state_dict(known.parameters)
     return loop
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpy_iterative.fitting.adam import AdamSteps
 from gpy_iterative.fitting.average_information import AverageInformation
 from gpy_iterative.fitting.checkpoint import write_checkpoint
-from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.fitting.coordinates import Coordinates, free_parameters
 from gpy_iterative.fitting.points import Assessment, Point, Step
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
 from gpy_iterative.fitting.stopping import LEFT, NOISE, FitStatus, has_converged, has_stalled, is_drowned
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class Loop(ABC):
-    """Steps until a rule, the number of steps or Ctrl-C ends them; history and checkpoint after each.
+    """Base of the loops, with history and checkpoints.
 
     Args:
-        mll: that is fitted.
+        mll: to fit.
         history: rows from a checkpoint.
         max_steps: of the whole fit.
         reason: for the method.
@@ -44,24 +44,24 @@ class Loop(ABC):
 
     @abstractmethod
     def advance(self) -> FitStatus | None:
-        """Adds a row and makes a step, or returns the final status."""
+        """Adds a row, and makes a step or returns the final status."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """State of a checkpoint, without parameters and history."""
+        """Checkpoint state, without parameters and history."""
 
     @abstractmethod
     def hyperparameters(self) -> tuple[Estimated, ...]:
         """Current values and standard errors."""
 
     def irrelevant(self) -> tuple[str, ...]:
-        """Names of lengthscales of unneeded inputs."""
+        """Lengthscales of unneeded inputs."""
         return ()
 
     @property
     @abstractmethod
     def steps(self) -> int:
-        """Number of steps made."""
+        """Steps made."""
 
     def run(
         self,
@@ -70,7 +70,7 @@ class Loop(ABC):
         progress: Progress,
         callback: Callable[[HistoryRow], object] | None,
     ) -> FitResult:
-        """Runs the fit. Checkpoints also hold `params`, the likelihood's arguments."""
+        """Runs the fit. Checkpoints include `params`, the likelihood's arguments."""
         with reporting(progress, "fit", "steps", self.max_steps) as tell:
             status = None
             while status is None:
@@ -108,8 +108,6 @@ class Loop(ABC):
 
 
 class InformationLoop(Loop):
-    """Average information."""
-
     method = "average_information"
 
     def __init__(
@@ -119,7 +117,7 @@ class InformationLoop(Loop):
         self._optimiser = optimiser
         self._steps, self._has_raised = 0, False
         self._seen: list[bool] = []
-        self._best: tuple[float, Tensor] | None = None  # nats left at the best point, and its position
+        self._best: tuple[float, Tensor] | None = None  # least nats left, and their position
         self._last: Step | None = None
         self._assessed: Assessment | None = None  # of the current point
 
@@ -152,7 +150,6 @@ class InformationLoop(Loop):
         return None
 
     def _assess(self) -> Assessment:
-        """Assesses the current point and adds its row."""
         start = time.perf_counter()
         point, found = self._optimiser.point, self._optimiser.assess()
         evaluated = point.epochs if self._last is None else self._last.epochs
@@ -188,7 +185,7 @@ class InformationLoop(Loop):
         return {**own, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores `state()`. Raises ValueError, without changes, where it does not fit."""
+        """Restores `state()`; raises ValueError where it does not fit."""
         self._steps, self._has_raised, self._seen = state["steps"], state["has_raised"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]
@@ -213,15 +210,13 @@ class InformationLoop(Loop):
 
 
 def _ended(found: Assessment, blur: float, limit: float) -> FitStatus:
-    """The status when no visible gain is left, up to `blur` nats of noise."""
+    """The status without visible gain, up to `blur` nats of noise."""
     if found.held.any():
         return FitStatus.BOUND
     return FitStatus.CONVERGED if blur <= limit else FitStatus.NOISE
 
 
 class AdamLoop(Loop):
-    """Adam, or the method's own optimiser."""
-
     method = "adam"
 
     def __init__(self, optimiser: AdamSteps, history: list[HistoryRow], max_steps: int, reason: str) -> None:
@@ -241,7 +236,7 @@ class AdamLoop(Loop):
         self.history.append(
             HistoryRow(self.steps + 1, value, sem, None, None, length, epochs, time.perf_counter() - start)
         )
-        # Not for mini-batches, whose values go up and down, nor before the end of a schedule.
+        # Mini-batch values go up and down; a schedule needs all its steps.
         values = [row.value for row in self.history]
         if not self._optimiser.is_sampled and has_stalled(values, LEFT / self.mll.model.train_targets.numel()):
             if any(each.at_bound for each in self.hyperparameters()):
@@ -253,8 +248,11 @@ class AdamLoop(Loop):
         return self._optimiser.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores `state()`. Raises ValueError, without changes, where it does not fit."""
+        """Restores `state()`; raises ValueError, without changes, where it does not fit."""
         self._optimiser.load_state(state)
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
-        return without_errors(Coordinates(self.mll))
+        weights = {*self.mll.variational_parameters(), *self.mll.parameters(recurse=False)}
+        if all(parameter in weights for *_, parameter, _ in free_parameters(self.mll)):
+            return ()
+        return without_errors(Coordinates(self.mll, excluded=weights))

@@ -1,4 +1,4 @@
-"""Plots by matplotlib, an optional package with a slow import, hence loaded on use."""
+"""Plots by matplotlib, which is optional and slow to import, so loaded on use."""
 
 import importlib
 from collections.abc import Sequence

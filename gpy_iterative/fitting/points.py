@@ -9,13 +9,13 @@ from torch import Tensor
 from gpy_iterative.exact.base import Evaluation
 from gpy_iterative.fitting.curvature import Curvature
 
-#: Range of a step's curvature, relative to the average information, in which it is used.
+#: Used range of a step's curvature, relative to the average information.
 SEEN_CURVATURE = (0.05, 4.0)
 
 
 @dataclass(frozen=True)
 class Point:
-    """An evaluation of the marginal log likelihood at one position.
+    """An evaluation of the marginal log likelihood.
 
     Attributes:
         position: [p].
@@ -23,7 +23,7 @@ class Point:
         error: its standard error.
         gradient: [p].
         evaluation: with graph and solves.
-        before: the mll's training state before the evaluation, which repeats it exactly.
+        before: the mll's training state, to repeat the evaluation exactly.
         epochs: passes over the kernel matrix.
     """
 
@@ -38,15 +38,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Assessment:
-    """Curvature at a point, and what is left to gain.
+    """Curvature at a point, and nats left to gain.
 
     Attributes:
         curvature: the average information.
         gradient: [p], corrected for the residual of the targets' solve.
-        held: [p], coordinates at a bound that the gradient pushes against.
+        held: [p], coordinates that the gradient pushes against a bound.
         left: 1/2 g^T A^-1 g, nats left to gain.
-        noise: expected error of `left` from probe noise; 0 for an exact gradient.
-        samples: [k, p], samples of the gradient's noise; k is 0 for an exact one.
+        noise: its expected error from probe noise; 0 for an exact gradient.
+        samples: [k, p], noise samples of the gradient; k is 0 for an exact one.
         ridge: [p], added to the diagonal of A.
     """
 
@@ -79,10 +79,10 @@ class Step:
     """A step.
 
     Attributes:
-        length: largest move of a coordinate; 0 for no step.
+        length: largest move of a coordinate.
         predicted: gain by the quadratic model, nats.
-        gained: nats; the difference of the two values if `seen`, else the trapezoidal rule for the two gradients.
-        seen: whether the predicted gain exceeded the noise of the values.
+        gained: nats; the difference of the values if `seen`, else the trapezoidal rule for the gradients.
+        seen: whether the predicted gain exceeded the values' noise.
         trials: evaluations, with undone ones.
         epochs: passes over the kernel matrix of all trials, without the curvature's.
         seconds: wall-clock time.
@@ -99,13 +99,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Secant:
-    """A step's move [p] and the decrease of the gradient along it, [p]."""
+    """A step's move [p] and the gradient's decrease, [p]."""
 
     move: Tensor
     change: Tensor
 
     def seen_in(self, matrix: Tensor) -> Tensor:
-        """The matrix [p, p] with the observed curvature along the step; unchanged where that is out of range."""
+        """The matrix [p, p] with the observed curvature along the step; unchanged if that is out of range."""
         product = matrix @ self.move
         expected = self.move @ product
         part = float(self.move @ self.change / expected)

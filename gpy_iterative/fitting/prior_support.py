@@ -1,4 +1,4 @@
-"""Supports of priors. Outside, the density is zero or PyTorch raises an error."""
+"""Supports of priors, outside which the density is zero or PyTorch raises."""
 
 import math
 
@@ -12,13 +12,13 @@ Range = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def is_in_supports(module: gpytorch.Module) -> bool:
-    """Whether all values are in the support of their priors, with nonzero density."""
+    """Whether all values have a nonzero prior density."""
     return all(_is_in_support(prior, closure(owner)) for _, owner, prior, closure, _ in module.named_priors())
 
 
 @torch.enable_grad()
 def support_of(module: gpytorch.Module, parameter: Parameter, values: Tensor) -> Range:
-    """Least and largest value that the parameter's own priors allow, broadcast to its shape.
+    """Least and largest value that the parameter's own priors allow, in its shape.
 
     Args:
         module: with the priors.

@@ -12,7 +12,7 @@ from gpy_iterative.fitting.stopping import FitStatus
 
 #: Half-width of a 95 % interval, in standard errors.
 WIDTH = 1.96
-#: A coordinate is undetermined where the ridge makes more than this part of its variance, or the interval of a positive
+#: A coordinate is undetermined if the ridge makes more than this part of its variance, or the interval of a positive
 #: parameter spans more than e^(2 * 1.96 * 3).
 RIDGE_PART, WIDEST = 0.1, 3.0
 #: Hyperparameters and history rows that `print` lists.
@@ -25,11 +25,11 @@ class HistoryRow:
 
     Attributes:
         step: number of steps; 0 is the start.
-        value: log marginal likelihood per datum, as the mll returns it (mean over a batch of models).
+        value: log marginal likelihood per datum, as the mll returns it (mean over a batch).
         value_sem: its standard error.
-        left_to_gain: nats in total; None if unknown (Adam).
+        left_to_gain: nats in total; None for Adam.
         noise: error of `left_to_gain` from probe noise, in nats; None for Adam.
-        step_length: largest move of a coordinate in the last step, in log units for positive parameters.
+        step_length: largest move of a coordinate, in log units for positive parameters.
         epochs: passes over the kernel matrix since the last row; None if not counted.
         seconds: wall-clock time since the last row; the first includes the start on subsets.
     """
@@ -62,9 +62,9 @@ class Estimated:
     Attributes:
         name: "covar_module.base_kernel.lengthscale[3]".
         value: as the user sees it.
-        standard_error: of the logarithm for positive parameters, of the logit for intervals, else of the value; None if the
-            data do not determine it.
-        low, high: the 95 % interval, in the units of `value`; None if undetermined.
+        standard_error: of the logarithm for positive parameters, of the logit for intervals, else of the value; None if
+            undetermined by the data.
+        low, high: 95 % interval, in the units of `value`; None if undetermined.
         at_bound: whether it is at a bound of its constraint.
     """
 
@@ -91,8 +91,8 @@ class FitResult:
         status: how the fit ended; `status.advice` says what to do.
         steps: number of steps.
         history: one row for the start and for each step.
-        hyperparameters: in the order of the mll's parameters; Adam gives no standard errors.
-        irrelevant: lengthscales whose value changes nothing: the data do not need these inputs.
+        hyperparameters: in the mll's order; Adam gives no standard errors.
+        irrelevant: lengthscales of unneeded inputs, whose value changes nothing.
         method: "average_information" or "adam".
         reason: for the method.
         seconds: of the whole fit.
@@ -147,7 +147,6 @@ class FitResult:
 
 
 def _shortened(rows: list[str]) -> list[str]:
-    """First and last rows of a long history."""
     if len(rows) <= MOST_ROWS:
         return rows
     shown = MOST_ROWS // 2
@@ -163,8 +162,8 @@ def estimated(
         coordinates: t.
         position: [p], their values.
         matrix: A without ridge [p, p].
-        ridge: [p], added to its diagonal before the inversion.
-        held: [p], coordinates at a bound, fixed for the errors of the others.
+        ridge: [p], added to its diagonal.
+        held: [p], coordinates at a bound, fixed for the others' errors.
     """
     free = ~held
     variances = torch.full_like(position, torch.nan)
@@ -187,7 +186,6 @@ def estimated(
 
 
 def without_errors(coordinates: Coordinates) -> tuple[Estimated, ...]:
-    """Hyperparameters without curvature."""
     position = coordinates.read()
     is_lowest, is_highest = coordinates.at_bounds(position)
     entries = zip(coordinates.names, coordinates.user_entries(position), (is_lowest | is_highest).tolist(), strict=True)
@@ -195,9 +193,9 @@ def without_errors(coordinates: Coordinates) -> tuple[Estimated, ...]:
 
 
 def irrelevant_inputs(coordinates: Coordinates, matrix: Tensor) -> tuple[str, ...]:
-    """Lengthscales that the data do not determine even if all others are known, from A [p, p].
+    """Lengthscales that the data do not determine even with all others known, from A [p, p].
 
-    A lengthscale that is only undetermined jointly may matter: with the outputscale it may form a linear function.
+    One that is only jointly undetermined may matter: with the outputscale it may form a linear function.
     """
     is_logarithm = {name for part in coordinates.parts if part.kind == "log" for name in part.names()}
     return tuple(

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
 
-#: Nats: then all hyperparameters are within a third of their standard errors of the optimum.
+#: Nats: all hyperparameters are within a third of their standard errors of the optimum.
 LEFT = 0.05
 #: Nats of noise per hyperparameter of a converged fit: .45 of its standard error.
 NOISE = 0.1
-#: Steps without a visible gain after which the nats left should have halved; NEAR limits this to the end.
+#: Steps without visible gain after which the nats left should have halved, if NEAR the end.
 DROWNED, NEAR = 2, 5.0
-#: Steps without a gain of one standard error, or of `LEFT`, that end Adam; steps over which its value is smoothed.
+#: Steps without a gain of one standard error, or of `LEFT`, that end Adam; steps that smooth its value.
 PATIENCE, SMOOTHED = 20, 10
 
 
@@ -43,20 +43,19 @@ class FitStatus(Enum):
 
 
 def has_converged(left: float, noise: float) -> bool:
-    """Whether too little is left to gain, in nats, for another step."""
+    """Whether too few nats are left to gain for another step."""
     return 0 <= left < LEFT + noise
 
 
 def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float) -> bool:
-    """Whether the nats left to gain have fallen to the unknown errors of solves and rounding.
+    """Whether unknown errors of solves and rounding hide the nats left to gain.
 
     Args:
         lefts: nats left to gain, by point.
-        seen: whether the gain of the step to each point was visible.
+        seen: whether the step to each point had a visible gain.
         limit: nats of noise of a converged fit.
 
-    True where steps without visible gain leave more to gain than the best earlier point; near the end, where they leave
-    more than half.
+    True if steps without visible gain leave more to gain than the best earlier point; near the end, more than half of it.
     """
     if len(lefts) <= DROWNED or any(seen[-DROWNED:]):
         return False
@@ -65,7 +64,7 @@ def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float) -> bo
 
 
 def has_stalled(values: Sequence[float], least: float) -> bool:
-    """Whether the smoothed value has recently gained neither its standard error nor `least`.
+    """Whether the smoothed value recently gained neither its standard error nor `least`.
 
     Args:
         values: by step; noisy or not.
@@ -75,6 +74,6 @@ def has_stalled(values: Sequence[float], least: float) -> bool:
     if len(values) < PATIENCE + 2 * SMOOTHED:
         return False
     mean = lambda part: sum(part) / len(part)
-    # Differences of neighbours: a trend adds little, noise adds its variance twice.
+    # Differences of neighbours: a trend adds little, noise its variance twice.
     variance = mean([(b - a) ** 2 for a, b in pairwise(recent)]) / 2
     return mean(recent[-SMOOTHED:]) - mean(recent[:SMOOTHED]) < max(math.sqrt(2 * variance / SMOOTHED), least)

@@ -1,8 +1,7 @@
-"""Initial hyperparameters from small subsets of the data, for large data sets.
+"""Initial hyperparameters from small subsets, for large data sets.
 
 Subsets follow Lin et al. 2024 ("Improving Linear System Solvers for Hyperparameter Optimisation in Iterative Gaussian
-Processes", arXiv 2405.18457, appendix B), which averages their hyperparameters. Here, as in a meta-analysis, each optimum
-is weighted by its information.
+Processes", arXiv 2405.18457, appendix B), which averages hyperparameters.
 """
 
 import copy
@@ -26,7 +25,7 @@ from gpy_iterative.training.training_system import check_has_data, check_inputs
 
 logger = logging.getLogger(__name__)
 
-#: A subset's fit ends below this many nats left, or after this many steps: its optimum is only a start.
+#: A subset's fit ends below this many nats left, or after this many steps: it is only a start.
 LEFT, MAX_STEPS = 0.5, 15
 
 
@@ -42,21 +41,21 @@ def initialize_from_subsets(
     """Sets the hyperparameters of model and likelihood, in place, to a weighted mean of the optima of subsets.
 
     Half of each subset is a random training point with its nearest neighbours (Euclidean, standardised inputs), for short
-    lengthscales; half is random rows, for long ones. Average information fits a copy of the model, from the last subset's
-    optimum. The optima t_k, logarithms of positive hyperparameters, are weighted by their information A_k: (sum_k A_k)^-1
-    sum_k A_k t_k, within the range of the optima. So other subsets determine what one subset does not.
+    lengthscales; half is random rows, for long ones. Average information fits a copy of the model, from the last optimum.
+    The optima t_k, logarithms of positive hyperparameters, are weighted by their information A_k: (sum_k A_k)^-1 sum_k A_k
+    t_k, within the range of the optima.
 
     Args:
         model: with training data; inputs [n, d], targets [*b, n] or [n, T].
-        likelihood: the model's; Gaussian.
-        subset_size: rows per subset, at most n. Up to 3,000 each step is exact (n^3), beyond it is iterative.
+        likelihood: Gaussian.
+        subset_size: rows per subset, at most n. Up to 3,000, steps are exact (n^3), else iterative.
         num_subsets: number of subsets.
-        generator: draws the centres; a generator or a seed, None is seed 0.
-        progress: True shows a bar of subsets; a callable gets every `gpy_iterative.progress.ProgressReport`.
+        generator: draws the subsets; a generator or a seed, None is seed 0.
+        progress: as in `gpy_iterative.fit`.
 
     Raises:
-        ValueError: invalid options, a model without training data or with batches of inputs, non-finite inputs, a model
-            without average information (a network, more than 60 hyperparameters).
+        ValueError: invalid options, no training data, batches of inputs, non-finite inputs, a model without average
+            information (a network, more than 60 hyperparameters).
         NonFiniteError, NotPositiveDefiniteError: a subset cannot be evaluated. Any error leaves the model unchanged.
 
     Cost: about 10 steps for the first subset and 3 for each other.
@@ -88,7 +87,7 @@ def initialize_from_subsets(
 
 
 def check_subsets(model: Any, likelihood: Any) -> None:
-    """Raises ValueError for models whose subsets average information cannot fit."""
+    """Raises ValueError if average information cannot fit subsets."""
     if not isinstance(model, ExactGP) or not isinstance(likelihood, _GaussianLikelihoodBase):
         raise ValueError(
             "Fitting subsets needs an ExactGP with a Gaussian likelihood, got "
@@ -113,7 +112,7 @@ def check_subsets(model: Any, likelihood: Any) -> None:
 
 
 def _standardised_columns(model: ExactGP) -> Tensor:
-    """Training inputs side by side, [n, d], columns with mean 0 and deviation 1 (or 0)."""
+    """Training inputs side by side, [n, d], with mean 0 and deviation 1 (or 0)."""
     assert model.train_inputs is not None
     assert model.train_targets is not None
     columns = torch.cat([inputs.detach().to(model.train_targets.dtype) for inputs in model.train_inputs], dim=-1)
@@ -123,7 +122,7 @@ def _standardised_columns(model: ExactGP) -> Tensor:
 
 
 def _near_and_far(columns: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Rows [size]: a random point with its nearest neighbours, and as many random rows."""
+    """Rows [size]: a random point with nearest neighbours, and random rows."""
     centre = int(torch.randint(columns.shape[0], (), generator=generator, device=generator.device))
     order = (columns - columns[centre]).square().sum(-1).argsort()
     near, others = order.split([size - size // 2, len(order) - size + size // 2])
@@ -134,7 +133,7 @@ def _near_and_far(columns: Tensor, size: int, generator: torch.Generator) -> Ten
 def _of_rows(
     model: ExactGP, likelihood: Likelihood, rows: Tensor, position: Tensor | None = None
 ) -> IterativeMarginalLogLikelihood:
-    """The marginal log likelihood of a copy with these training rows, at a position of its coordinates."""
+    """The mll of a copy with these training rows, at a position."""
     # Together: a shared likelihood stays shared.
     model, likelihood = copy.deepcopy((model, likelihood))
     _restrict(model.train(), likelihood.train(), rows)
@@ -145,11 +144,10 @@ def _of_rows(
 
 
 def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:
-    """Keeps some training rows, and their fixed noise."""
     inputs = tuple(x[rows] for x in model.train_inputs)
     targets = model.train_targets
     model.set_train_data(inputs, strict=False)
-    with torch.no_grad():  # a model of few rows, enough for the prior's layout
+    with torch.no_grad():  # on few rows, for the prior's layout
         data_dim = targets.dim() - len(model(*inputs).event_shape)
     model.set_train_data(targets=targets.index_select(data_dim, rows), strict=False)
     if isinstance(likelihood, FixedNoiseGaussianLikelihood):
@@ -167,7 +165,7 @@ def _climbed(mll: IterativeMarginalLogLikelihood, generator: torch.Generator) ->
 
 
 def _combined(optima: Tensor, information: Tensor) -> Tensor:
-    """(sum_k A_k)^-1 sum_k A_k t_k, within the range of the t_k: [k, p] and [k, p, p] give [p]."""
+    """The weighted mean within the optima's range: [k, p] and [k, p, p] give [p]."""
     weighted = (information @ optima.unsqueeze(-1)).sum(0)
     found = torch.linalg.solve(information.sum(0), weighted).squeeze(-1)
     return found.maximum(optima.amin(0)).minimum(optima.amax(0))

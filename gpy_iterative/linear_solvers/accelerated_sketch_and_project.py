@@ -1,9 +1,8 @@
 """Accelerated sketch-and-project: solves of random blocks with Nesterov's acceleration.
 
-Rathore, Frangella, Yang, Derezinski and Udell 2024, "Have ASkotch: a neat solution for large-scale kernel ridge
-regression"; Rathore, Frangella, Garg, Fazliani, Derezinski and Udell 2025, "Turbocharging Gaussian process inference
-with approximate sketch-and-project" (ADASAP). Acceleration: Gower, Hanzely, Richtarik and Stich 2018, "Accelerated
-stochastic matrix inversion".
+Rathore et al. 2024, "Have ASkotch: a neat solution for large-scale kernel ridge regression"; Rathore et al. 2025,
+"Turbocharging Gaussian process inference with approximate sketch-and-project" (ADASAP). Acceleration: Gower et al. 2018,
+"Accelerated stochastic matrix inversion".
 """
 
 import math

@@ -22,8 +22,7 @@ from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholes
 
 #: Rows of a block; fewer on a CPU because factors take cubic time.
 CPU_BLOCK, ACCELERATOR_BLOCK = 512, 1024
-#: Epochs over which the pace is measured, and predicted further epochs above which the fallback takes over: about its
-#: cost.
+#: Epochs over which the pace is measured; predicted epochs above which the fallback takes over (about its own cost).
 EPOCHS_PER_LOOK = 1.0
 PATIENCE = 3.0
 #: Bytes of all factors. In larger systems products cost far more than factors.

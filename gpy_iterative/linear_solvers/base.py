@@ -20,7 +20,7 @@ from gpy_iterative.worker_threads import divided
 
 logger = logging.getLogger(__name__)
 
-#: Least progress of a round: the part by which the worst residual falls.
+#: Least fall of the worst residual in a round that makes progress.
 LEAST_PROGRESS = 0.01
 #: Growth of residuals from which an indefinite system does not recover.
 DIVERGENCE = 1e3
@@ -58,14 +58,14 @@ class Solver(ABC):
             initial_guess: V to start from, shaped as rhs. Each column is scaled to be nearest to the solution in the norm
                 of H; a bad guess makes the solve slow, not wrong.
             guess_product: H times the guess, if known; saves one product.
-            generator: for solvers that draw.
-            callback: receives progress; on an accelerator every few iterations.
+            generator: for random solvers.
+            callback: receives progress, on an accelerator every few iterations.
 
         Returns:
             A Solution. A missed tolerance is a status, not an exception.
 
         Raises:
-            NonFiniteError: a NaN or an infinity appeared; the caller's tensors are unchanged.
+            NonFiniteError: non-finite values; the caller's tensors are unchanged.
             ValueError: shapes, dtypes or devices do not fit.
         """
         is_vector = rhs.dim() == operator.dim() - 1
@@ -105,7 +105,7 @@ class SolverState:
 
     Attributes:
         setup: epochs of the set-up, reported as `overhead`.
-        curvature: upper bound on the smallest eigenvalue of H, from the steps.
+        curvature: upper bound on the smallest eigenvalue of H.
         has_diverged: whether no further step can help.
     """
 
@@ -124,7 +124,7 @@ State = TypeVar("State", bound=SolverState)
 
 @dataclass
 class _Work:
-    """The current solver, its state and the work so far."""
+    """The current solver, its state and work."""
 
     solver: "IterativeSolver[Any]"
     state: Any = None
@@ -153,7 +153,7 @@ class IterativeSolver(Solver, Generic[State]):
         ValueError: an option outside its range.
     """
 
-    #: Whether the iteration's residual is `rhs - H value` up to rounding, not an estimate.
+    #: Whether the iteration's residual is `rhs - H value`, not an estimate.
     recursive: ClassVar[bool] = True
 
     tolerance: float = 0.01
@@ -173,7 +173,7 @@ class IterativeSolver(Solver, Generic[State]):
 
     @abstractmethod
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> State:
-        """The first state; not called when there is nothing to do."""
+        """The first state."""
 
     @abstractmethod
     def restart(self, iterate: Iterate, state: State) -> State:
@@ -199,7 +199,7 @@ class IterativeSolver(Solver, Generic[State]):
 
     @divided()
     def _solve_columns(self, system: LinearSystem) -> Solution:
-        """Runs rounds until true residuals are within the tolerance or progress ends."""
+        """Runs rounds until convergence or no progress."""
         if system.rhs.dim() > 2:
             solutions = [self._solve_columns(member) for member in system.members()]
             return Solution(
@@ -280,7 +280,7 @@ class IterativeSolver(Solver, Generic[State]):
 
 
 def is_negative(curvature: float, operator: LinearOperator, eps: float) -> bool:
-    """Whether a curvature of H [n, n] is negative beyond rounding; eps is the relative error of its entries."""
+    """Whether a curvature of H [n, n], with relative errors eps, is negative beyond rounding."""
     if not curvature < 0:
         return False
     largest = float(operator.diagonal(dim1=-1, dim2=-2).abs().max())

@@ -1,11 +1,11 @@
 """A linear system, and its columns during a solve.
 
-A column within its tolerance leaves the block. A round of iterations ends with true residuals; if these miss the tolerance,
-another round follows.
+A column within its tolerance leaves the block. A round ends with true residuals; if these miss the tolerance, another
+follows.
 
-Lower precision is iterative refinement: a round solves H' d = r with a low-precision copy H' and adds the corrections d
-that lower the true residual. Carson & Higham 2018, "Accelerating the solution of linear systems by iterative refinement in
-three precisions", with an iterative solver instead of LU factors.
+Lower precision is iterative refinement: a round solves H' d = r with a low-precision copy H' and adds corrections d that
+lower the true residual. Carson & Higham 2018, "Accelerating the solution of linear systems by iterative refinement in three
+precisions", with an iterative solver instead of LU.
 """
 
 import itertools
@@ -25,15 +25,15 @@ from gpy_iterative.preconditioners.preconditioner import Preconditioner
 
 #: Watched rows, on which running and true residuals are compared; smaller systems use all.
 VERIFIED_ROWS = 256
-#: Difference from the true residual that a running one may have, as a part of the tolerance.
+#: Allowed difference of a running residual from the true one, in tolerances.
 ALLOWED_DRIFT = 0.1
-#: A best iterate is copied only below this part of the last copy's norm, to save copies.
+#: Part of the last copy's norm below which a best iterate is copied.
 WORTH_A_COPY = 0.9
 #: Iterations between two readings of an accelerator.
 READ_EVERY = 4
 #: Factor of a column's aim after its true residual missed the tolerance.
 LOWER_AIM = 0.8
-#: A far field limits a solve when exact rows add this part of the tolerance to its residual.
+#: A far field limits a solve when exact rows add this part of the tolerance.
 LIMITING_PART = 0.5
 #: Far-field errors below this many rounding errors are no limit.
 ROUNDING = 4
@@ -144,7 +144,7 @@ class Columns:
         norms = torch.linalg.vector_norm(rhs, dim=-2, dtype=torch.float64).to(
             rhs.dtype
         )  # tiny squares must not underflow
-        # A zero column has the solution zero with any scale.
+        # Any scale suits a zero column.
         self.scale = torch.where(norms > 0, norms, 1.0)
         self._rhs = rhs / self.scale
         self._far_field_error = far_field_error(system.operator) if len(rhs) > VERIFIED_ROWS else None
@@ -157,7 +157,7 @@ class Columns:
             self.norms = torch.hypot(self.norms, self._beside_exact_rows)
 
     def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Value and residual of the scaled guess; zero for columns whose residual is larger than that of zero."""
+        """Value and residual of the scaled guess; zero where that has a smaller residual."""
         if guess is None:
             return torch.zeros_like(self._rhs), self._rhs.clone()
         self.overhead += 1  # also for a product that the caller made
@@ -171,7 +171,7 @@ class Columns:
         return guess * factor, self._rhs - product * factor
 
     def shortfall(self) -> float:
-        """Largest ratio of norm to tolerance of the best iterates; at most 1 when done."""
+        """Largest norm over its tolerance of the best iterates."""
         return float(self._shortfalls(self.norms, self._tolerances).max()) if len(self.norms) else 0.0
 
     def _shortfalls(self, norms: Tensor, tolerances: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class Columns:
         ratios = [float(norm.mean() / goal.mean()) for norm, goal in pairs if len(norm)]
         return torch.full_like(norms, max(ratios, default=0.0))
 
-    # A round of iterations: begin, observe after each, end
+    # A round: begin, observe, end
 
     def begin(self) -> Iterate | None:
         """The columns that are not done, from their best iterates or zero corrections; None if all are."""
@@ -322,7 +322,6 @@ class Columns:
         return norms * math.sqrt(len(self._rhs) / VERIFIED_ROWS)
 
     def _true_rows(self, columns: Tensor, value: Tensor) -> Tensor:
-        """The watched rows of true residuals."""
         self.overhead += len(self._watched) / len(self._rhs)
         return self._rhs[self._watched][:, columns] - rows_matmul(self._matrix, self._watched, value)
 

@@ -22,8 +22,8 @@ MAX_FALLBACK_RANK = 500
 def default_solver(operator: LinearOperator) -> Solver:
     """Default solver for [*b, n, n].
 
-    Cholesky up to 3,000 rows; beyond, alternating projections for tiled matrices, and conjugate gradients for structured
-    operators and far fields, whose whole products are cheap.
+    Cholesky up to 3,000 rows. Beyond, alternating projections for tiled matrices, and conjugate gradients for structured
+    operators and far fields, whose products are cheap.
     """
     if operator.shape[-1] <= EXACT_BELOW:
         return Cholesky()

@@ -159,7 +159,7 @@ class Solution:
         residual: [*b, n, s], the true `rhs - H value`; gradients depend on it.
         status: how the solve ended; the worst of a batch.
         stats: cost and accuracy.
-        preconditioner: for another solve with this operator; None without one, and for a batch.
+        preconditioner: for another solve with this operator; None for a batch.
     """
 
     value: Tensor

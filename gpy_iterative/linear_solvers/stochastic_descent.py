@@ -3,9 +3,8 @@
 Gradient descent: Lin et al. 2024, algorithm 3 (heavy ball, no averaging), with a true initial residual, a permutation of
 the rows per epoch, and a stable step size.
 
-Dual descent: Lin, Padhy, Antoran, Tripp, Terenin, Szepesvari, Hernandez-Lobato and Janz 2024, "Stochastic gradient descent
-for Gaussian processes done right", algorithm 1 (random coordinates, Nesterov's momentum, averaging). Here the rows also
-update the residual, which stays true.
+Dual descent: Lin, Padhy et al. 2024, "Stochastic gradient descent for Gaussian processes done right", algorithm 1 (random
+coordinates, Nesterov's momentum, averaging). Here the rows also update the residual, which stays true.
 """
 
 import itertools
@@ -34,7 +33,7 @@ MAX_HALVINGS = 5
 
 @dataclass(frozen=True)
 class WayBack:
-    """Start of a round, and the limit of residuals beyond which it restarts."""
+    """Start of a round, and the residuals at which it restarts."""
 
     value: Tensor  # [n, s]
     residual: Tensor  # [n, s]
@@ -65,7 +64,7 @@ class WayBack:
 
 @dataclass(frozen=True, kw_only=True)
 class DescentState(SolverState):
-    """Step size of a descent, and the way back when it is too large."""
+    """Step size of a descent, and the way back."""
 
     way_back: WayBack
     learning_rate: float
@@ -95,7 +94,7 @@ class StochasticDescent(IterativeSolver[State]):
 
     @abstractmethod
     def _largest_stable_product(self) -> float:
-        """Largest stable product of step size and curvature, with full gradients."""
+        """Largest stable product of step size and curvature."""
 
     @abstractmethod
     def _at_rest(self, iterate: Iterate) -> dict[str, Tensor]:
@@ -233,8 +232,7 @@ class StochasticDualDescent(StochasticDescent[_DualState]):
         momentum: Nesterov's.
         learning_rate: of the mean gradient over a batch (n times the paper's step size); None: half of
             min((2 + 2 momentum) / (1 + 2 momentum) n / lambda_max(H), 2 (1 - momentum) batch_size / max H_ii).
-        averaging: weight of the newest iterate in the geometric average; 1: the last iterate. (The papers' 100 / T needs
-            the number T of iterations in advance.)
+        averaging: weight of the newest iterate in the geometric average; 1: the last iterate. (Papers: 100 / iterations.)
     """
 
     state_class: ClassVar[type] = _DualState

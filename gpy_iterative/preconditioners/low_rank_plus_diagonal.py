@@ -13,11 +13,11 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 
-#: Up to this many columns a product is faster as a transposed one.
+#: Up to this many columns a transposed product is faster.
 FEW_COLUMNS = 8
 #: Rows multiplied at a time; sums are in float64.
 CHUNK = 4096
-#: Columns of the inner matrix computed at a time, from the diagonal down.
+#: Columns of the inner matrix computed at a time.
 COLUMNS = 256
 #: Norm of rounding errors in the inner matrix (eigenvalues of 1 and more) beyond which products are in float64.
 ROUNDING = 0.1
@@ -27,7 +27,7 @@ class LowRankPlusDiagonal(Preconditioner):
     """S = L L^T + diag(d), a preconditioner or the covariance of probes.
 
     With W = d^-1/2 L, S = d^1/2 (I + W W^T) d^1/2. Construction costs n k^2 / 2 multiply-adds, a solve with s columns
-    2 n k s; both in float64 if the factor's dtype is too coarse for I + W^T W.
+    2 n k s; in float64 if the factor's dtype is too coarse for I + W^T W.
 
     Args:
         factor: L [*b, n, k].
@@ -51,7 +51,7 @@ class LowRankPlusDiagonal(Preconditioner):
 
     @property
     def rank(self) -> int:
-        """The number k of columns of L."""
+        """The number k of columns."""
         return self.factor.shape[-1]
 
     @property
@@ -85,7 +85,7 @@ class LowRankPlusDiagonal(Preconditioner):
         return (rhs - _times(self.factor, self._inner_solve(_times(self.factor.mT, rhs / diagonal)))) / diagonal
 
     def _solve_in_float64(self, rhs: Tensor) -> Tensor:
-        """In float64: conjugate gradients fail with errors of S^-1 rhs along the largest eigenvectors of H."""
+        """Conjugate gradients need S^-1 rhs without errors along the largest eigenvectors of H."""
         tensors = (self.factor, self.diagonal.unsqueeze(-1), rhs)
         parts = list(zip(*(tensor.split(CHUNK, dim=-2) for tensor in tensors), strict=True))
         inner = sum(
@@ -101,7 +101,7 @@ class LowRankPlusDiagonal(Preconditioner):
         return (inner + self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
     def sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
-        """Xi = L w + d^1/2 e for w [*b, k, s] and e [*b, n, s] of identity covariance."""
+        """Xi = L w + d^1/2 e for white w [*b, k, s] and e [*b, n, s]."""
         return _times(self.factor, factor_base) + self.diagonal.sqrt().unsqueeze(-1) * diagonal_base
 
     def dual_sample(self, factor_base: Tensor, diagonal_base: Tensor) -> Tensor:
@@ -116,20 +116,16 @@ class LowRankPlusDiagonal(Preconditioner):
 
     @property
     def _working_dtype(self) -> torch.dtype:
-        # Random rounding errors eps sqrt(g_ii g_jj) of entries give a matrix of norm about eps sqrt(k) mean(g_ii).
+        # Random rounding errors eps sqrt(g_ii g_jj) have a norm of about eps sqrt(k) mean(g_ii).
         is_lost = torch.finfo(self.factor.dtype).eps * self._norm > ROUNDING
         return torch.float64 if is_lost else self.factor.dtype
 
     def _inner_solve(self, rhs: Tensor) -> Tensor:
-        """(I + W^T W)^-1 rhs for [*b, k, s]."""
         return torch.cholesky_solve(rhs.double(), self._cholesky).to(rhs.dtype)
 
 
 class NystromFactor(LowRankPlusDiagonal):
-    """L L^T + diag(d) for a system K + diag(d), with L L^T <= K.
-
-    The preconditioned spectrum is at least 1, which quadratures of log-determinants use.
-    """
+    """S for a system K + diag(d) with L L^T <= K, so that the preconditioned spectrum is at least 1."""
 
 
 def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
@@ -137,12 +133,11 @@ def _times(matrix: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _whitened_parts(factor: Tensor, diagonal: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Chunks of L and of d^1/2."""
     return zip(factor.split(CHUNK, dim=-2), diagonal.sqrt().unsqueeze(-1).split(CHUNK, dim=-2), strict=True)
 
 
 def _inner_norm(factor: Tensor, diagonal: Tensor) -> float:
-    """Norm of the diagonal of W^T W, the largest of a batch."""
+    """Largest norm of the diagonal of W^T W."""
     squares = sum(
         ((rows / root).square().sum(-2) for rows, root in _whitened_parts(factor, diagonal)), factor.new_zeros(())
     )

@@ -35,8 +35,8 @@ def random_order(size: int, generator: torch.Generator) -> Tensor:
 def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
     """A permutation [n] of points [n, d] with early points far apart.
 
-    Approximate, O(n log n): groups are removed from the end until one point is left. The first group is repeated points;
-    each other is those of the closest half whose nearest neighbour precedes them in a random order.
+    Approximate, O(n log n): groups are removed from the end until one point is left: first repeated points, then those of
+    the closest half whose nearest neighbour precedes them in a random order.
     """
     coordinates = points.double().cpu().numpy()
     left = random_order(len(coordinates), generator).numpy()
@@ -50,7 +50,7 @@ def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _finest(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which of these distinct points are removed, and each one's distance to its nearest neighbour."""
+    """Which distinct points are removed, and distances to nearest neighbours."""
     distances, nearest = cKDTree(points).query(points, k=[2], workers=num_threads())
     distances, nearest = distances[:, 0], nearest[:, 0]
     return (nearest < np.arange(len(points))) & (distances <= np.median(distances)), distances

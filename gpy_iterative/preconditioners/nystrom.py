@@ -1,6 +1,6 @@
 """Randomized Nystrom approximation of a kernel matrix, plus noise.
 
-Frangella, Tropp and Udell 2021, "Randomized Nystrom preconditioning".
+Frangella et al. 2021, "Randomized Nystrom preconditioning".
 """
 
 from dataclasses import dataclass
@@ -37,15 +37,15 @@ class Nystrom(LowRankRecipe):
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> NystromFactor:
         """The factor of a system H [*b, n, n].
 
-        Cost: one product of the kernel matrix with k columns (an epoch), and 3 n k^2 multiply-adds.
+        Cost: one product with k columns (an epoch) and 3 n k^2 multiply-adds.
 
         Args:
             operator: K plus noise, or another positive definite operator; the mean of its remaining diagonal then replaces
                 the noise.
-            generator: for the subspace; None: seed 0.
+            generator: None: seed 0.
 
         Raises:
-            NonFiniteError: an entry of the factor is not finite.
+            NonFiniteError: the factor is not finite.
         """
         kernel, diagonal, noise = kernel_and_noise(operator)
         generator = torch.Generator().manual_seed(0) if generator is None else generator

@@ -1,10 +1,9 @@
 """Pivoted Cholesky factors of a kernel matrix, plus noise, with greedy or random pivots.
 
-Greedy: Harbrecht, Peters and Schneider 2012, "On the low-rank approximation by the pivoted Cholesky decomposition";
-preconditioner: Gardner et al. 2018. Random: Chen, Epperly, Tropp and Webber 2022, "Randomly pivoted Cholesky"; in blocks:
-Epperly, Tropp and Webber 2024, "Embrace rejection: kernel matrix approximation by accelerated randomly pivoted Cholesky";
-preconditioner: Diaz, Epperly, Frangella, Tropp and Webber 2023, "Robust, randomized preconditioning for kernel ridge
-regression".
+Greedy: Harbrecht et al. 2012, "On the low-rank approximation by the pivoted Cholesky decomposition"; preconditioner:
+Gardner et al. 2018. Random: Chen et al. 2022, "Randomly pivoted Cholesky"; in blocks: Epperly et al. 2024, "Embrace
+rejection: kernel matrix approximation by accelerated randomly pivoted Cholesky"; preconditioner: Diaz et al. 2023, "Robust,
+randomized preconditioning for kernel ridge regression".
 """
 
 import itertools
@@ -31,7 +30,7 @@ NOT_FINITE = "The kernel matrix has NaN or infinite entries. Check the data and 
 class PivotedCholeskyFactor(LowRankPlusDiagonal):
     """L L^T + diag(d), built on the pivots [*b, k].
 
-    `jitter` [*b] is the raised jitter of the pivots' block, relative to its largest diagonal entry; 0 if not raised.
+    `jitter` [*b] is the raised jitter, relative to the largest diagonal entry of the pivots' block, or 0.
     """
 
     def __init__(self, factor: Tensor, diagonal: Tensor, pivots: Tensor, jitter: Tensor) -> None:
@@ -71,18 +70,18 @@ class PivotedCholesky(LowRankRecipe):
     ) -> PivotedCholeskyFactor:
         """The factor of a system H [*b, n, n].
 
-        The search stops early when the remaining diagonal is rounding noise (duplicate rows); a batch stops together. Cost:
-        k rows of the kernel matrix and n k^2 multiply-adds, by batch member.
+        The search stops early when the remaining diagonal is rounding noise (duplicate rows); a batch stops together.
+        Cost: k rows of the matrix and n k^2 multiply-adds per member.
 
         Args:
             operator: K plus noise, or another positive definite operator; its remaining diagonal then replaces the noise.
             pivots: [*b, k] of an earlier factor: no search, and the factor is smooth in the hyperparameters.
             correct_diagonal: adds diag(K - L L^T), so that S has the diagonal of H.
-            generator: for random pivots; None: seed 0.
+            generator: of random pivots; None: seed 0.
             known: a factor of the same operator, whose L is used if it has the same pivots.
 
         Raises:
-            NonFiniteError: an entry of the factor is not finite.
+            NonFiniteError: the factor is not finite.
         """
         kernel, diagonal, noise = kernel_and_noise(operator)
         if known is not None and pivots is not None and torch.equal(known.pivots, pivots):
@@ -131,9 +130,8 @@ class PivotedCholesky(LowRankRecipe):
         return factors.reshape(*batch, size, rank), chosen.reshape(*batch, rank), jitters.reshape(batch)
 
     def _grow(self, partial: "PartialCholesky", generator: torch.Generator) -> None:
-        """Adds pivots up to the capacity or until the matrix is exhausted."""
         while partial.rank < partial.capacity:
-            # A tensor, because an accelerator would send a number to the host.
+            # A tensor: a number would go to the host.
             pivot = partial.rest.argmax().unsqueeze(0)
             left = partial.rest[pivot]
             if left <= partial.stop:
@@ -145,7 +143,7 @@ class PivotedCholesky(LowRankRecipe):
 class RandomlyPivotedCholesky(PivotedCholesky):
     """Recipe for a pivoted Cholesky factor with random pivots, in proportion to the remaining diagonal.
 
-    Greedy pivots would take outliers first. Cost: as `PivotedCholesky`, plus block_size^2 kernel entries per round.
+    Greedy pivots take outliers first. Cost: as `PivotedCholesky`, plus block_size^2 kernel entries per round.
 
     Args:
         rank: columns of the factor, at most n.
@@ -169,8 +167,7 @@ class RandomlyPivotedCholesky(PivotedCholesky):
         ):  # NaN must go on, to be found
             candidates = partial.propose(proposals, generator)
             block = partial.rest_of(candidates)
-            # Replaces running differences, which may be rounding: every round then takes or excludes its first candidate,
-            # so that the loop ends.
+            # Replaces running differences, whose rounding errors could be proposed without end.
             partial.rest[candidates] = block.diagonal().clamp_min(0).to(partial.rest)
             threshold = torch.rand(proposals, generator=generator, device=generator.device, dtype=torch.float64)
             most = partial.capacity - partial.rank
@@ -223,7 +220,7 @@ class PartialCholesky:
         return dense_rows(self.kernel, rows) - self._columns[: self.rank, rows].mT @ self.factor.mT
 
     def rest_of(self, rows: Tensor) -> Tensor:
-        """K - L L^T [p, p] on these rows and columns, on the host in float64."""
+        """K - L L^T [p, p] on these rows, on the host in float64."""
         size = len(rows)
         entries = self.kernel[rows.repeat_interleave(size), rows.repeat(size)].view(size, size).double().cpu()
         known = self._columns[: self.rank, rows].double().cpu()
@@ -243,7 +240,7 @@ def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple
     """At most `most` accepted candidates and their lower Cholesky factor, by rejection sampling.
 
     `block` [p, p] is K - L L^T on the candidates, `threshold` [p] uniform draws. A candidate is accepted with the share of
-    its diagonal entry that the accepted candidates before it leave.
+    its diagonal entry that earlier ones leave.
     """
     rest, start, chosen = block.clone(), block.diagonal().clone(), []
     columns = [block[:, :0]]
@@ -261,9 +258,9 @@ def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple
 def factor_on(rows: Tensor, block: Tensor) -> tuple[Tensor, float]:
     """L = K C R^-T [n, k] with R the Cholesky factor of C^T K C, and its raised jitter.
 
-    The jitter keeps L L^T below K. If rounding gives the block negative eigenvalues beyond half of the usual jitter, it is
-    raised to twice their size, continuously in the hyperparameters. Returned in units of the block's largest diagonal
-    entry; 0 if not raised.
+    The jitter keeps L L^T below K. If the block has eigenvalues below minus half of it (rounding), it is raised to twice
+    their size, continuously in the hyperparameters. The result is relative to the block's largest diagonal entry; 0 if not
+    raised.
 
     Args:
         rows: C^T K [k, n]; for pivots, rows of K.
@@ -279,6 +276,6 @@ def factor_on(rows: Tensor, block: Tensor) -> tuple[Tensor, float]:
     if torch.linalg.cholesky_ex(block + 0.5 * jitter * scale * identity).info:
         jitter = raised = -2 * float(torch.linalg.eigvalsh(block)[0]) / scale
     lower = torch.linalg.cholesky(block + jitter * scale * identity)
-    # A product with the inverse is faster than a solve with n columns, and float64 has digits left.
+    # Faster than a solve with n columns, and float64 has digits left.
     inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
     return (inverse @ rows.double()).mT.to(rows.dtype), raised

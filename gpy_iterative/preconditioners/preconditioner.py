@@ -12,7 +12,7 @@ class Preconditioner(ABC):
     """A symmetric positive definite S [*b, n, n] that approximates a system H.
 
     Attributes:
-        build_epochs: passes over the matrix for the construction.
+        build_epochs: passes over the matrix for construction.
     """
 
     build_epochs: float
@@ -32,7 +32,7 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def to(self, dtype: torch.dtype) -> Self:
-        """The preconditioner for vectors of another dtype."""
+        """The same for another dtype."""
 
     @abstractmethod
     def __getitem__(self, index: int | tuple[int, ...]) -> "Preconditioner":
@@ -40,13 +40,13 @@ class Preconditioner(ABC):
 
 
 class PreconditionerRecipe(ABC):
-    """Options of a preconditioner for any system."""
+    """Options of a preconditioner."""
 
     @abstractmethod
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> Preconditioner:
         """The preconditioner of a system H [*b, n, n].
 
         Args:
-            operator: K plus noise, or another symmetric positive definite operator.
+            operator: K plus noise, or any positive definite operator.
             generator: for random recipes; None: seed 0.
         """

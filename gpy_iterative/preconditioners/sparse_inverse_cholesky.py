@@ -19,12 +19,11 @@ LARGEST = 2**31 - 1
 class SparseInverseCholesky(Preconditioner):
     """S = (B^T B)^-1, with B triangular in the order of elimination and at most m + 1 entries per row.
 
-    A solve with s columns costs 2 n (m + 1) s multiply-adds. Memory: B twice, because B^T is kept for products without
-    scatter.
+    A solve with s columns costs 2 n (m + 1) s multiply-adds. Memory: B and its sorted transpose.
 
     Args:
         order: [n], the system's rows in the order of elimination.
-        neighbours: [n, m], positions of off-diagonal entries in this order; before i for row i. Unused: 0, with weight 0.
+        neighbours: [n, m], positions below i of off-diagonal entries of row i; unused: 0, with weight 0.
         weights: [n, m], entries of B at the neighbours.
         diagonal: [n], diagonal of B, positive.
         jitter: the largest jitter, relative to variances.
@@ -78,7 +77,7 @@ class SparseInverseCholesky(Preconditioner):
         return (-2 * self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
 
     def sample(self, base: Tensor) -> Tensor:
-        """Xi = B^-1 e, of covariance S, for e [n, s] of identity covariance."""
+        """Xi = B^-1 e, of covariance S, for white e [n, s]."""
         result = torch.zeros_like(base)
         for start, stop in self._segments:
             known = embedding_bag(
@@ -101,7 +100,7 @@ class SparseInverseCholesky(Preconditioner):
 
     @cached_property
     def _segments(self) -> list[tuple[int, int]]:
-        """Ranges of rows, in order, that are not neighbours of each other."""
+        """Ranges of rows that are not neighbours of each other."""
         last = self.neighbours.amax(-1).cpu()
         segments, start, size = [], 0, len(last)
         while start < size:
@@ -132,5 +131,4 @@ def _weighted_sums(index: Tensor, starts: Tensor, weights: Tensor, vectors: Tens
 
 
 def _bags(index: Tensor, starts: Tensor, weights: Tensor, vectors: Tensor) -> Tensor:
-    """`_weighted_sums` on the calling thread."""
     return embedding_bag(index, vectors, starts, per_sample_weights=weights, mode="sum", include_last_offset=True)

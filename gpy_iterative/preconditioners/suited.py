@@ -12,9 +12,9 @@ from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholes
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 from gpy_iterative.preconditioners.vecchia import Vecchia
 
-#: Mean remaining variance of the low rank, in units of the noise, above which Vecchia's factor is better.
+#: Mean remaining variance over the noise, above which Vecchia's factor is better.
 LEFT_OVER = 4.0
-#: Inputs up to which a tree finds neighbours quickly.
+#: Inputs up to which trees are fast.
 MOST_INPUTS = 8
 
 
@@ -22,8 +22,8 @@ MOST_INPUTS = 8
 class LowRankOrVecchia(PreconditionerRecipe):
     """`RandomlyPivotedCholesky(rank)`, or `Vecchia()` where the low rank leaves more than four times the noise.
 
-    Vecchia needs one system (no batch) with at most eight inputs; a far field then chooses it without trying the low rank.
-    Cost: the low rank, plus Vecchia's factor if chosen.
+    Vecchia needs one system (no batch) with at most eight inputs; a far field then chooses it directly. Cost: the low rank,
+    plus Vecchia's factor if chosen.
 
     Args:
         rank: of the low rank.

@@ -1,7 +1,7 @@
 """Vecchia's approximation as a preconditioner: a sparse inverse Cholesky factor.
 
-Vecchia 1988; Schaefer, Katzfuss and Owhadi 2021, "Sparse Cholesky factorization by Kullback-Leibler minimization"
-(arXiv 2004.14455; the best factor of its sparsity); Gyger, Furrer and Sigrist 2024 (arXiv 2405.14492; preconditioner).
+Vecchia 1988; Schaefer et al. 2021, "Sparse Cholesky factorization by Kullback-Leibler minimization"
+(arXiv 2004.14455; the best factor of its sparsity); Gyger et al. 2024 (arXiv 2405.14492; preconditioner).
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ LEAST_JITTER = 1e-10
 class Vecchia(PreconditionerRecipe):
     """Recipe for H^-1 ~ B^T B, where row i of B is exact given the m nearest previous points.
 
-    For kernels with few effective input dimensions; its quality then does not fall with n.
+    For few effective input dimensions: the quality then does not fall with n.
 
     Args:
         num_neighbours: m, at most n - 1 (B is then exact).
@@ -76,8 +76,8 @@ class Vecchia(PreconditionerRecipe):
 
         Args:
             operator: a kernel matrix plus noise.
-            generator: for the order; None: seed 0.
-            order: [n], of an earlier factor, for small changes with the hyperparameters.
+            generator: None: seed 0.
+            order: [n] of an earlier factor, so that the new one changes little.
 
         Raises:
             ValueError: the system has no kernel inputs, or is a batch.
@@ -108,17 +108,17 @@ def _points(operator: LinearOperator) -> Tensor:
 
 
 def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[Tensor, Tensor, float]:
-    """B at the neighbours [n, m] and on the diagonal [n], and the largest jitter."""
+    """B at the neighbours [n, m], its diagonal [n], and the largest jitter."""
     size, count = neighbours.shape
     entries = torch.empty(size, count + 1, dtype=operator.dtype, device=operator.device)
-    head = min(count, size)  # rows whose neighbours are all previous points, in order
+    head = min(count, size)  # rows with all previous points as neighbours
     inverse, jitter = _inverse_factors(operator, order[:head].unsqueeze(0))
     entries[:head] = 0
     entries[:head, :head] = inverse[0].tril(-1)
     entries[:head, -1] = inverse[0].diagonal()
 
     def fill(rows: slice) -> float:
-        """Row i of B is the last row of the inverse factor of i and its neighbours."""
+        """Row i of B: the last row of the inverse factor of i and its neighbours."""
         own = torch.arange(rows.start, rows.stop, device=neighbours.device)
         sets = torch.cat([neighbours[rows], own.unsqueeze(-1)], dim=-1)
         inverse, jitter = _inverse_factors(operator, order[sets], last_only=True)
@@ -132,7 +132,7 @@ def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[
 
 
 def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool = False) -> tuple[Tensor, float]:
-    """Inverse Cholesky factors (or last rows) of the blocks of sets [c, k], and the largest jitter."""
+    """Inverse Cholesky factors (or last rows) of blocks, and the largest jitter."""
     blocks = principal_blocks(operator, sets).double()
     if not torch.isfinite(blocks).all():
         raise NonFiniteError(NOT_FINITE)
@@ -146,7 +146,7 @@ def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool 
 
 
 def _jittered_factors(blocks: Tensor) -> tuple[Tensor, float]:
-    """Cholesky factors of indefinite blocks [c, k, k], and their largest relative jitter."""
+    """Cholesky factors of indefinite blocks, and the largest jitter."""
     scale = blocks.diagonal(dim1=-2, dim2=-1).amax(-1)
     scale = torch.where(scale > 0, scale, 1.0)
     lowest = torch.linalg.eigvalsh(blocks)[..., 0]

@@ -46,6 +46,7 @@ class DeferredPrediction(MultivariateNormal):
 
     @property
     def loc(self) -> Tensor:
+        """The mean, [n]."""
         return self._prediction.loc
 
     @property

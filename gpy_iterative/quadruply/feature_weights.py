@@ -18,12 +18,15 @@ from torch.nn import Parameter, functional
 
 @dataclass(frozen=True)
 class WeightRows:
+    """Rows of the tail's parameters."""
+
     mean: Tensor  # [t]
     columns: Tensor  # of C's dense columns, [t, k]
     log_diagonal: Tensor | None  # of C, [t]; None if shared
 
     @property
     def joined(self) -> Tensor:
+        """Mean and dense columns, [t, 1 + k]."""
         return torch.cat([self.mean.unsqueeze(-1), self.columns], dim=-1)
 
 

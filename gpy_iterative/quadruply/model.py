@@ -80,6 +80,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
 
     @property
     def device(self) -> torch.device:
+        """Of basis and parameters."""
         return self.basis.like.device
 
     def forward(self, x: Tensor) -> MultivariateNormal:

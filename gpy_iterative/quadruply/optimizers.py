@@ -17,6 +17,8 @@ LEAST_PRECISION_RATIO = 0.5
 MAX_HALVINGS = 50
 #: Rate of the noise, and largest change of its logarithm.
 NOISE_RATE, MOST_LOG_CHANGE = 0.1, 1.0
+#: Relative distance between the noise and the bounds of its constraint, where raw values are infinite.
+MARGIN = 1e-3
 
 
 class _Optimizer(torch.optim.Optimizer):
@@ -126,8 +128,8 @@ class NoiseNaturalGradient(_Optimizer):
         with torch.no_grad():
             change = -2 * self.param_groups[0]["lr"] * raw.grad / slope
             moved = noise * change.clamp(-MOST_LOG_CHANGE, MOST_LOG_CHANGE).exp()
-            least = constraint.lower_bound + torch.finfo(raw.dtype).eps
-            raw.copy_(constraint.inverse_transform(torch.maximum(moved, least * (1 + 1e-3))))
+            least, most = constraint.lower_bound + torch.finfo(raw.dtype).eps, constraint.upper_bound
+            raw.copy_(constraint.inverse_transform(moved.clamp(least * (1 + MARGIN), most * (1 - MARGIN))))
 
 
 class QuadruplyStochasticOptimizer(_Optimizer):

@@ -1,6 +1,6 @@
-"""Biased marginal log likelihood of random Fourier features, and the base of the unbiased one.
+"""Biased marginal log likelihood of random Fourier features, and base of the unbiased one.
 
-Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 2.2.
+Potapczynski et al. 2021 (see `truncation.py`), section 2.2.
 """
 
 import math
@@ -39,8 +39,8 @@ class FrequencyReport(Report):
 
     Attributes:
         num_frequencies: of the largest feature matrix.
-        grid_index: the drawn increment; None without a grid.
-        probability: of that draw; None without a grid.
+        grid_index: drawn increment; None without grid.
+        probability: of that draw; None without grid.
         is_exact: whether the increment ended at the exact likelihood.
     """
 
@@ -52,18 +52,14 @@ class FrequencyReport(Report):
 
 @dataclass(frozen=True)
 class FeatureSum:
-    """A weighted sum of log densities."""
-
     weights: Mapping[int, float]  # by number of leading frequencies
-    exact: float  # of the exact density; 0 for none
+    exact: float  # of the exact density, or 0
     report: FrequencyReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureEstimate(Estimate):
-    """A weighted sum of log densities, with derivatives."""
-
-    features: Tensor  # Phi [*b, n, F], with the graph to the hyperparameters
+    features: Tensor  # Phi [*b, n, F], with graph
     derivatives: tuple[Tensor, ...]  # of the sum without the exact density, by features, noise, residual
     exact: DensityEstimate | None
     exact_weight: float
@@ -74,7 +70,6 @@ class FeatureEstimate(Estimate):
             check_estimated("derivative", derivative)
 
     def with_gradient(self, operator: LinearOperator, residual: Tensor) -> Tensor:
-        """The value [*b], with a graph through features, noise and residual."""
         assert isinstance(operator, NoisyLinearOperator)
         tensors = (self.features, operator.noise, residual)
         value = with_derivatives(self.value, list(zip(tensors, self.derivatives, strict=True)))
@@ -92,8 +87,8 @@ class FeatureDensity:
         noise: D [*b, n], positive, float64.
         residual: r [*b, n], float64.
 
-    Cost: n F^2 for the Gram matrix, and k^3 for k < n columns, else n^2 k + n^3; three times this with derivatives. Memory:
-    four times Phi, F^2, and n^2 where k >= n.
+    Cost: n F^2, and k^3 for k < n columns, else n^2 k + n^3; three times this with derivatives. Memory: four times Phi,
+    F^2, and n^2 if k >= n.
     """
 
     def __init__(self, features: Tensor, noise: Tensor, residual: Tensor) -> None:
@@ -113,19 +108,19 @@ class FeatureDensity:
 
     @cached_property
     def _gram(self) -> Tensor:
-        """Phi^T D^-1 Phi; computes its two equal derivatives with one product."""
+        """Phi^T D^-1 Phi; one product gives both equal derivatives."""
         gram = self._weighted.mT @ self._weighted.detach()
         return 2 * gram - gram.detach()
 
     def _by_woodbury(self, columns: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         gram = self._gram[..., columns, :][..., columns] * (scale.unsqueeze(-1) * scale)
         lower = _factor(gram + torch.eye(len(columns), dtype=gram.dtype, device=gram.device))
-        with torch.no_grad():  # no gradient needed: the coefficients minimise the quadratic form
+        with torch.no_grad():  # no gradient: the coefficients minimise the quadratic form
             projected = (self._weighted.mT @ self._whitened)[..., columns, :] * scale.unsqueeze(-1)
             coefficients = torch.cholesky_solve(projected, lower)
             spread = torch.zeros_like(self._weighted[..., 0, :].unsqueeze(-1))
             spread[..., columns, :] = coefficients * scale.unsqueeze(-1)
-        # Two squares, as r^T D^-1 r minus the explained part would cancel.
+        # Two squares: r^T D^-1 r minus the explained part would cancel.
         rest = self._whitened - self._weighted @ spread
         quadratic = rest.square().sum((-2, -1)) + coefficients.square().sum((-2, -1))
         return quadratic, _log_determinant(lower) + self._noise.log().sum(-1)
@@ -155,16 +150,16 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     resample: bool
 
     def _watch_line_search(self, estimate: Estimate) -> None:
-        if self.resample:  # frozen frequencies give one smooth function
+        if self.resample:  # frozen frequencies give a smooth function
             super()._watch_line_search(estimate)
 
     @abstractmethod
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
-        """Number of frequencies of this step, and its other draws."""
+        """Number of frequencies, and other draws."""
 
     @abstractmethod
     def _sum(self, num_data: int, draws: Draws) -> FeatureSum:
-        """The log densities to add for these draws."""
+        """The log densities for these draws."""
 
     def _after(
         self,
@@ -226,22 +221,21 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
 
 class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
-    """Baseline: the marginal log likelihood of a random feature approximation, with new frequencies in every step.
+    """Biased baseline: the marginal log likelihood of random features, redrawn in every step.
 
     Its quadratic form is too large, its log-determinant too small, the lengthscales at its optimum too short.
-    `SingleSampleRFFMarginalLogLikelihood` removes the bias; `RussianRouletteMarginalLogLikelihood` does too, with less
-    variance.
+    `SingleSampleRFFMarginalLogLikelihood` and, with less variance, `RussianRouletteMarginalLogLikelihood` have no bias.
 
     Args:
         likelihood, model, resample, solver, products, generator: as in `SingleSampleRFFMarginalLogLikelihood`.
-        num_frequencies: m per kernel of the prior's sum: 2 m features.
+        num_frequencies: m per kernel term: 2 m features.
 
     A step costs n (2m)^2 + (2m)^3, or n^2 2m + n^3 for 2m >= n; memory is about six times n 2m.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
         ValueError: an invalid option.
-        SpectralDensityMissingError: (from the call) the kernel has no random features, or no gradient through them.
+        SpectralDensityMissingError: (from the call) no random features, or no gradient through them.
     """
 
     def __init__(

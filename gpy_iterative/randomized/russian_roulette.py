@@ -1,7 +1,7 @@
 """Unbiased training with a random number of conjugate gradient steps.
 
 Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 4.1. Corrections:
-columns that converge early keep their reweighted sum, and the rate follows the solution's decay (rho^-j).
+converged columns keep their reweighted sum; the rate follows the solution's decay (rho^-j).
 """
 
 import math
@@ -20,37 +20,35 @@ from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, SeriesOptions, TruncationReport
 from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, FixedTruncation, Truncation
 
-#: Relative residual of a converged ordinary solve.
+#: Relative residual of an ordinary converged solve.
 SOLVED = 0.01
 
 
 class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
-    """Marginal log likelihood of an exact Gaussian process: unbiased value and gradient at a bounded expected cost.
+    """Marginal log likelihood of an exact Gaussian process: unbiased value and gradient at bounded expected cost.
 
-    Conjugate gradients stop after a random number J of steps; step j is divided by its probability P(J >= j). The bias of
-    early stops becomes variance, which Adam averages out. Do not use line searches (L-BFGS): noise breaks them, and with
-    frozen draws (`resample=False`) the gradient is not that of the value.
+    Conjugate gradients stop after a random number J of steps; step j is divided by P(J >= j). Early stops cause variance,
+    which Adam averages out, instead of bias. Line searches (L-BFGS) fail: values are noisy, and with frozen draws
+    (`resample=False`) the gradient is not that of the value.
 
     Args:
         likelihood: Gaussian, with fixed and heteroskedastic noise.
         model: a `gpytorch.models.ExactGP`.
-        truncation: the distribution of J: a `gpy_iterative.truncation.Truncation`, or `AutomaticTruncation()`, which uses
-            the last step's decay.
-        num_truncations: M independent draws of J for the targets, in one run. More lower the variance of the quadratic term
-            and lengthen the run.
-        num_probes: number of probe vectors.
-        probe_truncation: "independent" draws J per probe, for less variance; "shared" uses the targets' first draw, for a
+        truncation: distribution of J: a `gpy_iterative.truncation.Truncation`, or `AutomaticTruncation()`, which uses the
+            last step's decay.
+        num_truncations: M independent draws of J for the targets, in one run. More lower the quadratic term's variance and
+            lengthen the run.
+        num_probes: probe vectors.
+        probe_truncation: "independent" draws J per probe, for less variance; "shared" uses the targets' first J, for a
             shorter run.
-        preconditioner: of the series, and covariance of the probes; None is the identity. A larger rank lowers the variance
-            at little cost.
+        preconditioner: of the series, and covariance of the probes; None is the identity. A larger rank cheaply lowers the
+            variance.
         tolerance: relative residual of a converged series; None is 1e-10 in float64 and 1e-6 in float32.
-        resample: False keeps J and probes of the first step.
+        resample: False keeps J and probes of the first step. They may be replaced in `training_state()`
+            ("series.target_stops", "series.probe_stops" and the probes' draws).
         solver: of predictions; None is `gpy_iterative.solvers.default_solver`.
         products: how kernel products are computed.
         generator: a generator or a seed. The global generator is never used.
-
-    With `resample=False`, `training_state()` contains the draws ("series.target_stops", "series.probe_stops" and those of
-    the probes), which may be replaced.
 
     A step costs E[largest J] products of H with the open columns, and one derivative pass with M - 1 + num_probes pairs of
     columns. `report.truncation` has draws, variance and decay.
@@ -61,7 +59,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         TypeError: an invalid truncation.
 
     Warns:
-        VarianceWarning: the truncation's variance exceeds the squared solution, or is unbounded.
+        VarianceWarning: the variance exceeds the squared solution, or is unbounded.
         BiasWarning: the truncation ended before the series converged.
 
     Examples:
@@ -148,9 +146,8 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
 class TruncatedCGMarginalLogLikelihood(SeriesMarginalLogLikelihood):
     """Biased baseline: solves with a fixed number of steps.
 
-    The value's quadratic form is too small, its log-determinant too large. The gradient is not that of the value and leads
-    to another optimum. `HutchinsonMarginalLogLikelihood` solves to a tolerance, `RussianRouletteMarginalLogLikelihood` has
-    no bias.
+    The value's quadratic form is too small, its log-determinant too large; the gradient is not that of the value and has
+    another optimum. `HutchinsonMarginalLogLikelihood` solves to a tolerance.
 
     Args:
         num_steps: of every solve.

@@ -1,12 +1,11 @@
 """The marginal log likelihood from truncated conjugate gradient series, with or without bias.
 
-Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 4.1 and appendix C.
-Let ys_a = sum_{j <= J_a} length_j direction_j / S_j be M estimates of H^-1 (y - mean) from one run, xs_i those of H^-1 z_i
-for s probes of covariance P. The gradient is
+Potapczynski et al. 2021 (see `truncation.py`), section 4.1, appendix C. With M estimates ys_a = sum_{j <= J_a} length_j
+direction_j / S_j of H^-1 (y - mean) from one run, and xs_i of H^-1 z_i for s probes of covariance P, the gradient is
 
     1/2 mean_{a != b} ys_a^T dH ys_b - 1/(2s) sum_i xs_i^T dH P^-1 z_i + (mean_a ys_a)^T dmean.
 
-a != b, as the square of an unbiased estimate is biased.
+The square (a = b) of an unbiased estimate is biased.
 """
 
 import dataclasses
@@ -54,15 +53,14 @@ class TruncationReport(Report):
     """Draws, steps and variance of a truncated series.
 
     Attributes:
-        truncation: the distribution of the draws.
+        truncation: distribution of the draws.
         target_steps: J of the targets' truncations, [*b, M].
         probe_steps: J of each probe, [*b, s].
-        steps: steps run for the targets and each probe, [*b, 1 + s].
-        converged: which of these series ended before they were cut, [*b, 1 + s].
-        relative_variance: of one truncation of H^-1 (y - mean), E|x - E x|^2 over |E x|^2 in the norm of H, [*b], from the
-            computed terms.
-        decay_rate: log(rho) of the targets' series, whose terms fall as rho^-j, [*b]: the best rate of a truncation. From 2
-            log(rho) on, the variance is infinite.
+        steps: run for the targets and each probe, [*b, 1 + s].
+        converged: which series ended before they were cut, [*b, 1 + s].
+        relative_variance: of one truncation of H^-1 (y - mean), E|x - E x|^2 over |E x|^2 in the norm of H, from the
+            computed terms, [*b].
+        decay_rate: log(rho) of the targets' series, whose terms fall as rho^-j, [*b]: the best rate of a truncation.
     """
 
     truncation: Truncation
@@ -100,10 +98,9 @@ class SeriesOptions:
         check_flag("resample", self.resample)
 
     def probes(self) -> ProbeDistribution:
-        """Probes with the preconditioner as covariance."""
         if self.preconditioner is None:
             return Rademacher(num_probes=self.num_probes)
-        # Probes and recurrence need the same P; its diagonal is the noise.
+        # Probes and recurrence share P; its diagonal is the noise.
         return Preconditioned(
             num_probes=self.num_probes,
             rank=self.preconditioner.rank,
@@ -157,7 +154,6 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return dataclasses.replace(estimate, stats=stats, probe_jitter=jitter, far_field_error=error), run
 
     def _current_truncation(self, run: Run) -> Truncation:
-        """The given truncation, or one from the last step's decay."""
         if not isinstance(self.series.truncation, AutomaticTruncation):
             return self.series.truncation
         seen = run.part("decay")
@@ -177,7 +173,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return {"target_stops": target_stops, "probe_stops": probe_stops} | drawn
 
     def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
-        """Raises ValueError for another number of draws in a training state: a single one would be squared."""
+        """Raises ValueError for other shapes in a training state: a single draw would be squared."""
         for name, stops, count in (
             ("series.target_stops", target_stops, self.series.num_truncations),
             ("series.probe_stops", probe_stops, self.probes.num_probes),
@@ -190,13 +186,13 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
 
 @dataclass(frozen=True)
 class _Member:
-    """One system of a batch, with M truncations of the targets' series and one per probe."""
+    """One system of a batch, with M truncations for the targets and one per probe."""
 
     operator: LinearOperator  # [n, n]
     residual: Tensor  # [n]
     vectors: Tensor  # probes, [n, s]
     dual: Tensor  # S^-1 xi, [n, s]
-    covariance: Preconditioner | None  # S, the preconditioner; None for the identity
+    covariance: Preconditioner | None  # S; None for the identity
     target_stops: Tensor  # [M]
     probe_stops: Tensor  # [s]
 
@@ -255,7 +251,6 @@ class _Member:
         )
 
     def _value(self, series: Series, log_survival: Tensor) -> tuple[Tensor, Tensor]:
-        """The log density and its variance, from the run's scalars."""
         weights = (-log_survival).exp()
         steps = torch.arange(1, series.iterations + 1).unsqueeze(-1)
         energies = series.energies[:, 0]
@@ -266,7 +261,7 @@ class _Member:
         base = 0.0 if self.covariance is None else float(self.covariance.logdet())
         constant = len(self.residual) * math.log(2 * math.pi)
         value = -0.5 * (quadratic.mean() + base + logarithms.mean() + constant)
-        # With q = sum_{j <= J} e_j / S_j, E[q^2] = sum_ij e_i e_j / S_min(i, j).
+        # q = sum_{j <= J} e_j / S_j has E[q^2] = sum_ij e_i e_j / S_min(i, j).
         after = energies.flip(0).cumsum(0).flip(0) - energies
         of_quadratic = ((weights - 1) * energies * (energies + 2 * after)).sum() / len(self.target_stops)
         count = logarithms.numel()
@@ -296,9 +291,9 @@ _STACKED = ("target_steps", "probe_steps", "steps", "converged", "relative_varia
 
 
 def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of 1/2 mean_{a != b} ys_a^T dH ys_b for [n, M]: as dH is symmetric, sum_{a < b} needs M - 1 pairs of columns.
+    """Factors of 1/2 mean_{a != b} ys_a^T dH ys_b for [n, M]: M - 1 pairs of columns, by sum_{a < b}, as dH is symmetric.
 
-    A single truncation is squared, biased, for plain conjugate gradients.
+    One truncation gives its square, biased, for plain conjugate gradients.
     """
     count = targets.shape[-1]
     if count == 1:
@@ -307,7 +302,7 @@ def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pooled_energies(runs: list[Series]) -> Tensor:
-    """Energies of the targets' series [J], each divided by its sum, added over the batch."""
+    """Energies of the targets' series [J], relative to their sums, added over the batch."""
     pooled = torch.zeros(max(series.iterations for series in runs), dtype=torch.float64)
     for series in runs:
         energies = series.energies[:, 0]

@@ -1,7 +1,7 @@
 """Unbiased training with random features: one random increment of a grid, divided by its probability.
 
-Potapczynski et al. 2021, section 4.2 and appendix B. Corrections: telescoping differences of grid neighbours, probabilities
-by number of frequencies instead of index, and a separate share for the exact term.
+Potapczynski et al. 2021 (see `truncation.py`), section 4.2, appendix B. Corrections: telescoping differences of grid
+neighbours, probabilities by number of frequencies instead of index, a separate share for the exact term.
 """
 
 from collections.abc import Mapping
@@ -20,41 +20,39 @@ from gpy_iterative.randomized.random_features import FeatureSum, FrequencyReport
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.run import Run
 
-#: Initial probability of the exact term, for adaptive probabilities.
+#: Initial adaptive probability of the exact term.
 EXACT_SHARE = 0.4
 #: Weight of the prior guess of an increment, in observations.
 PRIOR_COUNT = 4.0
-#: Share of draws that is uniform on the grid: no probability vanishes.
+#: Uniform share of draws, so that no probability vanishes.
 UNIFORM_SHARE = 0.05
 
 
 class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     """The marginal log likelihood from random features, with unbiased value and gradient.
 
-    On the grid m_k = min_frequencies + k frequency_step, a step evaluates the log likelihoods of m_0, m_{k-1} and m_k
-    nested random frequencies, for one random k. For daily use, `RussianRouletteMarginalLogLikelihood` has less variance.
+    A step evaluates the log likelihoods of m_0, m_{k-1} and m_k nested random frequencies for one random k, on the grid m_k
+    = min_frequencies + k frequency_step. `RussianRouletteMarginalLogLikelihood` has less variance.
 
     Args:
         likelihood: Gaussian with diagonal noise (also fixed and heteroskedastic).
         model: a `gpytorch.models.ExactGP` whose kernel has a registered spectral density.
         min_frequencies: m_0.
         frequency_step: spacing of the grid.
-        max_frequencies: upper limit of m_k; None is half the number of data.
-        probabilities: "inverse", as in the paper, is proportional to 1 / m_k; "adaptive" to the root mean square increments
-            of earlier steps, and gives the exact term 0.4 at first.
+        max_frequencies: limit of m_k; None is half the number of data.
+        probabilities: "inverse", as in the paper, proportional to 1 / m_k; "adaptive", to the root mean square of earlier
+            increments, with 0.4 for the exact term at first.
         exact_last: the grid ends with the exact log likelihood, a Cholesky factor of cost O(n^3). False is unbiased for the
-            grid's last number of frequencies.
+            last number of frequencies.
         resample: False keeps frequencies and increment of the first step.
-        solver: of predictions, which use the kernel itself; None is `gpy_iterative.solvers.default_solver`.
-        products: how kernel products are computed.
-        generator: a generator or a seed. The global generator is never used.
+        solver, products, generator: as in `RussianRouletteMarginalLogLikelihood`. Predictions use the kernel itself.
 
     A step costs n (2 m_k)^2 + (2 m_k)^3, and n^3 for the exact term; memory is about six times n 2 m_k.
 
     Raises:
         UnsupportedLikelihoodError: the likelihood is not Gaussian.
-        ValueError: an invalid option; (from the call) a grid without increments, or probabilities that do not fit it.
-        SpectralDensityMissingError: (from the call) the kernel has no random features, or no gradient through them.
+        ValueError: an invalid option; (from the call) a grid without increments or with other probabilities.
+        SpectralDensityMissingError: (from the call) no random features, or no gradient through them.
     """
 
     def __init__(
@@ -129,7 +127,6 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         return (1 - UNIFORM_SHARE) * guess / guess.sum() + UNIFORM_SHARE / len(guess)
 
     def _is_exact(self, grid: Tensor, index: int) -> bool:
-        """Whether the increment ends at the exact likelihood."""
         return self.exact_last and index == len(grid) - 1
 
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:
@@ -171,7 +168,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
 
 
 def _seen(run: Run, increments: int) -> Draws:
-    """Number of earlier draws of each increment, and the sum of its squares."""
+    """Earlier draws of each increment, and the sum of its squares."""
     seen = run.part("increments")
     if seen is None or len(seen["count"]) != increments:
         zeros = torch.zeros(increments, dtype=torch.float64)

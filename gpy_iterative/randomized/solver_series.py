@@ -1,7 +1,6 @@
 """Conjugate gradients as a series, H^-1 b = sum_j length_j direction_j, cut at random and reweighted.
 
-With term j divided by S_j = P(J >= j), the first J terms have the expectation H^-1 b. Potapczynski et al. 2021, section
-4.1.
+Potapczynski et al. 2021 (see `truncation.py`), section 4.1.
 """
 
 import math
@@ -22,7 +21,7 @@ from gpy_iterative.preconditioners.preconditioner import Preconditioner, Precond
 from gpy_iterative.randomized.truncation import Truncation, check_truncation, draw_stops, survival_table, within
 from gpy_iterative.worker_threads import divided
 
-#: Relative residual of a converged column, whose further terms are zero. It must not depend on J.
+#: Relative residual after which a column's terms are zero. It must not depend on J.
 DEFAULT_TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-10}
 
 
@@ -35,9 +34,9 @@ class Series:
         lengths: of the steps, [J, t], float64 on the CPU; zero after a column's end.
         products: r_{j-1}^T P^-1 r_{j-1}, as `lengths`.
         steps: of each column, [t].
-        converged: which columns ended before their last J, at the tolerance or the rounding floor, [t].
-        indefinite: which columns ended above the rounding floor at a direction without positive curvature, [t].
-        norms: final relative residual norms, [t], float64: the error that no truncation removes.
+        converged: columns that ended before their last J, at tolerance or rounding floor, [t].
+        indefinite: columns that ended above the rounding floor without positive curvature, [t].
+        norms: final relative residual norms, which no truncation removes, [t], float64.
         seconds: wall-clock time.
     """
 
@@ -80,7 +79,7 @@ def conjugate_gradient_series(
     preconditioner: Preconditioner | None,
     tolerance: float | None = None,
 ) -> Series:
-    """One run, from zero, for all columns and their truncations.
+    """One run, from zero, for all columns and truncations.
 
     Args:
         operator: H [n, n].
@@ -91,10 +90,10 @@ def conjugate_gradient_series(
         preconditioner: P.
         tolerance: relative residual norm of a converged column; None is 1e-10 in float64, 1e-6 in float32.
 
-    A converged column keeps its reweighted sum: its exact solution would bias the estimate.
+    A converged column keeps its reweighted sum: its solution would bias the estimate.
 
     Cost: max(stops) products of H and P^-1 with the open columns. Memory: eight blocks [n, t] and the sums. Raises
-    ValueError for a tolerance outside (0, 1), NonFiniteError for a NaN or infinity.
+    ValueError for a tolerance outside (0, 1), NonFiniteError for NaN or infinity.
     """
     start = time.perf_counter()
     size, num_columns = rhs.shape
@@ -118,7 +117,7 @@ def conjugate_gradient_series(
     indefinite = torch.zeros_like(converged)
     lengths, products = [], []
 
-    opened = (~converged).nonzero().squeeze(-1)  # columns of the block
+    opened = (~converged).nonzero().squeeze(-1)  # of the block
     residual = residual[:, opened.to(rhs.device)]
     running = torch.zeros_like(residual)
     directions = ConjugateDirections.begin(residual, preconditioner)
@@ -189,22 +188,22 @@ def russian_roulette_solve(
     tolerance: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Solution:
-    """An unbiased estimate of H^-1 B by a random number of conjugate gradient steps for each column.
+    """An unbiased estimate of H^-1 B by a random number of conjugate gradient steps per column.
 
     Args:
         operator: H [n, n], symmetric positive definite.
         rhs: B [n] or [n, t].
-        truncation: of the number of steps; `ExponentialTruncation` without `max_steps` gets one.
+        truncation: of the number of steps; `ExponentialTruncation` gets `max_steps` if it has none.
         preconditioner: built for this operator, or a recipe.
         tolerance: as in `conjugate_gradient_series`.
         generator: None is seed 0.
 
     Returns:
-        A Solution: value with the expectation H^-1 B, and residual `B - H value`, large by design. Its statistics have the
-            relative residual norms of plain conjugate gradients, the error that no truncation removes.
+        A Solution, whose value has the expectation H^-1 B, and a large residual `B - H value`. Statistics have the relative
+        residual norms of plain conjugate gradients.
 
     Raises:
-        ValueError: mismatched shapes, dtypes or devices, a batch, an invalid option, or an inconsistent truncation.
+        ValueError: mismatched shapes, dtypes or devices, a batch, an invalid option, an inconsistent truncation.
         TypeError: an invalid truncation.
         NonFiniteError: as `conjugate_gradient_series`.
     """

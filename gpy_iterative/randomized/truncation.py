@@ -19,7 +19,7 @@ from gpy_iterative.checks import check_count, check_number
 NEGLIGIBLE = 1e-18
 #: Largest weight 1 / S_j, times eps: beyond, rounding errors exceed the correction.
 LARGEST_WEIGHT = 0.1
-#: Largest chosen rate, and chosen rest of the sum of squared norms beyond the minimum.
+#: For chosen truncations: largest rate, and rest of the sum of squared norms beyond the minimum.
 MAX_RATE = 0.1
 TAIL = 0.1
 
@@ -29,23 +29,22 @@ class Truncation(Protocol):
     """A distribution of J in {1, 2, ...}."""
 
     def log_survival(self, steps: Tensor) -> Tensor:
-        """`log P(J >= j)` for integers [*]: 0 for j = 1, never increasing, -inf past the end; float64."""
+        """`log P(J >= j)` for integers [*], float64: 0 for j = 1, never increasing, -inf past the end."""
         ...
 
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Independent draws of J: int64 [*size], on the CPU."""
+        """Independent J: int64 [*size], on the CPU."""
         ...
 
 
 @dataclass(frozen=True)
 class ExponentialTruncation:
-    """P(J) proportional to exp(-rate J) on {min_steps, ..., max_steps} (the paper's equation 17).
+    """P(J) proportional to exp(-rate J) on {min_steps, ..., max_steps} (equation 17 of the paper).
 
     Args:
         min_steps: terms always taken, with weight 1.
-        rate: decay of the probability; 0 is uniform. For terms that fall as rho^-j in norm, the variance is finite for rate
-            < 2 log(rho), and rate = log(rho) has the least variance for its cost. Conjugate gradients have log(rho) = 2 /
-            sqrt(condition number).
+        rate: decay of the probability; 0 is uniform. If terms fall as rho^-j in norm, the variance is finite for rate < 2
+            log(rho) and the best for its cost at log(rho). Conjugate gradients have log(rho) = 2 / sqrt(condition number).
         max_steps: None is unlimited (`within` sets it for a system).
 
     Raises:
@@ -95,10 +94,10 @@ class ExponentialTruncation:
         return cls(min_steps, rate)
 
     def within(self, num_rows: int, dtype: torch.dtype) -> Self:
-        """The truncation with `max_steps` for a system of n rows and its dtype; a given `max_steps` stays.
+        """Sets `max_steps`, if None, for a system of n rows and its dtype.
 
         The end is 2 n steps, or earlier where 1 / S_j reaches a tenth of 1 / eps, beyond which it amplifies rounding noise.
-        A larger `min_steps` is lowered to 2 n. Raises ValueError if the rate allows no step beyond `min_steps`.
+        `min_steps` is lowered to 2 n. Raises ValueError if the rate allows no step beyond `min_steps`.
         """
         if self.max_steps is not None:
             return self
@@ -112,7 +111,7 @@ class ExponentialTruncation:
         return replace(self, min_steps=min(self.min_steps, max_steps), max_steps=max_steps)
 
     def log_survival(self, steps: Tensor) -> Tensor:
-        """Float64 [*] for integers [*]."""
+        """`log P(J >= j)`, float64 [*]."""
         beyond = torch.as_tensor(steps).double() - self.min_steps
         if self.max_steps is None:
             return -self.rate * beyond.clamp_min(0)
@@ -122,12 +121,12 @@ class ExponentialTruncation:
         return torch.where(beyond <= 0, torch.zeros_like(beyond), survival)
 
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Draws by inversion of the survival function."""
+        """Inverts the survival function."""
         uniform = torch.rand(tuple(size), generator=generator, device=generator.device, dtype=torch.float64).cpu()
         if self.rate == 0:
             beyond = uniform * self._support
         else:
-            # For a tiny rate, the logarithm of a sum near one is zero or rounding noise.
+            # The logarithm of a sum near one is rounding noise for a tiny rate.
             beyond = -torch.log1p(uniform * math.expm1(-self.rate * self._support)) / self.rate
         return self.min_steps + beyond.floor().clamp(0, self._support - 1).long()
 
@@ -136,7 +135,7 @@ class ExponentialTruncation:
         return self.min_steps + _geometric_mean(self.rate) if self.max_steps is None else self.expected_max(1)
 
     def expected_max(self, count: int) -> float:
-        """Expected largest of `count` independent draws, the cost of one run for all. Sums over the support."""
+        """Expected largest of `count` draws, the cost of one run for all. Sums over the support."""
         check_count("count", count)
         last = self.max_steps
         if last is None:
@@ -151,7 +150,7 @@ class ExponentialTruncation:
         return math.inf if self.max_steps is None else float(self.max_steps - self.min_steps + 1)
 
     def _log_mass(self, steps: Tensor) -> Tensor:
-        """Logarithm of the unnormalised probability of this many adjacent values; -inf for none."""
+        """Logarithm of the unnormalised probability of this many values; -inf for none."""
         return steps.log() if self.rate == 0 else torch.log(-torch.expm1(-self.rate * steps))
 
 
@@ -161,7 +160,6 @@ def within(truncation: Truncation, num_rows: int, dtype: torch.dtype) -> Truncat
 
 
 def check_truncation(truncation: object) -> None:
-    """Raises TypeError unless it is an instance with the methods of a Truncation."""
     if isinstance(truncation, type) or not isinstance(truncation, Truncation):
         raise TypeError(
             "truncation must be an object with the methods log_survival and sample, got "
@@ -170,7 +168,7 @@ def check_truncation(truncation: object) -> None:
 
 
 def draw_stops(truncation: Truncation, size: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Independent draws of J, [*size] on the CPU. Raises ValueError for another number of draws."""
+    """Independent J, [*size] on the CPU. Raises ValueError for another shape."""
     stops = truncation.sample(size, generator)
     if tuple(stops.shape) != tuple(size):
         raise ValueError(
@@ -204,7 +202,7 @@ def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FixedTruncation:
-    """A fixed number of steps: biased, all weights are 1. Raises ValueError for fewer than one step."""
+    """A fixed number of steps: biased, all weights are 1. Raises ValueError for fewer than one."""
 
     num_steps: int
 
@@ -223,10 +221,10 @@ class FixedTruncation:
 
 @dataclass(frozen=True)
 class AutomaticTruncation:
-    """Rate and minimum from the decay of the last step's series; `start` for the first.
+    """Rate and minimum from the last step's decay; `start` for the first step.
 
     The rate is log(rho) of terms that fall as rho^-j, at most 0.1. The minimum leaves a tenth of the sum of squared norms.
-    The current draw is not used, as that would cause bias. Raises TypeError for another kind of start.
+    The current draw would cause bias. Raises TypeError for another start.
     """
 
     start: ExponentialTruncation = ExponentialTruncation()
@@ -236,17 +234,17 @@ class AutomaticTruncation:
             raise TypeError(f"start must be an ExponentialTruncation, got {self.start!r}.")
 
     def choose(self, energies: Tensor) -> ExponentialTruncation:
-        """The next truncation, from the squared norms of a step's terms, [J]."""
+        """The next truncation, from a step's squared norms of terms, [J]."""
         energies = energies.double()
         decay = decay_rate(energies)
-        # Limits the growth where a short run barely shows a decay: at most threefold per step.
+        # A short run barely shows a decay: limits the growth to threefold per step.
         rate = min(MAX_RATE, max(decay, 1 / len(energies)))
         min_steps = min(_steps_to_tail(energies, decay), 2 * len(energies))
         return ExponentialTruncation(min_steps, rate, self.start.max_steps and max(self.start.max_steps, min_steps))
 
 
 def _steps_to_tail(energies: Tensor, decay: float) -> int:
-    """The first j after which at most TAIL of the sum is left; extrapolates geometrically."""
+    """The first j after which at most TAIL of the sum is left, by geometric extrapolation."""
     if decay <= 0:
         return 2 * len(energies)
     rest = float(energies[-1]) * _geometric_mean(2 * decay)
@@ -259,7 +257,7 @@ def _steps_to_tail(energies: Tensor, decay: float) -> int:
 
 
 def decay_rate(energies: Tensor) -> float:
-    """log(rho) of terms whose norms fall as rho^-j, from the second half of their squares [J], without zeros.
+    """`log(rho)` of norms that fall as rho^-j, from the second half of their squares [J], without zeros.
 
     Fewer than four terms give inf.
     """

@@ -1,4 +1,4 @@
-"""Shared by all methods: reports, run state, checks of data, gradient surrogate, progress.
+"""Shared by all methods: reports, run state, data checks, gradients, progress.
 
 Begin with `run.py` and `surrogate.py`. May import `linear_solvers` and below.
 """

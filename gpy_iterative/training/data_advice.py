@@ -1,6 +1,6 @@
 """Warnings about unsuitable training data, before a fit.
 
-Lengthscales, outputscale, noise and mean start near one or zero: data of another scale have no gradient there.
+Hyperparameters start near one or zero: data of another scale have no gradient there.
 """
 
 import math
@@ -19,33 +19,33 @@ from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.training.training_system import TrainingSystem
 
-#: Lengthscales between nearest inputs beyond which RBF kernel values are too small for a fit.
+#: Lengthscales between nearest inputs beyond which RBF values are too small for a fit.
 FAR = 6.0
-#: Standard deviation, in lengthscales, of a column that the kernel does not see.
+#: Standard deviation, in lengthscales, of a column invisible to the kernel.
 FLAT = 1e-3
-#: Standard deviation of the given inputs below which their scale is the cause.
+#: Given inputs with a smaller standard deviation are badly scaled.
 SMALL = 0.01
 #: Rows whose nearest neighbours are computed.
 CENTRES = 64
-#: Largest ratio of the standard deviations of targets and prior, in both directions, without a warning; largest distance of
-#: their means, in the larger of the two.
+#: Ratio, in both directions, of the standard deviations of targets and prior, and distance of their means in the larger
+#: one, that cause no warning.
 SPREAD, SHIFT = 20.0, 10.0
-#: Share of rows that may be copies by chance, such as in rounded data.
+#: Share of copied rows that chance explains, such as in rounded data.
 COPIES = 0.05
-#: Noise standard deviations that targets of equal inputs may differ by.
+#: Largest explained difference of targets of equal inputs, in noise standard deviations.
 UNEXPLAINED = 6.0
-#: Noise within this factor of its lower bound counts as at it.
+#: Noise within this factor of its lower bound is at it.
 AT_FLOOR = 1.01
 
 
 def warn_of_inputs(model: Any) -> None:
-    """Warns of constant columns with their own lengthscale."""
+    """Warns of constant columns with a lengthscale."""
     _warn(_constant_columns(model))
 
 
 @torch.no_grad()
 def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, system: TrainingSystem) -> None:
-    """Warns, once per kind, of training data that do not fit the hyperparameters of an exact Gaussian process.
+    """Warns, once per kind, of training data that do not fit the hyperparameters.
 
     Cost: 64 rows of distances, and a sort of the rows.
     """
@@ -89,7 +89,7 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
             f"The nearest training inputs are {nearest:.3g} lengthscales apart, so the kernel matrix is diagonal and the "
             "lengthscales cannot be learned: standardise the inputs, or set larger lengthscales before the fit."
         )
-    # Not for large fitted lengthscales of unneeded inputs: the inputs' scale is not the cause.
+    # Large fitted lengthscales of unneeded inputs are no scaling problem.
     least = min((float(spread[spread > 0].min()) for x in given if (spread := _spread(x)).any()), default=0.0)
     for x in inputs if least < SMALL else ():
         spread = _spread(x)
@@ -102,12 +102,10 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
 
 
 def _spread(x: Tensor) -> Tensor:
-    """Standard deviation of each column, [d]."""
     return x.double().reshape(-1, x.shape[-1]).std(0)
 
 
 def _terms(kernel: LinearOperator) -> Iterator[LinearOperator]:
-    """Summands of a covariance, without factors."""
     if isinstance(kernel, ConstantMulLinearOperator):
         yield from _terms(kernel.base_linear_op)
     elif isinstance(kernel, SumLinearOperator):
@@ -118,7 +116,6 @@ def _terms(kernel: LinearOperator) -> Iterator[LinearOperator]:
 
 
 def _least_distance(x: Tensor) -> float:
-    """Between some rows of x [n, d] and their nearest different rows."""
     centres = x[:: max(len(x) // CENTRES, 1)]
     exact = "donot_use_mm_for_euclid_dist"
     distances = [torch.cdist(centre.unsqueeze(0), x, compute_mode=exact) for centre in centres]
@@ -173,7 +170,7 @@ def _rows(model: ExactGP) -> Tensor | None:
 
 
 def _neighbours_that_are_equal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs of equal rows, adjacent after sorting by a projection; one pair per row with an earlier copy."""
+    """A pair for each row with an equal earlier one, which a sorted projection makes adjacent."""
     weights = torch.arange(1, x.shape[-1] + 1).to(x).cos()
     order = (x * weights).sum(-1).argsort()
     first, second = order[:-1], order[1:]
@@ -182,7 +179,6 @@ def _neighbours_that_are_equal(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_at_floor(likelihood: gpytorch.likelihoods.Likelihood) -> bool:
-    """Whether the noise cannot decrease, or is not trained."""
     covariance = getattr(likelihood, "noise_covar", None)
     raw, constraint = getattr(covariance, "raw_noise", None), getattr(covariance, "raw_noise_constraint", None)
     if raw is None or constraint is None:

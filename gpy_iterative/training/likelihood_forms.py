@@ -1,4 +1,4 @@
-"""Log density, curvature and support of likelihood classes, and E log p(y | f) under a normal f."""
+"""Log density, curvature and support of likelihoods, and E log p(y | f) under a normal f."""
 
 import math
 from collections.abc import Callable
@@ -11,22 +11,20 @@ from gpytorch.likelihoods import BernoulliLikelihood, LaplaceLikelihood, Likelih
 from gpytorch.likelihoods.likelihood import _OneDimensionalLikelihood
 from torch import Tensor
 
-#: (likelihood, latents [n, C] in float64, targets [n] or [n, C]) -> [n], or curvature blocks [n, C, C].
+#: (likelihood, latents [n, C] in float64, targets [n] or [n, C]) -> [n], or curvature [n, C, C].
 PointwiseFunction = Callable[[Likelihood, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class LikelihoodForm:
-    """Functions of one likelihood class, differentiable in the latents and the likelihood's parameters.
+    """Functions of one likelihood class, differentiable in latents and parameters.
 
     Attributes:
         log_prob: log p(y_n | f_n), [n].
-        hessian: -d^2 log p / df^2 in closed form, [n, C, C]; None uses autograd.
+        hessian: -d^2 log p / df^2, [n, C, C]; None uses autograd.
         fisher: expected curvature, positive semi-definite, [n, C, C].
-        log_concave: whether the negative Hessian is always positive semi-definite; None checks it at each evaluation.
-        support: admissible targets, [n] bool, and their description; None admits all finite targets.
-        num_latents: C of a likelihood; None admits any.
-        visible_basis: orthonormal basis [C, r] of the latent directions that the likelihood depends on; None is all.
+        log_concave, support, num_latents: as in `register_curvature`.
+        visible_basis: orthonormal basis [C, r] of the latent directions that matter; None is all.
         target_per_latent: whether targets are [n, C] instead of [n]; None admits both.
     """
 
@@ -55,16 +53,16 @@ def register_curvature(
 ) -> None:
     """Registers a likelihood for Laplace's method, or replaces its registration.
 
-    A `forward` whose distribution has a smooth `log_prob` needs no registration. Register a likelihood whose `forward`
-    loses digits, or whose density is not log-concave and has a known Fisher information.
+    It is necessary if `forward` loses digits or has no smooth `log_prob`, and useful if the density is not log-concave and
+    its Fisher information is known.
 
     Args:
-        likelihood_class: the class; includes subclasses with the same `forward`.
+        likelihood_class: includes subclasses with the same `forward`.
         log_prob: (likelihood, f [n, C], y [n]) -> log p(y_n | f_n) [n], in float64; by autograd three times differentiable
-            in f, and once in the likelihood's parameters.
+            in f, and once in the parameters.
         fisher: (likelihood, f, y) -> [n, C, C], positive semi-definite: replaces an indefinite Hessian.
-        log_concave: whether log p is concave in f everywhere; None checks it at each evaluation.
-        support: (likelihood, y) -> [n] bool of admissible targets, and their description.
+        log_concave: whether log p is concave in f everywhere; None checks each evaluation.
+        support: (likelihood, y) -> [n] bool of admissible targets, and their description; None admits all finite ones.
         num_latents: C; None admits any.
     """
     _FORMS[likelihood_class] = LikelihoodForm(
@@ -94,12 +92,12 @@ def form_of(likelihood: Likelihood) -> LikelihoodForm | None:
 
 
 def computes_as(likelihood: Likelihood, likelihood_class: type[Likelihood]) -> bool:
-    """Whether it is an instance with the class' own `forward`: closed forms hold for no other."""
+    """Whether it is an instance with the class' own `forward`, for which closed forms hold."""
     return isinstance(likelihood, likelihood_class) and type(likelihood).forward is likelihood_class.forward
 
 
 def check_support(likelihood: Likelihood, targets: Tensor) -> None:
-    """Raises ValueError, with class and index, for a target outside the support."""
+    """Raises ValueError, with class and index, for an inadmissible target."""
     form = form_of(likelihood)
     if form is None or form.support is None:
         return
@@ -134,7 +132,7 @@ def expected_log_prob(
     Args:
         likelihood: any.
         target: [b].
-        latent: independent normal latent values [b].
+        latent: independent normal values [b].
         kwargs: passed to the likelihood.
     """
     if computes_as(likelihood, LaplaceLikelihood):
@@ -149,7 +147,7 @@ def expected_log_prob(
 
 
 def _laplace(likelihood: Likelihood, target: Tensor, latent: base_distributions.Normal) -> Tensor:
-    # E |y - f| in closed form, as quadrature is inaccurate at the kink. GPyTorch's `noise` is the squared scale.
+    # E |y - f| in closed form: quadrature is inaccurate at the kink. GPyTorch's `noise` is the squared scale.
     scale = likelihood.noise.sqrt()
     deviation = latent.stddev.clamp_min(torch.finfo(target.dtype).tiny ** 0.5)
     difference = target - latent.mean

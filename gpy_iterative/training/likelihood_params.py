@@ -1,4 +1,4 @@
-"""The likelihood's extra arguments, after the training inputs."""
+"""The likelihood's extra arguments."""
 
 import io
 import pickle
@@ -15,7 +15,7 @@ from gpy_iterative.linear_operators.from_gpytorch import noise_depends_on_inputs
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import unexpanded
 
-#: Errors from reading bytes that are no arguments.
+#: Errors from reading other bytes.
 UNREADABLE = (AttributeError, TypeError, ValueError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError)
 
 
@@ -27,10 +27,10 @@ def likelihood_arguments(mll: Any, params: Sequence[Any] = ()) -> tuple[Any, ...
 
 
 class LikelihoodParams:
-    """The likelihood's extra arguments, with training inputs recognised. Tensors are copied, without graph.
+    """The likelihood's extra arguments, copied without graph.
 
-    Training inputs among the arguments follow `set_train_data`. BoTorch's models transform them in one mode only: both
-    forms are recognised. Empty `params` mean the list of training inputs, as GPyTorch passes it.
+    Training inputs among them follow `set_train_data`, in both forms that BoTorch's modes give them. Empty `params` mean
+    the list of training inputs, as in GPyTorch.
     """
 
     @torch.inference_mode(False)
@@ -59,11 +59,10 @@ class LikelihoodParams:
         return self._followed(self._kwargs, model)
 
     def moved_to(self, model: ExactGP) -> "LikelihoodParams":
-        """The arguments with another model's training inputs. Raises ValueError as `current`."""
+        """For another model's training inputs; raises as `current`."""
         return LikelihoodParams(self.current(model), model, kwargs=self.current_kwargs(model))
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Moves or converts all tensors, as `nn.Module._apply`."""
         move = lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf
         self._forms, self._params, self._kwargs = _map_leaves(move, [self._forms, self._params, self._kwargs])
 
@@ -129,14 +128,14 @@ class LikelihoodParams:
 
 @dataclass(frozen=True)
 class _TrainingInput:
-    """Placeholder for a training input."""
+    """Placeholder of a training input."""
 
     index: int
 
 
 @torch.no_grad()
 def _forms(model: ExactGP, inputs: list[Tensor]) -> list[list[Tensor]]:
-    """The training inputs as they are, and as a BoTorch model's other mode has them."""
+    """The training inputs in both of a BoTorch model's modes."""
     transform = getattr(model, "transform_inputs", None)
     if transform is None or getattr(model, "input_transform", None) is None:
         return [inputs]

@@ -18,9 +18,9 @@ class ProgressReport:
         operation: "solve", "mode", "refinement", "variances", "pass", "subsets" or "fit".
         done: finished units.
         unit: "epochs" of a solve, "products" of a mode search, "points", "rows", "subsets", "steps" of a fit.
-        total: units in total; None if unknown.
-        figures: relative residuals per column group of a solve; gradient at a mode; last loss of "subsets"; value and nats
-            left to gain of a fit.
+        total: None if unknown.
+        figures: relative residuals per column group of a solve; gradient at a mode; value of the last subset; value and
+            nats left to gain of a fit.
     """
 
     operation: str
@@ -35,7 +35,6 @@ Progress = bool | Callable[[ProgressReport], None]
 
 
 def check_progress(progress: Any) -> None:
-    """Raises TypeError unless it is True, False or a callable."""
     if not isinstance(progress, bool) and not callable(progress):
         raise TypeError(f"progress must be True, False or a callable that takes a ProgressReport, got {progress!r}.")
 
@@ -66,7 +65,7 @@ def reporting(progress: Progress, operation: str, unit: str, total: float | None
 def reporting_solve(
     progress: Progress, operation: str = "solve", unit: str = "epochs"
 ) -> Iterator[Callable[[SolveProgress], None] | None]:
-    """Yields a solver's callback; None without progress, which avoids computing figures."""
+    """Yields a solver's callback; None without progress, to save its figures."""
     if progress is False:
         yield None
         return

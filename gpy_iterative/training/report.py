@@ -12,12 +12,12 @@ from torch import Tensor
 
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus
 
-#: Largest tensor whose entries are all listed; beyond, range and mean.
+#: Largest tensor with all entries listed; beyond, range and mean.
 MAX_LISTED = 6
 
 
 class Report:
-    """Figures as one line (`str`), a text table (`table`), or a notebook's table."""
+    """Figures as a line (`str`), a text table (`table`), or a notebook's table."""
 
     def table(self) -> str:
         """One figure per line, for `print`."""
@@ -31,7 +31,7 @@ class Report:
 
 
 def _rows(report: Any) -> Iterator[tuple[str, str]]:
-    """Names and figures, including nested reports."""
+    """Names and figures, with nested reports."""
     for field in dataclasses.fields(report):
         value = getattr(report, field.name)
         if isinstance(value, Report):
@@ -57,24 +57,23 @@ def _figure(value: Any) -> str:
 
 @dataclass(frozen=True)
 class MarginalLogLikelihoodReport(Report):
-    """Figures of one step, for `print(mll.report)` (one line) or `print(mll.report.table())`.
+    """Figures of one step, for `print(mll.report)` or `print(mll.report.table())`.
 
     Attributes:
         status: how the solve ended.
         iterations: of the solver.
         epochs: passes of the solve over the kernel matrix (0 for Cholesky).
-        residual_targets: true relative residual norm of `H a = y - mean`; for a truncated series that of its unweighted
-            sum, from the recurrence.
-        residual_probes: the same for the probes (largest, or mean under `stopping="mean"`); None without probes (Cholesky).
-        value: [*b], result of `forward`: log marginal likelihood with priors and added loss terms, per datum.
-        value_sem: [*b], standard error of `value`, from the log-determinant's probes (four if the gradient has others) and
-            a truncated series' weights. 0 for Cholesky, NaN if unknown: random features, a single probe, `value=None`. It
-            may be wrong by a factor of two.
+        residual_targets: true relative residual norm of `H a = y - mean`; of a truncated series' unweighted sum, from the
+            recurrence.
+        residual_probes: the same for probes (largest, or mean under `stopping="mean"`); None for Cholesky.
+        value: [*b], log marginal likelihood with priors and added loss terms, per datum.
+        value_sem: [*b], its standard error, from the log-determinant's probes (four if the gradient has others) and a
+            truncated series' weights. 0 for Cholesky, NaN if unknown: random features, a single probe, `value=None`. It may
+            be wrong by a factor of two.
         seconds: of the forward pass, wall-clock.
         truncation: the draws of random truncation methods.
-        probe_jitter: jitter, relative to the kernel's largest variance, for the Cholesky factor of the probes' frozen
-            pivots or of `Vecchia` blocks, if rounding made it necessary; else None. The gradient stays unbiased, with more
-            variance.
+        probe_jitter: jitter, relative to the kernel's largest variance, that rounding made necessary in the probes' frozen
+            pivots or `Vecchia` blocks; else None. The gradient stays unbiased, with more variance.
         far_field_error: measured relative error of far-field products; else None.
     """
 
@@ -107,7 +106,7 @@ class Posterior(Protocol):
 
     @property
     def report(self) -> Report:
-        """How the posterior was computed, with its cost."""
+        """How it was computed, with its cost."""
         ...
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
@@ -126,7 +125,7 @@ class SolveReport(Report):
     Attributes:
         status: how it ended.
         iterations: of the solver.
-        epochs: passes of the iterations over the kernel matrix; 0 for a factorisation.
+        epochs: passes of iterations over the kernel matrix; 0 for a factorisation.
         overhead: other passes: initial residual, preconditioner.
         residual: true relative residual norm; 0 for a factorisation.
         seconds: wall-clock time.

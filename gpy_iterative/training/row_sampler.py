@@ -1,4 +1,4 @@
-"""Batches of rows in random order, with state in a run."""
+"""Random batches of rows, with state in a run."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ NO_ROWS = {"order": torch.empty(0, dtype=torch.int64), "position": torch.tensor(
 def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tensor, Run]:
     """The next batch, row numbers [batch_size] on the generator's device, and the next run.
 
-    Each batch is a uniform draw without replacement; no row repeats before the next shuffle. A remainder too short for a
-    batch is skipped.
+    Each batch is a uniform draw without replacement; no row repeats before the next shuffle. Shorter remainders are
+    skipped.
 
     Args:
-        run: its part `name` has the shuffled order and the position.
+        run: its part `name` has shuffled order and position.
         name: of the part.
         num_data: n.
         batch_size: at most n.

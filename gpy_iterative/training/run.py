@@ -1,8 +1,8 @@
 """State of a method between training steps.
 
-A run is immutable. A step returns its estimate and the next run, which the marginal log likelihood keeps only if the whole
-`forward` succeeds, so a failed step changes nothing. A non-finite gradient appears later, in `backward`: parameters stay
-unchanged, the run has advanced.
+A run is immutable. A step returns its estimate and the next run, which is kept only if the whole `forward` succeeds: a
+failed step changes nothing. A non-finite gradient appears only in `backward`: parameters stay unchanged, the run has
+advanced.
 """
 
 from abc import abstractmethod
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
-    """The given generator or one with the given seed; None uses the seed of `torch.manual_seed`."""
+    """The given generator or one with the given seed; None uses `torch.manual_seed`'s."""
     generator = generator_or_seed(generator)
     if isinstance(generator, torch.Generator):
         return generator
@@ -34,13 +34,12 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
 class Run:
     """Position of the random numbers, and tensors by part and name.
 
-    Parts are named by content: `probes` and `warm_start` of exact models, `mode` of Laplace's method, and so on; `system`
-    has the shape, dtype and device of H that the others belong to.
+    Parts are named by content, such as `probes`; `system` has the shape, dtype and device of H that the others belong to.
     """
 
-    position: Tensor  # of the generator, bytes
+    position: Tensor  # of the generator
     device: torch.device = CPU  # of the generator
-    parts: Mapping[str, Part] = field(default_factory=dict)  # such as draws, solutions, counts
+    parts: Mapping[str, Part] = field(default_factory=dict)  # draws, solutions, counts
 
     @classmethod
     def begin(cls, generator: torch.Generator | int | None) -> "Run":
@@ -49,25 +48,25 @@ class Run:
         return cls(made.get_state(), made.device)
 
     def generator(self) -> torch.Generator:
-        """A new generator at the run's position."""
+        """At the run's position."""
         generator = torch.Generator(self.device)
         generator.set_state(self.position)
         return generator
 
     def part(self, name: str) -> Part | None:
-        """The tensors of a part, or None."""
+        """A part or None."""
         return self.parts.get(name)
 
     def drawn(self, generator: torch.Generator) -> "Run":
         return replace(self, position=generator.get_state())
 
     def having(self, **parts: Part | None) -> "Run":
-        """The run with some parts replaced; None removes one."""
+        """Replaces some parts; None removes one."""
         merged = {**self.parts, **parts}
         return replace(self, parts={name: part for name, part in merged.items() if part is not None})
 
     def for_system(self, operator: LinearOperator) -> "Run":
-        """The run; without its parts if they belong to another shape, dtype or device of H."""
+        """Without parts of another shape, dtype or device of H."""
         like = torch.empty(0, *operator.shape, dtype=operator.dtype, device=operator.device)
         known = self.parts.get("system", {}).get("like")
         if known is not None and (known.shape, known.dtype, known.device) == (like.shape, like.dtype, like.device):
@@ -75,12 +74,12 @@ class Run:
         return replace(self, parts={"system": {"like": like}})
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Run":
-        """The run with every tensor moved or converted."""
+        """Moves or converts every tensor."""
         parts = {name: {key: function(t) for key, t in part.items()} for name, part in self.parts.items()}
         return replace(self, parts=parts)
 
     def to_dict(self) -> dict[str, Tensor]:
-        """A plain dict of tensors, for `torch.save` and `torch.load(weights_only=True)`."""
+        """A plain dict, for `torch.save` and `torch.load(weights_only=True)`."""
         state = {"generator": self.position.clone()}
         for name, part in self.parts.items():
             state |= {f"{name}.{key}": tensor.clone() for key, tensor in part.items()}
@@ -112,7 +111,7 @@ class Resumable:
     """A marginal log likelihood whose training state is one `Run`.
 
     A subclass sets `_run` and describes what a state must match (`_description`). The likelihood's last arguments
-    (`_params`) are saved with it.
+    (`_params`) are saved, too.
     """
 
     model: Any
@@ -120,15 +119,13 @@ class Resumable:
     _params: LikelihoodParams | None = None
 
     @abstractmethod
-    def _description(self) -> StateDescription:
-        """Method, options and data of a state."""
+    def _description(self) -> StateDescription: ...
 
     def _checked_run(self, run: Run) -> Run:
         """A loaded run. Raises ValueError for unsuitable parts."""
         return run
 
     def _move_run(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Moves or converts run and arguments."""
         self._run = self._run.mapped(function)
         if self._params is not None:
             self._params.apply(function)
@@ -136,8 +133,8 @@ class Resumable:
     def training_state(self) -> dict[str, Tensor]:
         """The run's state as a plain dict of tensors: generator, draws, solutions, the likelihood's arguments.
 
-        Saved by `torch.save` with the `state_dict()`s of model and optimiser, it resumes a run exactly. Raises ValueError
-        for an argument of the likelihood that is no tensor, number or string.
+        With the `state_dict()`s of model and optimiser, it resumes a run exactly. Raises ValueError for an argument of the
+        likelihood that is no tensor, number or string.
         """
         params = None if self._params is None else {"bytes": self._params.to_bytes()}
         return self._description().added_to(self._run.having(params=params).to_dict())

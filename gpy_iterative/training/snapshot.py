@@ -1,7 +1,7 @@
-"""Copies of a model for a posterior, and comparison of the model with them by value.
+"""Copies of a model for a posterior, and comparison with them by value.
 
-GPyTorch writes parameters through `.data` (`initialize`, BoTorch's bounds, optimisers in evaluation mode), so object
-identity and tensor versions do not show changes.
+Object identity and tensor versions do not show changes, as GPyTorch writes parameters through `.data` (`initialize`,
+BoTorch's bounds, optimisers in evaluation mode).
 """
 
 import operator
@@ -42,9 +42,9 @@ class OwnLock:
 
 Model = TypeVar("Model", bound=GP)
 
-#: Attributes with results of a model.
+#: Attributes with results.
 _RESULTS = ("prediction_strategy", "_posterior")
-#: Attributes about how to predict, or compared separately.
+#: Attributes about prediction, or compared separately.
 _NO_NUMBERS = {
     "training",
     "train_inputs",
@@ -61,7 +61,7 @@ _OWN = ("_parameters", "_buffers")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Tensor)
 #: Part of a spacing by which rounding may move a grid.
 SAME_GRID = 1e-3
-#: Marks objects that are not compared.
+#: Not compared.
 _UNKNOWN = object()
 
 
@@ -75,8 +75,8 @@ class ModelSnapshot:
 
     model: Any
     likelihood: Any
-    tensors: dict[str, Tensor]  # parameters, buffers, training inputs and targets, by name
-    #: Public module attributes that are numbers, strings, tensors, or lists of them, by name.
+    tensors: dict[str, Tensor]  # parameters, buffers, training inputs and targets
+    #: Public module attributes that are numbers, strings, tensors, or lists of them.
     attributes: dict[str, Any]
     nan_policy: str  # GPyTorch's `observation_nan_policy`
 
@@ -88,15 +88,15 @@ class ModelSnapshot:
         return cls(model, likelihood, dict(_tensors(model, likelihood)), dict(_attributes(model, likelihood)), policy)
 
     def copies(self) -> tuple[Any, Any]:
-        """Model and likelihood for one evaluation, thread-safe."""
+        """For one evaluation, thread-safe."""
         copies = ModuleCopies(own=_OWN, apart=True)
         model, likelihood = copies.of(self.model), copies.of(self.likelihood)
         for kernel in _moving_grids(model).values():
-            kernel.grid_is_dynamic = False  # keep the training inputs' grid, which the solves belong to
+            kernel.grid_is_dynamic = False  # keeps the training inputs' grid, as the solves did
         return model, likelihood
 
     def check_grids(self, model: GP) -> None:
-        """Raises ValueError if GPyTorch has moved a grid away from the training inputs."""
+        """Raises ValueError if GPyTorch has moved a grid."""
         known = _moving_grids(self.model)
         for name, kernel in _moving_grids(model).items():
             if any(
@@ -116,7 +116,7 @@ class ModelSnapshot:
         is_training = model.training or likelihood.training
         current = evaluation_copies(model, likelihood) if is_training else (model, likelihood)
         tensors, attributes = dict(_tensors(*current)), dict(_attributes(*current))
-        # Attributes that a module changed when the copy was called are results.
+        # Attributes that changed in the copy's call are results.
         after = dict(_attributes(self.model, self.likelihood))
         return (
             tensors.keys() == self.tensors.keys()
@@ -129,7 +129,7 @@ class ModelSnapshot:
         )
 
     def hand_back(self, model: GP, likelihood: Likelihood) -> None:
-        """Copies to the originals what kernels drew on a first call, such as RFFKernel."""
+        """Gives the originals what kernels drew on a first call, such as RFFKernel."""
         drawn = {name: tensor for name, tensor in _tensors(self.model, self.likelihood) if name not in self.tensors}
         for owner, original in (("model", model), ("likelihood", likelihood)):
             for path, module in original.named_modules(prefix=owner):
@@ -145,7 +145,7 @@ class ModelSnapshot:
 def evaluation_copies(
     model: Model, likelihood: Likelihood, copies: ModuleCopies | None = None
 ) -> tuple[Model, Likelihood]:
-    """Copies of model and likelihood in evaluation mode, without GPyTorch's caches; the originals keep their mode.
+    """Copies in evaluation mode, without GPyTorch's caches; the originals keep their mode.
 
     Without `copies`, tensors are shared. In a model in evaluation mode, modules in training mode stay so.
     """
@@ -198,7 +198,7 @@ def _attributes(model: Any, likelihood: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """The value, with lists and dicts copied; `_UNKNOWN` if a part is not compared."""
+    """Copies lists and dicts; `_UNKNOWN` if a part is not compared."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, dict):

@@ -21,13 +21,13 @@ _SAME_DATA = 1e-3
 
 @dataclass(frozen=True)
 class StateDescription:
-    """Method, options, sizes and data of a run, as plain values by name, without devices."""
+    """Method, options, sizes and data of a run, as plain values, without devices."""
 
     entries: dict[str, Any]
 
     @classmethod
     def of(cls, mll: torch.nn.Module, options: Mapping[str, Any]) -> "StateDescription":
-        """From a marginal log likelihood and the options that shape its state."""
+        """From a marginal log likelihood and options that shape its state."""
         model: Any = mll.model
         inputs = tuple(getattr(model, "train_inputs", None) or ())
         targets = getattr(model, "train_targets", None)
@@ -37,7 +37,7 @@ class StateDescription:
                 "format": FORMAT,
                 "method": type(mll).__name__,
                 **{name: _plain(value) for name, value in options.items()},
-                # No widths: BoTorch's transforms may change them between modes.
+                # No widths: BoTorch's transforms may change them.
                 "number of training inputs": [x.shape[-2] for x in inputs],
                 "shape of the targets": None if targets is None else list(targets.shape),
                 "dtype": str(floating[0]) if floating else None,
@@ -46,11 +46,11 @@ class StateDescription:
         )
 
     def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with this description as a tensor of bytes, for `torch.load(weights_only=True)`."""
+        """Adds the description as a tensor of bytes, for `torch.load(weights_only=True)`."""
         return {_NAME: torch.tensor(list(json.dumps(self.entries).encode()), dtype=torch.uint8)} | state
 
     def taken_from(self, state: Any) -> dict[str, Any]:
-        """The state without its description. Raises ValueError with the differences for another run's state."""
+        """Removes the description. Raises ValueError with the differences for another run's state."""
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"A training state is a dict, got {type(state).__name__}: pass what training_state() returned."
@@ -62,7 +62,7 @@ class StateDescription:
                 f"{FORMAT}. {_WITHOUT}"
             )
         names = [name for name in self.entries | found if found.get(name) != self.entries.get(name)]
-        if "method" in names:  # its options differ anyway
+        if "method" in names:  # options differ anyway
             names = ["method"]
         elif _DATA in names and (len(names) > 1 or _are_close(found.get(_DATA), self.entries.get(_DATA))):
             names.remove(_DATA)
@@ -91,7 +91,7 @@ def _read(state: Mapping[str, Any]) -> dict[str, Any]:
     text = state[_NAME]
     try:
         found = json.loads(bytes(text.tolist()))
-    except (AttributeError, TypeError, ValueError):  # no tensor, no bytes or no JSON
+    except (AttributeError, TypeError, ValueError):  # no tensor, bytes or JSON
         found = None
     if not isinstance(found, dict):
         raise ValueError(f"This is no training state: its description cannot be read. {TAKE_IT}")
@@ -123,7 +123,6 @@ def _fingerprint(columns: Tensor) -> list[float] | None:
 
 
 def _are_close(left: Any, right: Any) -> bool:
-    """Whether fingerprints from JSON mean the same data."""
     if isinstance(left, list) and isinstance(right, list):
         return all(map(_are_close, left, right))
     is_number = isinstance(left, float) and isinstance(right, float)
@@ -131,7 +130,7 @@ def _are_close(left: Any, right: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The same value in every process and through JSON."""
+    """The same value in every process and JSON."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -4,9 +4,8 @@ The gradient of the log marginal likelihood is that of
 
     1/2 a^T H a - 1/(2s) sum_j w_j^T H z_j - a^T (y - mean)
 
-with constant a = H^-1 (y - mean), w_j = H^-1 xi_j and z_j = S^-1 xi_j. Each term with H is a column of `left` times H times
-a column of `right`, so the derivative is one closed-form pass of the operator. (With a known matrix H^-1, the pass takes a
-weight per entry of dH.)
+with constant a = H^-1 (y - mean), w_j = H^-1 xi_j, z_j = S^-1 xi_j. Terms with H have the form left^T H right, so one
+closed-form pass of the operator is the derivative. (If H^-1 is a known matrix, dH's entries have weights.)
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ _HELD_FIXED = (
 
 
 class _BilinearSurrogate(torch.autograd.Function):
-    """Returns `value`; differentiates as sum_k left_k^T H right_k, or as sum_ij left_ij H_ij without `right`."""
+    """Returns `value`; differentiates as sum_k left_k^T H right_k, or sum_ij left_ij H_ij without `right`."""
 
     @staticmethod
     def forward(
@@ -41,8 +40,7 @@ class _BilinearSurrogate(torch.autograd.Function):
         *representation: Tensor,
     ) -> Tensor:
         ctx.tree = tree
-        # Saved through autograd, so that in-place changes of parameters between forward and backward raise an error instead
-        # of a wrong gradient.
+        # Saved through autograd: in-place changes of parameters before backward raise an error instead of a wrong gradient.
         ctx.save_for_backward(left, right, *representation)
         return value.clone()
 
@@ -63,8 +61,6 @@ class _BilinearSurrogate(torch.autograd.Function):
 
 
 class _GivenDerivatives(torch.autograd.Function):
-    """Returns `value`, with given derivatives."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor, derivatives: Sequence[Tensor], *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*derivatives)
@@ -86,9 +82,9 @@ class _GivenDerivatives(torch.autograd.Function):
 
 
 def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """A value [*b] with known derivatives as its gradient.
+    """A value [*b] with known derivatives as gradient.
 
-    The pairs are tensors [*b, ...] (or without batch) with graph, and the derivatives [*b, ...] of the value.
+    The pairs are tensors [*b, ...] (or without batch) with graph, and derivatives [*b, ...] of the value.
     """
     tensors, derivatives = zip(*pairs, strict=True)
     return _GivenDerivatives.apply(value, derivatives, *tensors)
@@ -108,10 +104,10 @@ def surrogate(
         operator: H [*b, n, n], with graph.
         value: [*b], detached.
         left: [*b, n, k], detached.
-        right: [*b, n, k], detached: the derivative is sum_k left_k^T dH right_k. None makes left the weights of dH's
+        right: [*b, n, k], detached: the derivative is sum_k left_k^T dH right_k. If None, left has the weights of dH's
             entries, [*b, n, n].
         weights: a = H^-1 (y - mean) [*b, n], detached.
-        residual: y - mean [*b, n], with the graph of the mean (and of the targets, if any).
+        residual: y - mean [*b, n], with graph.
 
     Backward costs one derivative pass, n^2 (d + k) multiply-adds for a kernel matrix.
     """
@@ -132,10 +128,10 @@ def with_checked_gradient(value: Tensor, module: torch.nn.Module) -> Tensor:
 
 
 def _watch(module: torch.nn.Module, _: Tensor) -> None:
-    """The value's hook, called first in a pass: adds hooks on the parameters."""
+    """The value's hook, called first: adds hooks on parameters for this pass."""
     graph_task = torch._C._current_graph_task_id()
     handles: list[torch.utils.hooks.RemovableHandle] = []
-    changed: list[tuple[Tensor, Tensor | None]] = []  # with the gradients before the pass
+    changed: list[tuple[Tensor, Tensor | None]] = []  # gradients before the pass
 
     def end() -> None:
         for handle in handles:

@@ -24,16 +24,15 @@ from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 @dataclass(frozen=True)
 class TrainingSystem:
-    """The linear system of the m observed of n training data (n counts tasks)."""
+    """The system of the m observed of n training data (n counts tasks)."""
 
     prior: MultivariateNormal  # at all training inputs
     operator: LinearOperator  # H [*k, m, m]; k is b, or its last dimensions if targets share a matrix
     residual: Tensor  # y - mean [*b, m]
-    observed: Tensor | None  # observed data, [n]; None is all
+    observed: Tensor | None  # [n]; None is all
 
     @property
     def batch_shape(self) -> torch.Size:
-        """*b."""
         return self.residual.shape[:-1]
 
     @property
@@ -42,18 +41,17 @@ class TrainingSystem:
         return self.prior.event_shape.numel()
 
     def in_float64(self) -> "TrainingSystem":
-        """The system in float64, with the same graph."""
+        """In float64, with the same graph."""
         return replace(self, operator=in_float64(self.operator), residual=self.residual.double())
 
     def terms(self) -> list[KernelTerm]:
-        """The prior's kernels at the observed inputs. Raises SpectralDensityMissingError for other than sums of kernels."""
+        """The prior's kernels at the observed inputs. Raises SpectralDensityMissingError if it is no sum of kernels."""
         return kernel_terms(self.prior.lazy_covariance_matrix, self.observed)
 
 
 def check_has_data(model: ExactGP) -> None:
-    """Raises ValueError for a model without training data."""
     if not model.train_inputs or model.train_targets is None:
-        # A strict `set_train_data` refuses a model's first data.
+        # A strict `set_train_data` refuses the first data.
         raise ValueError(
             "The model has no training data: call model.set_train_data(inputs, targets, strict=False) first."
         )
@@ -76,7 +74,7 @@ def check_hyperparameters(model: torch.nn.Module) -> None:
 
 
 def num_training_data(model: ExactGP) -> int:
-    """Rows of H, observed or not: n, or n T for targets of T tasks.
+    """Rows of H, observed or not: n, or n T for T tasks.
 
     Targets are [*b, n] or [*b, n, T]; as many tasks as inputs count as one task.
     """
@@ -94,10 +92,10 @@ def training_system(
     products: KernelProducts,
     kwargs: Mapping[str, Any] | None = None,
 ) -> TrainingSystem:
-    """The system of an unchanging model and likelihood, see `ModelSnapshot`; detached.
+    """The detached system of an unchanging model and likelihood, see `ModelSnapshot`.
 
-    Raises ValueError for missing training data, mismatched or non-finite inputs or targets (under GPyTorch's
-    `observation_nan_policy("mask")`, NaN targets are missing), or noise that is not positive.
+    Raises ValueError for missing training data, mismatched or non-finite inputs or targets (NaN targets are missing under
+    GPyTorch's `observation_nan_policy("mask")`), or noise that is not positive.
     """
     check_has_data(model)
     check_inputs(model)
@@ -133,7 +131,7 @@ def linear_system(
 ) -> TrainingSystem:
     """The system of a prior and targets [*b, n] or [*b, n, T], with graph.
 
-    With `shares_matrix`, H has no leading dimensions in which only targets differ.
+    `shares_matrix` removes leading dimensions of H in which only targets differ.
     """
     observed = observed_data(prior, target)
     operator = noisy_operator(likelihood, prior, *params, products=products, caches=caches, observed=observed, **kwargs)
@@ -149,13 +147,13 @@ def linear_system(
 
 
 def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
-    """The model's prior at any inputs, without the conditioning of `model(x)` in evaluation mode.
+    """The model's prior at any inputs, without the conditioning of evaluation mode.
 
     Raises:
         TypeError: the model's `forward` returns no MultivariateNormal.
         ValueError: a multitask prior that is not interleaved.
     """
-    with GPYTORCH_SETTINGS:  # under another thread's settings GPyTorch would evaluate the kernel
+    with GPYTORCH_SETTINGS:  # another thread's settings would make GPyTorch evaluate the kernel
         prior = gpytorch.Module.__call__(model, *inputs)
     if not isinstance(prior, MultivariateNormal):
         raise TypeError(f"The model's forward must return a MultivariateNormal, got {type(prior).__name__}.")
@@ -165,7 +163,7 @@ def prior_at(model: ExactGP, inputs: list[Tensor]) -> MultivariateNormal:
 
 
 def unexpanded(inputs: Iterable[Tensor]) -> list[Tensor]:
-    """Inputs [*f, *b, n, d] as [*b, n, d], without leading dimensions in which all are expanded views."""
+    """Inputs [*f, *b, n, d] as [*b, n, d]: removes leading dimensions in which all are expanded."""
     inputs = list(inputs)
     while inputs and all(x.dim() > 2 and len(x) and x.stride(0) == 0 for x in inputs):
         inputs = [x[0] for x in inputs]

@@ -130,7 +130,50 @@ def test_says_what_is_no_model(fitted: tuple[Path, str], tmp_path: Path, capsys:
     check_refused(["predict", table, table, *output], "is no model that", capsys)
     torch.save({"format": 1}, other)
     check_refused(["predict", str(other), table, *output], "is no model that", capsys)
-    check_refused(["predict", str(folder / "homes.gpi.pt"), table, "--output", table], "is the table itself", capsys)
+    for first_letter in "ahbJ":  # pickle reads them as instructions
+        other.write_text(f"{first_letter},price\n1,2\n")
+        check_refused(["predict", str(other), table, *output], "is no model that", capsys)
+    model = str(folder / "homes.gpi.pt")
+    for written_to in (table, model):
+        words = ["predict", model, table, "--output", written_to]
+        check_refused(words, f"{written_to} is another file of this command", capsys)
+    check_refused(["predict", model, str(folder)], "is a folder", capsys)
+
+
+def test_says_what_lies_too_far_from_the_training_data(
+    fitted: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = fitted
+    table = homes(2) | {"area": ["80", "1.7e308"]}
+    words = ["predict", str(folder / "homes.gpi.pt"), str(written(folder / "far.csv", table))]
+    units = TableModel.load(folder / "homes.gpi.pt").input_units
+    assert units.scale[0] > 1  # in float64 the value would be finite
+    small = {name: cells for name, cells in homes().items() if name in ("area", "price")}
+    small["area"] = [f"{float(cell) / 1e6}" for cell in small["area"]]
+    assert main(fit_words(folder, small, "--max-steps", "1", "--output", str(folder / "small.pt"))) == 0
+    capsys.readouterr()
+    words[1] = str(folder / "small.pt")
+    check_refused(words, "area is 1.7e+308 in a row, too far from the training data", capsys)
+
+
+@pytest.mark.parametrize("factor", [1e160, 1e-170])
+def test_inputs_of_any_size_are_learned(factor: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = {name: cells for name, cells in homes().items() if name in ("area", "price")}
+    errors = []
+    for size in (1.0, factor):
+        scaled = table | {"area": [f"{float(cell) * size!r}" for cell in table["area"]]}
+        assert main(fit_words(tmp_path, scaled)) == 0
+        error, plain = capsys.readouterr().out.split("root mean square error: ")[1].split(")")[0].split(" (")
+        errors.append(float(error) / float(plain))
+    assert errors[1] == pytest.approx(errors[0], rel=0.02)
+
+
+def test_a_file_that_cannot_be_written(fitted: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = fitted
+    output = folder / ("long" * 100)
+    words = ["predict", str(folder / "homes.gpi.pt"), str(folder / "homes.csv"), "--output", str(output)]
+    assert main(words) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def check_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,8 +195,9 @@ def fit_words(folder: Path, table: Homes, *words: str) -> list[str]:
     [
         (["--plot", "homes.jpeg"], "--plot homes.jpeg has to end in one of"),
         (["--output", "nowhere/homes.pt"], "nowhere/homes.pt cannot be written"),
-        (["--checkpoint", "homes.csv"], "homes.csv is the table itself"),
+        (["--checkpoint", "homes.csv"], "homes.csv is another file of this command"),
         (["--drop", "rooms"], "no column 'rooms'"),
+        (["--output", "a.pt", "--checkpoint", "a.pt"], "a.pt is another file of this command"),
     ],
 )
 def test_says_what_is_wrong_with_an_option_before_any_work(

@@ -123,3 +123,26 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_table(tmp_path / "a.csv", []) == {name: tuple(cells) for name, cells in table.items()}
     (tmp_path / "a.csv").write_text("a\t\n1\t 2 \n\n")
     assert read_table(tmp_path / "a.csv", []) == {"a": ("1",), "column 2": ("2",)}
+
+
+def test_underscores_are_no_part_of_a_number(tmp_path: Path) -> None:
+    """Python reads 1_1 as 11: two codes became one number."""
+    table = homes()
+    table["code"] = ["1_1", "11"] * 40
+    (column,) = (column for column in read(tmp_path, table).columns if column.name == "code")
+    assert (column.kind, column.levels) == ("category", ("11", "1_1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "table"),
+    [
+        ('"area, m2";"b, x";price\n1;2;3\n', {"area, m2": ("1",), "b, x": ("2",), "price": ("3",)}),
+        ("\na;b\n1,5;2\n", {"a": ("1,5",), "b": ("2",)}),
+        ('"a\nb"\tc\n1\t2\n', {"a\nb": ("1",), "c": ("2",)}),
+        ("a\n0.1\n\n0.3\n", {"a": ("0.1", "", "0.3")}),
+        ("a,b\n0.1,1\n\n0.3,2\n", {"a": ("0.1", "0.3"), "b": ("1", "2")}),
+    ],
+)
+def test_delimiters_and_empty_lines(text: str, table: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    assert read_table(tmp_path / "a.csv", ()) == table

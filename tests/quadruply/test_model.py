@@ -23,6 +23,7 @@ from gpy_iterative.models import (
     RandomFourierBasis,
     RelevanceVectorBasis,
 )
+from gpy_iterative.quadruply.optimizers import NoiseNaturalGradient
 from tests.quadruply.quadruply_models import fourier_problem, gaussian_likelihood, set_weights, weights_of
 from tests.quadruply.test_elbo import dense_features, dense_root
 from tests.quadruply.weight_space import best_weights, quasi_normal
@@ -583,3 +584,15 @@ def test_rates_fall_to_the_final_fraction() -> None:
     torch.testing.assert_close(tail, 0.1 * decay)
     torch.testing.assert_close(hyper, 0.1 * decay * (torch.arange(9) >= 2))
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("constraint", [gpytorch.constraints.Interval(1e-4, 0.05), gpytorch.constraints.LessThan(0.05)])
+def test_the_noise_stays_below_its_upper_bound(constraint: gpytorch.constraints.Interval) -> None:
+    """Beyond it the raw value is NaN."""
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=constraint)
+    likelihood.noise = 0.02
+    optimizer = NoiseNaturalGradient(likelihood, lr=1.0)
+    for _ in range(3):
+        likelihood.noise_covar.raw_noise.grad = torch.full((1,), -100.0)
+        optimizer.step()
+    assert 0.0499 < likelihood.noise.item() < 0.05

@@ -73,6 +73,7 @@ class WeightSpacePosterior:
 
     @property
     def report(self) -> PassReport:
+        """The last pass over the training data."""
         return self._report
 
     def _current(self) -> tuple[ModelSnapshot, WeightDistribution]:

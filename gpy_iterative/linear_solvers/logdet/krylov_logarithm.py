@@ -2,7 +2,7 @@
 
 By log x = int_0^inf (1 / (1 + t) - 1 / (x + t)) dt, each term is an integral over differences of e_1^T (T_j + t)^-1 e_1.
 The pivots of T_j + t give positive numbers, so small terms keep their digits. Cost: O(J) vectors of some 200 nodes;
-eigenvalues would take O(J^4).
+by eigenvalues O(J^4).
 """
 
 import math
@@ -68,7 +68,7 @@ def _log_smallest(lengths: Tensor, ratios: Tensor, alive: Tensor) -> Tensor:
     """log(1 / trace(T^-1)) [s], below all eigenvalues of every T_j.
 
     T = B D B^T with D = 1 / lengths and a unit lower bidiagonal B of entries sqrt(beta), so
-    (T^-1)_ii = sum_{k >= i} lengths_k beta_i ... beta_{k-1}, a backward recurrence.
+    (T^-1)_ii = sum_{k >= i} lengths_k beta_i ... beta_{k-1}.
     """
     trace = torch.zeros_like(lengths[0])
     entry = torch.zeros_like(lengths[0])

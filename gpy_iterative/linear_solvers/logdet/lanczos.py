@@ -1,7 +1,7 @@
 """Log-determinant by preconditioned stochastic Lanczos quadrature, with a warm start.
 
-Ubaru, Chen and Saad 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature"; preconditioner: Wenger et al.
-2022, "Preconditioning for scalable Gaussian process hyperparameter optimization".
+Ubaru et al. 2017, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature"; preconditioner: Wenger et al. 2022,
+"Preconditioning for scalable Gaussian process hyperparameter optimization".
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.worker_threads import divided
 
-#: Upper bound (Gauss rule) and lower bound (Gauss-Radau rule) on u^T log(M) u, [*b, s] each.
+#: Upper (Gauss) and lower (Gauss-Radau) bounds on u^T log(M) u, [*b, s] each.
 Bounds = tuple[Tensor, Tensor]
 
 #: Error of the bounds' mean: their distance divided by this (measured: 4 to 13).
@@ -29,13 +29,13 @@ CHANGE_PARTS = 16
 WORTH_OF_ERROR = 1.0
 #: Least such limit, in nats per datum: few probes may agree by chance.
 RESOLUTION = 0.003
-#: Default maximum of products, and their minimum: the second shows the error of the first.
+#: Default maximum of products, and minimum: the second shows the first's error.
 MAX_LOGDET_PRODUCTS = 20
 LEAST_PRODUCTS = 2
 
 #: Factor of the error of drifted positions from one iteration to the next.
 FALL = 0.46
-#: Part of a correction that counts as its error.
+#: Error of a correction, as a part of it.
 DOUBTED = 0.25
 #: Estimates by a run's first positions, whose drift is unknown.
 FIRST_LIFE = 5
@@ -97,6 +97,7 @@ class BracketPositions:
 
     @property
     def are_worn(self) -> bool:
+        """Whether to learn again."""
         return bool(self.age >= self.life) or bool(self.surplus >= self.values.shape[-1] - LEAST_PRODUCTS)
 
     def used(self, products: int) -> "BracketPositions":
@@ -122,7 +123,7 @@ class BracketPositions:
 
 @dataclass(frozen=True)
 class LogDeterminant:
-    """An estimate of log det H and its standard error (probes and quadrature together), both [*b].
+    """An estimate of log det H and its standard error (probes and quadrature), [*b].
 
     Attributes:
         positions: warm start for a similar system.
@@ -149,8 +150,8 @@ def stochastic_logdet(
 ) -> LogDeterminant:
     """Estimates log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
 
-    Returns the mean of the Gauss and Gauss-Radau rules, which are bounds if P is a pivoted Cholesky or Nystrom factor (the
-    spectrum of M is then bounded from below). Cost: one product with s columns per iteration.
+    Returns the mean of the Gauss and Gauss-Radau rules, bounds if P is a pivoted Cholesky or Nystrom factor. Cost: one
+    product with s columns per iteration.
 
     Args:
         operator: H [*b, n, n].
@@ -158,8 +159,8 @@ def stochastic_logdet(
         preconditioner: P.
         max_iterations: maximum of products with H; at least two.
         tolerance: of the quadrature's error, per datum; None: the probes' standard error, or .003 if larger.
-        positions: of an earlier estimate for a similar system.
-        first_product: H P^-1 xi [*b, n, s], if known; saves the first product.
+        positions: of an earlier, similar system.
+        first_product: H P^-1 xi [*b, n, s], if known.
     """
     size = probes.shape[-2]
     most = min(max(max_iterations, LEAST_PRODUCTS), size)
@@ -183,7 +184,6 @@ def stochastic_logdet(
 
 
 def _is_enough(error: Tensor, samples: Tensor, size: int, tolerance: float | None) -> bool:
-    """Whether an error [*b] is within the tolerance of `stochastic_logdet`."""
     if tolerance is not None:
         return bool((error <= tolerance * size).all())
     return bool((error <= (WORTH_OF_ERROR * _sem(samples).nan_to_num(0.0)).clamp_min(RESOLUTION * size)).all())
@@ -223,7 +223,7 @@ class _Lanczos:
 
     def advance(self) -> tuple[Tensor, Tensor]:
         """One product: the bounds' mean [*b, s] and its error [*b]."""
-        # beta = 0 (exhausted Krylov space) adds terms of weight zero.
+        # An exhausted Krylov space adds terms of weight zero.
         inverse = torch.where(self._beta > 0, 1 / torch.where(self._beta > 0, self._beta, 1.0), 0.0).unsqueeze(-2)
         vector, dual = self._residual * inverse, self._solved * inverse
         is_first = not self._diagonals
@@ -267,8 +267,7 @@ def _quadratures(
 ) -> list[Tensor]:
     """e_1^T log(T) e_1 [*b, s] by the Gauss rule, and by Gauss-Radau with a node at the floor.
 
-    Ritz values below the floor are rounding errors. Without a floor, half the smallest Ritz value is the node, and the
-    second rule is no bound.
+    Ritz values below the floor are rounding errors. Without a floor, half the smallest Ritz value is the node (no bound).
     """
     matrix = _tridiagonal(diagonals, offdiagonals)
     if floor is None:
@@ -279,7 +278,7 @@ def _quadratures(
     size = matrix.shape[-1]
     last = torch.zeros(size, 1, dtype=matrix.dtype, device=matrix.device)
     last[-1] = 1
-    # Just below the floor, because rounding may put Ritz values on it.
+    # Below the floor, because rounding may put Ritz values on it.
     node = floor * (1 - 1e-3)
     shifted = matrix - node[..., None, None] * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
     corner = node + beta.double().square() * torch.linalg.solve(shifted, last.expand(*matrix.shape[:-1], 1))[..., -1, 0]

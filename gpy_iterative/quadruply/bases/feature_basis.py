@@ -50,6 +50,7 @@ class FeatureBasis(gpytorch.Module, ABC):
 
     @property
     def knows_group_variance(self) -> bool:
+        """Whether `group_prior_variance` is known."""
         return type(self).group_prior_variance is not FeatureBasis.group_prior_variance
 
     def sampled_parameters(self) -> list[torch.nn.Parameter]:
