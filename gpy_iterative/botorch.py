@@ -40,8 +40,8 @@ def fit_average_information(
         options: of `gpy_iterative.fit`, from BoTorch's `optimizer_kwargs=`.
 
     Returns:
-        BoTorch's result; `message` is the status' advice. A stagnated fit gives an OptimizationWarning, after which BoTorch
-        restarts from hyperparameters drawn from their priors.
+        BoTorch's result; `message` is the status' advice. A stagnated fit gives an OptimizationWarning; then BoTorch draws
+        new initial hyperparameters from their priors.
 
     Raises:
         ValueError: a closure was given.
@@ -109,7 +109,7 @@ class SamplePathModel(DeterministicModel):
         Returns:
             [k, t, m] or [*b, k, t, m] for m outputs. Differentiable in X.
 
-        Separate points cost as much as k times the points of one function.
+        Separate points cost k times as much.
         """
         num_paths = self.paths.num_paths
         if X.dim() > 2 and X.shape[-3] not in (1, num_paths):

@@ -92,7 +92,6 @@ class Column:
         return np.array([[PARSERS[self.kind](cell)] for cell in cells])
 
     def _check_levels(self, cells: Sequence[str]) -> None:
-        """Raises BadInputError for an unknown level."""
         for row, cell in enumerate(cells, 1):
             if cell not in self.levels:
                 strange, *known = (repr(text) if text else EMPTY for text in (cell, *self.levels))
@@ -103,7 +102,6 @@ class Column:
 
 
 def _first_strange(cells: Sequence[str], parse: Callable[[str], float]) -> int | None:
-    """The first row that does not parse, or None."""
     for row, cell in enumerate(cells):
         try:
             parse(cell)

@@ -86,7 +86,6 @@ def split(n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def data_lines(data: TrainingData, num_kept: int) -> list[str]:
-    """Describes rows and inputs."""
     return [
         f"{num_kept} rows to learn from, {len(data.targets) - num_kept} held out; inputs:",
         *(f"  {column}" for column in data.columns),

@@ -31,7 +31,6 @@ def score_lines(model: TableModel, y: Tensor, mean: Tensor, deviation: Tensor) -
 
 
 def _scores(y: Tensor, mean: Tensor, deviation: Tensor) -> tuple[float, float]:
-    """Root mean square error and mean log density."""
     return float((y - mean).square().mean().sqrt()), float(
         torch.distributions.Normal(mean, deviation).log_prob(y).mean()
     )

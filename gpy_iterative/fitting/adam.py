@@ -167,7 +167,6 @@ class AdamSteps:
 
     @torch.no_grad()
     def _keep_in_supports(self, parameters: list[Tensor], before: list[Tensor]) -> None:
-        """Moves parameters back into the supports of their priors; halves the step until all priors know the values."""
         if not is_in_supports(self.mll.model):
             Coordinates(self.mll).enter_bounds()
         for _ in range(MAX_HALVINGS):

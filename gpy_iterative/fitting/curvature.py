@@ -1,8 +1,8 @@
 """The average information: curvature of the log marginal likelihood at the cost of one block solve.
 
 Gilmour, Thompson and Cullis 1995, "Average information REML", Biometrics 51; Johnson and Thompson 1995. With a = H^-1 (y -
-mean) and q_i = (dH/dt_i) a, the matrix A = 1/2 Q^T H^-1 Q is the mean of observed and expected information if H is linear
-in t. Parameters b of the mean add M^T H^-1 M with M = dmean/db, priors the positive part of their curvature.
+mean) and q_i = (dH/dt_i) a, A = 1/2 Q^T H^-1 Q is the mean of observed and expected information if H is linear in t.
+Parameters b of the mean add M^T H^-1 M with M = dmean/db, priors the positive part of their curvature.
 """
 
 from dataclasses import dataclass

@@ -60,7 +60,6 @@ def _is_in_support(prior: gpytorch.priors.Prior, values: Tensor) -> bool:
 
 
 def _support(prior: gpytorch.priors.Prior) -> torch.distributions.constraints.Constraint | None:
-    """None for priors without one."""
     try:
         return prior.support
     except NotImplementedError:

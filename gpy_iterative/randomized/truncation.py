@@ -44,7 +44,7 @@ class ExponentialTruncation:
     Args:
         min_steps: terms always taken, with weight 1.
         rate: decay of the probability; 0 is uniform. If terms fall as rho^-j in norm, the variance is finite for rate < 2
-            log(rho) and the best for its cost at log(rho). Conjugate gradients have log(rho) = 2 / sqrt(condition number).
+            log(rho), and the best for its cost at log(rho), see `for_condition_number`.
         max_steps: None is unlimited (`within` sets it for a system).
 
     Raises:
@@ -150,7 +150,6 @@ class ExponentialTruncation:
         return math.inf if self.max_steps is None else float(self.max_steps - self.min_steps + 1)
 
     def _log_mass(self, steps: Tensor) -> Tensor:
-        """Logarithm of the unnormalised probability of this many values; -inf for none."""
         return steps.log() if self.rate == 0 else torch.log(-torch.expm1(-self.rate * steps))
 
 

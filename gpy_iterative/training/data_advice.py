@@ -163,7 +163,6 @@ def _equal_rows(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, noi
 
 
 def _rows(model: ExactGP) -> Tensor | None:
-    """All inputs side by side, [n, d]; None for batches."""
     inputs = model.train_inputs or ()
     has_rows = inputs and all(x.dim() == 2 for x in inputs)
     return torch.cat([x.double() for x in inputs], dim=-1) if has_rows else None

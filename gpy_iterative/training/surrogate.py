@@ -84,7 +84,7 @@ class _GivenDerivatives(torch.autograd.Function):
 def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """A value [*b] with known derivatives as gradient.
 
-    The pairs are tensors [*b, ...] (or without batch) with graph, and derivatives [*b, ...] of the value.
+    The pairs are tensors [*b, ...] (or without batch) with graph, and the value's derivatives.
     """
     tensors, derivatives = zip(*pairs, strict=True)
     return _GivenDerivatives.apply(value, derivatives, *tensors)

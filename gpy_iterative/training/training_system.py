@@ -95,7 +95,7 @@ def training_system(
     """The detached system of an unchanging model and likelihood, see `ModelSnapshot`.
 
     Raises ValueError for missing training data, mismatched or non-finite inputs or targets (NaN targets are missing under
-    GPyTorch's `observation_nan_policy("mask")`), or noise that is not positive.
+    `observation_nan_policy("mask")`), or noise that is not positive.
     """
     check_has_data(model)
     check_inputs(model)
