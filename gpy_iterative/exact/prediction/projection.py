@@ -6,7 +6,7 @@ A linear predictor g^T y of f(x) has the error variance
 
 never less than var(x). Here g is the best in a space of two parts:
 
-* global: the span of a pivoted Cholesky factor of K with `rank` columns. With A^T H A = I on it, the weights are A A^T k_x.
+* global: the span of a randomly pivoted Cholesky factor of K of rank `rank`. With A^T H A = I, the weights are A A^T k_x.
 * local: the `num_neighbours` observations N with the largest remaining correlation. With R = H - H A A^T H and
   k' = k_x - H A A^T k_x, the weights are R_NN^-1 k'_N (`local_part.py`).
 
@@ -29,7 +29,7 @@ from gpy_iterative.exact.prediction.local_part import LocalPart, Neighbours, rou
 from gpy_iterative.linear_operators.extensions import far_field_error, in_float64
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import CholeskyFactor
-from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
+from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
 #: Defaults. With a far field neighbours matter most: the rank limits a block [n, rank] to so many entries.
 RANK, NUM_NEIGHBOURS = 1024, 128
@@ -194,9 +194,9 @@ def extended_exact_projection(known: Projection, factor: CholeskyFactor, observe
 
 
 def _galerkin_basis(operator: LinearOperator, rank: int) -> tuple[Tensor, Tensor]:
-    """A in the span of a pivoted Cholesky factor, and H A."""
+    """A in the span of a randomly pivoted Cholesky factor, and H A."""
     precise = _precise(operator)
-    basis = torch.linalg.qr(PivotedCholesky(rank=rank).low_rank(precise)).Q.contiguous()
+    basis = torch.linalg.qr(RandomlyPivotedCholesky(rank=rank).low_rank(precise)).Q.contiguous()
     product = precise._matmul(basis)
     gram = torch.zeros(basis.shape[-1], basis.shape[-1], dtype=torch.float64, device=basis.device)
     for left, right in zip(basis.split(CHUNK), product.split(CHUNK), strict=True):
