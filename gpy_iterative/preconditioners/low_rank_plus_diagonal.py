@@ -16,7 +16,7 @@ from gpy_iterative.preconditioners.preconditioner import Preconditioner, Precond
 #: Up to this many columns a transposed product is faster.
 FEW_COLUMNS = 8
 #: Rows multiplied at a time; sums are in float64.
-CHUNK = 2048
+CHUNK = 4096
 #: Columns of the inner matrix computed at a time.
 COLUMNS = 256
 #: Norm of rounding errors in the inner matrix (eigenvalues of 1 and more) beyond which products are in float64.
