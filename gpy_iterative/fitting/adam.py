@@ -110,7 +110,7 @@ class AdamSteps:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores `state()`, before or after the parameters are loaded.
 
-        Skips used batches; a shuffling DataLoader redraws the others. Raises ValueError, without changes, for another mll.
+        Skips used batches; a shuffling DataLoader redraws the others. Raises ValueError for another mll.
         """
         self._optimizer.load_state_dict(state["optimizer"])  # raises for other parameter groups
         self.mll.load_training_state(state["run"])

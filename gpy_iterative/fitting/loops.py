@@ -248,7 +248,7 @@ class AdamLoop(Loop):
         return self._optimiser.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores `state()`; raises ValueError, without changes, where it does not fit."""
+        """Restores `state()`; raises ValueError where it does not fit."""
         self._optimiser.load_state(state)
 
     def hyperparameters(self) -> tuple[Estimated, ...]:
