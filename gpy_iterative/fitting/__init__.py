@@ -1,7 +1,7 @@
 """Training to the optimum: average information steps, stopping rule, report.
 
-Begin with `fit.py`, then `loops.py`; `average_information.py` is one step, `curvature.py` its matrix. May import `exact/`
-and its imports.
+Begin with `fit.py`, then `loops.py`; `average_information.py` is one step, `curvature.py` its matrix. It may import
+`exact/` and its imports.
 """
 
 from gpy_iterative.fitting.average_information import AverageInformation

@@ -1,5 +1,6 @@
 """Solvers for linear systems with the kernel matrix.
 
 Begin with `base.py` (the loop) and `columns.py` (tolerances and residuals); a solver's file has only its steps.
-`default.py` chooses a solver, `logdet/` estimates log-determinants. Imports: `preconditioners`, `spectral` and below.
+`default.py` chooses a solver, `logdet/` estimates log-determinants. It may import
+`preconditioners`, `spectral` and below.
 """

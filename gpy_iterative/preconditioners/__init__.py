@@ -1,7 +1,7 @@
 """Preconditioners: approximations of the system that are cheap to solve and to sample.
 
 Begin with `preconditioner.py`. `pivoted_cholesky.py` and `nystrom.py` are low rank plus diagonal, `vecchia.py` has a
-sparse inverse factor, `suited.py` chooses. Imports: `linear_operators` and below.
+sparse inverse factor, `suited.py` chooses. It may import `linear_operators` and below.
 """
 
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import (

@@ -57,8 +57,11 @@ def test_missing_data_end_a_command_with_the_reason(
 def test_a_process_hands_on_what_data_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GPY_ITERATIVE_DATA", str(tmp_path))
     options = {"dataset": "pol", "split": 0, "rows": 9, "steps": 1, "rate": 0.1, "scales": False}
-    outcome = runner.run_apart("quality", "Adam", threads=1, **options)
-    assert outcome["error"] == [f"There is no pol/data.csv.gz in {tmp_path}, the folder that GPY_ITERATIVE_DATA names."]
+    words = ["contender", "quality", "Adam", json.dumps(options | {"threads": 1}), str(tmp_path / "outcome.json")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1
+    last = result.stderr.strip().splitlines()[-1]  # `run_apart` reads it
+    assert last == f"There is no pol/data.csv.gz in {tmp_path}, the folder that GPY_ITERATIVE_DATA names."
 
 
 @pytest.mark.parametrize(

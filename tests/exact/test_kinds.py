@@ -227,9 +227,15 @@ def test_exact_path_equals_gpytorch(name: str) -> None:
                 break  # GPyTorch has a grid of its own for K(x, x)
 
 
-@pytest.mark.parametrize("name", [*KINDS, "coregionalization", "independent-outputs", "batch-of-products"])
+SOLVED = [*KINDS, "coregionalization", "independent-outputs", "batch-of-products"]
+
+
 @pytest.mark.parametrize(
-    "solver", [ConjugateGradients(tolerance=1e-8), AlternatingProjections(tolerance=1e-6, block_size=16)]
+    ("name", "solver"),
+    [
+        *((name, ConjugateGradients(tolerance=1e-8)) for name in SOLVED),
+        *((name, AlternatingProjections(tolerance=1e-6, block_size=16)) for name in SOLVED[::2]),
+    ],
 )
 def test_iterative_solvers(name: str, solver: gpi.solvers.Solver) -> None:
     kind = kind_of(name)

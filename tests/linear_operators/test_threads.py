@@ -88,7 +88,7 @@ def test_products_of_several_threads_are_those_of_one_and_the_same_every_time(ma
 def test_tiles_of_several_threads_leave_gpytorchs_settings():
     kernel = kernels.AdditiveKernel(kernels.CosineKernel(), kernels.PeriodicKernel()) * kernels.RBFKernel()
     torch.set_num_threads(4)
-    for _ in range(20):
+    for _ in range(8):
         operator = operator_of_kernel(kernel, inputs().detach(), None, KernelProducts(tile_size=8, cache_memory=0))
         with torch.no_grad():
             operator._matmul(torch.ones(SIZE, 1))
