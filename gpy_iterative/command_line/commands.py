@@ -61,6 +61,8 @@ def fit_table(
     check_files([table], [path for path in (output, checkpoint, plot) if path is not None])
     if plot is not None:
         check_plot(plot)
+    if seed < 0:
+        raise BadInputError(f"--seed must be 0 or more, got {seed}.")
     data = read_training_data(table, target, drop, drop_incomplete=drop_incomplete)
     kept, held_out = split(len(data.targets), seed)
     print(*data_lines(data, len(kept)), sep="\n")

@@ -9,10 +9,10 @@ import torch
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
 from gpy_iterative.fitting.prior_support import is_in_supports
 from gpy_iterative.training.likelihood_params import likelihood_arguments
+from gpy_iterative.training.training_system import check_hyperparameters
 
 #: First rates; the last rate relative to the first.
 RATE, NETWORK_RATE, LAST = 0.1, 0.01, 0.05
@@ -85,8 +85,7 @@ class AdamSteps:
             value = self._value().mean()
             (-value).backward()
             self._optimizer.step()
-            if not all(parameter.isfinite().all() for parameter in parameters):
-                raise NonFiniteError("A step made a parameter infinite or NaN. Use a smaller learning rate.")
+            check_hyperparameters(self.mll)
             self._keep_in_supports(parameters, begun)
         except BaseException:  # also Ctrl-C
             _restore(parameters, before)

@@ -197,6 +197,7 @@ def fit_words(folder: Path, table: Homes, *words: str) -> list[str]:
         (["--output", "nowhere/homes.pt"], "nowhere/homes.pt cannot be written"),
         (["--checkpoint", "homes.csv"], "homes.csv is another file of this command"),
         (["--drop", "rooms"], "no column 'rooms'"),
+        (["--seed", "-1"], "--seed must be 0 or more, got -1"),
         (["--output", "a.pt", "--checkpoint", "a.pt"], "a.pt is another file of this command"),
     ],
 )

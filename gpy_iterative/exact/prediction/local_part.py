@@ -113,7 +113,7 @@ class Neighbours:
         """The k' at an index [*batch, t, j]."""
         if self.rest is not None:
             return self.rest.gather(-1, index)
-        return self._prior_at(index) - (self.product[index] @ self.coefficients.unsqueeze(-1)).squeeze(-1)
+        return _past_projections(self._prior_at(index), self._rows(index), self.coefficients)
 
     def _weighted(self, points: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
         """R [*batch, t, k, k], k' and weights [*batch, t, k] of some points, in float64."""
@@ -124,7 +124,7 @@ class Neighbours:
             covariance.diagonal(dim1=-2, dim2=-1).add_(self.rounding)
             lower = jittered_factor(covariance)
         if self.rest is None:
-            correlation = correlation - (rows @ self.coefficients[..., points, :].unsqueeze(-1)).squeeze(-1)
+            correlation = _past_projections(correlation, rows, self.coefficients[..., points, :])
         correlation = correlation.double()
         return covariance, correlation, torch.cholesky_solve(correlation.unsqueeze(-1), lower).squeeze(-1)
 
@@ -186,6 +186,11 @@ class Neighbours:
     def _blocks(self, index: Tensor, rows: Tensor) -> Tensor:
         """R at an index [*batch, *b, p, k] from its rows of H A, in float64."""
         return (blocks.principal_blocks(self.local.operator, index).to(rows.dtype) - rows @ rows.mT).double()
+
+
+def _past_projections(prior: Tensor, rows: Tensor, coefficients: Tensor) -> Tensor:
+    """The k' [*batch, t, k] from k_x, rows of H A [*batch, t, k, r] and A^T k_x [*batch, t, r]."""
+    return prior - (rows @ coefficients.unsqueeze(-1)).squeeze(-1)
 
 
 def rounding_norm(prior_variance: Tensor, size: int) -> Tensor:
