@@ -36,7 +36,7 @@ RADIUS = 2.0
 #: Diagonal term of A per datum: bounds steps of undetermined coordinates.
 RIDGE = 1e-6
 #: Damping relative to the diagonal of A: initial, and minimum after a poor or undone step.
-FIRST_DAMPING, POOR_DAMPING = 0.1, 1e-2
+FIRST_DAMPING, POOR_DAMPING = 1.0, 1e-2
 #: Gained part of the prediction for a step to be kept, good, and very good.
 LEAST_GAIN, GOOD_GAIN, VERY_GOOD_GAIN = 0.1, 0.5, 0.75
 #: With more nats left, one noise sample of the gradient is enough.

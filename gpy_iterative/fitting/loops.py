@@ -17,7 +17,7 @@ from gpy_iterative.fitting.checkpoint import write_checkpoint
 from gpy_iterative.fitting.coordinates import Coordinates, free_parameters
 from gpy_iterative.fitting.points import Assessment, Point, Step
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
-from gpy_iterative.fitting.stopping import LEFT, NOISE, FitStatus, has_converged, has_stalled, is_drowned
+from gpy_iterative.fitting.stopping import LEFT, NEAR, NOISE, FitStatus, has_converged, has_stalled, is_drowned
 from gpy_iterative.training.progress import Progress, reporting
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class InformationLoop(Loop):
 
     def advance(self) -> FitStatus | None:
         found = self._assess()
-        limit = NOISE * max(int((~found.held).sum()), 1)
+        limit = _noise_limit(found)
         if has_converged(found.left, found.noise):
             is_settled = found.noise <= limit or self._has_raised
             if is_settled or not self._optimiser.raise_probes():
@@ -156,7 +156,9 @@ class InformationLoop(Loop):
         self._assessed = found
         if self._best is None or found.left < self._best[0]:
             self._best = found.left, point.position
-        self._seen.append(self._last is None or self._last.seen)
+        # Gradients show a large gain though the values' noise hides it.
+        least = NEAR * _noise_limit(found)
+        self._seen.append(self._last is None or self._last.seen or self._last.gained > least)
         self.history.append(self._row(point, found, found.curvature.epochs + evaluated, time.perf_counter() - start))
         return found
 
@@ -207,6 +209,11 @@ class InformationLoop(Loop):
         if self._assessed is None:
             return ()
         return irrelevant_inputs(self._optimiser.coordinates, self._assessed.curvature.matrix)
+
+
+def _noise_limit(found: Assessment) -> float:
+    """Nats of noise of a converged fit."""
+    return NOISE * max(int((~found.held).sum()), 1)
 
 
 def _ended(found: Assessment, blur: float, limit: float) -> FitStatus:

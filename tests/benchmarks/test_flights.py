@@ -13,23 +13,13 @@ from typer.testing import CliRunner
 from benchmarks import runs
 from benchmarks.__main__ import app
 from benchmarks.cases import flights as case
-from benchmarks.checkpoints import Checkpoint
 from benchmarks.datasets import FLIGHT_COLUMNS, Split, flights, load_flights
 from benchmarks.metrics import regression_scores
 from benchmarks.runs import Measured
 from benchmarks.suite import CASES, Preset
 from benchmarks.variational import VariationalTraining
 
-OPTIONS = case.Options(
-    rows=300,
-    steps=4,
-    max_epochs=1.0,
-    block_size=64,
-    num_probes=3,
-    subset_size=200,
-    num_subsets=1,
-    rank=20,
-)
+OPTIONS = case.Options(rows=300, steps=2, max_epochs=2.0, prediction_epochs=20.0, block_size=64, num_probes=3, rank=20)
 
 
 @pytest.fixture(scope="module")
@@ -70,80 +60,35 @@ def test_a_tenth_is_held_out_whatever_is_kept_for_training() -> None:
 
 
 def test_an_interrupted_run_goes_on_exactly(data: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = case.train(data, Checkpoint(tmp_path / "whole" / "ours.pt"), OPTIONS)
-
-    checkpoint, step, taken = Checkpoint(tmp_path / "parts" / "ours.pt"), torch.optim.Adam.step, []
-
-    def interrupted(optimizer: torch.optim.Adam) -> None:
-        taken.append(optimizer)
-        if len(taken) == 3:
-            raise KeyboardInterrupt
-        step(optimizer)
-
-    monkeypatch.setattr(torch.optim.Adam, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        case.train(data, checkpoint, OPTIONS)
-    monkeypatch.undo()
-    resumed = case.train(data, checkpoint, OPTIONS)
-    assert len(resumed.steps) == len(whole.steps) == 5
-    for ours, theirs in zip(resumed.mll.model.parameters(), whole.mll.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    measured = {"seconds", "peak_memory_mb"}
-    for ours, theirs in zip(resumed.steps, whole.steps, strict=True):
-        assert {k: v for k, v in ours.items() if k not in measured} == {
-            k: v for k, v in theirs.items() if k not in measured
-        }
-    assert resumed.seconds == pytest.approx(sum(record["seconds"] for record in resumed.steps))
-    assert len(checkpoint.path.with_suffix(".log").read_text().splitlines()) == 5
-
-
-def test_saved_steps_are_those_of_the_same_options(data: Split, tmp_path: Path) -> None:
-    checkpoint = Checkpoint(tmp_path / "ours.pt")
-    one_step = replace(OPTIONS, steps=1)
-    first = case.train(data, checkpoint, one_step)
-    assert first.steps[1]["status"] == "BUDGET_EXHAUSTED"
-    assert first.steps[1]["epochs"] <= 1
-    assert case.train(data, checkpoint, one_step).steps == first.steps
-    assert case.train(data, checkpoint, replace(OPTIONS, steps=2)).steps[:2] == first.steps
-    with pytest.raises(ValueError, match="of a run with another max_epochs, rate: remove"):
-        case.train(data, checkpoint, replace(one_step, max_epochs=100.0, rate=0.2))
-    other = case.train(data, Checkpoint(tmp_path / "other.pt"), replace(one_step, max_epochs=100.0))
-    assert other.steps[1]["status"] == "CONVERGED"
+    monkeypatch.setattr(case, "load_flights", lambda rows: {300: data}[rows])
+    options = asdict(OPTIONS)
+    whole = case.ours(folder=str(tmp_path / "whole"), keep_steps=True, **options)
+    assert [row["step"] for row in whole["history"]] == [1, 2]
+    assert whole["status"] == "BUDGET"
+    assert all(row["epochs"] <= 2 for row in whole["history"])
+    assert whole["seconds"] > sum(row["seconds"] for row in whole["history"])  # predictions are counted
+    parts = tmp_path / "parts"
+    first = case.ours(folder=str(parts), keep_steps=True, **options | {"steps": 1})
+    last = case.ours(folder=str(parts), keep_steps=False, **options)
+    assert last["history"][0] == first["history"][0]
+    assert len(last["history"]) == 2
+    assert len((parts / "fit.log").read_text().splitlines()) == 2
+    assert (tmp_path / "whole" / "fit.pt").exists()
+    assert not (parts / "fit.pt").exists()
+    with pytest.raises(ValueError, match="checkpoint= belongs to another fit"):
+        case.ours(folder=str(tmp_path / "whole"), keep_steps=True, **options | {"num_probes": 5})
 
 
 def test_ours_says_how_the_solve_for_predictions_ended(
     data: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(case, "load_flights", lambda rows: {300: data}[rows])
-    options = asdict(replace(OPTIONS, steps=1, max_epochs=20.0))
-    outcome = case.ours(folder=str(tmp_path), keep_steps=True, **options)
+    outcome = case.ours(folder=str(tmp_path), keep_steps=False, **asdict(OPTIONS))
     assert outcome["prediction"]["status"] == "CONVERGED"
-    assert outcome["prediction"]["residual_targets"] <= 0.01
+    assert outcome["prediction"]["residual"] <= 0.01
     assert outcome["training_rows"] == 300
     assert outcome["log_likelihood"] < 0
     json.dumps(outcome)
-    # Steps that are not kept are done again by the next run.
-    again = case.ours(folder=str(tmp_path), keep_steps=False, **options)
-    assert again["steps"] == outcome["steps"]
-    assert not (tmp_path / "ours.pt").exists()
-
-
-def test_a_fit_goes_on_where_it_was_interrupted(data: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(case, "load_flights", lambda rows: {300: data}[rows])
-    options = asdict(replace(OPTIONS, steps=2, max_epochs=20.0))
-    whole = case.fitted(folder=str(tmp_path / "whole"), keep_steps=True, **options)
-    assert whole["history"][-1]["step"] == 2
-    assert whole["status"] == "BUDGET"
-    assert whole["seconds"] > sum(row["seconds"] for row in whole["history"])  # the start is counted
-    parts = str(tmp_path / "parts")
-    first = case.fitted(folder=parts, keep_steps=True, **options | {"steps": 1})
-    last = case.fitted(folder=parts, keep_steps=False, **options)
-    assert last["history"][0] == first["history"][0]
-    assert [row["value"] for row in last["history"]] == [row["value"] for row in whole["history"]]
-    assert not list((tmp_path / "parts").glob("*.pt"))
-    with pytest.raises(ValueError, match="of a run with another num_probes: remove"):
-        case.fitted(folder=str(tmp_path / "whole"), keep_steps=True, **options | {"num_probes": 5})
-    json.dumps(whole)
 
 
 @pytest.fixture
@@ -193,19 +138,14 @@ def test_the_rival_takes_the_rate_that_is_best_on_held_out_rows(
 
 FIGURES = {"rmse": 0.9, "log_likelihood": -1.0, "seconds": 123.0, "seconds_prediction": 1.0, "peak_memory_mb": 5.0}
 FIGURES |= {"target_scale": 40.0, "training_rows": 500}
-STEPS = [
-    {"seconds": 1.0, "peak_memory_mb": 7.0},
-    {"seconds": 2.0, "peak_memory_mb": 6.0, "status": "BUDGET_EXHAUSTED", "epochs": 5.0, "residual_targets": 0.1}
-    | {"residual_probes": 0.2, "value": -1.25, "value_sem": 0.01},
-]
-ROW = {"step": 1, "seconds": 2.0, "epochs": 7.0, "value": -1.25, "value_sem": 0.01, "left_to_gain": 3.5, "noise": 0.1}
+ROW = {"step": 1, "seconds": 2.0, "epochs": 7.0, "value": -1.25, "value_sem": 0.01}
 FITTED = FIGURES | {"status": "BUDGET", "history": [ROW]}
 
 
 def test_the_rival_has_the_time_that_ours_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
-    answers = {"ours": FIGURES | {"steps": STEPS}, case.FIT: FITTED | {"seconds": 60.0}, "SVGP": FIGURES}
-    fails = {"ours", case.FIT, "SVGP"}
+    answers = {case.OURS: FITTED, "SVGP": FIGURES}
+    fails = {case.OURS, "SVGP"}
 
     def run_apart(_: str, name: str, **options: Any) -> dict[str, Any]:
         asked.append((name, options))
@@ -216,52 +156,39 @@ def test_the_rival_has_the_time_that_ours_took(tmp_path: Path, monkeypatch: pyte
     folder = tmp_path / "steps"
     arguments = ["flights", "--rows", "500", "--rates", "0.1", "--rates", "0.2", "--folder", str(folder)]
     assert CliRunner().invoke(app, arguments).exit_code == 1
-    fails.difference_update(("ours", case.FIT))
+    fails.remove(case.OURS)
     assert CliRunner().invoke(app, arguments).exit_code == 1
     fails.clear()
     last = CliRunner().invoke(app, arguments)
     assert last.exit_code == 0
     # Without ours there is no time for the rival, and what was done is not done again.
-    assert [name for name, _ in asked] == ["ours", case.FIT, "ours", case.FIT, "SVGP", "SVGP"]
-    asked = [run for run in asked if run[0] != case.FIT]
+    assert [name for name, _ in asked] == [case.OURS, case.OURS, "SVGP", "SVGP"]
     assert asked[1][1]["folder"] == str(folder / "flights_500")
     assert asked[1][1]["keep_steps"]
     assert asked[1][1]["rows"] == asked[3][1]["rows"] == 500
     assert asked[3][1]["seconds"] == 123
     assert list(asked[3][1]["rates"]) == [0.1, 0.2]
     saved = json.loads((tmp_path / "flights.json").read_text())
-    assert [outcome["contender"] for outcome in saved["runs"].values()] == ["ours", case.FIT, "SVGP"]
+    assert [outcome["contender"] for outcome in saved["runs"].values()] == [case.OURS, "SVGP"]
     assert "500 flights" in last.output
 
 
 def test_tables_have_minutes_peaks_and_steps() -> None:
-    ours, fitted, rival = case.preset_runs(Preset.SMOKE)
-    found = [Measured(ours, FIGURES | {"steps": STEPS}), Measured(fitted, FITTED), Measured(rival, FIGURES)]
-    predictions, steps, history = case.tables(found)
+    ours, rival = case.preset_runs(Preset.SMOKE)
+    found = [Measured(ours, FITTED), Measured(rival, FIGURES)]
+    predictions, history = case.tables(found)
     assert predictions.rows == [
-        ["ours", "0.9000", "36.00", "-1.0000", "123", "1", "7"],
-        [case.FIT, "0.9000", "36.00", "-1.0000", "123", "1", "5"],
+        [case.OURS, "0.9000", "36.00", "-1.0000", "123", "1", "5"],
         ["SVGP", "0.9000", "36.00", "-1.0000", "123", "1", "5"],
     ]
-    assert steps.rows == [
-        ["0", "1", "7", *[""] * 6],
-        ["1", "2", "6", "budget exhausted", "5.00", "0.100", "0.200", "-1.2500", "0.01"],
-    ]
-    assert history.rows == [["1", "2", "7.00", "-1.2500", "0.01", "3.5", "0.1"]]
-    for table in (steps, history):
-        assert {len(row) for row in table.rows} == {len(table.columns)}
+    assert history.rows == [["1", "2", "7.00", "-1.2500", "0.01"]]
+    assert len(history.rows[0]) == len(history.columns)
     assert case.tables([]) == []
 
 
 def test_the_presets_are_a_few_hundred_flights_or_all() -> None:
     assert CASES["flights"].runs(Preset.QUICK) == []
     for preset, rows in ((Preset.SMOKE, 400), (Preset.PAPER, None)):
-        ours, fitted, rival = CASES["flights"].runs(preset)
-        assert fitted.options == ours.options | {"steps": case.FIT_STEPS}
+        ours, rival = CASES["flights"].runs(preset)
         assert (ours.options["rows"], rival.options["rows"], rival.same_time_as) == (rows, rows, ours)
         assert not ours.piece["keep_steps"]
-    assert {name: ours.options[name] for name in ("steps", "max_epochs", "num_probes")} == {
-        "steps": 10,
-        "max_epochs": 5.0,
-        "num_probes": 16,
-    }
