@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 RADIUS = 2.0
 #: Diagonal term of A per datum: bounds steps of undetermined coordinates.
 RIDGE = 1e-6
-#: Damping relative to the diagonal of A: initial, and minimum after a poor or undone step.
+#: Damping relative to the diagonal of A: largest initial, and minimum after a poor or undone step.
 FIRST_DAMPING, POOR_DAMPING = 1.0, 1e-2
 #: Gained part of the prediction for a step to be kept, good, and very good.
 LEAST_GAIN, GOOD_GAIN, VERY_GOOD_GAIN = 0.1, 0.5, 0.75
@@ -138,7 +138,10 @@ class AverageInformation:
 
     def _stepped(self, point: Point, found: Assessment, undo: Callable[[], None]) -> Step | None:
         start, epochs, matrix = time.perf_counter(), 0.0, found.matrix
-        if self._last is not None and found.left < NEAR:
+        if self._last is None:
+            # Far from the optimum A does not describe the value: undamped first steps lead to other optima.
+            self._damping = min(self._damping, found.left / point.evaluation.num_data)
+        elif found.left < NEAR:
             matrix = self._last.seen_in(matrix)
         for trial in range(1, MAX_TRIALS + 1):
             move = self._move(point, found, matrix)

@@ -38,9 +38,9 @@ def test_a_step_is_that_of_the_dense_formulas() -> None:
         gradient[entry] = (values[0] - values[1]) / (2 * step)
     coordinates.write(start)
     ridge = RIDGE * 150 * torch.eye(len(start), dtype=torch.float64)
-    move = torch.linalg.solve(matrix + FIRST_DAMPING * matrix.diagonal().diag() + ridge, gradient).clamp(
-        -RADIUS, RADIUS
-    )
+    left = float(gradient @ torch.linalg.solve(matrix + ridge, gradient)) / 2
+    damping = min(left / 150, FIRST_DAMPING) * matrix.diagonal().diag()
+    move = torch.linalg.solve(matrix + damping + ridge, gradient).clamp(-RADIUS, RADIUS)
     made = optimiser.step()
     assert made is not None
     assert made.trials == 1
