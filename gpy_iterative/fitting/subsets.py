@@ -27,12 +27,14 @@ logger = logging.getLogger(__name__)
 
 #: A subset's fit ends below this many nats left, or after this many steps: it is only a start.
 LEFT, MAX_STEPS = 0.5, 15
+#: Default rows of a subset, and of one of many data, whose steps take minutes: the start then costs little beside a step.
+SUBSET_SIZE, LARGE_SUBSET_SIZE, MANY_DATA = 1_000, 3_000, 100_000
 
 
 def initialize_from_subsets(
     model: ExactGP,
     likelihood: Likelihood,
-    subset_size: int = 1000,
+    subset_size: int | None = None,
     num_subsets: int = 5,
     generator: torch.Generator | int | None = None,
     *,
@@ -48,7 +50,8 @@ def initialize_from_subsets(
     Args:
         model: with training data; inputs [n, d], targets [*b, n] or [n, T].
         likelihood: Gaussian.
-        subset_size: rows per subset, at most n. Up to 3,000, steps are exact (n^3), else iterative.
+        subset_size: rows per subset, at most n. None is 1,000, or 3,000 from 100,000 data on. Up to 3,000, steps are exact
+            (n^3), else iterative.
         num_subsets: number of subsets.
         generator: draws the subsets; a generator or a seed, None is seed 0.
         progress: as in `gpy_iterative.fit`.
@@ -66,16 +69,19 @@ def initialize_from_subsets(
         >>> likelihood.noise.item() < 0.7  # it began at 0.69
         True
     """
-    check_count("subset_size", subset_size)
+    if subset_size is not None:
+        check_count("subset_size", subset_size)
     check_count("num_subsets", num_subsets)
     check_progress(progress)
     check_subsets(model, likelihood)
     columns, generator = _standardised_columns(model), make_generator(0 if generator is None else generator)
+    if subset_size is None:
+        subset_size = SUBSET_SIZE if len(columns) < MANY_DATA else LARGE_SUBSET_SIZE
     coordinates = Coordinates(HutchinsonMarginalLogLikelihood(likelihood, model))
     optimum, optima, information = coordinates.read(), [], []
     with reporting(progress, "subsets", "subsets", num_subsets) as tell:
         for done in range(num_subsets):
-            rows = _near_and_far(columns, min(subset_size, columns.shape[0]), generator)
+            rows = _near_and_far(columns, min(subset_size, len(columns)), generator)
             subset = _of_rows(model, likelihood, rows, optimum)
             optimum, matrix, value = _climbed(subset, generator)
             optima.append(optimum)

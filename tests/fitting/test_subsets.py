@@ -40,6 +40,17 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor, Tensor]
     return recorded
 
 
+@pytest.mark.parametrize(("many", "size"), [(61, 20), (60, 30)])
+def test_subsets_of_many_data_are_larger(
+    many: int, size: int, found: list[tuple[Tensor, Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("SUBSET_SIZE", 20), ("LARGE_SUBSET_SIZE", 30), ("MANY_DATA", many)):
+        monkeypatch.setattr(subsets, name, value)
+    case = regression(kernels.MaternKernel(), 60)
+    initialize_from_subsets(case.model, case.likelihood, num_subsets=1)
+    assert len(found[0][0]) == size
+
+
 def test_a_subset_of_all_is_the_fit_to_all() -> None:
     case, other = CASES["matern-3/2"](), CASES["matern-3/2"]()
     gpi.fit(HutchinsonMarginalLogLikelihood(other.likelihood, other.model), progress=False)
