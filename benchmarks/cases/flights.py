@@ -4,6 +4,7 @@ Ours is one call of `gpi.fit` with a budget of epochs and steps, from hyperparam
 kernel and the same wall-clock time.
 """
 
+import json
 import time
 import warnings
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ from gpy_iterative.linear_operators import KernelProducts
 CASE, OURS = "flights", "gpi.fit"
 #: Where every step is saved.
 FOLDER = Path("out") / "flights"
+#: Options that saved steps do not depend on.
+NOT_OF_TRAINING = ("steps", "prediction_epochs", "rank")
 #: The share of the training rows that the rival's rates are compared on, and of its time that each rate gets for it.
 VALIDATION_SHARE, SEARCH_SHARE = 0.1, 0.1
 
@@ -61,11 +64,13 @@ class RivalOptions:
 def ours(*, folder: str, keep_steps: bool, **given: Any) -> Outcome:
     """Start, steps and predictions; every step is saved in the folder, and printed there in fit.log.
 
-    The file is removed in the end unless it is kept: for more steps, or for other predictions. A run with other options
-    needs a folder of its own.
+    The steps are removed in the end unless they are kept: for more of them, or for other predictions. Raises ValueError
+    for a folder with steps of other options.
     """
     options, checkpoint = Options(**given), Path(folder) / "fit.pt"
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    budget = checkpoint.with_name("options.json")
+    check_options(budget, options)
     data = load_flights(rows=options.rows)
     model = MaternRegression(data)
     # Projections get furthest in few epochs, however large the matrix. Conjugate gradients would need a preconditioner
@@ -100,6 +105,7 @@ def ours(*, folder: str, keep_steps: bool, **given: Any) -> Outcome:
     predicted = time.perf_counter() - start
     if not keep_steps:
         checkpoint.unlink()
+        budget.unlink()
     return {
         "rmse": rmse,
         "log_likelihood": log_likelihood,
@@ -111,6 +117,21 @@ def ours(*, folder: str, keep_steps: bool, **given: Any) -> Outcome:
         "status": result.status.name,
         "history": [asdict(row) for row in result.history],
     }
+
+
+def check_options(path: Path, options: Options) -> None:
+    """Keeps the options of saved steps; raises ValueError where there are steps of others, which may have taken hours.
+
+    A checkpoint of `gpi.fit` does not know them: another budget may go on from it.
+    """
+    own = {name: value for name, value in asdict(options).items() if name not in NOT_OF_TRAINING}
+    found = json.loads(path.read_text()) if path.exists() else own
+    different = [name for name, value in own.items() if value != found[name]]
+    if different:
+        raise ValueError(
+            f"{path.parent} is of a run with another {', '.join(different)}: remove it, or name another folder."
+        )
+    path.write_text(json.dumps(own))
 
 
 def train_rival(

@@ -71,12 +71,14 @@ def test_an_interrupted_run_goes_on_exactly(data: Split, tmp_path: Path, monkeyp
     first = case.ours(folder=str(parts), keep_steps=True, **options | {"steps": 1})
     last = case.ours(folder=str(parts), keep_steps=False, **options)
     assert last["history"][0] == first["history"][0]
-    assert len(last["history"]) == 2
+    assert [row["value"] for row in last["history"]] == [row["value"] for row in whole["history"]]
+    assert last["rmse"] == whole["rmse"]
     assert len((parts / "fit.log").read_text().splitlines()) == 2
     assert (tmp_path / "whole" / "fit.pt").exists()
     assert not (parts / "fit.pt").exists()
-    with pytest.raises(ValueError, match="checkpoint= belongs to another fit"):
-        case.ours(folder=str(tmp_path / "whole"), keep_steps=True, **options | {"num_probes": 5})
+    assert not (parts / "options.json").exists()
+    with pytest.raises(ValueError, match="of a run with another max_epochs, num_probes: remove"):
+        case.ours(folder=str(tmp_path / "whole"), keep_steps=True, **options | {"num_probes": 5, "max_epochs": 3.0})
 
 
 def test_ours_says_how_the_solve_for_predictions_ended(
@@ -192,3 +194,8 @@ def test_the_presets_are_a_few_hundred_flights_or_all() -> None:
         ours, rival = CASES["flights"].runs(preset)
         assert (ours.options["rows"], rival.options["rows"], rival.same_time_as) == (rows, rows, ours)
         assert not ours.piece["keep_steps"]
+    assert {name: ours.options[name] for name in ("steps", "max_epochs", "num_probes")} == {
+        "steps": 1,
+        "max_epochs": 3.0,
+        "num_probes": 8,
+    }
