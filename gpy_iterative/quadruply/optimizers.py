@@ -19,6 +19,8 @@ MAX_HALVINGS = 50
 NOISE_RATE, MOST_LOG_CHANGE = 0.1, 1.0
 #: Relative distance between the noise and the bounds of its constraint, where raw values are infinite.
 MARGIN = 1e-3
+#: Default rate of hyperparameters: with a head alone, and with features whose bound biases them.
+HYPER_RATE, BIASED_HYPER_RATE = 0.05, 1e-5
 
 
 class _Optimizer(torch.optim.Optimizer):
@@ -146,7 +148,8 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         num_steps: of the training.
         head_learning_rate: of `HeadNaturalGradient`.
         learning_rate: of Adagrad.
-        hyper_learning_rate: of Adam; 0 fixes hyperparameters.
+        hyper_learning_rate: of Adam; 0 fixes hyperparameters. None is .05 with a head alone, else 1e-5: random features
+            bias the bound's hyperparameters.
         final_fraction: last rate over first rate.
         num_frozen_steps: steps before hyperparameters move; None is a tenth.
 
@@ -167,7 +170,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         num_steps: int,
         head_learning_rate: float = 0.5,
         learning_rate: float = 0.1,
-        hyper_learning_rate: float = 1e-5,
+        hyper_learning_rate: float | None = None,
         final_fraction: float = 1e-2,
         num_frozen_steps: int | None = None,
     ) -> None:
@@ -177,6 +180,10 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         check_count("num_steps", num_steps)
         check_rate("learning_rate", learning_rate)
         check_rate("final_fraction", final_fraction)
+        has_own_head = model.basis.num_head_features > 0
+        if hyper_learning_rate is None:
+            is_head_alone = has_own_head and not model.num_tail_groups
+            hyper_learning_rate = HYPER_RATE if is_head_alone else BIASED_HYPER_RATE
         check_fraction("hyper_learning_rate", hyper_learning_rate, ends=True)
         frozen = num_steps // 10 if num_frozen_steps is None else num_frozen_steps
         if not 0 <= frozen <= num_steps:
@@ -184,7 +191,6 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         check_count("num_data", num_data)
         optimizers: list[torch.optim.Optimizer] = []
         own = [] if likelihood is None else list(likelihood.parameters())
-        has_own_head = model.basis.num_head_features > 0
         sampled = [*_other_weights(model.weights, has_own_head), *model.basis.sampled_parameters()]
         if has_own_head:
             optimizers.append(HeadNaturalGradient(model.weights, num_data=num_data, lr=head_learning_rate))
@@ -244,7 +250,7 @@ class QuadruplyStochasticOptimizer(_Optimizer):
         return {"run": self._description(), "optimizers": states, "num_done": self.num_done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError for the state of another run, and changes nothing."""
+        """Raises ValueError for the state of another run, and changes nothing. Another number of steps goes on."""
         if not isinstance(state_dict, Mapping) or state_dict.keys() != self.state_dict().keys():
             raise ValueError(
                 "This is no state of a QuadruplyStochasticOptimizer of this version: take it from state_dict()."
@@ -270,7 +276,8 @@ class QuadruplyStochasticOptimizer(_Optimizer):
             [type(optimizer).__name__, [list(p.shape) for group in optimizer.param_groups for p in group["params"]]]
             for optimizer in self.optimizers
         ]
-        return {"optimisers and shapes": shapes, **self.options}
+        # The schedule may change: a longer training goes on from a shorter one.
+        return {"optimisers and shapes": shapes, "num_data": self.options["num_data"]}
 
 
 def _other_weights(weights: FeatureWeights, has_own_head: bool) -> Iterator[Tensor]:

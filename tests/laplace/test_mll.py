@@ -13,11 +13,12 @@ import gpy_iterative as gpi
 from gpy_iterative.errors import ConvergenceWarning, NonFiniteError
 from gpy_iterative.laplace.elbo import subspace_bound
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
+from gpy_iterative.laplace.prediction.fit import observed_data
 from gpy_iterative.linear_operators import KernelProducts, latent_prior
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.mlls import LaplaceMarginalLogLikelihood
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton, SolveStatus
-from tests.laplace.cases import LIKELIHOODS, Case, case
+from tests.laplace.cases import LIKELIHOODS, Case, LaplaceModel, case
 from tests.monte_carlo import assert_mean_within
 
 #: Likelihoods whose latent functions also come with a shared kernel, correlated, or as a multitask prior.
@@ -418,6 +419,47 @@ def test_masked_points_are_dropped() -> None:
     expected = smaller.model.eval()(problem.x[:4])
     torch.testing.assert_close(prediction.mean, expected.mean)
     torch.testing.assert_close(prediction.variance, expected.variance)
+
+
+def test_rows_that_are_missing_in_part_are_refused() -> None:
+    """Dropping them whole would lose values without a word."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(12, 1, generator=generator, dtype=torch.float64)
+    y = torch.cat([torch.sin(6 * x), torch.cos(6 * x)], dim=-1)
+    likelihood = gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=2).double()
+    mean = gpytorch.means.MultitaskMean(gpytorch.means.ZeroMean(), num_tasks=2)
+    kernel = gpytorch.kernels.MultitaskKernel(gpytorch.kernels.RBFKernel(), num_tasks=2).double()
+    prior = gpytorch.distributions.MultitaskMultivariateNormal(mean(x), kernel(x))
+    targets = y.clone()
+    targets[4] = torch.nan
+    with gpytorch.settings.observation_nan_policy("mask"):
+        observed, *_ = observed_data(targets, ())
+        assert observed is not None
+        assert (~observed).nonzero().tolist() == [[4]]
+        targets[7, 1] = torch.nan
+        model = LaplaceModel(x, y, likelihood)
+        with pytest.raises(ValueError, match="Row 7 of the targets is missing in part"):
+            LaplaceMarginalLogLikelihood(likelihood, model)(prior, targets)
+
+
+def test_arguments_that_would_be_ignored_are_refused() -> None:
+    problem = case("poisson-log", n=8)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model)
+    with pytest.raises(ValueError, match="takes no arguments, and would ignore"):
+        mll(problem.model(problem.x), problem.y, torch.ones(8))
+
+
+def test_arguments_of_other_points_are_refused() -> None:
+    class Exposed(gpi.likelihoods.PoissonLogLikelihood):
+        def forward(self, function_samples: torch.Tensor, *params: torch.Tensor) -> torch.distributions.Poisson:
+            return torch.distributions.Poisson(params[0] * function_samples.exp())
+
+    problem, likelihood = case("poisson-log", n=8), Exposed()
+    problem.model.likelihood = likelihood
+    mll = LaplaceMarginalLogLikelihood(likelihood, problem.model)
+    for params, shapes in ((torch.ones(5),), r"1 arguments \(\(5,\)\)"), ((), r"0 arguments \(\)"):
+        with pytest.raises(ValueError, match=rf"Exposed.forward fails at 8 points with {shapes}"):
+            mll(problem.model(problem.x), problem.y, *params)
 
 
 def test_a_bound_that_failed_draws_again(monkeypatch: pytest.MonkeyPatch) -> None:

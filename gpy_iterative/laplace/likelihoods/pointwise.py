@@ -79,6 +79,7 @@ class PointwiseLikelihood:
         self.likelihood, self.num_latents, self.params = likelihood, num_latents, tuple(params)
         # Unregistered: only the log density is known.
         self._form = form_of(likelihood) or LikelihoodForm(self._generic_log_prob, target_per_latent=None)
+        self._check_params()
         self._check_latents()
         self._check_targets(targets)
         with torch.inference_mode(False):  # autograd saves them
@@ -217,7 +218,14 @@ class PointwiseLikelihood:
 
     def _generic_log_prob(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
         latents = f.squeeze(-1) if self.num_latents == 1 else f
-        distribution = likelihood(latents, *self.params)
+        try:
+            distribution = likelihood(latents, *self.params)
+        except (IndexError, RuntimeError, TypeError) as error:
+            shapes = ", ".join(str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in self.params)
+            raise ValueError(
+                f"{self.name}.forward fails at {len(f)} points with {len(self.params)} arguments ({shapes}): pass those of "
+                f"these points, as in mll(prior, y, *params) or params=. {error}"
+            ) from error
         if not isinstance(distribution, Distribution):
             raise TypeError(
                 f"{self.name}.forward must return a torch.distributions.Distribution, got {type(distribution).__name__}."
@@ -263,12 +271,23 @@ class PointwiseLikelihood:
 
     # Checks
 
+    def _check_params(self) -> None:
+        if any(isinstance(each, Tensor) for each in self.params) and form_of(self.likelihood) is not None:
+            raise ValueError(
+                f"{self.name} takes no arguments, and would ignore those that were passed: make them part of the mean (the "
+                "logarithm of an exposure), or write a likelihood whose forward takes them."
+            )
+
     def _check_latents(self) -> None:
         expected = None if self._form.num_latents is None else self._form.num_latents(self.likelihood)
         if expected is not None and expected != self.num_latents:
             raise ValueError(
                 f"{self.name} needs {expected} latent function{'s' * (expected > 1)}, the model has {self.num_latents}: "
-                "give the prior that many (a batch of kernels and means, or a MultitaskMultivariateNormal)."
+                + (
+                    "give the prior that many (a batch of kernels and means, or a MultitaskMultivariateNormal)."
+                    if expected > 1
+                    else "for several outputs write a likelihood whose forward returns an Independent distribution."
+                )
             )
 
     def _check_targets(self, targets: Tensor) -> None:

@@ -79,14 +79,22 @@ def refine(
 def observed_data(targets: Tensor, params: Sequence[Any]) -> tuple[Tensor | None, Tensor, tuple[Any, ...]]:
     """Which points have targets, [n] bool (None: all), and their targets and likelihood arguments.
 
-    Points without a target need GPyTorch's `observation_nan_policy` "mask".
+    Points without a target need GPyTorch's `observation_nan_policy` "mask". Raises ValueError for a row of several targets
+    with some missing.
     """
     policy = gpytorch.settings.observation_nan_policy.value()
     if policy == "fill":
         raise ValueError("observation_nan_policy('fill') has no meaning here; use 'mask', which drops the points.")
     if policy == "ignore" or not targets.is_floating_point():
         return None, targets, tuple(params)
-    observed = ~torch.isnan(targets.unsqueeze(-1)).flatten(1).any(-1)
+    missing = torch.isnan(targets.unsqueeze(-1)).flatten(1)
+    observed = ~missing.any(-1)
+    partial = missing.any(-1) & ~missing.all(-1)
+    if partial.any():
+        raise ValueError(
+            f"Row {int(partial.nonzero()[0])} of the targets is missing in part, and Laplace's method drops whole rows: "
+            "make all of it NaN, or for a Gaussian likelihood take HutchinsonMarginalLogLikelihood, which drops values."
+        )
     if observed.all():
         return None, targets, tuple(params)
     has_rows = lambda value: isinstance(value, Tensor) and value.shape[:1] == observed.shape
