@@ -1,7 +1,7 @@
 """A million observations of a field over the plane: hyperparameters, predictions with their uncertainty, and a map.
 
-    python examples/million_rows.py                 # an hour on two cores, 10 GB
-    python examples/million_rows.py --rows 20000    # half a minute
+    python examples/million_rows.py                 # 45 minutes to an hour on two cores, 10 GB
+    python examples/million_rows.py --rows 20000    # a minute
 
 Replace `observations` by your own data: inputs [n, 2] or [n, 3] and targets [n], about standardised, in float32.
 """

@@ -36,6 +36,10 @@ class NotPositiveDefiniteError(NotPSDError):
     """A matrix is not positive definite, even after the jitter ladder."""
 
 
+class CheckpointError(ValueError):
+    """The file belongs to another fit, or is no checkpoint of this version; nothing was changed."""
+
+
 class SpectralDensityMissingError(RuntimeError):
     """A kernel without registered spectral density has no random features."""
 

@@ -19,7 +19,7 @@ def parser(fit: Callable[..., None], predict: Callable[..., None]) -> argparse.A
     add("--output", type=Path, metavar="FILE", help="of the model; by default TABLE.gpi.pt")
     add("--drop", nargs="+", default=(), metavar="COLUMN", help="columns to leave out")
     add("--drop-incomplete", action="store_true", help="leave out rows with missing values")
-    add("--seed", type=int, default=0, help="for the choice of the held-out tenth (0)")
+    add("--seed", type=int, default=0, metavar="N", help="for the choice of the held-out tenth (0)")
     add("--max-steps", type=int, metavar="N", help="of the fit, which stops by itself (30)")
     add("--double", action="store_true", help="float64 beyond 20,000 rows, too: slower, for data with little noise")
     add("--checkpoint", type=Path, metavar="FILE", help="written after each step; the same command goes on from it")

@@ -1,6 +1,7 @@
 """Numeric columns: numbers, ISO dates in days, a 0-1 input per level of a category."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,11 @@ MISSING = frozenset({"", "na", "n/a", "#n/a", "<na>", "nan", "null", "none"})
 EMPTY = "(empty)"
 #: Most levels of a category.
 MAX_LEVELS = 20
+#: Advice for cells in common foreign forms.
+HINTS = {
+    r"[+-]?\d+,\d+": " Numbers need a decimal point.",
+    r"\d+([./])\d+\1\d+( .*)?": " Dates need the form 2019-05-25.",
+}
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -54,7 +60,7 @@ class Column:
     @classmethod
     def of(cls, name: str, cells: Sequence[str]) -> "Column":
         """The first kind that fits all cells. Raises BadInputError for more than `MAX_LEVELS` levels."""
-        strange = {kind: _first_strange(cells, parse) for kind, parse in PARSERS.items()}
+        strange = {kind: first_strange(cells, parse) for kind, parse in PARSERS.items()}
         for kind, row in strange.items():
             if row is None:
                 return cls(name, kind)
@@ -64,6 +70,7 @@ class Column:
             raise BadInputError(
                 f"Column {name!r} has {cells[row]!r} in row {row + 1}, neither a number nor an ISO date, and "
                 f"{len(levels)} different texts, {MAX_LEVELS} at most for categories: correct it, or leave it out (--drop)."
+                f"{hint(cells[row])}"
             )
         return cls(name, "category", levels)
 
@@ -84,10 +91,11 @@ class Column:
         if self.kind == "category":
             self._check_levels(cells)
             return np.array([[float(cell == level) for level in self._input_levels] for cell in cells])
-        row = _first_strange(cells, PARSERS[self.kind])
+        row = first_strange(cells, PARSERS[self.kind])
         if row is not None:
             raise BadInputError(
                 f"Column {self.name!r} has {cells[row]!r} in row {row + 1}, which is no {self.kind}: correct it."
+                f"{hint(cells[row])}"
             )
         return np.array([[PARSERS[self.kind](cell)] for cell in cells])
 
@@ -101,7 +109,13 @@ class Column:
                 )
 
 
-def _first_strange(cells: Sequence[str], parse: Callable[[str], float]) -> int | None:
+def hint(cell: str) -> str:
+    """Advice for a decimal comma or a date in another form, else nothing."""
+    return next((advice for form, advice in HINTS.items() if re.fullmatch(form, cell)), "")
+
+
+def first_strange(cells: Sequence[str], parse: Callable[[str], float]) -> int | None:
+    """Number of the first cell that `parse` refuses."""
     for row, cell in enumerate(cells):
         try:
             parse(cell)

@@ -12,9 +12,9 @@ from torch import Tensor
 from gpy_iterative.command_line.arguments import parser
 from gpy_iterative.command_line.model import TableModel
 from gpy_iterative.command_line.report import check_plot, fit_lines, save_plot, score_lines
-from gpy_iterative.command_line.table import BadInputError, read_table, write_table
+from gpy_iterative.command_line.table import BadInputError, counted_rows, read_table, write_table
 from gpy_iterative.command_line.training_data import TrainingData, read_training_data
-from gpy_iterative.errors import NonFiniteError, NotPositiveDefiniteError
+from gpy_iterative.errors import CheckpointError, NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.fitting import FitResult
 from gpy_iterative.fitting.fit import fit
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
@@ -27,7 +27,7 @@ ROWS_OF_CHEAP_STEPS = 20_000
 def main(words: Sequence[str] | None = None) -> int:
     """Runs a command line; None is that of the process.
 
-    Returns the exit code: 2, with one sentence on stderr, for bad input. For help, version and unknown options argparse
+    Returns the exit code: 2, with one line on stderr, for bad input. For help, version and unknown options argparse
     ends the process.
     """
     arguments = vars(parser(fit_table, predict_table).parse_args(words))
@@ -100,6 +100,11 @@ def fitted(mll: HutchinsonMarginalLogLikelihood, max_steps: int | None, checkpoi
     is_large = len(mll.model.train_targets) > ROWS_OF_CHEAP_STEPS
     try:
         return fit(mll, start="subsets" if is_large else "current", max_steps=max_steps, checkpoint=checkpoint)
+    except CheckpointError as error:
+        raise BadInputError(
+            f"{checkpoint} is no checkpoint of a fit with these data, columns and options: give another --checkpoint, or "
+            "remove it."
+        ) from error
     except (ValueError, NonFiniteError, NotPositiveDefiniteError) as error:
         raise BadInputError(str(error)) from error
 
@@ -122,8 +127,9 @@ def predict_table(model: Path, table: Path, output: Path | None) -> None:
         predictions[:, complete] = torch.stack(loaded.predict(posterior, x[complete]))
     shown = [["" if number != number else f"{number:.9g}" for number in numbers] for numbers in predictions.tolist()]
     write_table(output, cells | dict(zip(added, shown, strict=True)))
-    gaps = "" if complete.all() else f"; {int((~complete).sum())} others have missing values, and no prediction"
-    print(f"Saved {output}: {int(complete.sum())} rows{gaps}.")
+    without = int((~complete).sum())
+    gaps = f"; no prediction for {counted_rows(without)} with missing values" if without else ""
+    print(f"Saved {output}: {counted_rows(len(x) - without)}{gaps}.")
 
 
 def beside(table: Path, suffix: str) -> Path:

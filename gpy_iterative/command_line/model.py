@@ -137,5 +137,8 @@ def _load(path: Path) -> dict[str, Any]:
     except Exception:  # whatever torch.load raises on a foreign file
         saved = None
     if not isinstance(saved, dict) or saved.get("format") != FORMAT or "target_units" not in saved:
-        raise BadInputError(f"{path} is no model that the command fit of this version has saved: run fit again.")
+        raise BadInputError(
+            f"{path} is no model that the command fit of this version has saved: run fit again. "
+            "The model comes first, then the table."
+        )
     return saved

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from gpy_iterative.command_line.model import TableModel
 from gpy_iterative.command_line.table import BadInputError
-from gpy_iterative.fitting import Estimated, FitResult
+from gpy_iterative.fitting import Estimated, FitResult, FitStatus
 from gpy_iterative.fitting.plot import new_figure
 
 #: Half of a 95 % interval, in standard deviations.
 WIDTH = 1.96
+#: Advice by the command's own options.
+OUT_OF_STEPS = (
+    "The steps ran out, or the fit was interrupted: raise --max-steps; with --checkpoint the command goes on from here."
+)
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -52,9 +56,10 @@ def fit_lines(model: TableModel, result: FitResult) -> list[str]:
         if each.name in result.irrelevant and each.value > 1
     }
     unused = [column.name for column in model.columns if useless.issuperset(column.inputs)]
+    advice = OUT_OF_STEPS if result.status is FitStatus.BUDGET else result.status.advice
     unknown = ", not determined by the data" if result.has_standard_errors else ""
     return [
-        f"{result.status.name}, {result.steps} steps, {result.seconds:.1f} s: {result.status.advice}",
+        f"{result.status.name}, {result.steps} steps, {result.seconds:.1f} s: {advice}",
         *([f"Trained by Adam, without standard errors: {result.reason}"] if result.method == "adam" else []),
         "Hyperparameters, in the table's units",
         *(_in_words(each, *row, unknown) for each, row in zip(result.hyperparameters, rows, strict=True)),

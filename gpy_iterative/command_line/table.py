@@ -11,7 +11,7 @@ Table = dict[str, Sequence[str]]
 
 
 class BadInputError(ValueError):
-    """Unusable input; the message is one sentence for the user."""
+    """Unusable input; the message is one line for the user."""
 
 
 def read_table(path: Path, needed: Iterable[str]) -> Table:
@@ -50,11 +50,17 @@ def _read_lines(path: Path) -> list[list[str]]:
             found = [[cell.strip() for cell in line] for line in lines if line]
     except OSError as error:
         raise BadInputError(f"{path} cannot be read: {error.strerror}.") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise BadInputError(f"{path} is no CSV file in UTF-8: {error}.") from error
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"{path} is not UTF-8: save it as UTF-8.") from error
+    except csv.Error as error:
+        raise BadInputError(f"{path} is no CSV file: {error}.") from error
     if not found:
         raise BadInputError(f"{path} is empty: it needs a line of column names.")
     return found
+
+
+def counted_rows(count: int) -> str:
+    return f"{count} row" if count == 1 else f"{count} rows"
 
 
 def write_table(path: Path, table: Table) -> None:

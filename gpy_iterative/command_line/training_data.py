@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpy_iterative.command_line.columns import Column
-from gpy_iterative.command_line.table import BadInputError, Table, read_table
+from gpy_iterative.command_line.columns import PARSERS, Column, first_strange, hint
+from gpy_iterative.command_line.table import BadInputError, Table, counted_rows, read_table
 
 #: Least rows for training and testing.
 LEAST_ROWS = 20
@@ -37,6 +37,7 @@ def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_
     if target in dropped:
         raise BadInputError(f"{target!r} is the target: it cannot be left out by --drop.")
     table = read_table(path, (target, *dropped))
+    _check_target(target, table[target])
     table = {name: table[name] for name in table if name not in dropped}
     values = _encoded(table, target)
     kept = _complete_rows(values, drop_incomplete)
@@ -52,6 +53,15 @@ def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_
     inputs = np.concatenate([values[column] for column in columns], axis=1)
     targets = values[Column(target, "number")][:, 0]
     return TrainingData(columns, torch.tensor(inputs), torch.tensor(targets), constant)
+
+
+def _check_target(name: str, cells: Sequence[str]) -> None:
+    row = first_strange(cells, PARSERS["number"])
+    if row is not None:
+        raise BadInputError(
+            f"Target {name!r} has texts ({cells[row]!r} in row {row + 1}), and fit learns numbers only: correct them."
+            f"{hint(cells[row]) or ' For labels see Classification in the documentation.'}"
+        )
 
 
 def _encoded(table: Table, target: str) -> dict[Column, np.ndarray]:
@@ -72,5 +82,6 @@ def _complete_rows(values: dict[Column, np.ndarray], drop_incomplete: bool) -> n
             f"or leave the rows out (--drop-incomplete keeps {len(kept)} of {len(has_gap)})."
         )
     if len(kept) < LEAST_ROWS:
-        raise BadInputError(f"{len(kept)} rows are too few to learn from: at least {LEAST_ROWS} are needed.")
+        few = f"{counted_rows(len(kept))} {'is' if len(kept) == 1 else 'are'} too few to learn from"
+        raise BadInputError(f"{few}: at least {LEAST_ROWS} are needed.")
     return kept

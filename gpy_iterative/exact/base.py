@@ -41,7 +41,7 @@ from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky
 from gpy_iterative.linear_solvers.default import EXACT_BELOW, default_solver
 from gpy_iterative.linear_solvers.logdet.lanczos import BracketPositions
-from gpy_iterative.linear_solvers.solution import SolveStatus, warn_of
+from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus, warn_of
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.training.report import MarginalLogLikelihoodReport
@@ -215,8 +215,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return StateDescription.of(self, self._options)
 
     def _warn_once(self, estimate: Estimate) -> None:
-        is_solved = estimate.status in (SolveStatus.CONVERGED, SolveStatus.TRUNCATED)
-        if not is_solved and estimate.status not in self._warned_of:
+        if estimate.status not in SOLVED and estimate.status not in self._warned_of:
             warn_of("The linear solve", estimate.status, estimate.stats, estimate.value.dtype)
             self._warned_of.add(estimate.status)
 

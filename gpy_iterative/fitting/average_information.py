@@ -31,9 +31,9 @@ from gpy_iterative.training.training_system import num_training_data
 
 logger = logging.getLogger(__name__)
 
-#: Largest move of a coordinate.
+#: Largest move of a coordinate without units.
 RADIUS = 2.0
-#: Diagonal term of A per datum: bounds steps of undetermined coordinates.
+#: Diagonal term of A per datum: bounds steps of undetermined coordinates. With units: relative to the diagonal.
 RIDGE = 1e-6
 #: Damping relative to the diagonal of A: largest initial, and minimum after a poor or undone step.
 FIRST_DAMPING, POOR_DAMPING = 1.0, 1e-2
@@ -196,6 +196,7 @@ class AverageInformation:
         return {
             "damping": damping,
             "num_probes": probes,
+            "given_probes": torch.tensor(self._given.probes.num_probes),
             "generator": self._generator.get_state(),
             **guess,
             **last,
@@ -207,6 +208,9 @@ class AverageInformation:
 
         Raises ValueError, without changes, for another mll.
         """
+        saved, given = int(state["given_probes"]), self._given.probes.num_probes
+        if saved != given:
+            raise ValueError(f"num_probes is {saved} in it and {given} here.")
         mll = self.mll.variant(num_probes=int(state["num_probes"]))
         mll.load_training_state(
             {name.removeprefix("mll."): tensor for name, tensor in state.items() if name.startswith("mll.")}
@@ -245,8 +249,13 @@ class AverageInformation:
         is_lowest, is_highest = self.coordinates.at_bounds(point.position)
         held = (is_lowest & (gradient < 0)) | (is_highest & (gradient > 0))
         diagonal = curvature.matrix.diagonal()
-        ridge = RIDGE * torch.where(curvature.linear, diagonal, torch.full_like(diagonal, point.evaluation.num_data))
-        found = Assessment(curvature, gradient, held, 0.0, 0.0, gradient.new_zeros(0, len(gradient)), ridge)
+        # The curvature of a typical coordinate; it gives those with units a scale.
+        typical = torch.full_like(diagonal, point.evaluation.num_data)
+        scale = torch.where(self.coordinates.has_units & (diagonal > 0), diagonal, typical)
+        # The value is quadratic in parameters of the mean.
+        radius = torch.where(curvature.linear, torch.inf, RADIUS * (typical / scale).sqrt())
+        no_samples = gradient.new_zeros(0, len(gradient))
+        found = Assessment(curvature, gradient, held, 0.0, 0.0, no_samples, RIDGE * scale, radius)
         left = found.energy(gradient.unsqueeze(0))
         samples = gradient_noise(point.evaluation, self.coordinates, 1 if left > FAR else NOISE_SAMPLES)
         if samples is None:
@@ -259,9 +268,7 @@ class AverageInformation:
         matrix = matrix + self._damping * torch.diag(found.curvature.matrix.diagonal())
         move = torch.zeros_like(point.position)
         move[free] = torch.linalg.solve(matrix[free][:, free], found.gradient[free])
-        # Parameters of the mean have the targets' units; the value is quadratic in them.
-        radius = torch.where(found.curvature.linear, torch.inf, RADIUS)
-        move = move.maximum(-radius).minimum(radius)
+        move = move.maximum(-found.radius).minimum(found.radius)
         return (point.position + move).clamp(self.coordinates.lower, self.coordinates.upper) - point.position
 
     def _tried(self, position: Tensor) -> Point | None:

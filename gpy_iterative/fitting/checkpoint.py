@@ -12,12 +12,13 @@ import torch
 from gpytorch.likelihoods.noise_models import FixedGaussianNoise
 from torch import Tensor
 
+from gpy_iterative.errors import CheckpointError
 from gpy_iterative.fitting.coordinates import free_parameters
 from gpy_iterative.fitting.result import HistoryRow
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 
 #: Raise it when older files become unreadable.
-FORMAT = 3
+FORMAT = 4
 #: Buffers that training does not change.
 _FIXED = ("active_dims", "lower_bound", "upper_bound")
 
@@ -51,7 +52,7 @@ def write_checkpoint(
         "method": method,
         "parts": described_parts(mll),
         "params": None if (given := LikelihoodParams.given(params, mll.model)) is None else given.to_bytes(),
-        "fixed_noise": fixed_noise(mll),
+        "untrained": untrained(mll),
         "parameters": {name: tensor.detach().clone() for name, tensor in mll.state_dict().items()},
         "state": dict(state),
         "history": [astuple(row) for row in history],
@@ -78,7 +79,7 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Reads and checks a checkpoint, without loading it into the mll.
 
-    Raises ValueError for other files, and for another method, model, fixed noise or `params`.
+    Raises CheckpointError for other files, and for another method, model, prior, fixed parameter, fixed noise or `params`.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -87,11 +88,11 @@ def read_checkpoint(
         found = Checkpoint(content["parameters"], content["state"], [HistoryRow(*row) for row in content["history"]])
         saved = None if content["params"] is None else LikelihoodParams.from_bytes(content["params"])
     except Exception as error:  # whatever torch.load raises
-        raise ValueError(
+        raise CheckpointError(
             f"{path} is no checkpoint of gpi.fit in this version: remove it, or give another checkpoint=."
         ) from error
     if content["method"] != method:
-        raise ValueError(
+        raise CheckpointError(
             f"{path} is the checkpoint of a fit by method={content['method']!r}, and this fit is by {method!r}: give "
             "another checkpoint=, or the same method=."
         )
@@ -99,23 +100,24 @@ def read_checkpoint(
     _check_same(path, content["parts"], described_parts(mll))
     _check_same(path, shapes(found.parameters), shapes(mll.state_dict()))
     _check_arguments(path, mll, saved, LikelihoodParams.given(params, mll.model))
-    _check_noise(path, content["fixed_noise"], fixed_noise(mll))
+    _check_untrained(path, content["untrained"], untrained(mll))
     return found
 
 
 def described_parts(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, str]:
     """Class and options of each module by name, and the names of trained parameters.
 
-    Options are numbers and strings among the attributes of GPyTorch's own classes, and all active dims and constraint
-    bounds. Attributes of user modules may change, such as call counters.
+    Options are numbers and strings among the attributes of GPyTorch's own classes, and all active dims, constraint bounds
+    and parameters of priors. Attributes of user modules may change, such as call counters.
     """
     trained = ", ".join(name for name, *_ in free_parameters(mll))
     return {name: _described(module) for name, module in mll.named_modules()} | {"trained parameters": trained}
 
 
-def fixed_noise(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, Tensor]:
-    """Fixed noise variances by module."""
-    return {name: part.noise for name, part in mll.named_modules() if isinstance(part, FixedGaussianNoise)}
+def untrained(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, Tensor]:
+    """Fixed noise variances by module, and parameters without gradient by name."""
+    noise = {name: part.noise for name, part in mll.named_modules() if isinstance(part, FixedGaussianNoise)}
+    return noise | {name: part.detach().clone() for name, part in mll.named_parameters() if not part.requires_grad}
 
 
 def _described(module: torch.nn.Module) -> str:
@@ -123,6 +125,9 @@ def _described(module: torch.nn.Module) -> str:
     if kind.__module__.startswith("gpytorch."):
         own = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
     fixed = {name: buffer.tolist() for name, buffer in module.named_buffers(recurse=False) if name in _FIXED}
+    if isinstance(module, gpytorch.priors.Prior):
+        values = {name: getattr(module, name, None) for name in module.arg_constraints}
+        fixed |= {name: value.tolist() for name, value in values.items() if isinstance(value, Tensor)}
     options = sorted((own | fixed).items())
     shown = (f"{name}={value}" for name, value in options if name != "training" and not name.startswith("_"))
     return f"{kind.__name__}({', '.join(shown)})"
@@ -131,7 +136,7 @@ def _described(module: torch.nn.Module) -> str:
 def _check_same(path: Path, saved: Mapping[str, str], own: Mapping[str, str]) -> None:
     for name in {**own, **saved}:
         if saved.get(name) != own.get(name):
-            raise ValueError(
+            raise CheckpointError(
                 f"{path} is the checkpoint of another model: {name or 'the marginal log likelihood'} is "
                 f"{saved.get(name, 'missing')} in it and {own.get(name, 'missing')} here. Give another checkpoint=, or "
                 "fit that model."
@@ -143,16 +148,17 @@ def _check_arguments(path: Path, mll: Any, saved: LikelihoodParams | None, given
     if saved is not None and inputs:
         saved.apply(lambda tensor: tensor.to(inputs[0].device))
     if not (saved is given if saved is None else saved.equals(given)):
-        raise ValueError(
+        raise CheckpointError(
             f"{path} is the checkpoint of a fit with other params=, the likelihood's own arguments: pass those, or give "
             "another checkpoint=."
         )
 
 
-def _check_noise(path: Path, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    for name, noise in own.items():
-        known = saved[name].to(noise)
-        if known.shape != noise.shape or not torch.allclose(known, noise):
-            raise ValueError(
-                f"{path} is the checkpoint of a fit with other fixed noise: give another checkpoint=, or that noise."
+def _check_untrained(path: Path, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    for name, value in own.items():
+        known = saved[name].to(value)
+        if known.shape != value.shape or not torch.allclose(known, value):
+            raise CheckpointError(
+                f"{path} is the checkpoint of a fit with other values of {name}, which is not trained: give another "
+                "checkpoint=, or those values."
             )

@@ -149,6 +149,7 @@ class Coordinates:
         parts: by parameter.
         names: [p], by entry.
         lower, upper: [p], bounds.
+        has_units: [p], whether a coordinate is the value itself, with its units.
     """
 
     def __init__(self, module: gpytorch.Module, *, excluded: Collection[Parameter] = ()) -> None:
@@ -160,6 +161,7 @@ class Coordinates:
         self.names = [name for part in self.parts for name in part.names()]
         bounds = [part.bounds() for part in self.parts]
         self.lower, self.upper = (torch.cat(side).cpu() for side in zip(*bounds, strict=True))
+        self.has_units = torch.tensor([part.kind == "identity" for part in self.parts for _ in part.names()])
 
     def __len__(self) -> int:
         return len(self.names)

@@ -37,7 +37,7 @@ class Curvature:
         matrix: A [p, p], float64, with priors; one for a batch of models.
         correction: [p], first-order error of the gradient from the residual of H a = y - mean: a residual of .01 may hide
             several nats.
-        linear: [p], coordinates of the mean alone; in units of the targets.
+        linear: [p], values that the mean alone depends on; most means are linear in them.
         solutions: H^-1 Q [*b, n, c], initial guess for the next point; None for Cholesky.
         epochs: passes of the solve over the kernel matrix.
     """
@@ -97,7 +97,7 @@ def average_information(
     kept = None if estimate.right is None else solutions
     linear = torch.zeros(len(coordinates), dtype=torch.bool)
     linear[[number for number in columns.of_mean if number not in columns.of_matrix]] = True
-    return Curvature(matrix, correction, linear, kept, epochs)
+    return Curvature(matrix, correction, linear & coordinates.has_units, kept, epochs)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from gpytorch.mlls import MarginalLogLikelihood
 
 from gpy_iterative.checks import check_count
+from gpy_iterative.errors import CheckpointError
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.fitting.adam import AdamSteps, Batches
 from gpy_iterative.fitting.average_information import AverageInformation
@@ -68,8 +69,9 @@ def fit(
             step, with status BUDGET.
 
     Raises:
-        ValueError: an invalid option, nothing to fit, a checkpoint of another fit, a kernel without average information,
-            subsets of a model that is no exact Gaussian process.
+        ValueError: an invalid option, nothing to fit, a kernel without average information, subsets of a model that is no
+            exact Gaussian process.
+        CheckpointError: a checkpoint of another fit.
         TypeError: an mll without average information; invalid batches or callback.
         NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are restored.
 
@@ -146,7 +148,7 @@ def _loop(
         try:
             loop.load_state(known.state)  # also checks it
         except ValueError as error:
-            raise ValueError(f"checkpoint= belongs to another fit, give another file: {error}") from error
+            raise CheckpointError(f"checkpoint= belongs to another fit, give another file: {error}") from error
     return loop
 
 

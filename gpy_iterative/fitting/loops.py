@@ -1,6 +1,7 @@
 """The loops of `gpi.fit`."""
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from gpy_iterative.fitting.coordinates import Coordinates, free_parameters
 from gpy_iterative.fitting.points import Assessment, Point, Step
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
 from gpy_iterative.fitting.stopping import LEFT, NEAR, NOISE, FitStatus, has_converged, has_stalled, is_drowned
+from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
 from gpy_iterative.training.progress import Progress, reporting
 
 logger = logging.getLogger(__name__)
@@ -134,12 +136,12 @@ class InformationLoop(Loop):
                 return _ended(found, found.noise, limit)
             self._has_raised, self._last, self._best = True, None, None
             return None
-        if is_drowned([row.left_to_gain or 0.0 for row in self.history], self._seen, limit):
+        if is_drowned([row.left_to_gain or 0.0 for row in self.history], self._seen, limit, found.noise):
             if self._best is not None and self._best[0] < found.left:
                 self._optimiser.go_to(self._best[1])
                 self._last = None
                 found = self._assess()
-            return _ended(found, max(found.left, found.noise), limit)
+            return _ended(found, found.noise if has_converged(found.left, found.noise) else math.inf, limit)
         if self._steps >= self.max_steps:
             return FitStatus.BUDGET
         self._last, assessed, self._assessed = self._optimiser.step(), self._assessed, None
@@ -248,6 +250,8 @@ class AdamLoop(Loop):
         if not self._optimiser.is_sampled and has_stalled(values, LEFT / self.mll.model.train_targets.numel()):
             if any(each.at_bound for each in self.hyperparameters()):
                 return FitStatus.BOUND
+            if getattr(self.mll.report, "status", SolveStatus.CONVERGED) not in SOLVED:
+                return FitStatus.STAGNATED
             return FitStatus.NOISE if sem else FitStatus.CONVERGED
         return None
 

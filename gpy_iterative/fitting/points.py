@@ -48,6 +48,7 @@ class Assessment:
         noise: its expected error from probe noise; 0 for an exact gradient.
         samples: [k, p], noise samples of the gradient; k is 0 for an exact one.
         ridge: [p], added to the diagonal of A.
+        radius: [p], largest moves.
     """
 
     curvature: Curvature
@@ -57,6 +58,7 @@ class Assessment:
     noise: float
     samples: Tensor
     ridge: Tensor
+    radius: Tensor
 
     def error_along(self, move: Tensor) -> float:
         """Standard error of the predicted gain from the gradient's noise."""

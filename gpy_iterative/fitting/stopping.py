@@ -9,8 +9,8 @@ from itertools import pairwise
 LEFT = 0.05
 #: Nats of noise per hyperparameter of a converged fit: .45 of its standard error.
 NOISE = 0.1
-#: Steps without visible gain after which the nats left should have halved, if NEAR the end.
-DROWNED, NEAR = 2, 5.0
+#: Steps without visible gain after which the nats left should have halved, if NEAR the end or not CLEAR of their noise.
+DROWNED, NEAR, CLEAR = 2, 5.0, 3.0
 #: Steps without a gain of one standard error, or of `LEFT`, that end Adam; steps that smooth its value.
 PATIENCE, SMOOTHED = 20, 10
 
@@ -20,8 +20,8 @@ class FitStatus(Enum):
 
     CONVERGED = "Nothing is left to gain: the hyperparameters are at an optimum of the log marginal likelihood."
     NOISE = (
-        "What is left to gain is hidden by the noise of the probes (or of mini-batches), or by rounding. The "
-        "hyperparameters are good to within that noise. More probes (num_probes), larger batches or float64 make it less."
+        "The noise of the probes (or of mini-batches), or rounding, hides what further steps gain. The hyperparameters are "
+        "good to within the nats left. More probes (num_probes), larger batches or float64 go further."
     )
     BOUND = (
         "The optimum lies at or beyond a bound, and a parameter is held there. Noise at its least value means data without "
@@ -32,7 +32,7 @@ class FitStatus(Enum):
         "counts the steps of all calls: raise it."
     )
     STAGNATED = (
-        "No step gains anything, though the gradient says that there is something to gain: value and gradient disagree. "
+        "No step gains anything, yet this is no optimum: value and gradient disagree, or solves fail (see mll.report). "
         "Use float64, lower the solver's tolerance, or keep the noise away from zero (a noise constraint)."
     )
 
@@ -47,20 +47,23 @@ def has_converged(left: float, noise: float) -> bool:
     return 0 <= left < LEFT + noise
 
 
-def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float) -> bool:
+def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float, noise: float) -> bool:
     """Whether unknown errors of solves and rounding hide the nats left to gain.
 
     Args:
         lefts: nats left to gain, by point.
         seen: whether the step to each point had a visible gain.
         limit: nats of noise of a converged fit.
+        noise: of the last nats left.
 
-    True if steps without visible gain leave more to gain than the best earlier point; near the end, more than half of it.
+    True if steps without visible gain leave more to gain than the best earlier point; near the end, more than half of it,
+    unless the last step leaves least, and clearly something.
     """
     if len(lefts) <= DROWNED or any(seen[-DROWNED:]):
         return False
     recent, best = min(lefts[-DROWNED:]), min(lefts[:-DROWNED])
-    return recent > best or NEAR * limit > recent > best / 2
+    is_falling = CLEAR * noise < lefts[-1] < min(lefts[:-1])
+    return recent > best or (NEAR * limit > recent > best / 2 and not is_falling)
 
 
 def has_stalled(values: Sequence[float], least: float) -> bool:

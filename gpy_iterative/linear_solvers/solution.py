@@ -55,6 +55,10 @@ class SolveStatus(Enum):
         return self.value + more
 
 
+#: Solves that ended as intended.
+SOLVED = (SolveStatus.CONVERGED, SolveStatus.TRUNCATED)
+
+
 @dataclass(frozen=True)
 class ColumnGroup:
     """Right-hand sides that share a tolerance.

@@ -95,7 +95,7 @@ def test_rows_with_gaps_have_no_prediction(fitted: tuple[Path, str], capsys: pyt
     assert main(words) == 0
     mean, deviation = predictions(output)
     assert [value == "" for value in mean] == [value == "" for value in deviation] == [False, True, False, True, False]
-    assert "3 rows; 2 others have missing values" in capsys.readouterr().out
+    assert "3 rows; no prediction for 2 rows with missing values." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_says_what_is_no_model(fitted: tuple[Path, str], tmp_path: Path, capsys:
     table, other = str(folder / "homes.csv"), tmp_path / "other.pt"
     output = ["--output", str(tmp_path / "out.csv")]
     check_refused(["predict", str(other), table, *output], "cannot be read", capsys)
-    check_refused(["predict", table, table, *output], "is no model that", capsys)
+    check_refused(["predict", table, table, *output], "The model comes first, then the table.", capsys)
     torch.save({"format": 1}, other)
     check_refused(["predict", str(other), table, *output], "is no model that", capsys)
     for first_letter in "ahbJ":  # pickle reads them as instructions
@@ -177,7 +177,7 @@ def test_a_file_that_cannot_be_written(fitted: tuple[Path, str], capsys: pytest.
 
 
 def check_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, one sentence on stderr, nothing on stdout."""
+    """Exit code 2, one line on stderr, nothing on stdout."""
     assert main(words) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -221,11 +221,14 @@ def test_a_checkpoint_is_gone_on_from_and_a_foreign_one_refused(
     table = {name: cells for name, cells in homes().items() if name in ("area", "price")}
     checkpoint = ["--checkpoint", str(tmp_path / "run.pt"), "--max-steps"]
     assert main(fit_words(tmp_path, table, *checkpoint, "1")) == 0
-    assert "BUDGET, 1 steps" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "BUDGET, 1 steps" in printed
+    assert "raise --max-steps; with --checkpoint the command goes on from here." in printed
     assert main(fit_words(tmp_path, table, *checkpoint, "2")) == 0
     assert "BUDGET, 2 steps" in capsys.readouterr().out
-    assert main(fit_words(tmp_path, homes(), *checkpoint, "2")) == 2
-    assert "run.pt is the checkpoint of another model" in capsys.readouterr().err
+    for other in (homes(), {name: cells[:60] for name, cells in table.items()}):
+        assert main(fit_words(tmp_path, other, *checkpoint, "2")) == 2
+        assert "run.pt is no checkpoint of a fit with these data, columns and options: give" in capsys.readouterr().err
 
 
 def test_many_rows_start_from_fits_to_subsets_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

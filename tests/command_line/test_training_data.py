@@ -74,8 +74,14 @@ def test_a_gap_in_a_category_is_a_category(tmp_path: Path) -> None:
             {"area": ["wide", *map(str, range(79))]},
             "Column 'area' has 'wide' in row 1, neither a number nor an ISO date, and 80 different texts",
         ),
-        ({"built": [f"1.2.{year}" for year in range(1900, 1980)]}, "'built' has '1.2.1900' in row 1"),
-        ({"price": ["1", "dear"] * 40}, "Column 'price' has 'dear' in row 2, which is no number"),
+        ({"built": [f"1.2.{year}" for year in range(1900, 1980)]}, "'1.2.1900' in row 1, .* Dates need the form"),
+        ({"built": [f"25/05/{year} 14:30" for year in range(1900, 1980)]}, "in row 1, .* Dates need the form"),
+        ({"area": [f'"{number},5"' for number in range(80)]}, "'0,5' in row 1, .* Numbers need a decimal point"),
+        ({"price": ['"56,06"'] * 80}, "Target 'price' has texts .* Numbers need a decimal point"),
+        (
+            {"price": ["1", "dear"] * 40},
+            r"Target 'price' has texts \('dear' in row 2\), .* For labels see Classification",
+        ),
         ({"price": ["3.5"] * 80}, "Target 'price' is 3.5 in every row"),
         ({"price": ["NA"] * 80}, r"missing or infinite in price \(80\)"),
         (
@@ -90,8 +96,9 @@ def test_says_what_is_wrong_with_a_column(change: Homes, said: str, tmp_path: Pa
 
 
 def test_says_that_rows_are_too_few_and_names_unknown(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="19 rows are too few"):
-        read(tmp_path, homes(19))
+    for few, said in ((19, "19 rows are too few"), (1, "^1 row is too few")):
+        with pytest.raises(BadInputError, match=said):
+            read(tmp_path, homes(few))
     with pytest.raises(BadInputError, match="no column 'prise'; its columns are area, built"):
         read(tmp_path, homes(), "prise")
     with pytest.raises(BadInputError, match="'price' is the target"):
@@ -103,7 +110,7 @@ def test_says_that_rows_are_too_few_and_names_unknown(tmp_path: Path) -> None:
     [
         (b"", "is empty"),
         (b"price,area\n", "no rows below"),
-        (b"price,stra\xdfe\n1,2\n", "no CSV file in UTF-8: .*can't decode"),
+        (b"price,stra\xdfe\n1,2\n", "is not UTF-8: save it as UTF-8.$"),
         (b"price,area\n1,2\n1,2,3\n", "Row 2 of .* has 3 cells for 2 names"),
         (b"price,price\n1,2\n", "several columns of the name 'price'"),
     ],

@@ -204,9 +204,51 @@ def test_other_noise_is_refused(tmp_path: Path) -> None:
         quiet(regression(40, likelihood=likelihood), checkpoint=file, max_steps=steps)
 
     fit(0.04, 1)
-    with pytest.raises(ValueError, match="other fixed noise"):
+    with pytest.raises(ValueError, match=r"other values of likelihood.noise_covar, which is not trained"):
         fit(0.4, 2)
     fit(0.04, 2)
+
+
+@pytest.mark.parametrize(
+    "prior", [gpytorch.priors.GammaPrior, gpytorch.priors.LogNormalPrior], ids=["in the state dict", "elsewhere"]
+)
+def test_other_priors_are_refused(prior: type, tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+
+    def fit(concentration: float, steps: int) -> None:
+        covariance = ScaleKernel(MaternKernel(lengthscale_prior=prior(concentration, 6.0)))
+        quiet(regression(40, covariance=covariance), checkpoint=file, max_steps=steps)
+
+    fit(3.0, 1)
+    with pytest.raises(ValueError, match=r"another model: .*lengthscale_prior"):
+        fit(300.0, 2)
+    fit(3.0, 2)
+
+
+@pytest.mark.parametrize("method", ["average_information", "adam"])
+def test_other_fixed_parameters_are_refused(method: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+
+    def fit(noise: float, steps: int) -> None:
+        mll = regression(40)
+        mll.likelihood.noise = noise
+        mll.likelihood.raw_noise.requires_grad_(False)
+        quiet(mll, checkpoint=file, max_steps=steps, method=method)
+        assert mll.likelihood.noise.item() == pytest.approx(noise)
+
+    fit(0.1, 1)
+    with pytest.raises(ValueError, match=r"raw_noise, which is not trained"):
+        fit(0.5, 2)
+    fit(0.1, 2)
+
+
+def test_another_number_of_probes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    fit = lambda probes: quiet(regression(60, solver=ITERATIVE, num_probes=probes), checkpoint=file, max_steps=2)
+    fit(4)
+    with pytest.raises(ValueError, match="num_probes is 4 in it and 8 here"):
+        fit(8)
+    fit(4)
 
 
 def test_other_arguments_of_the_likelihood_are_refused(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.fitting import AverageInformation
 from gpy_iterative.fitting.average_information import FIRST_DAMPING, RADIUS, RIDGE
 from gpy_iterative.fitting.points import Secant
-from tests.exact.gaussian_models import CASES, Case
-from tests.fitting.problems import ITERATIVE, dense_information, dense_value, regression
+from tests.exact.gaussian_models import CASES, Case, Regression
+from tests.fitting.problems import ITERATIVE, data, dense_information, dense_value, regression
 
 
 def parameters(mll: torch.nn.Module) -> list[torch.Tensor]:
@@ -189,3 +189,51 @@ def test_a_secant_shows_the_curvature_along_its_move() -> None:
 def test_a_secant_out_of_range_shows_nothing(part: float) -> None:
     matrix, move = torch.eye(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     assert Secant(move, part * move).seen_in(matrix) is matrix
+
+
+class Located(gpytorch.kernels.Kernel):
+    """Products of amplitudes that rise at a trained location, in the units of the inputs."""
+
+    has_lengthscale = False
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.register_parameter("location", torch.nn.Parameter(torch.tensor([0.4 * scale])))
+
+    def forward(self, x1: torch.Tensor, x2: torch.Tensor, diag: bool = False, **params: object) -> torch.Tensor:
+        amplitude = lambda x: 1 + 3 * torch.sigmoid(10 * (x[..., 0] - self.location) / self.scale)
+        if diag:
+            return amplitude(x1) * amplitude(x2)
+        return amplitude(x1).unsqueeze(-1) * amplitude(x2).unsqueeze(-2)
+
+
+def test_units_of_the_inputs_do_not_matter() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(150, 1, generator=generator, dtype=torch.float64)
+    amplitude = 1 + 3 * torch.sigmoid(10 * (x - 0.7))
+    covariance = torch.exp(-0.5 * (torch.cdist(x, x) / 0.05) ** 2) * amplitude * amplitude.mT
+    root = torch.linalg.cholesky(covariance + 0.01 * torch.eye(150))
+    y = root @ torch.randn(150, generator=generator, dtype=torch.float64)
+    found = []
+    for scale in (1.0, 1e5):
+        rbf = gpytorch.kernels.RBFKernel()
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        model = Regression(x * scale, y, likelihood, gpytorch.kernels.ScaleKernel(Located(scale) * rbf)).double()
+        rbf.lengthscale = 0.1 * scale
+        result = gpi.fit(gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model), progress=False)
+        assert result.status is gpi.fitting.FitStatus.CONVERGED
+        found.append((result.history[-1].value, model.covar_module.base_kernel.kernels[0].location.item() / scale))
+    assert found[1] == pytest.approx(found[0], abs=1e-3)
+
+
+def test_a_slope_of_a_constant_input_is_not_determined() -> None:
+    x, y = data(100)
+    x[:, 2] = 0.0
+    likelihood, mean = gpytorch.likelihoods.GaussianLikelihood(), gpytorch.means.LinearMean(3)
+    model = Regression(x, y, likelihood, gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())).double()
+    model.mean_module = mean.double()
+    result = gpi.fit(gpi.mlls.HutchinsonMarginalLogLikelihood(likelihood, model), progress=False)
+    assert result.status is gpi.fitting.FitStatus.CONVERGED
+    assert result.standard_errors["mean_module.weights[2]"] is None
+    assert result.standard_errors["mean_module.weights[0]"] is not None

@@ -17,12 +17,15 @@ def test_what_is_left_is_compared_with_its_noise() -> None:
 
 def test_blind_steps_have_to_halve_what_is_left() -> None:
     blind = [True, True, False, False]
-    assert not is_drowned([100.0, 10.0, 6.0, 4.9], blind, limit=2.0)
-    assert is_drowned([100.0, 10.0, 6.0, 5.1], blind, limit=2.0)
-    assert not is_drowned([100.0, 10.0, 6.0, 5.1], blind, limit=1.0)  # so far away there is something to gain
-    assert is_drowned([100.0, 10.0, 11.0, 12.0], blind, limit=1.0)  # but not by steps that lead away
-    assert not is_drowned([100.0, 10.0, 6.0, 5.1], [True, True, False, True], limit=2.0)
-    assert not is_drowned([5.0, 5.0], [False, False], limit=2.0)
+    assert not is_drowned([100.0, 10.0, 6.0, 4.9], blind, limit=2.0, noise=2.0)
+    assert is_drowned([100.0, 10.0, 6.0, 5.1], blind, limit=2.0, noise=2.0)
+    assert not is_drowned([100.0, 10.0, 6.0, 5.1], blind, limit=2.0, noise=1.0)  # the last step leaves least
+    assert not is_drowned(
+        [100.0, 10.0, 6.0, 5.1], blind, limit=1.0, noise=2.0
+    )  # so far away there is something to gain
+    assert is_drowned([100.0, 10.0, 11.0, 12.0], blind, limit=1.0, noise=1.0)  # but not by steps that lead away
+    assert not is_drowned([100.0, 10.0, 6.0, 5.1], [True, True, False, True], limit=2.0, noise=2.0)
+    assert not is_drowned([5.0, 5.0], [False, False], limit=2.0, noise=2.0)
 
 
 def noisy(trend: float, noise: float, steps: int, seed: int = 0) -> list[float]:
