@@ -116,6 +116,8 @@ def fit(
     before, begun = {name: tensor.clone() for name, tensor in mll.state_dict().items()}, time.perf_counter()
     history = [] if known is None else known.history
     num_known = len(history)
+    if known is not None:
+        logger.info("continues from %s, after step %d", path, history[-1].step)
     try:
         loop = _loop(mll, choice, known, history, steps, batches, params, random)
         if known is None and start == "subsets":

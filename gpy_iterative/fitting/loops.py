@@ -1,7 +1,6 @@
 """The loops of `gpi.fit`."""
 
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -133,7 +132,7 @@ class InformationLoop(Loop):
         if has_converged(found.left, found.noise):
             is_settled = found.noise <= limit or self._has_raised
             if is_settled or not self._optimiser.raise_probes():
-                return _ended(found, found.noise, limit)
+                return _ended(found, limit)
             self._has_raised, self._last, self._best = True, None, None
             return None
         if is_drowned([row.left_to_gain or 0.0 for row in self.history], self._seen, limit, found.noise):
@@ -141,7 +140,7 @@ class InformationLoop(Loop):
                 self._optimiser.go_to(self._best[1])
                 self._last = None
                 found = self._assess()
-            return _ended(found, found.noise if has_converged(found.left, found.noise) else math.inf, limit)
+            return _ended(found, limit)
         if self._steps >= self.max_steps:
             return FitStatus.BUDGET
         self._last, assessed, self._assessed = self._optimiser.step(), self._assessed, None
@@ -218,11 +217,12 @@ def _noise_limit(found: Assessment) -> float:
     return NOISE * max(int((~found.held).sum()), 1)
 
 
-def _ended(found: Assessment, blur: float, limit: float) -> FitStatus:
-    """The status without visible gain, up to `blur` nats of noise."""
+def _ended(found: Assessment, limit: float) -> FitStatus:
+    """The status where no further gain is visible."""
     if found.held.any():
         return FitStatus.BOUND
-    return FitStatus.CONVERGED if blur <= limit else FitStatus.NOISE
+    is_optimum = has_converged(found.left, found.noise) and found.noise <= limit
+    return FitStatus.CONVERGED if is_optimum else FitStatus.NOISE
 
 
 class AdamLoop(Loop):
