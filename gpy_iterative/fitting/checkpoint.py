@@ -52,7 +52,7 @@ def write_checkpoint(
         "method": method,
         "parts": described_parts(mll),
         "params": None if (given := LikelihoodParams.given(params, mll.model)) is None else given.to_bytes(),
-        "untrained": untrained(mll),
+        "fixed_noise": fixed_noise(mll),
         "parameters": {name: tensor.detach().clone() for name, tensor in mll.state_dict().items()},
         "state": dict(state),
         "history": [astuple(row) for row in history],
@@ -100,7 +100,9 @@ def read_checkpoint(
     _check_same(path, content["parts"], described_parts(mll))
     _check_same(path, shapes(found.parameters), shapes(mll.state_dict()))
     _check_arguments(path, mll, saved, LikelihoodParams.given(params, mll.model))
-    _check_untrained(path, content["untrained"], untrained(mll))
+    _check_untrained(path, content["fixed_noise"], fixed_noise(mll))
+    frozen = {name: part.detach() for name, part in mll.named_parameters() if not part.requires_grad}
+    _check_untrained(path, found.parameters, frozen)
     return found
 
 
@@ -114,10 +116,9 @@ def described_parts(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, str]:
     return {name: _described(module) for name, module in mll.named_modules()} | {"trained parameters": trained}
 
 
-def untrained(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, Tensor]:
-    """Fixed noise variances by module, and parameters without gradient by name."""
-    noise = {name: part.noise for name, part in mll.named_modules() if isinstance(part, FixedGaussianNoise)}
-    return noise | {name: part.detach().clone() for name, part in mll.named_parameters() if not part.requires_grad}
+def fixed_noise(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, Tensor]:
+    """Fixed noise variances by module."""
+    return {name: part.noise for name, part in mll.named_modules() if isinstance(part, FixedGaussianNoise)}
 
 
 def _described(module: torch.nn.Module) -> str:

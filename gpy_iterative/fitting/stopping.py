@@ -9,7 +9,7 @@ from itertools import pairwise
 LEFT = 0.05
 #: Nats of noise per hyperparameter of a converged fit: .45 of its standard error.
 NOISE = 0.1
-#: Steps without visible gain after which the nats left should have halved, if NEAR the end or not CLEAR of their noise.
+#: Steps without visible gain after which the nats left should have halved, if NEAR the end; nats CLEAR of their noise.
 DROWNED, NEAR, CLEAR = 2, 5.0, 3.0
 #: Steps without a gain of one standard error, or of `LEFT`, that end Adam; steps that smooth its value.
 PATIENCE, SMOOTHED = 20, 10

@@ -276,8 +276,9 @@ class QuadruplyStochasticOptimizer(_Optimizer):
             [type(optimizer).__name__, [list(p.shape) for group in optimizer.param_groups for p in group["params"]]]
             for optimizer in self.optimizers
         ]
-        # The schedule may change: a longer training goes on from a shorter one.
-        return {"optimisers and shapes": shapes, "num_data": self.options["num_data"]}
+        # Numbers of steps may change: a longer training goes on from a shorter one.
+        same = {name: self.options[name] for name in ("num_data", "final_fraction")}
+        return {"optimisers and shapes": shapes, **same}
 
 
 def _other_weights(weights: FeatureWeights, has_own_head: bool) -> Iterator[Tensor]:

@@ -518,10 +518,12 @@ def test_states_of_other_optimisers_change_nothing() -> None:
         ours.load_state_dict(other.state_dict())
     assert ours.state_dict()["optimizers"][0]["param_groups"][0]["lr"] == before
     ours.load_state_dict(ours.state_dict())
-    of_another_run = QuadruplyStochasticOptimizer(model, **(options | {"num_data": 21}))
-    with pytest.raises(ValueError, match=r"run: .*num_data is 21 in it"):
-        ours.load_state_dict(of_another_run.state_dict())
-    ours.load_state_dict(QuadruplyStochasticOptimizer(model, **(options | {"num_steps": 7})).state_dict())
+    for name, value in {"num_data": 21, "final_fraction": 0.5}.items():
+        of_another_run = QuadruplyStochasticOptimizer(model, **(options | {name: value}))
+        with pytest.raises(ValueError, match=f"run: .*{name} is {value} in it"):
+            ours.load_state_dict(of_another_run.state_dict())
+    for name, value in {"num_steps": 11, "num_frozen_steps": 3}.items():  # of a shorter or longer training
+        ours.load_state_dict(QuadruplyStochasticOptimizer(model, **(options | {name: value})).state_dict())
     for garbled in (None, {}, {"kinds": 3}, ours.state_dict() | {"more": 1}):
         with pytest.raises(ValueError, match="take it from state_dict"):
             ours.load_state_dict(garbled)

@@ -78,8 +78,10 @@ class PointwiseLikelihood:
         check_laplace_likelihood(likelihood)
         self.likelihood, self.num_latents, self.params = likelihood, num_latents, tuple(params)
         # Unregistered: only the log density is known.
-        self._form = form_of(likelihood) or LikelihoodForm(self._generic_log_prob, target_per_latent=None)
-        self._check_params()
+        registered = form_of(likelihood)
+        self._form = registered or LikelihoodForm(self._generic_log_prob, target_per_latent=None)
+        if registered is not None:
+            self._check_no_params()
         self._check_latents()
         self._check_targets(targets)
         with torch.inference_mode(False):  # autograd saves them
@@ -271,8 +273,8 @@ class PointwiseLikelihood:
 
     # Checks
 
-    def _check_params(self) -> None:
-        if any(isinstance(each, Tensor) for each in self.params) and form_of(self.likelihood) is not None:
+    def _check_no_params(self) -> None:
+        if any(isinstance(each, Tensor) for each in self.params):
             raise ValueError(
                 f"{self.name} takes no arguments, and would ignore those that were passed: make them part of the mean (the "
                 "logarithm of an exposure), or write a likelihood whose forward takes them."
