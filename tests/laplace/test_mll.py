@@ -462,6 +462,17 @@ def test_arguments_of_other_points_are_refused() -> None:
             mll(problem.model(problem.x), problem.y, *params)
 
 
+def test_full_memory_is_not_blamed_on_arguments() -> None:
+    class Greedy(gpi.likelihoods.PoissonLogLikelihood):
+        def forward(self, function_samples: torch.Tensor) -> torch.distributions.Poisson:
+            raise torch.OutOfMemoryError
+
+    problem, likelihood = case("poisson-log", n=8), Greedy()
+    problem.model.likelihood = likelihood
+    with pytest.raises(torch.OutOfMemoryError):
+        LaplaceMarginalLogLikelihood(likelihood, problem.model)(problem.model(problem.x), problem.y)
+
+
 def test_a_bound_that_failed_draws_again(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = case("logit", n=20)
     solver = LaplaceNewton(num_covariance_actions=5)

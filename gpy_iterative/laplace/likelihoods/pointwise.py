@@ -222,6 +222,8 @@ class PointwiseLikelihood:
         latents = f.squeeze(-1) if self.num_latents == 1 else f
         try:
             distribution = likelihood(latents, *self.params)
+        except torch.OutOfMemoryError:  # a RuntimeError that no arguments mend
+            raise
         except (IndexError, RuntimeError, TypeError) as error:
             shapes = ", ".join(str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in self.params)
             raise ValueError(
