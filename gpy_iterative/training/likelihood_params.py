@@ -104,13 +104,13 @@ class LikelihoodParams:
             return leaf
         for form in self._forms:
             for index, known in enumerate(form):
-                if same_tensor(*unexpanded([leaf]), known):
+                if _same_inputs(leaf, known):
                     return _TrainingInput(index)
         return leaf.detach().clone()
 
     def _followed(self, value: Any, model: ExactGP) -> Any:
         now = unexpanded(model.train_inputs or ())
-        is_known = any(len(now) == len(form) and all(map(same_tensor, now, form)) for form in self._forms)
+        is_known = any(len(now) == len(form) and all(map(_same_inputs, now, form)) for form in self._forms)
 
         def follow(leaf: Any) -> Any:
             if isinstance(leaf, _TrainingInput):
@@ -131,6 +131,14 @@ class _TrainingInput:
     """Placeholder of a training input."""
 
     index: int
+
+
+def _same_inputs(left: Tensor, right: Tensor) -> bool:
+    """Whether inputs are equal; one may hold copies by output, [*b, n, d], as after BoTorch's transforms."""
+    wide, narrow = (left, right) if left.dim() > right.dim() else (right, left)
+    if narrow.dim() < 2 or wide.shape[-narrow.dim() :] != narrow.shape:
+        return False
+    return same_tensor(wide, narrow.expand_as(wide))
 
 
 @torch.no_grad()

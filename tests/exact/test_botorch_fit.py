@@ -38,7 +38,7 @@ def model_of(name: str) -> tuple[Any, Tensor]:
     if name == "single":
         return models.SingleTaskGP(x, y, input_transform=transforms.Normalize(3)), test
     if name == "two-outputs":
-        return models.SingleTaskGP(x, torch.cat([y, y.flip(0)], dim=-1)), test
+        return models.SingleTaskGP(x, torch.cat([y, y.flip(0)], dim=-1), input_transform=transforms.Normalize(3)), test
     if name == "fixed-noise":
         return models.SingleTaskGP(x, y, train_Yvar=torch.full_like(y, 0.1)), test
     return models.MultiTaskGP(_with_task(x), y, task_feature=-1), _with_task(test)

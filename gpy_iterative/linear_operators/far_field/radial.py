@@ -35,6 +35,15 @@ class RadialFarField(RadialTiles):
         with self.cache.serving(*self.owner):
             return cast(FarField | None, self.cache.structure(lambda: far_field(self.entries, wanted)))
 
+    def layout(self) -> tuple[str, list[Tensor]]:
+        description, tensors = super().layout()
+        field = self.far_field()
+        if field is None:
+            return description, tensors
+        parts = field.levels.parts
+        blocks = ", ".join(str(tuple(part.points.shape)) for part in parts)
+        return f"{description}, a far field of blocks {blocks}", [*tensors, *(part.pairs for part in parts)]
+
     # Products
 
     def product(

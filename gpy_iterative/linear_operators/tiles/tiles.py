@@ -199,9 +199,13 @@ class Tiles(ABC):
         if self.ranks is None:
             return
         if not self._agreed:
-            self.ranks.agree(f"shape {tuple(self.shape)}, rows in tiles of {self.length}", self.owner)
+            self.ranks.agree(*self.layout())
             self._agreed = True
         self.ranks.sum_(partial, given)
+
+    def layout(self) -> tuple[str, list[Tensor]]:
+        """What must be equal on all processes; see `Ranks.agree`."""
+        return f"shape {tuple(self.shape)}, rows in tiles of {self.length}", list(self.owner)
 
     # Parts that are evaluated and not kept
 

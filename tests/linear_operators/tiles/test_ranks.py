@@ -205,6 +205,23 @@ def test_ranks_with_other_numbers_are_all_told(processes: Processes, which: str,
     processes.run(nearly_same, "nothing")  # and they are in step afterwards
 
 
+def far_fields_by_rank(group: Any, tolerances: list[float | None]) -> Tensor:
+    """A product with a far field of this rank's tolerance."""
+    tolerance = tolerances[KernelProducts(process_group=group).ranks().rank]
+    products = KernelProducts(far_field=tolerance, process_group=group)
+    x, rhs = random(1500, 2), random(1500, 2)
+    return RadialKernelLinearOperator(x, torch.tensor(0.3), function=MATERN32, products=products)._matmul(rhs)
+
+
+@pytest.mark.parametrize("tolerances", [(1e-4, None), (1e-2, 1e-5)])
+def test_ranks_with_another_far_field_are_told(processes: Processes, tolerances: tuple[float, float | None]) -> None:
+    for answer in processes.run_and_catch(far_fields_by_rank, tolerances, size=2):
+        assert isinstance(answer, Raised)
+        assert answer.kind == "RanksDisagreeError"
+    first, second = processes.run(far_fields_by_rank, (1e-4, 1e-4), size=2)  # and they are in step afterwards
+    assert torch.equal(first, second)
+
+
 def refused_groups(group: Any) -> dict[str, str]:
     """What KernelProducts says to groups that it cannot use."""
     outside = torch.distributed.new_group([0])
