@@ -269,6 +269,8 @@ class IterativeSolver(Solver, Generic[State]):
                 work.state = work.solver.narrow(work.state, remaining)
             if columns.is_refined and columns.has_lost_the_matrix(iterate, work.iterations, work.epochs):
                 return None
+            if iterate.shortfall * columns.eps > begun_at:  # no digit of the start is left
+                return None
             work.state, successor = work.solver.after_step(iterate, work.state)
             has_grown = iterate.shortfall > DIVERGENCE * begun_at
             if work.state.has_diverged or (has_grown and work.is_indefinite(columns)):

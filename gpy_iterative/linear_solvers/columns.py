@@ -157,7 +157,7 @@ class Columns:
             self.norms = torch.hypot(self.norms, self._beside_exact_rows)
 
     def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Value and residual of the scaled guess; zero where that has a smaller residual."""
+        """Value and residual of the guess, scaled to the least error or as given; zero where that has a smaller residual."""
         if guess is None:
             return torch.zeros_like(self._rhs), self._rhs.clone()
         self.overhead += 1  # also for a product that the caller made
@@ -165,9 +165,12 @@ class Columns:
         guess = guess / self.scale
         energy = (guess * product).sum(-2)
         factor = (guess * self._rhs).sum(-2) / torch.where(energy > 0, energy, torch.ones_like(energy))
-        norms = torch.linalg.vector_norm(self._rhs - product * factor, dim=-2)
+        norm_for = lambda factor: torch.linalg.vector_norm(self._rhs - product * factor, dim=-2)
         # NaN must stay NaN, to be found.
-        factor = torch.where((norms >= 1) | (energy <= 0), torch.zeros_like(factor), factor)
+        is_useless = (norm_for(factor) >= 1) | (energy <= 0)
+        if is_useless.any():
+            as_given = (norm_for(torch.ones_like(factor)) < 1).to(factor)  # rounding may have spoilt the energy
+            factor = torch.where(is_useless, as_given, factor)
         return guess * factor, self._rhs - product * factor
 
     def shortfall(self) -> float:
@@ -193,6 +196,8 @@ class Columns:
         value, residual, rhs = (tensor[:, columns] for tensor in (self.value, self.residual, self._rhs))
         aims = self._aims
         self._kept, self._kept_norms = self.value, self.norms
+        if self._recursive and not self.is_refined:
+            self._begun = value.clone(), residual.clone(), self.norms[self._round], self._beside_exact_rows[self._round]
         if self.is_refined:
             residual = residual.to(self.operator.dtype)
             value, rhs = torch.zeros_like(residual), residual.clone()
@@ -285,7 +290,7 @@ class Columns:
         _copy_columns(self.residual, target, residual, index)
 
     def _verify(self, iteration: int) -> None:
-        """Replaces residuals that have drifted from the true ones on the watched rows."""
+        """Replaces residuals that have drifted from the true ones on the watched rows, and iterates worse than the first."""
         columns, is_sampled = self._round.to(self._rhs.device), len(self._rhs) > VERIFIED_ROWS
         value = self.value[:, columns]
         true = self._true_rows(columns, value) if is_sampled else None
@@ -295,12 +300,17 @@ class Columns:
                 return
         residual = self._rhs[:, columns] - self._matrix._matmul(value)
         self.overhead += 1
-        norms = self._norms_of(residual, self._round, iteration)
+        norms, beside = self._norms_of(residual, self._round, iteration), torch.zeros(len(self._round)).double()
         if true is not None:
-            beside = self._beside_exact_rows[self._round] = self._norms_of_rows(true - residual[self._watched])
+            beside = self._norms_of_rows(true - residual[self._watched])
             norms = torch.hypot(norms, beside)
-        self.norms[self._round] = norms
-        self.residual[:, columns] = residual
+        begun_value, begun_residual, begun_norms, begun_beside = self._begun
+        is_worse = norms > begun_norms
+        self.norms[self._round] = norms.where(~is_worse, begun_norms)
+        self._beside_exact_rows[self._round] = beside.where(~is_worse, begun_beside)
+        is_worse = is_worse.to(columns.device)
+        self.value[:, columns] = begun_value.where(is_worse, value)
+        self.residual[:, columns] = begun_residual.where(is_worse, residual)
 
     def far_field_limit(self) -> FarFieldLimit | None:
         """The far field's figures, if its error keeps a column from its tolerance."""

@@ -11,7 +11,7 @@ from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial.functions import MATERN32
+from gpy_iterative.linear_operators.radial.functions import MATERN32, RBF
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_solvers import columns
 from gpy_iterative.solvers import (
@@ -170,6 +170,34 @@ def test_a_round_without_progress_is_stagnation() -> None:
     assert solution.status is SolveStatus.STAGNATED
     assert solution.stats.iterations <= 2
     torch.testing.assert_close(solution.residual, rhs - operator.to_dense() @ solution.value)
+
+
+def test_a_round_that_ends_worse_than_it_began_is_undone() -> None:
+    operator, rhs = system(1.0, size=20), right_hand_sides(20)
+    guess = (1 - 1e-3) * torch.linalg.solve(operator.to_dense(), rhs) + 0.01
+    solution = Optimist(told=0.0, length=10.0).solve(operator, rhs, initial_guess=guess)
+    assert solution.status is SolveStatus.STAGNATED
+    assert (true_norms(operator, rhs, solution.value) <= true_norms(operator, rhs, guess)).all()
+    torch.testing.assert_close(solution.residual, rhs - operator.to_dense() @ solution.value)
+
+
+@pytest.mark.parametrize(
+    "solver", [AlternatingProjections(max_epochs=30, fallback=None), ConjugateGradients(max_epochs=30)], ids=str
+)
+def test_systems_beyond_the_precision_end_with_a_status(solver: IterativeSolver) -> None:
+    x = torch.rand(1500, 2, generator=torch.Generator().manual_seed(1))
+    rhs = torch.sin(6 * x[:, :1]) + 0.3 * torch.randn(1500, 1, generator=torch.Generator().manual_seed(2))
+    kernel = RadialKernelLinearOperator(x / 0.3, torch.tensor(1.0), function=RBF)
+    operator = NoisyLinearOperator(kernel, torch.full((1500,), 1e-6))
+    cold = solver.solve(operator, rhs)
+    assert cold.status is not SolveStatus.CONVERGED
+    assert cold.stats.residual_norms["targets"] <= 1
+    # A good guess, whose energy is rounding.
+    guess = torch.linalg.solve(kernel.to_dense().double() + 1e-4 * torch.eye(1500), rhs.double()).float()
+    residual = (rhs - operator @ guess).norm() / rhs.norm()
+    assert residual < 0.5
+    found = solver.solve(operator, rhs, initial_guess=guess)
+    assert found.stats.residual_norms["targets"] <= 1.01 * residual
 
 
 @pytest.mark.parametrize(
