@@ -45,17 +45,11 @@ PARSERS: dict[str, Callable[[str], float]] = {"number": number, "date": days}
 
 @dataclass(frozen=True)
 class Column:
-    """Encoding of cells.
-
-    Attributes:
-        name: of the column.
-        kind: "number", "date" or "category".
-        levels: texts of a category, including the missing one.
-    """
+    """Encoding of cells."""
 
     name: str
-    kind: str
-    levels: tuple[str, ...] = ()
+    kind: str  # "number", "date" or "category"
+    levels: tuple[str, ...] = ()  # texts of a category, including the missing one
 
     @classmethod
     def of(cls, name: str, cells: Sequence[str]) -> "Column":

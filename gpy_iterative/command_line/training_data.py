@@ -17,19 +17,12 @@ LEAST_ROWS = 20
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Complete rows.
+    """Complete rows."""
 
-    Attributes:
-        columns: of the inputs.
-        inputs: [n, d], float64.
-        targets: [n], float64.
-        constant: names of excluded constant columns.
-    """
-
-    columns: tuple[Column, ...]
-    inputs: Tensor
-    targets: Tensor
-    constant: tuple[str, ...]
+    columns: tuple[Column, ...]  # of the inputs
+    inputs: Tensor  # [n, d], float64
+    targets: Tensor  # [n], float64
+    constant: tuple[str, ...]  # names of excluded constant columns
 
 
 def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_incomplete: bool) -> TrainingData:
