@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from gpy_iterative import __version__
+from gpy_iterative.command_line.columns import TrainingData, read_training_data
 from gpy_iterative.command_line.model import TableModel
 from gpy_iterative.command_line.report import check_plot, fit_lines, save_plot, score_lines
 from gpy_iterative.command_line.table import BadInputError, counted_rows, read_table, write_table
-from gpy_iterative.command_line.training_data import TrainingData, read_training_data
 from gpy_iterative.errors import CheckpointError, NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.fitting import FitResult
 from gpy_iterative.fitting.fit import fit
