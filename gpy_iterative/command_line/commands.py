@@ -1,19 +1,20 @@
 """The commands `fit` and `predict`."""
 
+import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpy_iterative.command_line.arguments import parser
+from gpy_iterative import __version__
+from gpy_iterative.command_line.columns import TrainingData, read_training_data
 from gpy_iterative.command_line.model import TableModel
 from gpy_iterative.command_line.report import check_plot, fit_lines, save_plot, score_lines
 from gpy_iterative.command_line.table import BadInputError, counted_rows, read_table, write_table
-from gpy_iterative.command_line.training_data import TrainingData, read_training_data
 from gpy_iterative.errors import CheckpointError, NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.fitting import FitResult
 from gpy_iterative.fitting.fit import fit
@@ -30,7 +31,7 @@ def main(words: Sequence[str] | None = None) -> int:
     Returns the exit code: 2, with one line on stderr, for bad input. For help, version and unknown options argparse
     ends the process.
     """
-    arguments = vars(parser(fit_table, predict_table).parse_args(words))
+    arguments = vars(parser().parse_args(words))
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *place: print(f"note: {message}", file=sys.stderr)
         try:
@@ -42,6 +43,39 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}.", file=sys.stderr)
             return 2
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser: `command` is `fit_table` or `predict_table`, the rest its arguments."""
+    whole = argparse.ArgumentParser(prog="python -m gpy_iterative", description="Gaussian processes on CSV files.")
+    whole.add_argument("--version", action="version", version=__version__)
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
+
+    add = _adder(
+        commands, "fit", fit_table, "learn a column of a CSV file from the others, and test it on held-out rows"
+    )
+    add("table", type=Path, help="CSV file with a line of column names: numbers, ISO dates, categories")
+    add("--target", required=True, metavar="COLUMN", help="the column to predict")
+    add("--output", type=Path, metavar="FILE", help="of the model; by default TABLE.gpi.pt")
+    add("--drop", nargs="+", default=(), metavar="COLUMN", help="columns to leave out")
+    add("--drop-incomplete", action="store_true", help="leave out rows with missing values")
+    add("--seed", type=int, default=0, metavar="N", help="for the choice of the held-out tenth (0)")
+    add("--max-steps", type=int, metavar="N", help="of the fit, which stops by itself (30)")
+    add("--double", action="store_true", help="float64 beyond 20,000 rows, too: slower, for data with little noise")
+    add("--checkpoint", type=Path, metavar="FILE", help="written after each step; the same command goes on from it")
+    add("--plot", type=Path, metavar="FILE", help="picture of held-out rows and their predictions (.png, .pdf, .svg)")
+
+    add = _adder(commands, "predict", predict_table, "predict the rows of another CSV file")
+    add("model", type=Path, help="what fit has saved")
+    add("table", type=Path, help="CSV file with the columns that the model needs")
+    add("--output", type=Path, metavar="FILE", help="by default TABLE.predictions.csv")
+    return whole
+
+
+def _adder(commands: argparse._SubParsersAction, name: str, command: Callable[..., None], about: str) -> Callable:
+    added = commands.add_parser(name, help=about, description=about)
+    added.set_defaults(command=command)
+    return added.add_argument
 
 
 def fit_table(

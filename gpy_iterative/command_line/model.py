@@ -62,21 +62,13 @@ class Units:
 
 @dataclass(frozen=True)
 class TableModel:
-    """A Gaussian process of standardised columns, and their encoding.
+    """A Gaussian process of standardised columns, and their encoding."""
 
-    Attributes:
-        columns: of the inputs.
-        target: predicted column.
-        input_units: [d].
-        target_units: [].
-        regression: with its training data.
-    """
-
-    columns: tuple[Column, ...]
-    target: str
-    input_units: Units
-    target_units: Units
-    regression: Regression
+    columns: tuple[Column, ...]  # of the inputs
+    target: str  # predicted column
+    input_units: Units  # [d]
+    target_units: Units  # []
+    regression: Regression  # with its training data
 
     @classmethod
     def of(cls, columns: Sequence[Column], target: str, x: Tensor, y: Tensor, dtype: torch.dtype) -> "TableModel":

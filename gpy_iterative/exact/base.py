@@ -8,9 +8,9 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from gpytorch.distributions import MultivariateNormal
@@ -64,19 +64,12 @@ NUM_LOGDET_PROBES = 4
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation of a marginal log likelihood.
+    """One evaluation of a marginal log likelihood."""
 
-    Attributes:
-        value: [*b], the result of `forward`.
-        system: H, y - mean and the prior; float64 where H is factored.
-        estimate: the log density without priors and added loss terms; its solves.
-        num_data: n, the divisor of `value`.
-    """
-
-    value: Tensor
-    system: TrainingSystem
-    estimate: Estimate
-    num_data: int
+    value: Tensor  # [*b], the result of `forward`
+    system: TrainingSystem  # H, y - mean and the prior; float64 where H is factored
+    estimate: Estimate  # the log density without priors and added loss terms; its solves
+    num_data: int  # n, the divisor of `value`
 
 
 class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
@@ -84,6 +77,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
     A subclass estimates the log density (`_estimate`) and names the options that a loaded state must match.
     """
+
+    _described: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -93,7 +88,6 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         solver: Solver | None,
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
-        options: Mapping[str, Any],
     ) -> None:
         check_likelihood(likelihood, model, type(self).__name__)
         check_inputs(model)  # early: GPyTorch reports NaN inputs later as "not the training inputs"
@@ -105,7 +99,6 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self.report: MarginalLogLikelihoodReport | None = None
         self.progress: Progress = False
         self._run = Run.begin(generator)
-        self._options = dict(options)
         # Every step reuses the memory of the tiles.
         self._caches = TileCaches()
         self._warned_of: set[SolveStatus] = set()
@@ -212,7 +205,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return False
 
     def _description(self) -> StateDescription:
-        return StateDescription.of(self, self._options)
+        return StateDescription.of(self, {name: getattr(self, name) for name in self._described})
 
     def _warn_once(self, estimate: Estimate) -> None:
         if estimate.status not in SOLVED and estimate.status not in self._warned_of:
@@ -234,6 +227,8 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     """Base of the marginal log likelihoods with probes; a subclass chooses their distribution."""
 
+    _described = ("probes", "warm_start")
+
     def __init__(
         self,
         likelihood: Likelihood,
@@ -247,9 +242,8 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         progress: Progress,
     ) -> None:
         check_warm_start(warm_start)
-        options = {"probes": probes, "warm_start": warm_start}
-        super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
-        self.probes, self._warm_start = probes, warm_start
+        super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
+        self.probes, self.warm_start = probes, warm_start
         check_progress(progress)
         self.progress = progress
         # Without the missing diagonal 1 bounds the spectrum from below, as the quadrature needs.
@@ -265,7 +259,6 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         other.solver = self.solver if solver is None else solver
         if num_probes is not None and num_probes != self.probes.num_probes:
             other.probes = replace(self.probes, num_probes=num_probes)
-            other._options = {**self._options, "probes": other.probes}
             other._run = Run(self._run.position, self._run.device)
         return other
 
@@ -287,10 +280,13 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         distribution, logdet_distribution = (
             suited_to(each, solver, operator) for each in (self.probes, self.logdet_probes)
         )
-        run = _with_draws_of(run.for_system(operator), logdet_distribution)
+        run = run.for_system(operator)
+        drawn = run.part("logdet")
+        if drawn is not None and ("order" in drawn) != isinstance(logdet_distribution, Whitened):
+            run = run.having(probes=None, logdet=None, quadrature=None, warm_start=None)  # the solver needs other draws
         parts, generator = run.parts, run.generator()
         terms = system.terms() if self.probes.needs_terms else None
-        draws, logdet_draws = parts.get("probes") if self._warm_start else None, parts.get("logdet")
+        draws, logdet_draws = parts.get("probes") if self.warm_start else None, parts.get("logdet")
         draws = distribution.draw(operator, terms, generator, others=logdet_draws) if draws is None else dict(draws)
         probes = distribution.probes(operator, terms, draws)
         probe_tolerance, residual_of_one = solver.probe_tolerance or solver.tolerance, distribution.residual_of_one
@@ -308,7 +304,7 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
                 logdet_distribution.probes(operator, None, dict(logdet_draws), others=probes),
                 solver,
                 tolerances=(solver.tolerance, probe_tolerance),
-                initial_guess=initial_guess(self._warm_start, parts.get("warm_start")),
+                initial_guess=initial_guess(self.warm_start, parts.get("warm_start")),
                 positions=None if learned is None else BracketPositions(**learned),
                 generator=generator,
                 callback=callback,
@@ -317,14 +313,6 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             probes=draws,
             logdet=logdet_draws,
             quadrature=dict(vars(positions)),
-            warm_start=updated(self._warm_start, parts.get("warm_start"), solutions),
+            warm_start=updated(self.warm_start, parts.get("warm_start"), solutions),
         )
         return estimate, run
-
-
-def _with_draws_of(run: Run, logdet_distribution: ProbeDistribution) -> Run:
-    """The run, without draws and results of them where the solver needs others."""
-    part = run.part("logdet")
-    if part is None or ("order" in part) == isinstance(logdet_distribution, Whitened):
-        return run
-    return run.having(probes=None, logdet=None, quadrature=None, warm_start=None)

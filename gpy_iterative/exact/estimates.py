@@ -138,19 +138,9 @@ def stochastic_estimate(
     generator: torch.Generator,
     callback: Callable[[SolveProgress], None] | None,
 ) -> tuple[DensityEstimate, Tensor, BracketPositions]:
-    """Value and gradient from one block solve; its solutions [*b, n, 1 + s]; the next positions.
+    """Value and gradient from one block solve; its solutions [*b, n, 1 + s]; the next positions of the quadrature.
 
-    Args:
-        operator: H [*b, n, n].
-        residual: r = y - mean [*b, n].
-        probes: for the gradient.
-        logdet_probes: for the value.
-        solver: iterative.
-        tolerances: of target and probes.
-        initial_guess: [*b, n, 1 + s].
-        positions: of the last quadrature.
-        generator: for the solver.
-        callback: for progress.
+    `probes` are for the gradient, `logdet_probes` for the value, `tolerances` of target and probes.
 
     The quadratic term `a^T (r + (r - H a))` has a second-order error in the solver's.
     """

@@ -33,7 +33,7 @@ from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.features import RandomFourierFeatures
 from gpy_iterative.worker_threads import divided
 
-Terms = Sequence[KernelTerm]
+Terms = Sequence[KernelTerm] | None
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,12 @@ class ProbeDistribution(ABC):
 
     @abstractmethod
     def draw(
-        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+        self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
         """Draws for H [*b, n, n] and the prior's kernels; `others` of the same system may be shared."""
 
     @abstractmethod
-    def probes(
-        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
-    ) -> Probes:
+    def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
         """The probes at the operator's hyperparameters; the S of `others` may be shared."""
 
 
@@ -104,13 +102,11 @@ class Rademacher(ProbeDistribution):
     """Independent signs: S = I, with the least variance of all product distributions."""
 
     def draw(
-        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+        self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
         return {"base": random_signs(operator, operator.shape[-1], self.num_probes, generator)}
 
-    def probes(
-        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
-    ) -> Probes:
+    def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
         return Probes(draws["base"], draws["base"])
 
 
@@ -119,13 +115,11 @@ class Gaussian(ProbeDistribution):
     """Independent normal numbers: S = I."""
 
     def draw(
-        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+        self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
         return {"base": standard_normal(operator, operator.shape[-1], self.num_probes, generator)}
 
-    def probes(
-        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
-    ) -> Probes:
+    def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
         return Probes(draws["base"], draws["base"])
 
 
@@ -148,7 +142,7 @@ class Preconditioned(ProbeDistribution):
 
     @divided()
     def draw(
-        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+        self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
         factor = self._factor_recipe.build(operator, correct_diagonal=self.correct_diagonal, generator=generator)
         return {
@@ -158,9 +152,7 @@ class Preconditioned(ProbeDistribution):
         }
 
     @divided()
-    def probes(
-        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
-    ) -> Probes:
+    def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
         known = others.covariance if others is not None else None
         factor = self._factor_recipe.build(
             operator,
@@ -181,9 +173,6 @@ class Whitened(ProbeDistribution):
 
     With M = B H B^T this is Hutchinson's estimator of the whitened trace, tr(H^-1 dH) = E[w^T B dH B^T z], M w = z.
 
-    Args:
-        recipe: of the factor.
-
     The order of elimination is frozen. Cost: `Vecchia.build`, 4 n (m + 1) s multiply-adds.
     """
 
@@ -192,16 +181,14 @@ class Whitened(ProbeDistribution):
 
     @divided()
     def draw(
-        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+        self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
         order = (others or {}).get("order")
         order = self.recipe.order(operator, generator) if order is None else order
         return {"order": order, "base": random_signs(operator, operator.shape[-1], self.num_probes, generator)}
 
     @divided()
-    def probes(
-        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
-    ) -> Probes:
+    def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
         factor = others.covariance if others is not None else None
         if not (isinstance(factor, SparseInverseCholesky) and torch.equal(factor.order, draws["order"])):
             factor = self.recipe.build(operator, order=draws["order"])
@@ -243,7 +230,7 @@ class RandomFeatures(ProbeDistribution):
         return 0.2 if self.corrected else None
 
     def draw(
-        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+        self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
         noisy, terms = _prior(operator, terms)
         features = RandomFourierFeatures(self.num_frequencies)
@@ -253,9 +240,7 @@ class RandomFeatures(ProbeDistribution):
             "noise_base": standard_normal(noisy, noisy.shape[-1], self.num_probes, generator),
         }
 
-    def probes(
-        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
-    ) -> Probes:
+    def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
         noisy, terms = _prior(operator, terms)
         noise = noisy.noise.detach()
         if not self.corrected:
@@ -266,7 +251,7 @@ class RandomFeatures(ProbeDistribution):
         covariance = LowRankPlusDiagonal(features.expand(*shape, features.shape[-1]), noise.expand(shape))
         return Probes.of(covariance, draws["weights"], draws["noise_base"])
 
-    def prior_sample(self, terms: Terms, draws: Draws) -> Tensor:
+    def prior_sample(self, terms: Sequence[KernelTerm], draws: Draws) -> Tensor:
         """Phi(x) w [*b, t, s] at the terms' inputs; differentiable in them."""
         features = RandomFourierFeatures(self.num_frequencies)
         return features.apply(terms, draws_under("features", draws), draws["weights"])
@@ -277,16 +262,14 @@ class ExactPrior(ProbeDistribution):
     """Exact samples of prior and noise: S = H, by a dense float64 factor."""
 
     def draw(
-        self, operator: LinearOperator, terms: Terms | None, generator: torch.Generator, *, others: Draws | None = None
+        self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
         return {
             "base": standard_normal(operator, operator.shape[-1], self.num_probes, generator),
             "noise_base": standard_normal(operator, operator.shape[-1], self.num_probes, generator),
         }
 
-    def probes(
-        self, operator: LinearOperator, terms: Terms | None, draws: Draws, *, others: Probes | None = None
-    ) -> Probes:
+    def probes(self, operator: LinearOperator, terms: Terms, draws: Draws, *, others: Probes | None = None) -> Probes:
         noisy, _ = _prior(operator, ())
         # K may be numerically singular: half of the noise in the factor replaces jitter.
         half = noisy.noise.detach() / 2
@@ -295,7 +278,7 @@ class ExactPrior(ProbeDistribution):
         return Probes(sample + half.sqrt().unsqueeze(-1) * draws["noise_base"], None)
 
 
-def _prior(operator: LinearOperator, terms: Terms | None) -> tuple[NoisyLinearOperator, Terms]:
+def _prior(operator: LinearOperator, terms: Terms) -> tuple[NoisyLinearOperator, Sequence[KernelTerm]]:
     if not isinstance(operator, NoisyLinearOperator) or terms is None:
         raise SpectralDensityMissingError(
             "Prior samples need a kernel matrix plus a diagonal noise; this system is a "

@@ -177,7 +177,10 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         result = (-0.5 * (loss + num_data * math.log(2 * math.pi))).to(target)
         result = self._add_other_terms(result, params).div(num_data)
         self._params = LikelihoodParams.given(params, self.model, kwargs)
-        self._commit(_counted(run) if trains else begun, data)
+        if trains:
+            counts = run.parts["counts"]
+            begun = run.having(counts={**counts, "steps": counts["steps"] + 1})
+        self._commit(begun, data)
         self.report = MinibatchReport(
             value=result.detach().clone(),
             batch_size=len(rows),
@@ -387,11 +390,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
 def num_steps(run: Run) -> int:
     return int(run.parts["counts"]["steps"])
-
-
-def _counted(run: Run) -> Run:
-    counts = run.parts["counts"]
-    return run.having(counts={**counts, "steps": counts["steps"] + 1})
 
 
 def _layout(run: Run) -> dict[str, object]:

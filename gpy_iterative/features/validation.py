@@ -42,9 +42,7 @@ def check_features(model: gpytorch.models.ExactGP) -> None:
 def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Tensor, Tensor]]) -> None:
     """Raises ValueError if the evaluated prior depends on the batch or on chance.
 
-    Args:
-        model: its buffers, and torch's generator, stay unchanged.
-        moments: mean [k] and covariance [k, k] at the first k data.
+    `moments` gives mean [k] and covariance [k, k] at the first k data. Buffers and torch's generator stay unchanged.
     """
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}

@@ -83,18 +83,8 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             )
         check_flag("include_batch", include_batch)
         check_flag("centred", centred)
-        super().__init__(
-            likelihood,
-            model,
-            batch_size=batch_size,
-            generator=generator,
-            options={
-                "update": update,
-                "tracker_rate": tracker_rate,
-                "include_batch": include_batch,
-                "centred": centred,
-            },
-        )
+        options = {"update": update, "tracker_rate": tracker_rate, "include_batch": include_batch, "centred": centred}
+        super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options=options)
         self.update, self.include_batch, self.centred = update, include_batch, centred
         zeros, identity = self._blank_state()
         if update == "natural":

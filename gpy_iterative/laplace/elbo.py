@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.laplace.estimate import ObjectiveEstimate
+from gpy_iterative.laplace.evidence import ObjectiveEstimate
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.quadrature import normal_rule
 from gpy_iterative.laplace.newton.base import LaplaceSolution
@@ -49,16 +49,13 @@ ARMIJO, SHORTEST_STEP = 1e-4, 1e-6
 
 @dataclass(frozen=True)
 class BoundProblem:
-    """The bound as a function of q.
-
-    `mean` is m [n, C], `features` Psi [n C, r], `rest` the blocks [n, C, C] of K - Psi Psi^T, `scale` prior variances [n].
-    """
+    """The bound as a function of q."""
 
     likelihood: PointwiseLikelihood
-    mean: Tensor
-    features: Tensor
-    rest: Tensor
-    scale: Tensor
+    mean: Tensor  # m, [n, C]
+    features: Tensor  # Psi, [n C, r]
+    rest: Tensor  # blocks of K - Psi Psi^T, [n, C, C]
+    scale: Tensor  # prior variances, [n]
 
     def by_point(self, columns: Tensor) -> Tensor:
         return columns.view(*self.mean.shape, columns.shape[-1])
@@ -108,21 +105,18 @@ class NaturalStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Gaussian:
-    """A Gaussian q: b [r], sites [n, C, C], Q = I + Psi^T sites Psi and its Cholesky factor [r, r].
+    """A Gaussian q."""
 
-    Then latent means [n, C] and blocks [n, C, C], E[g], E[W], the bound and its rounding error.
-    """
-
-    coefficients: Tensor
-    sites: Tensor
-    precision: Tensor
-    factor: Tensor
-    means: Tensor
-    blocks: Tensor
-    gradient: Tensor
-    curvature: Tensor
+    coefficients: Tensor  # b, [r]
+    sites: Tensor  # [n, C, C]
+    precision: Tensor  # Q = I + Psi^T sites Psi, [r, r]
+    factor: Tensor  # Cholesky factor of Q, [r, r]
+    means: Tensor  # of the latent values, [n, C]
+    blocks: Tensor  # of their covariance, [n, C, C]
+    gradient: Tensor  # E[g], [n, C]
+    curvature: Tensor  # E[W], [n, C, C]
     bound: float
-    rounding: float
+    rounding: float  # error of the bound
 
 
 @torch.no_grad()

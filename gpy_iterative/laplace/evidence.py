@@ -17,25 +17,72 @@ where Q Q^T = R G R^T is the actions' part of P. For Sigma, K P K = K Q Q^T K + 
 S = I + L L^T is the actions' Nystrom preconditioner.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gpy_iterative.errors import float64_first
+from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.exact.probes import Probes, random_signs
-from gpy_iterative.laplace.estimate import ObjectiveEstimate
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.whitened import WhitenedSystem, dense_factor
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.logdet.lanczos import stochastic_logdet
 from gpy_iterative.linear_solvers.solution import SolveStatus
+from gpy_iterative.training.surrogate import surrogate
 
 #: Probes of the log-determinant, which only the value needs.
 NUM_LOGDET_PROBES = 4
 #: Limit of the adjoint solve with an indefinite Hessian.
 MAX_ADJOINT_PRODUCTS = 500
+
+
+@dataclass(frozen=True)
+class ObjectiveEstimate:
+    """An objective L, not divided by n, and the factors of its gradient; float64."""
+
+    value: Tensor  # L, []
+    value_sem: Tensor  # its standard error, []
+    left: Tensor  # dL/dK = left right^T, [n C, k] each; without right, left is dL/dK [n C, n C]
+    right: Tensor | None
+    mean_weights: Tensor  # dL/dm, [n C]
+    likelihood_terms: Callable[[], Tensor]  # a scalar with L's gradient for the likelihood's parameters
+    status: SolveStatus  # of the mode or the worst solve
+    advice: str  # for a mode with another status than CONVERGED
+    diagonal: Tensor | None = None  # further gradient for K's diagonal blocks, [n, C, C]
+    probe_epochs: float = 0.0  # see `LaplaceReport`
+
+    def __post_init__(self) -> None:
+        for name, tensor in (("value", self.value), ("gradient", self.mean_weights)):
+            if not torch.isfinite(tensor).all():
+                raise NonFiniteError(
+                    f"The objective's {name} is not finite: bound the hyperparameters, or use float64."
+                )
+
+    def with_gradient(self, prior: LatentPrior, likelihood: PointwiseLikelihood) -> Tensor:
+        """L [] in the prior's dtype, differentiable in all parameters."""
+        dtype = prior.operator.dtype
+        value = surrogate(
+            prior.operator,
+            self.value.to(dtype),
+            self.left.to(dtype),
+            None if self.right is None else self.right.to(dtype),
+            self.mean_weights.to(dtype),
+            -prior.mean.flatten(),
+        )
+        if torch.is_grad_enabled() and self.diagonal is not None:
+            value = value + _gradient_alone((self.diagonal * prior.point_blocks().double()).sum()).to(dtype)
+        if torch.is_grad_enabled() and likelihood.has_parameters:
+            value = value + _gradient_alone(self.likelihood_terms()).to(dtype)
+        return value
+
+
+def _gradient_alone(term: Tensor) -> Tensor:
+    """Zero with a gradient."""
+    return term - term.detach()
 
 
 @torch.no_grad()

@@ -17,8 +17,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, check_fraction, check_instance
 from gpy_iterative.errors import ConvergenceWarning, warn
 from gpy_iterative.laplace.elbo import exact_bound, subspace_bound
-from gpy_iterative.laplace.estimate import ObjectiveEstimate
-from gpy_iterative.laplace.evidence import exact_evidence, stochastic_evidence
+from gpy_iterative.laplace.evidence import ObjectiveEstimate, exact_evidence, stochastic_evidence
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood, check_laplace_likelihood
 from gpy_iterative.laplace.model import IterativeLaplaceGP
 from gpy_iterative.laplace.newton.base import LaplaceSolution, LaplaceSolver

@@ -3,6 +3,7 @@
 Sums over data are float64: weighted by n / b, float32 would lose digits.
 """
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -192,21 +193,14 @@ def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) 
 @contextmanager
 def initialization_undone(weights: FeatureWeights, *, always: bool) -> Iterator[None]:
     """Undoes a first initialisation after an exception, or `always`."""
-    if weights.initialized:
-        yield
-        return
-    diagonals = (weights.head_log_diagonal, weights.tail_log_diagonal)
-    before = [diagonal.detach().clone() for diagonal in diagonals]
+    before = None if weights.initialized else copy.deepcopy(weights.state_dict())
     undo = True
     try:
         yield
         undo = always
     finally:
-        if undo:
-            with torch.no_grad():
-                for diagonal, values in zip(diagonals, before, strict=True):
-                    diagonal.copy_(values)
-                weights.initialized.zero_()
+        if undo and before is not None:
+            weights.load_state_dict(before)
 
 
 @torch.no_grad()

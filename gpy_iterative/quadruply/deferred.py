@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from gpytorch.distributions import MultivariateNormal
-from linear_operator import LinearOperator, to_linear_operator
+from linear_operator import LinearOperator
 from torch import Tensor
 from torch.distributions import Distribution
+
+from gpy_iterative.exact.prediction.covariance import DenseOnRequestLinearOperator
 
 if TYPE_CHECKING:
     from gpy_iterative.quadruply.model import QuadruplyStochasticGP
@@ -54,7 +56,7 @@ class DeferredPrediction(MultivariateNormal):
         return self._prediction.lazy_covariance_matrix
 
 
-class WeightSpaceCovarianceLinearOperator(LinearOperator):
+class WeightSpaceCovarianceLinearOperator(DenseOnRequestLinearOperator):
     """phi(x) C C^T phi(x)^T [t, t]; off-diagonal entries are computed on request.
 
     `root` [t, k] comes from dense columns of C, `diagonal` [t] from others.
@@ -73,15 +75,8 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
     def _diagonal(self) -> Tensor:
         return self.root.square().sum(-1) + self.diagonal_part
 
-    def to_dense(self) -> Tensor:
-        """The matrix [t, t], cached.
-
-        Raises:
-            RuntimeError: the model has changed since the prediction.
-        """
-        kept: Tensor | None = self.__dict__.get("_dense")
-        if kept is not None:
-            return kept
+    def _evaluated(self) -> Tensor:
+        """Raises RuntimeError if the model has changed since the prediction."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.x.requires_grad):
             others = self.model.diagonal_part(self.x)
             if not torch.allclose(others.diagonal(), self.diagonal_part, rtol=MOVED, atol=self._tolerance()):
@@ -89,10 +84,7 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
                     "The model's weights or hyperparameters have changed since this prediction: predict again, or read the "
                     "covariance before the next step."
                 )
-            dense = self.root @ self.root.mT + others
-        if not dense.requires_grad:
-            self.__dict__["_dense"] = dense
-        return dense
+            return self.root @ self.root.mT + others
 
     @torch.no_grad()
     def _tolerance(self) -> float:
@@ -102,20 +94,8 @@ class WeightSpaceCovarianceLinearOperator(LinearOperator):
         head = self.model.head_features(self.x).square().sum(-1).amax()
         return float(MOVED * self.diagonal_part.abs().amax() + ROUNDING * torch.finfo(head.dtype).eps * head)
 
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.to_dense() @ rhs
-
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         if isinstance(row_index, slice) and row_index == col_index and not batch_indices:
             parts = (self.x, self.root, self.diagonal_part)
             return type(self)(*(part[row_index] for part in parts), model=self.model)
-        return to_linear_operator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
-
-    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
-        return self.to_dense()[row_index, col_index]
-
-    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
-        return to_linear_operator(self.to_dense().expand(*batch_shape, *self.matrix_shape))
-
-    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
-        return to_linear_operator(self.to_dense().unsqueeze(dim))
+        return super()._getitem(row_index, col_index, *batch_indices)

@@ -27,8 +27,7 @@ from gpy_iterative.quadruply.data_terms import (
     warn_of_capacity,
 )
 from gpy_iterative.quadruply.deferred import DeferredPrediction
-from gpy_iterative.quadruply.known_latent import check_entries
-from gpy_iterative.quadruply.known_points import KnownPoints
+from gpy_iterative.quadruply.known_points import KnownPoints, check_entries
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.optimizers import QuadruplyStochasticOptimizer
 from gpy_iterative.quadruply.samples import KnownValues, Sample, draw_set, twice_divergence

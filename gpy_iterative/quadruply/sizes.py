@@ -61,7 +61,8 @@ class TrainingData:
                     f"num_data is {self.num_data}, but {size} rows were passed: it must be the number of all training data."
                 )
             return
-        if known is not None and not _are_marks_of(known, x):
+        marks = self.marks(x)
+        if known is not None and not all(torch.equal(marks[name], known[name].to(marks[name])) for name in marks):
             raise ValueError(
                 f"num_data=None takes the first {int(known['size'])} rows that were passed as all training data, and these "
                 f"{size} rows are others. For batches or other data pass num_data=len(train_x)."
@@ -72,10 +73,6 @@ class TrainingData:
     def marks(self, x: Tensor) -> Part:
         """Number of rows, and first, middle and last row, to recognise the data."""
         return {"rows": x.detach()[[0, len(x) // 2, -1]].clone(), "size": torch.tensor(len(x))}
-
-
-def _are_marks_of(known: Part, x: Tensor) -> bool:
-    return len(x) == int(known["size"]) and torch.equal(x[[0, len(x) // 2, -1]], known["rows"].to(x))
 
 
 def group_samples(model: QuadruplyStochasticGP, given: int | None) -> int:

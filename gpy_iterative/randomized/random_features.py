@@ -6,7 +6,7 @@ Potapczynski et al. 2021 (see `truncation.py`), section 2.2.
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -161,15 +161,8 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     def _sum(self, num_data: int, draws: Draws) -> FeatureSum:
         """The log densities for these draws."""
 
-    def _after(
-        self,
-        num_data: int,
-        run: Run,
-        draws: Draws,
-        densities: Mapping[int, Tensor],
-        exact: DensityEstimate | None,
-    ) -> Run:
-        """The next run, after these log densities [*b]."""
+    def _after(self, num_data: int, run: Run, draws: Draws, densities: Sequence[Tensor]) -> Run:
+        """The next run, after these log densities [*b], from the fewest frequencies to the most or the exact one."""
         return run
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[FeatureEstimate, Run]:
@@ -203,9 +196,11 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             value = torch.stack([weight * densities[count] for count, weight in total.weights.items()]).sum(0)
             derivatives = torch.autograd.grad(value.sum(), leaves)
         value, exact = value.detach(), None
+        ordered = [densities[count].detach() for count in sorted(densities)]
         if total.exact:
             exact = exact_estimate(operator, residual, Cholesky())
-            value = value + total.exact * exact.value.double()
+            ordered.append(exact.value.double())
+            value = value + total.exact * ordered[-1]
         estimate = FeatureEstimate(
             value=value.to(residual),
             value_sem=torch.full_like(value, math.nan, dtype=residual.dtype),  # unknown from one draw
@@ -217,7 +212,7 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             stats=SolveStats(0, 0.0, 0.0, {"targets": 0.0}, time.perf_counter() - start),
             truncation=total.report,
         )
-        return estimate, self._after(num_data, run, draws, densities, exact)
+        return estimate, self._after(num_data, run, draws, ordered)
 
 
 class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
@@ -238,6 +233,8 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         SpectralDensityMissingError: (from the call) no random features, or no gradient through them.
     """
 
+    _described = ("num_frequencies", "resample")
+
     def __init__(
         self,
         likelihood: Likelihood,
@@ -251,8 +248,7 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     ) -> None:
         check_count("num_frequencies", num_frequencies)
         check_flag("resample", resample)
-        options = {"num_frequencies": num_frequencies, "resample": resample}
-        super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
+        super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
         self.num_frequencies, self.resample = num_frequencies, resample
 
     def _draw(self, num_data: int, run: Run, generator: torch.Generator) -> tuple[int, Draws]:

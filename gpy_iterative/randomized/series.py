@@ -45,6 +45,7 @@ from gpy_iterative.randomized.truncation import (
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Part, Run
+from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.training_system import TrainingSystem
 
 
@@ -120,10 +121,8 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         products: KernelProducts | None,
         generator: torch.Generator | int | None,
     ) -> None:
-        probes, names = series.probes(), ("truncation", "num_truncations", "shares_truncation", "resample")
-        options = {"probes": probes} | {name: getattr(series, name) for name in names}
-        super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
-        self.series, self.probes = series, probes
+        super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
+        self.series, self.probes = series, series.probes()
 
     def _estimate(self, system: TrainingSystem, run: Run) -> tuple[DensityEstimate, Run]:
         start, operator, residual = time.perf_counter(), system.operator, system.residual
@@ -152,6 +151,11 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         stats = dataclasses.replace(estimate.stats, seconds=time.perf_counter() - start)
         jitter, error = probe_jitter(probes), far_field_error(operator)
         return dataclasses.replace(estimate, stats=stats, probe_jitter=jitter, far_field_error=error), run
+
+    def _description(self) -> StateDescription:
+        names = ("truncation", "num_truncations", "shares_truncation", "resample")
+        options = {name: getattr(self.series, name) for name in names}
+        return StateDescription.of(self, {"probes": self.probes} | options)
 
     def _current_truncation(self, run: Run) -> Truncation:
         if not isinstance(self.series.truncation, AutomaticTruncation):
@@ -273,21 +277,19 @@ def _stacked(members: list[DensityEstimate], batch: torch.Size) -> DensityEstima
     if not batch:
         return members[0]
 
-    def stacked(items: list[Any], *names: str) -> dict[str, Tensor]:
+    def stacked(items: list[Any]) -> dict[str, Tensor]:
+        names = [name for name, value in vars(items[0]).items() if isinstance(value, Tensor)]
         tensors = {name: torch.stack([getattr(item, name) for item in items]) for name in names}
         return {name: tensor.reshape(*batch, *tensor.shape[1:]) for name, tensor in tensors.items()}
 
     reports = [member.truncation for member in members]
     return dataclasses.replace(
         members[0],
-        **stacked(members, "value", "value_sem", "weights", "left", "right"),
+        **stacked(members),
         status=max((member.status for member in members), key=list(SolveStatus).index),
         stats=SolveStats.of_batch([member.stats for member in members]),
-        truncation=dataclasses.replace(reports[0], **stacked(reports, *_STACKED)),
+        truncation=dataclasses.replace(reports[0], **stacked(reports)),
     )
-
-
-_STACKED = ("target_steps", "probe_steps", "steps", "converged", "relative_variance", "decay_rate")
 
 
 def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ Potapczynski et al. 2021 (see `truncation.py`), section 4.2, appendix B. Correct
 neighbours, probabilities by number of frequencies instead of index, a separate share for the exact term.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,7 +13,6 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_flag
-from gpy_iterative.exact.estimates import DensityEstimate
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.randomized.random_features import FeatureSum, FrequencyReport, RandomFeatureMarginalLogLikelihood
@@ -55,6 +54,8 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         SpectralDensityMissingError: (from the call) no random features, or no gradient through them.
     """
 
+    _described = ("min_frequencies", "frequency_step", "max_frequencies", "probabilities", "exact_last", "resample")
+
     def __init__(
         self,
         likelihood: Likelihood,
@@ -86,15 +87,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             raise ValueError("resample=False freezes the draw, whose probabilities cannot adapt: take 'inverse'.")
         check_flag("exact_last", exact_last)
         check_flag("resample", resample)
-        options = {
-            "min_frequencies": min_frequencies,
-            "frequency_step": frequency_step,
-            "max_frequencies": max_frequencies,
-            "probabilities": probabilities,
-            "exact_last": exact_last,
-            "resample": resample,
-        }
-        super().__init__(likelihood, model, solver=solver, products=products, generator=generator, options=options)
+        super().__init__(likelihood, model, solver=solver, products=products, generator=generator)
         self.min_frequencies, self.frequency_step = min_frequencies, frequency_step
         self.max_frequencies, self.resample = max_frequencies, resample
         self.probabilities, self.exact_last = probabilities, exact_last
@@ -149,21 +142,13 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         report = FrequencyReport(lower if is_exact else upper, index, probability, is_exact)
         return FeatureSum(weights, 1 / probability if is_exact else 0.0, report)
 
-    def _after(
-        self,
-        num_data: int,
-        run: Run,
-        draws: Draws,
-        densities: Mapping[int, Tensor],
-        exact: DensityEstimate | None,
-    ) -> Run:
+    def _after(self, num_data: int, run: Run, draws: Draws, densities: Sequence[Tensor]) -> Run:
         if self.probabilities == "inverse":
             return run
-        counts = sorted(densities)
-        lower, upper = (counts[-2], densities[counts[-1]]) if exact is None else (counts[-1], exact.value.double())
+        lower, upper = densities[-2:]
         seen = {name: tensor.clone() for name, tensor in _seen(run, len(self._grid(num_data)) - 1).items()}
         seen["count"][int(draws["index"]) - 1] += 1
-        seen["squares"][int(draws["index"]) - 1] += float((upper - densities[lower].detach()).square().mean())
+        seen["squares"][int(draws["index"]) - 1] += float((upper - lower).square().mean())
         return run.having(increments=seen)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import gpy_iterative as gpi
 from gpy_iterative.models import FeatureBasis, QuadruplyStochasticGP
-from gpy_iterative.quadruply.known_latent import KnownLatent
+from gpy_iterative.quadruply.known_points import KnownLatent
 from tests.quadruply.weight_space import quasi_normal
 
 

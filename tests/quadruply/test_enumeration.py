@@ -15,7 +15,7 @@ from gpy_iterative.quadruply.data_terms import (
     gaussian_term,
     site_bound,
 )
-from gpy_iterative.quadruply.known_latent import KnownLatent
+from gpy_iterative.quadruply.known_points import KnownLatent
 from gpy_iterative.quadruply.samples import Sample, twice_divergence
 from tests.quadruply.printed_estimate import printed_estimate
 from tests.quadruply.quadruply_models import (

@@ -14,7 +14,44 @@ from gpy_iterative.training.progress import Progress, reporting
 CHUNK_NUMBERS = 2**26
 
 
-class PosteriorCovarianceLinearOperator(LinearOperator):
+class DenseOnRequestLinearOperator(LinearOperator):
+    """A covariance with a diagonal of its own; everything else comes from `_evaluated`, a matrix [*b, t, t]."""
+
+    def _evaluated(self) -> Tensor:
+        raise NotImplementedError
+
+    def to_dense(self) -> Tensor:
+        """The matrix, kept unless it may have a graph."""
+        kept: Tensor | None = self.__dict__.get("_dense")
+        if kept is None:
+            kept = self._evaluated()
+            if not any(tensor.requires_grad for tensor in self.representation()):
+                self.__dict__["_dense"] = kept
+        return kept
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        return self.to_dense() @ rhs
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        return to_linear_operator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
+
+    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
+        return self.to_dense()[(*batch_indices, row_index, col_index)]
+
+    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
+        return to_linear_operator(self.to_dense().expand(*batch_shape, *self.matrix_shape))
+
+    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
+        return to_linear_operator(self.to_dense().unsqueeze(dim))
+
+    def _permute_batch(self, *dims: int) -> LinearOperator:
+        return to_linear_operator(self.to_dense().permute(*dims, -2, -1))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_dense"}
+
+
+class PosteriorCovarianceLinearOperator(DenseOnRequestLinearOperator):
     """K(x, x) - K(x, X) H^-1 K(X, x), approximated by a projection.
 
     The diagonal is computed in chunks; everything else is dense, memory t^2. Differentiable in both blocks.
@@ -62,40 +99,15 @@ class PosteriorCovarianceLinearOperator(LinearOperator):
                 tell(rows.stop, {})
         return torch.cat(parts, dim=-1).reshape(prior_variance.shape)
 
-    def to_dense(self) -> Tensor:
-        """The matrix [*batch, t, t]; memory O(t n + t^2)."""
-        kept: Tensor | None = self.__dict__.get("_dense")
-        if kept is not None:
-            return kept
-        dense = self.source.projection().covariance(self.test_test.to_dense(), self.test_train)
-        if not any(tensor.requires_grad for tensor in self.representation()):
-            self.__dict__["_dense"] = dense
-        return dense
-
-    def _matmul(self, rhs: Tensor) -> Tensor:
-        return self.to_dense() @ rhs
+    def _evaluated(self) -> Tensor:
+        return self.source.projection().covariance(self.test_test.to_dense(), self.test_train)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         whole = all(isinstance(index, slice) and index == slice(None) for index in batch_indices)
         if whole and isinstance(row_index, slice) and row_index == col_index and not self._is_list:
             part = self.test_test[..., row_index, row_index], self.test_train[..., row_index, :]
             return type(self)(*part, **self._kwargs)
-        return to_linear_operator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
-
-    def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Tensor) -> Tensor:
-        return self.to_dense()[(*batch_indices, row_index, col_index)]
-
-    def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
-        return to_linear_operator(self.to_dense().expand(*batch_shape, *self.matrix_shape))
-
-    def _unsqueeze_batch(self, dim: int) -> LinearOperator:
-        return to_linear_operator(self.to_dense().unsqueeze(dim))
-
-    def _permute_batch(self, *dims: int) -> LinearOperator:
-        return to_linear_operator(self.to_dense().permute(*dims, -2, -1))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_dense"}
+        return super()._getitem(row_index, col_index, *batch_indices)
 
     @property
     def _is_list(self) -> bool:

@@ -35,13 +35,9 @@ class JointPrior:
 def joint_prior(
     model: ExactGP, inputs: Sequence[Tensor], batch_shape: torch.Size, products: KernelProducts
 ) -> JointPrior:
-    """The blocks at the current hyperparameters.
+    """The blocks of a model in evaluation mode at inputs [*batch, t, d]; tiles are not kept.
 
-    Args:
-        model: in evaluation mode.
-        inputs: [*batch, t, d], one tensor for each of the model's inputs; [t] is [t, 1].
-        batch_shape: of the training system. If empty, batches become one list: training inputs are not repeated.
-        products: used without kept tiles.
+    Without a `batch_shape` of the training system, batches become one list: training inputs are not repeated.
     """
     train = unexpanded(model.train_inputs or ())
     inputs = checked_inputs(train, inputs)

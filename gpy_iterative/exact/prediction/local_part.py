@@ -85,22 +85,19 @@ class Neighbours:
     def __init__(self, local: LocalPart, test_train: LinearOperator, coefficients: Tensor, points: torch.Size) -> None:
         self.local, self.test_train, self.coefficients, self.points = local, test_train, coefficients, points
         self.product = local.product.to(coefficients.dtype)
-        nearest = local.nearest_to(test_train)
-        self.rest = self._rest_at_all() if nearest is None else None
-        with torch.no_grad():
-            self.index = self._most_correlated() if nearest is None else nearest.reshape(*points, -1)
-        self.near = self._rest_at(self.index) if nearest is None else self._prior_at(self.index)
         self.rounding = local.rounding[..., None, None]
-
-    def _rest_at_all(self) -> Tensor:
-        prior, observed = blocks.dense(self.test_train), self.local.observed
-        prior = prior if observed is None else prior[..., observed]
-        return prior.reshape(*self.points, -1) - self.coefficients @ self.product.mT
-
-    def _most_correlated(self) -> Tensor:
-        assert self.rest is not None
-        score = self.rest.abs() / self.local.deviation.to(self.rest.dtype).unsqueeze(-2)
-        return score.topk(self.local.num_neighbours, dim=-1).indices
+        nearest = local.nearest_to(test_train)
+        if nearest is not None:
+            self.rest, self.index = None, nearest.reshape(*points, -1)
+            self.near = self._prior_at(self.index)
+            return
+        prior = blocks.dense(test_train)
+        prior = prior if local.observed is None else prior[..., local.observed]
+        self.rest = prior.reshape(*points, -1) - coefficients @ self.product.mT
+        with torch.no_grad():
+            score = self.rest.abs() / local.deviation.to(self.rest.dtype).unsqueeze(-2)
+            self.index = score.topk(local.num_neighbours, dim=-1).indices  # the most correlated
+        self.near = self.rest.gather(-1, self.index)
 
     def _prior_at(self, index: Tensor) -> Tensor:
         """The prior covariances k_x at an index [*batch, t, j]."""

@@ -122,18 +122,10 @@ class Projection:
 
 @dataclass(frozen=True)
 class ProjectionRecipe:
-    """Options of a projection where H is too large to factor.
+    """Options of a projection where H is too large to factor. Raises ValueError for an option below 1."""
 
-    Args:
-        rank: r, clamped at n. None is 1,024; with a far field 256, above 65,000 data down to 64.
-        num_neighbours: clamped at n. None is 128.
-
-    Raises:
-        ValueError: an option below 1.
-    """
-
-    rank: int | None = None
-    num_neighbours: int | None = None
+    rank: int | None = None  # clamped at n; None is 1,024, with a far field 256, above 65,000 data down to 64
+    num_neighbours: int | None = None  # clamped at n; None is 128
 
     def __post_init__(self) -> None:
         for name, count in (("rank", self.rank), ("num_neighbours", self.num_neighbours)):

@@ -24,13 +24,6 @@ class SamplePaths:
     Calls evaluate the same functions, with the hyperparameters and data of their draw. Picklable if the model is.
 
     Wilson et al. 2021, "Pathwise conditioning of Gaussian processes"; Lin et al. 2024, section 3.
-
-    Args:
-        snapshot: of the model.
-        features: distribution of the prior samples.
-        draws: of at least k samples.
-        update: v_y - v_j [*b, n, k].
-        products: for kernel products.
     """
 
     def __init__(

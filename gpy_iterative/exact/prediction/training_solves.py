@@ -85,22 +85,16 @@ class TrainingSolves:
     """The solves of one training system. Construction solves for the mean.
 
     Args:
-        system: at the current hyperparameters and data.
         solver: for means and sample paths.
-        recipe: for variances.
-        exact_below: largest n with an exact projection.
-        num_frequencies: for prior samples.
+        recipe: for variances of more than `exact_below` data.
         seed: of all draws; the order of calls does not matter.
         initial_weights: [*b, m] or [*b, n], a start; ignored if the shape is wrong.
         draws: prior samples of other hyperparameters, as a start; ignored if they do not fit.
-        progress: of every solve.
         known: solves for the first data, at the same hyperparameters. Factor and projection are extended; if the new data
             change the prior of the old ones, they only start the solve.
 
     Attributes:
         weights: H^-1 (y - mean) [*b, n], zero for unobserved data.
-        status, stats: of that solve.
-        features: the distribution of the prior samples.
         draws: prior samples or None; solved for when first needed.
     """
 

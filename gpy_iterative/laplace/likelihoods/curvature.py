@@ -62,9 +62,6 @@ class DiagonalCurvature(Curvature):
     def shape(self) -> tuple[int, int, int]:
         return len(self.values), 1, 1
 
-    def matmul(self, columns: Tensor) -> Tensor:
-        return self.values.unsqueeze(-1) * columns
-
     def pinv(self, columns: Tensor) -> Tensor:
         return _inverse(self.values).unsqueeze(-1) * columns
 
@@ -128,10 +125,6 @@ class SoftmaxCurvature(Curvature):
     def shape(self) -> tuple[int, int, int]:
         points, latents = self.probabilities.shape
         return points, latents, latents
-
-    def matmul(self, columns: Tensor) -> Tensor:
-        p, x = self.probabilities.unsqueeze(-1), self._by_point(columns)
-        return (p * (x - (p * x).sum(1, keepdim=True))).flatten(0, 1)
 
     def pinv(self, columns: Tensor) -> Tensor:
         centred = self._by_point(self.project(columns)) / self.probabilities.unsqueeze(-1)

@@ -12,7 +12,7 @@ from torch.distributions import MultivariateNormal
 
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import UnsupportedLikelihoodError
-from gpy_iterative.laplace.likelihoods.bernoulli import LogitBernoulliLikelihood
+from gpy_iterative.laplace.likelihoods.own import LogitBernoulliLikelihood
 from gpy_iterative.laplace.likelihoods.pointwise import PointwiseLikelihood
 from gpy_iterative.laplace.likelihoods.quadrature import dense_marginal, log_concave_marginal
 from gpy_iterative.laplace.likelihoods.stock import gaussian_noise, softmax_logits

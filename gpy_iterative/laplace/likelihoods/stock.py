@@ -14,13 +14,16 @@ from torch import Tensor
 from torch.distributions import Beta, Normal, StudentT
 from torch.nn.functional import logsigmoid, softplus
 
-from gpy_iterative.laplace.likelihoods.bernoulli import LogitBernoulliLikelihood
 from gpy_iterative.laplace.likelihoods.curvature import SoftmaxCurvature
-from gpy_iterative.laplace.likelihoods.poisson import PoissonLogLikelihood
+from gpy_iterative.laplace.likelihoods.own import LogitBernoulliLikelihood, PoissonLogLikelihood
 from gpy_iterative.training.likelihood_forms import LikelihoodForm, register_form, register_refusal
 
 _LABELS = (lambda _, y: (y == 0) | (y == 1), "labels must be 0 or 1 (for -1 and 1 pass (target + 1) / 2)")
 _COUNTS = (lambda _, y: (y >= 0) & (y == y.round()), "counts must be whole numbers, not negative")
+_CLASSES = (
+    lambda likelihood, y: (y >= 0) & (y < likelihood.num_classes),
+    "labels must be whole numbers from 0 to num_classes - 1",
+)
 _FRACTIONS = (lambda _, y: (y > 0) & (y < 1), "targets must lie strictly between 0 and 1")
 
 #: Below this value a probit is its asymptotic series; later terms are rounding.
@@ -57,10 +60,6 @@ def _log_normal_tail(z: Tensor) -> Tensor:
     return -0.5 * z.square() - 0.5 * math.log(2 * math.pi) - (-z).log() + rest.log1p()
 
 
-def _logit_log_prob(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
-    return logsigmoid((2 * y - 1) * f[:, 0])
-
-
 def softmax_logits(likelihood: Likelihood, f: Tensor) -> Tensor:
     """Mixed latents [n, classes] of latents [n, C]."""
     weights = likelihood.mixing_weights
@@ -91,10 +90,6 @@ def _softmax_visible(likelihood: Likelihood) -> Tensor:
         centring = centring @ likelihood.mixing_weights.detach().double()
     _, values, vectors = torch.linalg.svd(centring, full_matrices=False)
     return vectors[values > 1e-10 * values.max()].mT
-
-
-def _softmax_support(likelihood: Likelihood, y: Tensor) -> Tensor:
-    return (y >= 0) & (y < likelihood.num_classes)
 
 
 # Counts
@@ -181,12 +176,14 @@ def _gaussian_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 _GAUSSIAN = LikelihoodForm(_gaussian_log_prob, hessian=_gaussian_hessian, log_concave=True, num_latents=_one)
 _FORMS: dict[type[Likelihood], LikelihoodForm] = {
     gl.BernoulliLikelihood: LikelihoodForm(_probit_log_prob, log_concave=True, support=_LABELS, num_latents=_one),
-    LogitBernoulliLikelihood: LikelihoodForm(_logit_log_prob, log_concave=True, support=_LABELS, num_latents=_one),
+    LogitBernoulliLikelihood: LikelihoodForm(
+        lambda _, f, y: logsigmoid((2 * y - 1) * f[:, 0]), log_concave=True, support=_LABELS, num_latents=_one
+    ),
     gl.SoftmaxLikelihood: LikelihoodForm(
         _softmax_log_prob,
         hessian=_softmax_hessian,
         log_concave=True,
-        support=(_softmax_support, "labels must be whole numbers from 0 to num_classes - 1"),
+        support=_CLASSES,
         num_latents=lambda likelihood: likelihood.num_features,
         visible_basis=_softmax_visible,
     ),

@@ -18,7 +18,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, check_fraction, check_instance
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.likelihoods.pointwise import COVARIANCE_FLOOR, COVARIANCE_FLOOR_FLOAT32, CurvatureFloor
-from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolution, LaplaceSolver, Problem, StepSolver
+from gpy_iterative.laplace.newton.base import Iterate, LaplaceSolver, Problem, StepSolver
 from gpy_iterative.laplace.newton.basis import ActionBasis, GalerkinSystem
 from gpy_iterative.laplace.newton.cholesky import LaplaceCholesky
 from gpy_iterative.laplace.newton.preconditioning import LatentFactor, NewtonPreconditioner, latent_factor
@@ -96,14 +96,11 @@ class _SubspaceSteps(StepSolver):
         self._factor: LatentFactor | None = None
         self._preconditioner: NewtonPreconditioner | None = None
         if problem.initial_solution is not None:
-            self._begin_with(problem.initial_solution)
-
-    def _begin_with(self, solution: LaplaceSolution) -> None:
-        actions = solution.actions
-        rounding = (actions.mT @ actions).fill_diagonal_(0).abs().amax() if actions.numel() else 0.0
-        if rounding > LARGEST_OVERLAP:
-            raise ValueError("The initial solution's actions are not orthonormal: it must come from this solver.")
-        self.basis.replace(actions, solution.images)
+            actions, images = problem.initial_solution.actions, problem.initial_solution.images
+            rounding = (actions.mT @ actions).fill_diagonal_(0).abs().amax() if actions.numel() else 0.0
+            if rounding > LARGEST_OVERLAP:
+                raise ValueError("The initial solution's actions are not orthonormal: it must come from this solver.")
+            self.basis.replace(actions, images)
 
     @divided()
     def step(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor]:

@@ -24,13 +24,10 @@ WEIGHTED_COLUMNS = 32
 
 @dataclass(frozen=True)
 class LatentFactor:
-    """L [n C, q] with L L^T ~ K, and its passes over the kernel matrix.
+    """L [n C, q] with L L^T ~ K."""
 
-    `columns` are [C, n, k] for independent functions (expanded for a shared kernel), [1, n C, q] for coupled ones.
-    """
-
-    columns: Tensor
-    build_epochs: float
+    columns: Tensor  # [C, n, k] for independent functions (expanded for a shared kernel), [1, n C, q] for coupled ones
+    build_epochs: float  # passes over the kernel matrix
 
     def weighted_gram(self, curvature: Curvature) -> Tensor:
         """L^T W L [q, q], float64."""

@@ -24,10 +24,7 @@ from gpy_iterative.training.snapshot import ModelSnapshot
 
 @dataclass(frozen=True)
 class LaplaceFit:
-    """The observed data, their prior without graph, and the mode or last refinement.
-
-    `is_single`: predictions have no latent dimension. `mode_weights`: the mode's v. `stats`: of mode and refinements.
-    """
+    """The observed data, their prior without graph, and the mode or last refinement."""
 
     snapshot: ModelSnapshot
     inputs: list[Tensor]
@@ -35,10 +32,10 @@ class LaplaceFit:
     params: tuple[Any, ...]
     prior: LatentPrior
     distribution: MultivariateNormal
-    is_single: bool
+    is_single: bool  # predictions have no latent dimension
     solution: LaplaceSolution
-    mode_weights: Tensor
-    stats: tuple[SolveStats, ...]
+    mode_weights: Tensor  # v of the mode
+    stats: tuple[SolveStats, ...]  # of mode and refinements
 
     @property
     def likelihood(self) -> PointwiseLikelihood:

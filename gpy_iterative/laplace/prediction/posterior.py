@@ -280,10 +280,8 @@ class LaplacePosterior:
         return blocks.mean.reshape(-1) + found[:, 0], found[:, 1:], blocks.test_test
 
     def _exact_variance(self, fit: LaplaceFit, points: list[Tensor], tolerance: float) -> Tensor:
-        blocks, latents = (
-            latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products),
-            fit.prior.num_latents,
-        )
+        latents = fit.prior.num_latents
+        blocks = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
         whitened = fit.solution.curvature.root_t(blocks.test_train.to_dense().double().mT)
         known = (whitened * self._solve(fit, whitened, tolerance=tolerance)).sum(0).view(-1, latents)
         return (point_blocks(blocks.test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpy_iterative.command_line.columns import Column
+from gpy_iterative.command_line.columns import Column, TrainingData, read_training_data
 from gpy_iterative.command_line.table import BadInputError, read_table, write_table
-from gpy_iterative.command_line.training_data import TrainingData, read_training_data
 from tests.command_line.homes import Homes, homes, written
 
 
