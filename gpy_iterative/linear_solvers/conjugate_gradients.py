@@ -5,7 +5,7 @@ the first direction preconditioned.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from linear_operator import LinearOperator
@@ -59,6 +59,8 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _State(SolverState):
+    by_column: ClassVar[tuple[str, ...]] = ("directions",)
+
     directions: ConjugateDirections
 
     @property
@@ -109,9 +111,6 @@ class ConjugateGradients(IterativeSolver[_State]):
         iterate.value.addcmul_(direction, length)
         curvature = torch.minimum(torch.as_tensor(state.curvature), lowest_curvature(direction, energy))
         return replace(state, directions=following, curvature=curvature)
-
-    def narrow(self, state: _State, columns: Tensor) -> _State:
-        return replace(state, directions=state.directions.narrow(columns))
 
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
         return 1.0

@@ -11,10 +11,10 @@ import gpytorch
 import torch
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
-from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import DataWarning, warn
+from gpy_iterative.linear_operators.extensions import sum_terms
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.training.training_system import TrainingSystem
@@ -79,7 +79,7 @@ def _constant_columns(model: Any) -> Iterator[str]:
 
 
 def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) -> Iterator[str]:
-    terms = list(_terms(kernel))
+    terms = list(sum_terms(kernel))
     inputs = [
         term.x1.reshape(-1, *term.x1.shape[-2:])[0] for term in terms if isinstance(term, RadialKernelLinearOperator)
     ]
@@ -103,16 +103,6 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
 
 def _spread(x: Tensor) -> Tensor:
     return x.double().reshape(-1, x.shape[-1]).std(0)
-
-
-def _terms(kernel: LinearOperator) -> Iterator[LinearOperator]:
-    if isinstance(kernel, ConstantMulLinearOperator):
-        yield from _terms(kernel.base_linear_op)
-    elif isinstance(kernel, SumLinearOperator):
-        for part in kernel.linear_ops:
-            yield from _terms(part)
-    else:
-        yield kernel
 
 
 def _least_distance(x: Tensor) -> float:
