@@ -136,7 +136,13 @@ def expected_log_prob(
         kwargs: passed to the likelihood.
     """
     if computes_as(likelihood, LaplaceLikelihood):
-        return _laplace(likelihood, target, latent)
+        # E |y - f| in closed form: quadrature is inaccurate at the kink. GPyTorch's `noise` is the squared scale.
+        scale = likelihood.noise.sqrt()
+        deviation = latent.stddev.clamp_min(torch.finfo(target.dtype).tiny ** 0.5)
+        difference = target - latent.mean
+        ratio = difference / deviation
+        density = deviation * math.sqrt(2 / math.pi) * torch.exp(-0.5 * ratio.square())
+        return -(2 * scale).log() - (density + difference * torch.erf(ratio / math.sqrt(2))) / scale
     own = type(likelihood)
     if (
         own.expected_log_prob is BernoulliLikelihood.expected_log_prob
@@ -144,13 +150,3 @@ def expected_log_prob(
     ):
         return _OneDimensionalLikelihood.expected_log_prob(likelihood, target, latent, **kwargs)
     return likelihood.expected_log_prob(target, latent, **kwargs)
-
-
-def _laplace(likelihood: Likelihood, target: Tensor, latent: base_distributions.Normal) -> Tensor:
-    # E |y - f| in closed form: quadrature is inaccurate at the kink. GPyTorch's `noise` is the squared scale.
-    scale = likelihood.noise.sqrt()
-    deviation = latent.stddev.clamp_min(torch.finfo(target.dtype).tiny ** 0.5)
-    difference = target - latent.mean
-    ratio = difference / deviation
-    density = deviation * math.sqrt(2 / math.pi) * torch.exp(-0.5 * ratio.square())
-    return -(2 * scale).log() - (density + difference * torch.erf(ratio / math.sqrt(2))) / scale
