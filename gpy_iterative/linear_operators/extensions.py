@@ -156,6 +156,18 @@ def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
 # Contents of an operator
 
 
+def whole_points(index: Any, repeats: int, size: int) -> Any:
+    """The points of a row index, where each has `repeats` of the `size` rows; None where the index cuts through one."""
+    if repeats == 1:
+        return index
+    if not isinstance(index, slice):
+        return None
+    start, stop, step = index.indices(size)
+    if step != 1 or start % repeats or stop % repeats:
+        return None
+    return slice(start // repeats, stop // repeats)
+
+
 def sum_terms(operator: LinearOperator) -> Iterator[LinearOperator]:
     """The terms of sums and multiples, without factors."""
     if isinstance(operator, ConstantMulLinearOperator):

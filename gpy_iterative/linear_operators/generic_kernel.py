@@ -13,6 +13,7 @@ from gpytorch.kernels import GridInterpolationKernel, Kernel
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.linear_operators.extensions import whole_points
 from gpy_iterative.linear_operators.kernel_functions import KernelFunction, leaves_of, shortest_lengthscales
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.products import KernelProducts
@@ -305,8 +306,8 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         if not all(isinstance(index, slice) and index == slice(None) for index in batch_indices):
             picked = self._rebuild(self.x1, self.x2, batch_indices)
             return picked._getitem(row_index, col_index, *[slice(None)] * len(picked.batch_shape))
-        rows = _input_index(row_index, outputs, self.shape[-2])
-        columns = _input_index(col_index, outputs, self.shape[-1])
+        rows = whole_points(row_index, outputs, self.shape[-2])
+        columns = whole_points(col_index, outputs, self.shape[-1])
         if rows is None or columns is None:
             return super()._getitem(row_index, col_index, *batch_indices)
         principal = self.symmetric and isinstance(rows, slice) and isinstance(columns, slice) and rows == columns
@@ -343,18 +344,6 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
 def _with_dtype(operator: LinearOperator, dtype: torch.dtype, **changes: Any) -> GenericKernelLinearOperator:
     return GenericKernelLinearOperator(*operator._args, **operator._kwargs | {"dtype": dtype} | changes)
-
-
-def _input_index(index: Any, outputs: int, size: int) -> Any:
-    """Inputs of a row index; None where it cuts through an input."""
-    if outputs == 1:
-        return index
-    if not isinstance(index, slice):
-        return None
-    start, stop, step = index.indices(size)
-    if step != 1 or start % outputs or stop % outputs:
-        return None
-    return slice(start // outputs, stop // outputs)
 
 
 class KernelTiles(Tiles):

@@ -107,6 +107,7 @@ class SolverState:
         setup: epochs of the set-up, reported as `overhead`.
         curvature: upper bound on the smallest eigenvalue of H.
         has_diverged: whether no further step can help.
+        preconditioner: the iteration's, if any.
         by_column: names of the fields with a part for every open column: tensors [n, s], or objects with `narrow`.
     """
 
@@ -115,11 +116,7 @@ class SolverState:
     setup: float = 0.0
     curvature: float | Tensor = math.inf
     has_diverged: bool = False
-
-    @property
-    def preconditioner(self) -> Preconditioner | None:
-        """The iteration's preconditioner, if any."""
-        return None
+    preconditioner: Preconditioner | None = None
 
 
 State = TypeVar("State", bound=SolverState)

@@ -63,10 +63,6 @@ class _State(SolverState):
 
     directions: ConjugateDirections
 
-    @property
-    def preconditioner(self) -> Preconditioner | None:
-        return self.directions.preconditioner
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConjugateGradients(IterativeSolver[_State]):
@@ -100,7 +96,7 @@ class ConjugateGradients(IterativeSolver[_State]):
             setup = preconditioner.build_epochs
         curvature = torch.full_like(iterate.residual[0, 0], torch.inf)
         directions = ConjugateDirections.begin(iterate.residual, preconditioner)
-        return _State(directions=directions, setup=setup, curvature=curvature)
+        return _State(directions=directions, setup=setup, curvature=curvature, preconditioner=preconditioner)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
         return replace(state, directions=ConjugateDirections.begin(iterate.residual, state.preconditioner))

@@ -38,8 +38,9 @@ class LikelihoodForm:
     target_per_latent: bool | None = False
 
 
-_FORMS: dict[type[Likelihood], LikelihoodForm] = {}
-_REFUSALS: dict[type[Likelihood], str] = {}
+#: Registered classes; why Laplace's method is meaningless for others.
+FORMS: dict[type[Likelihood], LikelihoodForm] = {}
+REFUSALS: dict[type[Likelihood], str] = {}
 
 
 def register_curvature(
@@ -65,7 +66,7 @@ def register_curvature(
         support: (likelihood, y) -> [n] bool of admissible targets, and their description; None admits all finite ones.
         num_latents: C; None admits any.
     """
-    _FORMS[likelihood_class] = LikelihoodForm(
+    FORMS[likelihood_class] = LikelihoodForm(
         log_prob=log_prob,
         fisher=fisher,
         log_concave=log_concave,
@@ -75,20 +76,10 @@ def register_curvature(
     )
 
 
-def register_form(likelihood_class: type[Likelihood], form: LikelihoodForm) -> None:
-    """`register_curvature` for a complete form."""
-    _FORMS[likelihood_class] = form
-
-
-def register_refusal(likelihood_class: type[Likelihood], reason: str) -> None:
-    """Registers why Laplace's method is meaningless for a class."""
-    _REFUSALS[likelihood_class] = reason
-
-
 def form_of(likelihood: Likelihood) -> LikelihoodForm | None:
     """The form of the nearest base class with the same `forward`, or None."""
-    base = next((base for base in type(likelihood).__mro__ if base in _FORMS), None)
-    return _FORMS[base] if base is not None and computes_as(likelihood, base) else None
+    base = next((base for base in type(likelihood).__mro__ if base in FORMS), None)
+    return FORMS[base] if base is not None and computes_as(likelihood, base) else None
 
 
 def computes_as(likelihood: Likelihood, likelihood_class: type[Likelihood]) -> bool:
@@ -111,7 +102,7 @@ def check_support(likelihood: Likelihood, targets: Tensor) -> None:
 
 def refusal_of(likelihood: Likelihood) -> str | None:
     """Why Laplace's method refuses this likelihood, or None."""
-    return next((reason for base, reason in _REFUSALS.items() if computes_as(likelihood, base)), None)
+    return next((reason for base, reason in REFUSALS.items() if computes_as(likelihood, base)), None)
 
 
 def is_log_concave(likelihood: Likelihood) -> bool:
