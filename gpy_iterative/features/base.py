@@ -31,8 +31,7 @@ from gpy_iterative.features.weight_space.weights import (
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress
 from gpy_iterative.training.report import Report
-from gpy_iterative.training.row_sampler import NO_ROWS, next_rows
-from gpy_iterative.training.run import Resumable, Run
+from gpy_iterative.training.run import NO_ROWS, Resumable, Run, next_rows
 from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
 from gpy_iterative.training.training_system import check_has_data, check_hyperparameters, check_inputs, prior_at

@@ -16,8 +16,7 @@ from gpy_iterative.errors import BiasWarning, warn
 from gpy_iterative.features.base import FeatureMarginalLogLikelihood
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, surrogate, triangular_root
-from gpy_iterative.training.row_sampler import NO_ROWS, next_rows
-from gpy_iterative.training.run import Run
+from gpy_iterative.training.run import NO_ROWS, Run, next_rows
 
 #: Whether the last step's projection and ascent are due.
 DUE, DONE = {"is_due": torch.tensor(True)}, {"is_due": torch.tensor(False)}

@@ -108,11 +108,8 @@ def kernel_inputs(operator: LinearOperator) -> Tensor | None:
     """
     if hasattr(operator, "kernel_inputs"):
         return operator.kernel_inputs()
-    if isinstance(operator, ConstantMulLinearOperator):
-        return kernel_inputs(operator.base_linear_op)
-    if not isinstance(operator, SumLinearOperator):
-        return None
-    found = [inputs for part in operator.linear_ops if (inputs := kernel_inputs(part)) is not None]
+    terms = [term.kernel_inputs() for term in sum_terms(operator) if hasattr(term, "kernel_inputs")]
+    found = [inputs for inputs in terms if inputs is not None]
     return torch.cat(found, dim=-1) if found else None
 
 
@@ -157,6 +154,29 @@ def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
 
 
 # Contents of an operator
+
+
+def whole_points(index: Any, repeats: int, size: int) -> Any:
+    """The points of a row index, where each has `repeats` of the `size` rows; None where the index cuts through one."""
+    if repeats == 1:
+        return index
+    if not isinstance(index, slice):
+        return None
+    start, stop, step = index.indices(size)
+    if step != 1 or start % repeats or stop % repeats:
+        return None
+    return slice(start // repeats, stop // repeats)
+
+
+def sum_terms(operator: LinearOperator) -> Iterator[LinearOperator]:
+    """The terms of sums and multiples, without factors."""
+    if isinstance(operator, ConstantMulLinearOperator):
+        yield from sum_terms(operator.base_linear_op)
+    elif isinstance(operator, SumLinearOperator):
+        for part in operator.linear_ops:
+            yield from sum_terms(part)
+    else:
+        yield operator
 
 
 def all_parts(operator: LinearOperator) -> Iterator[LinearOperator]:

@@ -4,6 +4,7 @@ The kernel is a function of explicit inputs and parameters, so that tiles are ev
 user's kernel never changes.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,13 @@ from gpytorch.kernels import GridInterpolationKernel, Kernel
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.linear_operators.generic_tiles import KernelTiles
-from gpy_iterative.linear_operators.kernel_functions import KernelFunction
+from gpy_iterative.linear_operators.extensions import whole_points
+from gpy_iterative.linear_operators.kernel_functions import KernelFunction, leaves_of, shortest_lengthscales
 from gpy_iterative.linear_operators.module_copies import ModuleCopies
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator, TileWeights
-from gpy_iterative.linear_operators.tiles.tiles import Tiles
+from gpy_iterative.linear_operators.tiles.tiles import Tiles, blocks
 
 #: Points of a block whose diagonal is wanted; most entries evaluated per wanted entry.
 DIAGONAL_BLOCK = 256
@@ -123,7 +124,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         own = tuple(parameter.detach().requires_grad_(parameter.requires_grad) for parameter in self.parameters)
         known = set(map(id, own))
         block = self.evaluate(rows, rows if self.symmetric else columns, own)
-        return tuple(leaf for leaf in _leaves(block) if id(leaf) not in known)
+        return tuple(leaf for leaf in leaves_of(block) if id(leaf) not in known)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -188,20 +189,10 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         batch = self._of_members(self.x1.new_empty(()).expand(self._whole_batch()), torch.Size()).shape
         return torch.Size((*batch, self.x1.shape[-2] * outputs, columns.shape[-2] * outputs))
 
-    def _rebuild(
-        self, x1: Tensor, x2: Tensor | None, members: tuple[tuple[Any, ...], ...] | None = None
-    ) -> LinearOperator:
-        return type(self)(
-            x1,
-            *self._tensors,
-            x2=x2,
-            kernel=self.kernel,
-            names=self.names,
-            products=self.products,
-            members=self.members if members is None else members,
-            leaves=self._leaves,
-            dtype=self._kwargs["dtype"],
-        )
+    def _rebuild(self, x1: Tensor, x2: Tensor | None, *steps: tuple[Any, ...]) -> LinearOperator:
+        """The kernel on other inputs, with its own cache, and further steps of `members`."""
+        changes = {"x2": x2, "cache": None, "members": (*self.members, *steps)}
+        return type(self)(x1, *self._tensors, **self._kwargs | changes)
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
         return self.evaluate(self.x1, self.columns) @ rhs
@@ -286,7 +277,9 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def principal_blocks(self, rows: Tensor) -> Tensor:
         """See `extensions.principal_blocks`; one kernel call if a test on two sets shows that it supports batches."""
         if self._outputs > 1 or self.members:
-            return torch.stack([self._block_of(block) for block in rows])
+            size = rows.shape[-1]
+            parts = [self._entries(block.repeat_interleave(size), block.repeat(size)) for block in rows]
+            return torch.stack(parts).view(*rows.shape, size)
         points = self.x1[rows]
         if len(rows) > 2:
             one_by_one = torch.stack([self.evaluate(x, x) for x in points[:2]])
@@ -303,22 +296,18 @@ class GenericKernelLinearOperator(TiledLinearOperator):
             return None
         return values if values.shape == (*points.shape[:-1], points.shape[-2]) else None
 
-    def _block_of(self, rows: Tensor) -> Tensor:
-        shape = (len(rows), len(rows))
-        return self._entries(rows.repeat_interleave(len(rows)), rows.repeat(len(rows))).view(shape)
-
     def kernel_inputs(self) -> Tensor:
         """The inputs over each dimension's shortest lengthscale; see `extensions.kernel_inputs`."""
-        inputs = self.x1.detach() / _lengthscales(self.kernel, self.x1.detach())
+        inputs = self.x1.detach() / shortest_lengthscales(self.kernel, self.x1.detach())
         return inputs.repeat_interleave(self._outputs, dim=-2)
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         outputs = self._outputs
         if not all(isinstance(index, slice) and index == slice(None) for index in batch_indices):
-            picked = self._rebuild(self.x1, self.x2, (*self.members, batch_indices))
+            picked = self._rebuild(self.x1, self.x2, batch_indices)
             return picked._getitem(row_index, col_index, *[slice(None)] * len(picked.batch_shape))
-        rows = _input_index(row_index, outputs, self.shape[-2])
-        columns = _input_index(col_index, outputs, self.shape[-1])
+        rows = whole_points(row_index, outputs, self.shape[-2])
+        columns = whole_points(col_index, outputs, self.shape[-1])
         if rows is None or columns is None:
             return super()._getitem(row_index, col_index, *batch_indices)
         principal = self.symmetric and isinstance(rows, slice) and isinstance(columns, slice) and rows == columns
@@ -343,55 +332,57 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return self if self.symmetric else self._rebuild(self.columns, self.x1)
 
     def _expand_batch(self, batch_shape: torch.Size | list[int]) -> LinearOperator:
-        return self._rebuild(self.x1, self.x2, (*self.members, torch.Size(batch_shape)))
+        return self._rebuild(self.x1, self.x2, torch.Size(batch_shape))
 
     def _unsqueeze_batch(self, dim: int) -> LinearOperator:
-        return self._rebuild(self.x1, self.x2, (*self.members, (*[slice(None)] * dim, None)))
+        return self._rebuild(self.x1, self.x2, (*[slice(None)] * dim, None))
 
     def to_dense(self) -> Tensor:
         """The matrix [*b, n, m]; O(n m) memory, differentiable."""
         return self.evaluate(self.x1, self.columns)
 
 
-def _lengthscales(kernel: Kernel, inputs: Tensor) -> Tensor:
-    """The shortest lengthscale [d] of each dimension; 1 without one."""
-    size = inputs.shape[-1]
-    found = torch.full((size,), torch.inf, dtype=torch.float64, device=inputs.device)
-    for part in kernel.modules():
-        if isinstance(part, Kernel) and part.has_lengthscale:
-            # The whole kernel's active dims are already selected.
-            dims = torch.arange(size) if part is kernel or part.active_dims is None else part.active_dims
-            if len(dims) and dims.max() < size:
-                lengthscale = part.lengthscale.detach().flatten(0, -2).amin(0).to(found)
-                found[dims] = torch.minimum(found[dims], lengthscale)
-    return torch.where(torch.isfinite(found), found, 1.0)
-
-
 def _with_dtype(operator: LinearOperator, dtype: torch.dtype, **changes: Any) -> GenericKernelLinearOperator:
     return GenericKernelLinearOperator(*operator._args, **operator._kwargs | {"dtype": dtype} | changes)
 
 
-def _leaves(tensor: Tensor) -> list[Tensor]:
-    """A tensor's leaves that require a gradient, in a fixed order."""
-    nodes, seen, leaves = [tensor.grad_fn], set(), []
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaves.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
-        nodes += [following for following, _ in node.next_functions]
-    return leaves
+class KernelTiles(Tiles):
+    """k(x1_i, x2_j) in tiles; each input has `outputs` rows of the matrix."""
 
+    def __init__(self, operator: GenericKernelLinearOperator, outputs: int) -> None:
+        # A weak reference: a cycle would keep memory until garbage collection.
+        self._operator, self._outputs = weakref.proxy(operator), outputs
+        length = max(operator.products.tile_rows(operator.x1.device) // outputs, 1)
+        self.input_rows = blocks(operator.x1.shape[-2], length)
+        self.input_columns = blocks(operator.columns.shape[-2], length)
+        super().__init__(
+            operator.shape,
+            symmetric=operator.symmetric,
+            length=length * outputs,
+            owner=operator.representation(),
+            like=operator.tile_scale,
+            products=operator.products,
+            cache=operator.cache,
+        )
 
-def _input_index(index: Any, outputs: int, size: int) -> Any:
-    """Inputs of a row index; None where it cuts through an input."""
-    if outputs == 1:
-        return index
-    if not isinstance(index, slice):
-        return None
-    start, stop, step = index.indices(size)
-    if step != 1 or start % outputs or stop % outputs:
-        return None
-    return slice(start // outputs, stop // outputs)
+    @torch.no_grad()
+    def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
+        x1 = self._operator.x1[..., self.input_rows[i], :]
+        # The same object on the diagonal: kernels then keep distances of exactly zero.
+        x2 = x1 if self.symmetric and i == j else self._operator.columns[..., self.input_columns[j], :]
+        return out.copy_(self._operator.evaluate(x1, x2))
+
+    @torch.no_grad()
+    def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
+        operator, outputs = self._operator, self._outputs
+        if outputs == 1:
+            return operator.evaluate(operator.x1[..., rows, :], operator.columns[..., columns, :]).clone()
+        # Entries are picked from whole inputs' blocks.
+        if isinstance(rows, slice):
+            rows = torch.arange(self.shape[-2], device=operator.device)[rows]
+        inputs, position = (rows // outputs).unique(return_inverse=True)
+        start, stop, _ = columns.indices(self.shape[-1])
+        first = start // outputs
+        values = operator.evaluate(operator.x1[..., inputs, :], operator.columns[..., first : -(-stop // outputs), :])
+        values = values[..., position * outputs + rows % outputs, :]
+        return values[..., start - first * outputs : stop - first * outputs].clone()

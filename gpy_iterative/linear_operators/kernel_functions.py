@@ -80,32 +80,28 @@ def clear_caches(module: torch.nn.Module) -> None:
 def evaluated(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> LinearOperator:
     """The kernel's `forward`, fully evaluated, on inputs whose active dims are selected."""
     # The kernel's own __call__ would select active dims again.
-    with _settings(_changes_settings(kernel)):
+    with _settings(kernel):
         return to_linear_operator(gpytorch.Module.__call__(eager_copy(kernel), x1, x2, **options))
 
 
 def kernel_matrix(kernel: Kernel, x1: Tensor, x2: Tensor) -> Tensor:
     """The dense k(x1, x2) of whole inputs, differentiable."""
-    with _settings(_changes_settings(kernel)):
+    with _settings(kernel):
         return to_dense(eager_copy(kernel)(x1, x2))
 
 
 def kernel_diagonal(kernel: Kernel, x: Tensor) -> Tensor:
     """The diagonal of k(x, x), differentiable."""
-    with _settings(_changes_settings(kernel)):
+    with _settings(kernel):
         return eager_copy(kernel)(x, diag=True)
 
 
-def _changes_settings(kernel: Kernel) -> bool:
-    return any(isinstance(part, (KeOpsKernel, CylindricalKernel)) for part in kernel.modules())
-
-
 @contextmanager
-def _settings(are_changed: bool) -> Iterator[None]:
-    """One thread at a time where settings change: KeOps kernels must not compile for dense blocks; cylindrical kernels
-    change settings.
+def _settings(kernel: Kernel) -> Iterator[None]:
+    """One thread at a time for KeOps kernels, which must not compile for dense blocks, and cylindrical ones, which change
+    settings.
     """
-    if are_changed:
+    if any(isinstance(part, (KeOpsKernel, CylindricalKernel)) for part in kernel.modules()):
         with GPYTORCH_SETTINGS, gpytorch.settings.use_keops(False):
             yield
     else:
@@ -133,7 +129,6 @@ class KernelFunction:
     def __init__(self, kernel: Kernel, own_buffers: bool) -> None:
         self._kernel, self._own_buffers = kernel, own_buffers
         self._copies = threading.local()
-        self._changes_settings = _changes_settings(kernel)
         # Other threads wait for the first call: random draws in it happen once.
         self._first_call, self._was_called = threading.RLock(), False
 
@@ -143,10 +138,38 @@ class KernelFunction:
             own = ("_parameters", "_buffers") if self._own_buffers else ("_parameters",)
             self._copies.module = _Forward(eager_copy(self._kernel, own))
         named = {f"kernel.{name}": tensor for name, tensor in tensors.items()}
-        with _settings(self._changes_settings), nullcontext() if self._was_called else self._first_call:
+        with _settings(self._kernel), nullcontext() if self._was_called else self._first_call:
             values = functional_call(self._copies.module, named, (x1, x2, diag))
             self._was_called = True
         return values
 
     def __reduce__(self) -> tuple[Any, ...]:
         return KernelFunction, (self._kernel, self._own_buffers)  # copies get their own modules
+
+
+def shortest_lengthscales(kernel: Kernel, inputs: Tensor) -> Tensor:
+    """The shortest lengthscale [d] of each dimension; 1 without one."""
+    size = inputs.shape[-1]
+    found = torch.full((size,), torch.inf, dtype=torch.float64, device=inputs.device)
+    for part in kernel.modules():
+        if isinstance(part, Kernel) and part.has_lengthscale:
+            # The whole kernel's active dims are already selected.
+            dims = torch.arange(size) if part is kernel or part.active_dims is None else part.active_dims
+            if len(dims) and dims.max() < size:
+                lengthscale = part.lengthscale.detach().flatten(0, -2).amin(0).to(found)
+                found[dims] = torch.minimum(found[dims], lengthscale)
+    return torch.where(torch.isfinite(found), found, 1.0)
+
+
+def leaves_of(tensor: Tensor) -> list[Tensor]:
+    """A tensor's leaves that require a gradient, in a fixed order."""
+    nodes, seen, leaves = [tensor.grad_fn], set(), []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
+        nodes += [following for following, _ in node.next_functions]
+    return leaves

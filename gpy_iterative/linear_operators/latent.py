@@ -10,7 +10,7 @@ from linear_operator.operators import BlockInterleavedLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import NonFiniteError
-from gpy_iterative.linear_operators.extensions import Rows, rows_matmul
+from gpy_iterative.linear_operators.extensions import Rows, rows_matmul, whole_points
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator, masked_covariance
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import TileCaches
@@ -61,10 +61,11 @@ class RepeatedKernelLinearOperator(LinearOperator):
         return self.kernel._get_indices(rows, columns, *batch_indices) * same
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
-        kept = [_whole_points(index, self.repeats) for index in (row_index, col_index)]
-        if batch_indices or None in kept:
+        rows = whole_points(row_index, self.repeats, self.shape[-2])
+        columns = whole_points(col_index, self.repeats, self.shape[-1])
+        if batch_indices or not (isinstance(rows, slice) and isinstance(columns, slice)):
             return super()._getitem(row_index, col_index, *batch_indices)
-        return type(self)(self.kernel[kept[0], kept[1]], repeats=self.repeats)
+        return type(self)(self.kernel[rows, columns], repeats=self.repeats)
 
     def to_dense(self) -> Tensor:
         kernel = self.kernel.to_dense()
@@ -76,16 +77,6 @@ class RepeatedKernelLinearOperator(LinearOperator):
         points, position = (index // self.repeats).unique(return_inverse=True)
         found = rows_matmul(self.kernel, points, self._side_by_side(rhs))
         return found.view(len(points), self.repeats, -1)[position, index % self.repeats]
-
-
-def _whole_points(index: Any, repeats: int) -> slice | None:
-    """The points of a slice of rows; None where it cuts one."""
-    if not isinstance(index, slice) or index.step not in (None, 1):
-        return None
-    ends = [index.start or 0, index.stop]
-    if any(end is not None and (end < 0 or end % repeats) for end in ends):
-        return None
-    return slice(ends[0] // repeats, None if ends[1] is None else ends[1] // repeats)
 
 
 @dataclass(frozen=True)

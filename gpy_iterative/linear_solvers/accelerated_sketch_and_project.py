@@ -7,6 +7,7 @@ Rathore et al. 2024, "Have ASkotch: a neat solution for large-scale kernel ridge
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from linear_operator import LinearOperator
@@ -26,6 +27,8 @@ from gpy_iterative.preconditioners.nystrom import Nystrom
 @dataclass(frozen=True, kw_only=True)
 class _State(SolverState):
     """Points of the acceleration and their residuals, [n, s] each."""
+
+    by_column: ClassVar[tuple[str, ...]] = ("ahead", "ahead_residual", "momentum", "momentum_residual", "way_back")
 
     ahead: Tensor  # z, where a block is solved
     ahead_residual: Tensor
@@ -93,16 +96,6 @@ class AcceleratedSketchAndProject(IterativeSolver[_State]):
         else:
             self._accelerate(iterate, state, state.convexity, rows, update, product)
         return state if state.way_back.growth(iterate.residual) <= 1 else self._give_up(iterate, state)
-
-    def narrow(self, state: _State, columns: Tensor) -> _State:
-        return replace(
-            state,
-            ahead=state.ahead[:, columns],
-            ahead_residual=state.ahead_residual[:, columns],
-            momentum=state.momentum[:, columns],
-            momentum_residual=state.momentum_residual[:, columns],
-            way_back=state.way_back.narrow(columns),
-        )
 
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
         return min(self.block_size / operator.shape[-1], 1.0)

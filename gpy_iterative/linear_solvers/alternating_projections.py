@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from linear_operator import LinearOperator
-from torch import Tensor
 from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count, check_instance
@@ -111,9 +110,6 @@ class AlternatingProjections(IterativeSolver[_State]):
         gained, remaining = math.log(state.shortfall / iterate.shortfall), math.log(iterate.shortfall)
         is_slow = remaining * epochs > PATIENCE * gained
         return replace(state, shortfall=iterate.shortfall, steps=0), self.fallback if is_slow else None
-
-    def narrow(self, state: _State, columns: Tensor) -> _State:
-        return state
 
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
         return state.share

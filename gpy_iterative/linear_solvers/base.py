@@ -107,16 +107,16 @@ class SolverState:
         setup: epochs of the set-up, reported as `overhead`.
         curvature: upper bound on the smallest eigenvalue of H.
         has_diverged: whether no further step can help.
+        preconditioner: the iteration's, if any.
+        by_column: names of the fields with a part for every open column: tensors [n, s], or objects with `narrow`.
     """
+
+    by_column: ClassVar[tuple[str, ...]] = ()
 
     setup: float = 0.0
     curvature: float | Tensor = math.inf
     has_diverged: bool = False
-
-    @property
-    def preconditioner(self) -> Preconditioner | None:
-        """The iteration's preconditioner, if any."""
-        return None
+    preconditioner: Preconditioner | None = None
 
 
 State = TypeVar("State", bound=SolverState)
@@ -184,12 +184,14 @@ class IterativeSolver(Solver, Generic[State]):
         """One iteration; replaces or overwrites `iterate.value` and `iterate.residual`."""
 
     @abstractmethod
-    def narrow(self, state: State, columns: Tensor) -> State:
-        """The state of the remaining columns."""
-
-    @abstractmethod
     def work_per_step(self, operator: LinearOperator, state: State) -> float:
         """Epochs of the next step."""
+
+    def narrow(self, state: State, columns: Tensor) -> State:
+        """The state of the remaining columns."""
+        parts = {name: getattr(state, name) for name in state.by_column}
+        pick = lambda part: part[:, columns] if torch.is_tensor(part) else part.narrow(columns)
+        return replace(state, **{name: pick(part) for name, part in parts.items()})
 
     def after_step(self, iterate: Iterate, state: State) -> tuple[State, "IterativeSolver[Any] | None"]:
         """The state after an observed step, and a solver that takes over, if any."""

@@ -157,7 +157,7 @@ class Columns:
             self.norms = torch.hypot(self.norms, self._beside_exact_rows)
 
     def _start(self, guess: Tensor | None, product: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Value and residual of the guess, scaled to the least error or as given; zero where that has a smaller residual."""
+        """Value and residual of the guess, scaled to least error or as given; zero where that has a smaller residual."""
         if guess is None:
             return torch.zeros_like(self._rhs), self._rhs.clone()
         self.overhead += 1  # also for a product that the caller made
@@ -290,7 +290,7 @@ class Columns:
         _copy_columns(self.residual, target, residual, index)
 
     def _verify(self, iteration: int) -> None:
-        """Replaces residuals that have drifted from the true ones on the watched rows, and iterates worse than the first."""
+        """Replaces drifted residuals, seen on the watched rows, by the true ones, and iterates worse than the first."""
         columns, is_sampled = self._round.to(self._rhs.device), len(self._rhs) > VERIFIED_ROWS
         value = self.value[:, columns]
         true = self._true_rows(columns, value) if is_sampled else None

@@ -5,7 +5,7 @@ the first direction preconditioned.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from linear_operator import LinearOperator
@@ -59,11 +59,9 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _State(SolverState):
-    directions: ConjugateDirections
+    by_column: ClassVar[tuple[str, ...]] = ("directions",)
 
-    @property
-    def preconditioner(self) -> Preconditioner | None:
-        return self.directions.preconditioner
+    directions: ConjugateDirections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,7 @@ class ConjugateGradients(IterativeSolver[_State]):
             setup = preconditioner.build_epochs
         curvature = torch.full_like(iterate.residual[0, 0], torch.inf)
         directions = ConjugateDirections.begin(iterate.residual, preconditioner)
-        return _State(directions=directions, setup=setup, curvature=curvature)
+        return _State(directions=directions, setup=setup, curvature=curvature, preconditioner=preconditioner)
 
     def restart(self, iterate: Iterate, state: _State) -> _State:
         return replace(state, directions=ConjugateDirections.begin(iterate.residual, state.preconditioner))
@@ -109,9 +107,6 @@ class ConjugateGradients(IterativeSolver[_State]):
         iterate.value.addcmul_(direction, length)
         curvature = torch.minimum(torch.as_tensor(state.curvature), lowest_curvature(direction, energy))
         return replace(state, directions=following, curvature=curvature)
-
-    def narrow(self, state: _State, columns: Tensor) -> _State:
-        return replace(state, directions=state.directions.narrow(columns))
 
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:
         return 1.0

@@ -1,9 +1,8 @@
 """Default solver of a system."""
 
 from linear_operator import LinearOperator
-from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
 
-from gpy_iterative.linear_operators.extensions import far_field_error
+from gpy_iterative.linear_operators.extensions import far_field_error, sum_terms
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from gpy_iterative.linear_solvers.alternating_projections import AlternatingProjections
@@ -28,7 +27,7 @@ def default_solver(operator: LinearOperator) -> Solver:
     if operator.shape[-1] <= EXACT_BELOW:
         return Cholesky()
     kernel = operator.kernel if isinstance(operator, NoisyLinearOperator) else operator
-    if not _is_tiled(kernel):
+    if not any(isinstance(term, TiledLinearOperator) for term in sum_terms(kernel)):
         return ConjugateGradients()
     if far_field_error(kernel) is not None:
         return conjugate_gradients(operator.shape[-1])
@@ -39,11 +38,3 @@ def conjugate_gradients(size: int) -> ConjugateGradients:
     """Preconditioned conjugate gradients for tiled matrices of this size."""
     rank = min(max(size // ROWS_PER_COLUMN, 1), MAX_FALLBACK_RANK)
     return ConjugateGradients(preconditioner=LowRankOrVecchia(rank))
-
-
-def _is_tiled(operator: LinearOperator) -> bool:
-    if isinstance(operator, ConstantMulLinearOperator):
-        return _is_tiled(operator.base_linear_op)
-    if isinstance(operator, SumLinearOperator):
-        return any(_is_tiled(part) for part in operator.linear_ops)
-    return isinstance(operator, TiledLinearOperator)

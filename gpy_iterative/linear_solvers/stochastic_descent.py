@@ -98,7 +98,7 @@ class StochasticDescent(IterativeSolver[State]):
 
     @abstractmethod
     def _at_rest(self, iterate: Iterate) -> dict[str, Tensor]:
-        """The state's `moving` fields, at the iterate without velocity."""
+        """The state's tensors, at the iterate without velocity."""
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> State:
         generator = torch.Generator().manual_seed(0) if inputs.generator is None else inputs.generator
@@ -113,10 +113,6 @@ class StochasticDescent(IterativeSolver[State]):
 
     def restart(self, iterate: Iterate, state: State) -> State:
         return replace(state, way_back=WayBack.to(iterate), halvings=0, **self._at_rest(iterate))
-
-    def narrow(self, state: State, columns: Tensor) -> State:
-        moving = {name: getattr(state, name)[:, columns] for name in self.state_class.moving}
-        return replace(state, way_back=state.way_back.narrow(columns), **moving)
 
     def work_per_step(self, operator: LinearOperator, state: State) -> float:
         return min(self.batch_size / operator.shape[-1], 1.0)
@@ -164,7 +160,7 @@ def largest_eigenvalue(operator: LinearOperator, generator: torch.Generator) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class _GradientState(DescentState):
-    moving: ClassVar[tuple[str, ...]] = ("momentum",)
+    by_column: ClassVar[tuple[str, ...]] = ("momentum", "way_back")
 
     momentum: Tensor  # of the heavy ball, [n, s]
     order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # of the rows
@@ -211,7 +207,7 @@ class StochasticGradientDescent(StochasticDescent[_GradientState]):
 
 @dataclass(frozen=True, kw_only=True)
 class _DualState(DescentState):
-    moving: ClassVar[tuple[str, ...]] = ("position", "residual", "velocity", "velocity_product")
+    by_column: ClassVar[tuple[str, ...]] = ("position", "residual", "velocity", "velocity_product", "way_back")
 
     position: Tensor  # [n, s]
     residual: Tensor  # B - H position

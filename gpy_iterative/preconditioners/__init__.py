@@ -4,11 +4,7 @@ Begin with `preconditioner.py`. `pivoted_cholesky.py` and `nystrom.py` are low r
 sparse inverse factor, `suited.py` chooses. It may import `linear_operators` and below.
 """
 
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import (
-    LowRankPlusDiagonal,
-    LowRankRecipe,
-    NystromFactor,
-)
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, LowRankRecipe, NystromFactor
 from gpy_iterative.preconditioners.nystrom import Nystrom
 from gpy_iterative.preconditioners.pivoted_cholesky import (
     PivotedCholesky,

@@ -18,11 +18,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import dense_rows
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import (
-    LowRankPlusDiagonal,
-    LowRankRecipe,
-    kernel_and_noise,
-)
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, LowRankRecipe, kernel_and_noise
 
 NOT_FINITE = "The kernel matrix has NaN or infinite entries. Check the data and the hyperparameters."
 

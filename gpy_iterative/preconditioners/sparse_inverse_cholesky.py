@@ -67,11 +67,13 @@ class SparseInverseCholesky(Preconditioner):
 
     def solve(self, rhs: Tensor) -> Tensor:
         """S^-1 rhs = B^T B rhs for [n, s]."""
-        return self._t_whiten(self._whiten(rhs[self.order]))[self._rank]
+        return self.dual_sample(self.whiten(rhs))
 
     def whiten(self, rhs: Tensor) -> Tensor:
         """B rhs for [n, s], in the order of elimination."""
-        return self._whiten(rhs[self.order])
+        vectors = rhs[self.order]
+        beside = _weighted_sums(self.neighbours.flatten(), self._starts, self.weights.flatten(), vectors)
+        return beside.addcmul_(self.diagonal.unsqueeze(-1), vectors)
 
     def logdet(self) -> Tensor:
         return (-2 * self.diagonal.double().log().sum(-1)).to(self.diagonal.dtype)
@@ -88,15 +90,8 @@ class SparseInverseCholesky(Preconditioner):
 
     def dual_sample(self, base: Tensor) -> Tensor:
         """S^-1 xi = B^T e."""
-        return self._t_whiten(base)[self._rank]
-
-    def _whiten(self, vectors: Tensor) -> Tensor:
-        beside = _weighted_sums(self.neighbours.flatten(), self._starts, self.weights.flatten(), vectors)
-        return beside.addcmul_(self.diagonal.unsqueeze(-1), vectors)
-
-    def _t_whiten(self, vectors: Tensor) -> Tensor:
-        beside = _weighted_sums(self._transposed_rows, self._transposed_starts, self._transposed_weights, vectors)
-        return beside.addcmul_(self.diagonal.unsqueeze(-1), vectors)
+        beside = _weighted_sums(self._transposed_rows, self._transposed_starts, self._transposed_weights, base)
+        return beside.addcmul_(self.diagonal.unsqueeze(-1), base)[self._rank]
 
     @cached_property
     def _segments(self) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.spectral.densities import Draws, draws_under
-from gpy_iterative.spectral.summands import Summand, summands
+from gpy_iterative.spectral.summands import summands
 
 #: Entries of a feature matrix computed at a time.
 ENTRIES_AT_A_TIME = 2**23
@@ -136,7 +136,10 @@ class RandomFourierFeatures:
 
     def _blocks(self, terms: Sequence[KernelTerm], draws: Draws) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of Phi and their rows; one empty block for no rows."""
-        parts = [(summand, _frequencies(summand, draws)) for summand in summands(terms)]
+        parts = [
+            (summand, [factor.frequencies(draws_under(factor.name, draws)) for factor in summand.factors])
+            for summand in summands(terms)
+        ]
         step = max(1, ENTRIES_AT_A_TIME // max(1, self.num_features(terms)))
         for start in range(0, max(terms[0].inputs.shape[-2], 1), step):
             rows = slice(start, start + step)
@@ -145,7 +148,3 @@ class RandomFourierFeatures:
             num_tasks = parts[0][0].num_tasks
             rows = slice(start * num_tasks, start * num_tasks + blocks[0].shape[-2])
             yield rows, torch.cat([block.expand(*batch, *block.shape[-2:]) for block in blocks], dim=-1)
-
-
-def _frequencies(summand: Summand, draws: Draws) -> list[Tensor]:
-    return [factor.frequencies(draws_under(factor.name, draws)) for factor in summand.factors]

@@ -162,7 +162,8 @@ def _expand(name: str, kernel: kernels.Kernel, inputs: Tensor, scale: Tensor | N
         return _expand_dimensions(name, kernel, inputs, scale)
     if type(kernel) is kernels.MultitaskKernel:
         # Its forward ignores the data kernel's active dimensions.
-        tasks = _task_root(kernel.task_covar_module)
+        covariance = kernel.task_covar_module  # B B^T + diag(v)
+        tasks = torch.cat([covariance.covar_factor, torch.diag_embed(covariance.var.sqrt())], dim=-1)
         return [replace(part, tasks=tasks) for part in _expand(f"{name}.data", kernel.data_covar_module, inputs, scale)]
     if type(kernel) in _EXACT:
         return [Summand(scale, [], (kernel, inputs))]
@@ -182,11 +183,6 @@ def _expand_dimensions(name: str, kernel: kernels.Kernel, inputs: Tensor, scale:
     if type(kernel) is kernels.AdditiveStructureKernel:
         return [part for place, point in dimensions for part in _expand(place, base, point, scale)]
     return _multiplied_out(scale, [_expand(place, base, point, None) for place, point in dimensions])
-
-
-def _task_root(kernel: kernels.IndexKernel) -> Tensor:
-    """A root [*b, T, rank + T] of B B^T + diag(v)."""
-    return torch.cat([kernel.covar_factor, torch.diag_embed(kernel.var.sqrt())], dim=-1)
 
 
 def _multiplied_out(scale: Tensor | None, factors: Sequence[Sequence[Summand]]) -> list[Summand]:

@@ -11,10 +11,10 @@ import gpytorch
 import torch
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
-from linear_operator.operators import ConstantMulLinearOperator, SumLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import DataWarning, warn
+from gpy_iterative.linear_operators.extensions import sum_terms
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.training.training_system import TrainingSystem
@@ -79,7 +79,7 @@ def _constant_columns(model: Any) -> Iterator[str]:
 
 
 def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) -> Iterator[str]:
-    terms = list(_terms(kernel))
+    terms = list(sum_terms(kernel))
     inputs = [
         term.x1.reshape(-1, *term.x1.shape[-2:])[0] for term in terms if isinstance(term, RadialKernelLinearOperator)
     ]
@@ -103,16 +103,6 @@ def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) ->
 
 def _spread(x: Tensor) -> Tensor:
     return x.double().reshape(-1, x.shape[-1]).std(0)
-
-
-def _terms(kernel: LinearOperator) -> Iterator[LinearOperator]:
-    if isinstance(kernel, ConstantMulLinearOperator):
-        yield from _terms(kernel.base_linear_op)
-    elif isinstance(kernel, SumLinearOperator):
-        for part in kernel.linear_ops:
-            yield from _terms(part)
-    else:
-        yield kernel
 
 
 def _least_distance(x: Tensor) -> float:
@@ -143,10 +133,16 @@ def _targets_of_another_scale(operator: NoisyLinearOperator, residual: Tensor) -
 
 
 def _equal_rows(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, noise: Tensor) -> Iterator[str]:
-    x, y = _rows(model), model.train_targets
-    if x is None or y is None or not y.shape == noise.shape == x.shape[:1]:
+    inputs, y = model.train_inputs or (), model.train_targets
+    if not inputs or any(x.dim() != 2 for x in inputs) or y is None:
         return
-    first, second = _neighbours_that_are_equal(x)
+    if not y.shape == noise.shape == inputs[0].shape[:1]:
+        return
+    x = torch.cat([part.double() for part in inputs], dim=-1)
+    # A sorted projection makes equal rows adjacent.
+    order = (x * torch.arange(1, x.shape[-1] + 1).to(x).cos()).sum(-1).argsort()
+    is_equal = (x[order[:-1]] == x[order[1:]]).all(-1)
+    first, second = order[:-1][is_equal], order[1:][is_equal]
     differences = (y[first] - y[second]).double()
     copies = int((differences == 0).sum())
     if copies > COPIES * len(y):
@@ -160,21 +156,6 @@ def _equal_rows(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, noi
             f"{int(is_unexplained.sum())} rows have the inputs of other rows but very different targets, and the noise of "
             f"{float(noise.min()):.1g} is fixed or at its lower bound: start with a larger noise."
         )
-
-
-def _rows(model: ExactGP) -> Tensor | None:
-    inputs = model.train_inputs or ()
-    has_rows = inputs and all(x.dim() == 2 for x in inputs)
-    return torch.cat([x.double() for x in inputs], dim=-1) if has_rows else None
-
-
-def _neighbours_that_are_equal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A pair for each row with an equal earlier one, which a sorted projection makes adjacent."""
-    weights = torch.arange(1, x.shape[-1] + 1).to(x).cos()
-    order = (x * weights).sum(-1).argsort()
-    first, second = order[:-1], order[1:]
-    is_equal = (x[first] == x[second]).all(-1)
-    return first[is_equal], second[is_equal]
 
 
 def _is_at_floor(likelihood: gpytorch.likelihoods.Likelihood) -> bool:

@@ -38,8 +38,9 @@ class LikelihoodForm:
     target_per_latent: bool | None = False
 
 
-_FORMS: dict[type[Likelihood], LikelihoodForm] = {}
-_REFUSALS: dict[type[Likelihood], str] = {}
+#: Registered classes; why Laplace's method is meaningless for others.
+FORMS: dict[type[Likelihood], LikelihoodForm] = {}
+REFUSALS: dict[type[Likelihood], str] = {}
 
 
 def register_curvature(
@@ -65,7 +66,7 @@ def register_curvature(
         support: (likelihood, y) -> [n] bool of admissible targets, and their description; None admits all finite ones.
         num_latents: C; None admits any.
     """
-    _FORMS[likelihood_class] = LikelihoodForm(
+    FORMS[likelihood_class] = LikelihoodForm(
         log_prob=log_prob,
         fisher=fisher,
         log_concave=log_concave,
@@ -75,20 +76,10 @@ def register_curvature(
     )
 
 
-def register_form(likelihood_class: type[Likelihood], form: LikelihoodForm) -> None:
-    """`register_curvature` for a complete form."""
-    _FORMS[likelihood_class] = form
-
-
-def register_refusal(likelihood_class: type[Likelihood], reason: str) -> None:
-    """Registers why Laplace's method is meaningless for a class."""
-    _REFUSALS[likelihood_class] = reason
-
-
 def form_of(likelihood: Likelihood) -> LikelihoodForm | None:
     """The form of the nearest base class with the same `forward`, or None."""
-    base = next((base for base in type(likelihood).__mro__ if base in _FORMS), None)
-    return _FORMS[base] if base is not None and computes_as(likelihood, base) else None
+    base = next((base for base in type(likelihood).__mro__ if base in FORMS), None)
+    return FORMS[base] if base is not None and computes_as(likelihood, base) else None
 
 
 def computes_as(likelihood: Likelihood, likelihood_class: type[Likelihood]) -> bool:
@@ -111,7 +102,7 @@ def check_support(likelihood: Likelihood, targets: Tensor) -> None:
 
 def refusal_of(likelihood: Likelihood) -> str | None:
     """Why Laplace's method refuses this likelihood, or None."""
-    return next((reason for base, reason in _REFUSALS.items() if computes_as(likelihood, base)), None)
+    return next((reason for base, reason in REFUSALS.items() if computes_as(likelihood, base)), None)
 
 
 def is_log_concave(likelihood: Likelihood) -> bool:
@@ -136,7 +127,13 @@ def expected_log_prob(
         kwargs: passed to the likelihood.
     """
     if computes_as(likelihood, LaplaceLikelihood):
-        return _laplace(likelihood, target, latent)
+        # E |y - f| in closed form: quadrature is inaccurate at the kink. GPyTorch's `noise` is the squared scale.
+        scale = likelihood.noise.sqrt()
+        deviation = latent.stddev.clamp_min(torch.finfo(target.dtype).tiny ** 0.5)
+        difference = target - latent.mean
+        ratio = difference / deviation
+        density = deviation * math.sqrt(2 / math.pi) * torch.exp(-0.5 * ratio.square())
+        return -(2 * scale).log() - (density + difference * torch.erf(ratio / math.sqrt(2))) / scale
     own = type(likelihood)
     if (
         own.expected_log_prob is BernoulliLikelihood.expected_log_prob
@@ -144,13 +141,3 @@ def expected_log_prob(
     ):
         return _OneDimensionalLikelihood.expected_log_prob(likelihood, target, latent, **kwargs)
     return likelihood.expected_log_prob(target, latent, **kwargs)
-
-
-def _laplace(likelihood: Likelihood, target: Tensor, latent: base_distributions.Normal) -> Tensor:
-    # E |y - f| in closed form: quadrature is inaccurate at the kink. GPyTorch's `noise` is the squared scale.
-    scale = likelihood.noise.sqrt()
-    deviation = latent.stddev.clamp_min(torch.finfo(target.dtype).tiny ** 0.5)
-    difference = target - latent.mean
-    ratio = difference / deviation
-    density = deviation * math.sqrt(2 / math.pi) * torch.exp(-0.5 * ratio.square())
-    return -(2 * scale).log() - (density + difference * torch.erf(ratio / math.sqrt(2))) / scale

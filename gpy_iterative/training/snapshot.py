@@ -45,17 +45,8 @@ Model = TypeVar("Model", bound=GP)
 #: Attributes with results.
 _RESULTS = ("prediction_strategy", "_posterior")
 #: Attributes about prediction, or compared separately.
-_NO_NUMBERS = {
-    "training",
-    "train_inputs",
-    "train_targets",
-    "grid_bounds",
-    "num_refinements",
-    "solver",
-    "products",
-    "seed",
-}
-_NO_NUMBERS |= {"likelihood_params", *_RESULTS}
+_NO_NUMBERS = {"training", "train_inputs", "train_targets", "grid_bounds", "num_refinements", "solver", "products"}
+_NO_NUMBERS |= {"seed", "likelihood_params", *_RESULTS}
 #: Dicts of tensors that copies do not share.
 _OWN = ("_parameters", "_buffers")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Tensor)

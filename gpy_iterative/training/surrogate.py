@@ -32,12 +32,7 @@ class _BilinearSurrogate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        tree: Any,
-        value: Tensor,
-        left: Tensor,
-        right: Tensor | None,
-        *representation: Tensor,
+        ctx: Any, tree: Any, value: Tensor, left: Tensor, right: Tensor | None, *representation: Tensor
     ) -> Tensor:
         ctx.tree = tree
         # Saved through autograd: in-place changes of parameters before backward raise an error instead of a wrong gradient.
@@ -91,12 +86,7 @@ def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> T
 
 
 def surrogate(
-    operator: LinearOperator,
-    value: Tensor,
-    left: Tensor,
-    right: Tensor | None,
-    weights: Tensor,
-    residual: Tensor,
+    operator: LinearOperator, value: Tensor, left: Tensor, right: Tensor | None, weights: Tensor, residual: Tensor
 ) -> Tensor:
     """The log marginal likelihood's value [*b] with its gradient estimator.
 

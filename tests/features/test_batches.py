@@ -19,8 +19,7 @@ from gpy_iterative.features.weight_space.weights import (
     log_marginal_likelihood_gap,
     surrogate,
 )
-from gpy_iterative.training.row_sampler import NO_ROWS, next_rows
-from gpy_iterative.training.run import Run
+from gpy_iterative.training.run import NO_ROWS, Run, next_rows
 from tests.exact.gaussian_models import Case, data
 from tests.features.feature_models import KERNELS, Counting, feature_case, fixed_noise_case, network
 from tests.features.test_exact import METHODS

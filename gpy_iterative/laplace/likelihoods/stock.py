@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from gpy_iterative.laplace.likelihoods.curvature import SoftmaxCurvature
 from gpy_iterative.laplace.likelihoods.own import LogitBernoulliLikelihood, PoissonLogLikelihood
-from gpy_iterative.training.likelihood_forms import LikelihoodForm, register_form, register_refusal
+from gpy_iterative.training.likelihood_forms import FORMS, REFUSALS, LikelihoodForm
 
 _LABELS = (lambda _, y: (y == 0) | (y == 1), "labels must be 0 or 1 (for -1 and 1 pass (target + 1) / 2)")
 _COUNTS = (lambda _, y: (y >= 0) & (y == y.round()), "counts must be whole numbers, not negative")
@@ -174,7 +174,7 @@ def _gaussian_hessian(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 _GAUSSIAN = LikelihoodForm(_gaussian_log_prob, hessian=_gaussian_hessian, log_concave=True, num_latents=_one)
-_FORMS: dict[type[Likelihood], LikelihoodForm] = {
+FORMS |= {
     gl.BernoulliLikelihood: LikelihoodForm(_probit_log_prob, log_concave=True, support=_LABELS, num_latents=_one),
     LogitBernoulliLikelihood: LikelihoodForm(
         lambda _, f, y: logsigmoid((2 * y - 1) * f[:, 0]), log_concave=True, support=_LABELS, num_latents=_one
@@ -206,13 +206,9 @@ _FORMS: dict[type[Likelihood], LikelihoodForm] = {
         _GAUSSIAN, num_latents=lambda likelihood: likelihood.num_tasks, target_per_latent=True
     ),
 }
-for _class, _form in _FORMS.items():
-    register_form(_class, _form)
-register_refusal(
-    gl.LaplaceLikelihood,
-    "the second derivative of its log density is zero almost everywhere. Use StudentTLikelihood, which is robust as well",
-)
-register_refusal(
-    gl.DirichletClassificationLikelihood,
-    "it turns classification into Gaussian regression. Use it with an exact model, or use SoftmaxLikelihood",
-)
+REFUSALS |= {
+    gl.LaplaceLikelihood: "the second derivative of its log density is zero almost everywhere. Use StudentTLikelihood, "
+    "which is robust as well",
+    gl.DirichletClassificationLikelihood: "it turns classification into Gaussian regression. Use it with an exact model, "
+    "or use SoftmaxLikelihood",
+}

@@ -86,15 +86,12 @@ class RadialEntries:
             torch.sub(_picked(column, left).unsqueeze(-1), _picked(column, right).unsqueeze(-2), out=scratch)
             u.addcmul_(scratch, scratch)
         if self._together is not None:
-            self._add_by_product(u, self._together[left], self._together[right])
+            points, others = self._together[left], self._together[right]
+            centre = points[:, :1]
+            points, others = points - centre, others - centre
+            u.add_(points.square().sum(-1, keepdim=True)).add_(others.square().sum(-1).unsqueeze(1))
+            u.baddbmm_(points, others.mT, alpha=-2)
         return u, scratch
-
-    def _add_by_product(self, u: Tensor, left: Tensor, right: Tensor) -> None:
-        """Adds |left - right|^2 of points [b, m, d] and [b, p, d], around a left point."""
-        centre = left[:, :1]
-        left, right = left - centre, right - centre
-        u.add_(left.square().sum(-1, keepdim=True)).add_(right.square().sum(-1).unsqueeze(1))
-        u.baddbmm_(left, right.mT, alpha=-2)
 
 
 def _picked(column: Tensor, rows: Tensor) -> Tensor:

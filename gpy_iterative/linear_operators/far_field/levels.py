@@ -119,10 +119,11 @@ class Levels:
 
         `values` evaluates a batch, [b, size, size]; each thread uses its result before the next call.
         """
-        return torch.cat([self._matmul(columns, values, batches) for columns in rhs.split(MOST_COLUMNS, dim=1)], dim=1)
-
-    def _matmul(self, rhs: Tensor, values: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> Tensor:
-        return self.down(summed(partial(self._share, self.up(rhs), values), batches, self.rows.device))
+        parts = []
+        for columns in rhs.split(MOST_COLUMNS, dim=1):
+            share = partial(self._share, self.up(columns), values)
+            parts.append(self.down(summed(share, batches, self.rows.device)))
+        return torch.cat(parts, dim=1)
 
     def _share(self, given: list[Tensor], values: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> list[Tensor]:
         sums = [torch.zeros_like(vectors) for vectors in given]

@@ -7,10 +7,15 @@ from functools import partial
 import torch
 
 from gpy_iterative.linear_operators.far_field.entries import RadialEntries
-from gpy_iterative.linear_operators.far_field.pairs import LevelPairs, are_nearly_all_near, level_pairs
 from gpy_iterative.linear_operators.far_field.proxies import sampled_proxies
 from gpy_iterative.linear_operators.far_field.skeletons import needed_rank
-from gpy_iterative.linear_operators.far_field.tree import Nodes, balanced_tree
+from gpy_iterative.linear_operators.far_field.tree import (
+    LevelPairs,
+    Nodes,
+    are_nearly_all_near,
+    balanced_tree,
+    level_pairs,
+)
 from gpy_iterative.worker_threads import run
 
 #: Fewest rows of a leaf.
@@ -56,14 +61,10 @@ class Plan:
         """The first level with far pairs; otherwise one beyond the leaves."""
         return next((level for level, pairs in enumerate(self.pairs) if pairs.far.shape[1]), len(self.pairs))
 
-    def cut(self, depth: int) -> "Plan":
-        """The plan with leaves at another depth."""
-        stop = depth + 1
-        return replace(self, levels=self.levels[:stop], pairs=self.pairs[:stop], ranks=self.ranks[:stop])
-
     def cheapest(self) -> "Plan":
         """The plan with leaves at the cheapest depth."""
-        return min((self.cut(depth) for depth in range(len(self.levels))), key=lambda other: other.cost)
+        cut = lambda n: replace(self, levels=self.levels[:n], pairs=self.pairs[:n], ranks=self.ranks[:n])
+        return min(map(cut, range(1, len(self.levels) + 1)), key=lambda plan: plan.cost)
 
 
 def _cost(pairs: int, size: int) -> float:

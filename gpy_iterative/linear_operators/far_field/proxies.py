@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpy_iterative.linear_operators.far_field.pairs import SEPARATION, LevelPairs
-from gpy_iterative.linear_operators.far_field.tree import Nodes
+from gpy_iterative.linear_operators.far_field.tree import SEPARATION, LevelPairs, Nodes
 
 #: Gap added between boxes, in diameters: some nearly touch.
 SMALLEST_GAP = 0.1
@@ -30,33 +29,26 @@ def level_proxies(levels: list[Nodes], pairs: list[LevelPairs], count: int) -> l
 
     Half of them come from far nodes on the node's level, and half from its parent.
     """
-    device, generator = levels[0].rows.device, torch.Generator().manual_seed(2)
-    found = [
-        Proxies(
-            torch.zeros(1, count, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.bool, device=device)
-        )
-    ]
+    generator = torch.Generator().manual_seed(2)
+    slots = torch.arange(count, device=levels[0].rows.device)
+    found = [Proxies(torch.zeros_like(slots).unsqueeze(0), torch.zeros_like(slots[:1], dtype=torch.bool))]
     for nodes, level in zip(levels[1:], pairs[1:], strict=False):
-        found.append(_of_level(nodes, level, found[-1], count, generator))
+        own, has_own = _drawn(nodes, level, count, generator)
+        inherited, had = (of_parents.repeat_interleave(2, 0) for of_parents in (found[-1].rows, found[-1].have))
+        # Odd slots are the node's own, even ones its parent's first half: slots have no order.
+        mixed = torch.where(slots % 2 == 1, own, inherited[:, slots // 2])
+        is_mixed, is_own = (has_own & had).unsqueeze(-1), (has_own & ~had).unsqueeze(-1)
+        rows = torch.where(is_mixed, mixed, torch.where(is_own, own, inherited))
+        found.append(Proxies(rows, has_own | had))
     return found
-
-
-def _of_level(nodes: Nodes, level: LevelPairs, parents: Proxies, count: int, generator: torch.Generator) -> Proxies:
-    slots = torch.arange(count, device=nodes.rows.device)
-    own, has_own = _drawn(nodes, level, count, generator)
-    inherited, had = parents.rows.repeat_interleave(2, 0), parents.have.repeat_interleave(2, 0)
-    # Odd slots are the node's own, even ones its parent's first half: slots have no order.
-    mixed = torch.where(slots % 2 == 1, own, inherited[:, slots // 2])
-    is_mixed, is_own = (has_own & had).unsqueeze(-1), (has_own & ~had).unsqueeze(-1)
-    return Proxies(torch.where(is_mixed, mixed, torch.where(is_own, own, inherited)), has_own | had)
 
 
 def _drawn(nodes: Nodes, level: LevelPairs, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Rows [nodes, count] from far nodes on this level, and which nodes have any."""
     device = nodes.rows.device
     node, partner = torch.cat([level.far, level.far.flip(0)], dim=1)
-    diameters = nodes.boxes.diameters()
-    weights = (level.gaps.repeat(2) + SMALLEST_GAP * diameters[node]) ** -float(nodes.boxes.low.shape[1])
+    diameters = nodes.diameters()
+    weights = (level.gaps.repeat(2) + SMALLEST_GAP * diameters[node]) ** -float(nodes.low.shape[1])
     order = node.argsort(stable=True)
     partner, weights = partner[order], weights[order].double()
     sizes = torch.bincount(node, minlength=len(nodes))
@@ -79,11 +71,11 @@ def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.G
     """Proxies of chosen nodes, drawn by the gaps to all nodes; `rows` only of nodes that have any."""
     device, total = nodes.rows.device, len(nodes)
     other = torch.arange(total, device=device)
-    gaps = nodes.boxes.gaps(chosen.repeat_interleave(total), other.repeat(len(chosen))).view(-1, total)
-    diameters = nodes.boxes.diameters()
+    gaps = nodes.gaps(chosen.repeat_interleave(total), other.repeat(len(chosen))).view(-1, total)
+    diameters = nodes.diameters()
     own = diameters[chosen].unsqueeze(-1)
     is_far = (gaps >= SEPARATION * torch.maximum(own, diameters)) & (gaps > 0)
-    weights = ((gaps + SMALLEST_GAP * own).double() ** -nodes.boxes.low.shape[1]).masked_fill_(~is_far, 0.0)
+    weights = ((gaps + SMALLEST_GAP * own).double() ** -nodes.low.shape[1]).masked_fill_(~is_far, 0.0)
     have = is_far.any(1)
     if not have.any():
         return Proxies(nodes.rows[:0, :1], have)

@@ -72,7 +72,11 @@ class RadialFarField(RadialTiles):
         field = self.far_field()
         if field is None:
             return super().scale_products(rhs)
-        weighted = lambda column, batch: self._values_and_derivatives(batch)[1] * _squares(column, batch)
+
+        def weighted(column: Tensor, batch: Batch) -> Tensor:
+            differences = column[batch.rows].unsqueeze(-1) - column[batch.columns].unsqueeze(-2)
+            return self._values_and_derivatives(batch)[1] * differences.square_()
+
         parts = [self._product(field, rhs, partial(weighted, column)) for column in self.x1.unbind(-1)]
         return torch.cat(parts, dim=-1)
 
@@ -118,12 +122,7 @@ class RadialFarField(RadialTiles):
         return RadialDerivative((factor * inputs).to(self.x1.dtype), sum_of_values, sum_of_alpha)
 
     def _share_of_derivative(
-        self,
-        left: list[Tensor],
-        right: list[Tensor],
-        value: bool,
-        alpha: bool,
-        batches: Sequence[Batch],
+        self, left: list[Tensor], right: list[Tensor], value: bool, alpha: bool, batches: Sequence[Batch]
     ) -> list[Tensor]:
         """Sums over some batches: G_ij (x_i - x_j) by row [n, d], values, derivatives by alpha."""
         zeros = partial(self.x1.new_zeros, dtype=torch.float64)  # terms cancel
@@ -150,8 +149,3 @@ class RadialFarField(RadialTiles):
             own, other = own - centre, torch.nn.functional.pad(other - centre, (0, 1), value=1.0)
             products, ones = (of_own @ other).split([own.shape[-1], 1], dim=-1)
             inputs.index_add_(0, index.flatten(), (ones * own - products).flatten(0, 1).double())
-
-
-def _squares(column: Tensor, batch: Batch) -> Tensor:
-    """(x_i - x_j)^2 of one coordinate, [b, size, size]."""
-    return (column[batch.rows].unsqueeze(-1) - column[batch.columns].unsqueeze(-2)).square_()

@@ -1,32 +1,19 @@
-"""A balanced tree over data: medians split every node along its widest side."""
+"""A balanced tree over data, split at medians along widest sides, and its near and far pairs of nodes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Boxes:
-    """Bounding boxes of nodes: corners `low` and `high`, [nodes, d]."""
-
-    low: Tensor
-    high: Tensor
-
-    @classmethod
-    def around(cls, points: Tensor) -> "Boxes":
-        """Boxes of points [nodes, size, d]."""
-        return cls(points.amin(1), points.amax(1))
-
-    def diameters(self) -> Tensor:
-        """Lengths of the diagonals, [nodes]."""
-        return (self.high - self.low).norm(dim=-1)
-
-    def gaps(self, left: Tensor, right: Tensor) -> Tensor:
-        """Distances between boxes, for pairs of node numbers [p]; 0 where they touch."""
-        first, last = torch.maximum(self.low[left], self.low[right]), torch.minimum(self.high[left], self.high[right])
-        return (first - last).clamp_min_(0).norm(dim=-1)
+#: Nodes are far apart from this gap on, in larger diameters.
+SEPARATION = 0.7
+#: Most near pairs per row for which a tree is refined. Cheapest trees have fewer, in up to four dimensions; in many
+#: dimensions nearly all pairs are near.
+MAX_NEAR_PAIRS = 1.0
+#: Sampled rows, tree depth, and the part of near leaf pairs that means too many dimensions: below .7 with three, 1 with
+#: ten.
+SAMPLE_SIZE, SAMPLE_DEPTH, MOST_NEAR = 2048, 7, 0.95
 
 
 @dataclass(frozen=True)
@@ -36,12 +23,13 @@ class Nodes:
     Attributes:
         rows: row numbers, [nodes, size]; a smaller node repeats its first row in the last slot.
         counts: rows of each node, [nodes]: size or size - 1.
-        boxes: bounding boxes.
+        low, high: corners of the bounding boxes, [nodes, d].
     """
 
     rows: Tensor
     counts: Tensor
-    boxes: Boxes
+    low: Tensor
+    high: Tensor
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -55,19 +43,23 @@ class Nodes:
         """Which slots do not repeat a row, [nodes, size]."""
         return torch.arange(self.size, device=self.rows.device) < self.counts.unsqueeze(-1)
 
+    def diameters(self) -> Tensor:
+        """Of the boxes, [nodes]."""
+        return (self.high - self.low).norm(dim=-1)
+
+    def gaps(self, left: Tensor, right: Tensor) -> Tensor:
+        """Distances between boxes, for pairs of node numbers [p]; 0 where they touch."""
+        first, last = torch.maximum(self.low[left], self.low[right]), torch.minimum(self.high[left], self.high[right])
+        return (first - last).clamp_min_(0).norm(dim=-1)
+
 
 def balanced_tree(x: Tensor, depth: int) -> Iterator[Nodes]:
     """The levels of a tree over points x [n, d], the root first, up to level `depth`; level l has 2^l nodes.
 
-    Each is made on demand. Cost: one sort of n numbers; memory: n row numbers.
-
-    Raises:
-        ValueError: fewer points than leaves.
+    Each is made on demand. There must be as many points as leaves. Cost: one sort of n numbers; memory: n row numbers.
     """
-    if len(x) < 2**depth:
-        raise ValueError(f"A tree of depth {depth} has {2**depth} leaves, and there are {len(x)} points.")
     rows, points = torch.arange(len(x), device=x.device).unsqueeze(0), x.unsqueeze(0)
-    nodes = Nodes(rows, torch.tensor([len(x)], device=x.device), Boxes.around(points))
+    nodes = Nodes(rows, torch.tensor([len(x)], device=x.device), points.amin(1), points.amax(1))
     yield nodes
     for _ in range(depth):
         nodes, points = _halved(nodes, points)
@@ -85,11 +77,84 @@ def _halved(nodes: Nodes, points: Tensor) -> tuple[Nodes, Tensor]:
     # Sorted points, so that a node's are contiguous.
     halves = [part.gather(1, order).view(2 * len(nodes), -1) for part in (nodes.rows, *points.unbind(-1))]
     points = torch.stack(halves[1:], dim=-1)
-    return Nodes(halves[0], counts.flatten(), Boxes.around(points)), points
+    return Nodes(halves[0], counts.flatten(), points.amin(1), points.amax(1)), points
 
 
 def _order_along_widest_side(nodes: Nodes, points: Tensor) -> Tensor:
     """Slots [nodes, size], sorted along the widest side; repeated rows come last."""
-    widest = (nodes.boxes.high - nodes.boxes.low).argmax(-1)
+    widest = (nodes.high - nodes.low).argmax(-1)
     along = points.gather(2, widest.view(-1, 1, 1).expand(-1, nodes.size, 1)).squeeze(2)
     return along.masked_fill_(~nodes.is_own(), torch.inf).argsort(dim=1, stable=True)
+
+
+# Pairs of nodes
+
+
+@dataclass(frozen=True)
+class LevelPairs:
+    """Pairs of node numbers i <= j of one level, [2, p], sorted by i and then by j.
+
+    Attributes:
+        near: close pairs, split on the next level.
+        far: far pairs whose parents are near.
+        gaps: distances between boxes of far pairs.
+    """
+
+    near: Tensor
+    far: Tensor
+    gaps: Tensor
+
+
+def are_nearly_all_near(x: Tensor, is_negligible: Callable[[Tensor], Tensor]) -> bool:
+    """Whether points x [n, d] have too many dimensions for far pairs.
+
+    Cost: a tree of a sample, much less than that of all points.
+    """
+    sample = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:SAMPLE_SIZE].to(x.device)
+    if len(sample) < SAMPLE_SIZE:
+        return False
+    levels, pairs = level_pairs(balanced_tree(x[sample], SAMPLE_DEPTH), is_negligible)
+    nodes = len(levels[-1])
+    return pairs[-1].near.shape[1] > MOST_NEAR * nodes * (nodes + 1) / 2
+
+
+def level_pairs(
+    tree: Iterable[Nodes], is_negligible: Callable[[Tensor], Tensor]
+) -> tuple[list[Nodes], list[LevelPairs]]:
+    """The levels of a tree and their pairs, from the root; they end where near pairs are too many.
+
+    Every pair of rows is in one far pair of a level, in one near pair of the last, or has a negligible entry.
+
+    Args:
+        tree: its levels, the root first.
+        is_negligible: of gaps [p], whether the kernel counts as zero from this distance on.
+    """
+    levels: list[Nodes] = []
+    found: list[LevelPairs] = []
+    for nodes in tree:
+        pairs = (
+            _of_children(found[-1].near, len(nodes)) if found else torch.zeros(2, 1, dtype=torch.int64).to(nodes.rows)
+        )
+        levels.append(nodes)
+        found.append(_divided(nodes, pairs, is_negligible))
+        if found[-1].near.shape[1] > MAX_NEAR_PAIRS * levels[0].size:
+            break
+    return levels, found
+
+
+def _divided(nodes: Nodes, pairs: Tensor, is_negligible: Callable[[Tensor], Tensor]) -> LevelPairs:
+    left, right = pairs
+    gaps, diameters = nodes.gaps(left, right), nodes.diameters()
+    # Boxes of equal points have diameter 0: a gap of 0 is still near.
+    is_far = (gaps >= SEPARATION * torch.maximum(diameters[left], diameters[right])) & (gaps > 0)
+    is_seen = ~is_negligible(gaps)
+    far = is_far & is_seen
+    return LevelPairs(pairs[:, ~is_far & is_seen], pairs[:, far], gaps[far])
+
+
+def _of_children(pairs: Tensor, num_children: int) -> Tensor:
+    """Pairs i <= j of children of pairs of parents."""
+    left, right = 2 * pairs
+    children = torch.cat([torch.stack([left + a, right + b]) for a in (0, 1) for b in (0, 1)], dim=1)
+    children = children[:, children[0] <= children[1]]
+    return children[:, (children[0] * num_children + children[1]).argsort()]

@@ -13,12 +13,6 @@ import torch
 from torch import Tensor
 
 
-def _shape(alpha: Tensor | None) -> Tensor:
-    if alpha is None:
-        raise ValueError("The rational quadratic function needs its alpha.")
-    return alpha.unsqueeze(-1)
-
-
 @dataclass(frozen=True)
 class KeOpsFormulas:
     """A radial function in KeOps' language (https://www.kernel-operations.io/keops/api/math-operations.html).
@@ -103,7 +97,7 @@ class RadialFunction(ABC):
 
     def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:
         """df/dalpha at fixed q, for the rational quadratic; u may be rounded."""
-        raise ValueError(f"The {self.name} function has no alpha.")
+        raise NotImplementedError
 
 
 def _safe_sqrt(u: Tensor) -> Tensor:
@@ -238,18 +232,18 @@ class _RationalQuadratic(RadialFunction):
         "Exp(-alpha * Log(IntCst(1) + {u})) * ({u} * Inv(IntCst(1) + {u}) - Log(IntCst(1) + {u}))",
     )
 
-    def scale(self, alpha: Tensor | None) -> Tensor:
-        return 0.5 / _shape(alpha)
+    def scale(self, alpha: Tensor) -> Tensor:
+        return 0.5 / alpha.unsqueeze(-1)
 
     def value(self, u: Tensor, alpha: Tensor | None) -> Tensor:
-        return _decay(_shape(alpha) * torch.log1p(u))
+        return _decay(alpha.unsqueeze(-1) * torch.log1p(u))
 
     def value_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> Tensor:
-        return _decay(self.clamp_(u).log1p_().mul_(_shape(alpha)), out=u)
+        return _decay(self.clamp_(u).log1p_().mul_(alpha.unsqueeze(-1)), out=u)
 
     def value_and_derivative_(self, u: Tensor, scratch: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor]:
         torch.add(self.clamp_(u), 1, out=scratch)
-        _decay(u.log1p_().mul_(_shape(alpha)), out=u)
+        _decay(u.log1p_().mul_(alpha.unsqueeze(-1)), out=u)
         return u, scratch.reciprocal_().mul_(u)
 
     def alpha_derivative(self, u: Tensor, alpha: Tensor | None) -> Tensor:

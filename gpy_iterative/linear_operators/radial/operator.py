@@ -209,15 +209,8 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         return self._on_batches(lambda tensor, extra: tensor.permute(*dims, *range(len(dims), len(dims) + extra)))
 
     def _mul_constant(self, other: float | Tensor) -> LinearOperator:
-        return type(self)(
-            self.x1,
-            self.outputscale * other,
-            x2=self.x2,
-            alpha=self.alpha,
-            function=self.function,
-            products=self.products,
-            cache=self.cache,  # tiles do not contain the outputscale
-        )
+        # The cache is kept: tiles do not contain the outputscale.
+        return type(self)(self.x1, self.outputscale * other, **self._kwargs)
 
     def to_dense(self) -> Tensor:
         """The matrix [*b, n, m]; O(n m) memory, differentiable."""

@@ -38,9 +38,12 @@ class SquaredDistances:
         left, right = x1.detach() * scale**0.5, x2.detach() * scale**0.5
         self.batch_shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
         self.together, self.apart = _by_spread(left, right, few)
-        self._left, self._right = _with_norms(left[..., self.together], right[..., self.together])
         # Not multiplied by the scale's root: they round as without tiles.
         self._x1, self._x2, self._scale = x1.detach().expand_as(left), x2.detach().expand_as(right), scale
+        left, right = left[..., self.together], right[..., self.together]
+        norms = [x.square().sum(-1, keepdim=True) for x in (left, right)]
+        self._left = torch.cat([left * -2, norms[0], torch.ones_like(norms[0])], dim=-1)
+        self._right = torch.cat([right, torch.ones_like(norms[1]), norms[1]], dim=-1)
 
     def block(
         self, rows: slice | Tensor, columns: slice, out: Tensor | None = None, scratch: Tensor | None = None
@@ -106,10 +109,3 @@ def _by_spread(x1: Tensor, x2: Tensor, few: int) -> tuple[list[int], list[int]]:
     # NaN counts as together: it raises where the matrix is used.
     count = int((~(error > ALLOWED_ERROR)).sum())
     return sorted(order[:count].tolist()), sorted(order[count:].tolist())
-
-
-def _with_norms(x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-    """[-2 x, |x|^2, 1] and [x', 1, |x'|^2]."""
-    norms1, norms2 = (x.square().sum(-1, keepdim=True) for x in (x1, x2))
-    ones1, ones2 = torch.ones_like(norms1), torch.ones_like(norms2)
-    return torch.cat([x1 * -2, norms1, ones1], dim=-1), torch.cat([x2, ones2, norms2], dim=-1)

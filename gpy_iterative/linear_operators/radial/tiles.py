@@ -1,19 +1,20 @@
-"""Tiles of a radial kernel matrix, and derivatives of a weighted sum of its entries.
+"""Tiles of a radial kernel matrix, perhaps compiled, and derivatives of a weighted sum of its entries.
 
 With G the weights times df/dq, the derivative by x_i is sum_j 2 G_ij (x_i - x_j), from G x and G 1. In float32 this loses
 digits for coordinates that `SquaredDistances` takes apart, so those use differences here too.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from types import FunctionType
 
 import torch
 from torch import Tensor
 
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.radial.functions import RadialFunction
-from gpy_iterative.linear_operators.radial.fused import fused_value_, fused_value_and_derivative_
 from gpy_iterative.linear_operators.radial.squared_distances import SquaredDistances, few_coordinates
 from gpy_iterative.linear_operators.tiles.cache import Key, TileCache
 from gpy_iterative.linear_operators.tiles.operator import TileWeights
@@ -76,9 +77,11 @@ class RadialTiles(Tiles):
     def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
         scratch = self.scratch(out.shape, 1)
         u = self._squared_distances(self.rows[i], self.columns[j], out, scratch)
-        if self._is_fused:
-            return fused_value_(self.function, u, self.alpha)
-        return self.function.value_(u, scratch, self.alpha)
+        if not self._is_fused:
+            return self.function.value_(u, scratch, self.alpha)
+        flat, alpha = _flat(u, self.alpha)
+        _compiled_value(self.function, u.dtype)(flat, alpha)
+        return u
 
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
         u = self._squared_distances(rows, columns)
@@ -130,9 +133,11 @@ class RadialTiles(Tiles):
 
     def _evaluate_both(self, i: int, j: int, value: Tensor, derivative: Tensor) -> tuple[Tensor, Tensor]:
         u = self._squared_distances(self.rows[i], self.columns[j], value, derivative)
-        if self._is_fused:
-            return fused_value_and_derivative_(self.function, u, derivative, self.alpha)
-        return self.function.value_and_derivative_(u, derivative, self.alpha)
+        if not self._is_fused:
+            return self.function.value_and_derivative_(u, derivative, self.alpha)
+        flat, alpha = _flat(u, self.alpha)
+        _compiled_value_and_derivative(self.function, u.dtype)(flat, derivative.view(flat.shape), alpha)
+        return u, derivative
 
     def derivative(self, weights: TileWeights, *, value: bool, alpha: bool) -> "RadialDerivative":
         """The derivative for W = weights; without `value` or `alpha` that part is 0."""
@@ -226,3 +231,59 @@ class RadialDerivative:
     value: Tensor
     alpha: Tensor
     x2: Tensor | None = None
+
+
+# Compiled tiles
+
+
+class _CompiledLoop:
+    """The passes over a tile in one loop.
+
+    torch.compile compiles one code object only a few times (by dimensions, lengths of one, threads), then runs it
+    uncompiled. So every function and dtype has its own code and uniform tiles (`_flat`). One thread compiles while others
+    wait.
+    """
+
+    def __init__(self, evaluate: FunctionType, function: RadialFunction, dtype: torch.dtype) -> None:
+        evaluate.__code__ = evaluate.__code__.replace(co_name=f"{evaluate.__name__}_{function.name}_{dtype}")
+        # No graph cache on disk: it ignores the processor, and AVX-512 code gives wrong numbers without AVX-512 (shared
+        # disk, ATEN_CPU_CAPABILITY). The C++ compiler's cache includes the processor.
+        self._evaluate = torch.compile(evaluate, dynamic=True, options={"fx_graph_cache": False})
+        self._lock = threading.Lock()
+        self._compiled: set[tuple[object, ...]] = set()
+
+    def __call__(self, tiles: Tensor, *others: Tensor | None) -> None:
+        # Detached: views are compiled for their base's dimensions, too.
+        given = [None if tensor is None else tensor.detach() for tensor in (tiles, *others)]
+        is_one = tuple(size == 1 for size in tiles.shape)
+        variant = (is_one, tiles.device, torch.get_num_threads(), torch.is_inference_mode_enabled())
+        if variant in self._compiled:
+            self._evaluate(*given)
+            return
+        with self._lock:
+            self._evaluate(*given)
+            self._compiled.add(variant)
+
+
+def _flat(tile: Tensor, alpha: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A tile [*b, rows, columns] as a vector, or as a matrix for several values of alpha [*b, 1]."""
+    if alpha is None or alpha.numel() == 1:
+        return tile.view(-1), None if alpha is None else alpha.view(())
+    alpha = alpha.squeeze(-1).expand(tile.shape[:-2]).reshape(-1)
+    return tile.view(len(alpha), -1), alpha
+
+
+@cache
+def _compiled_value(function: RadialFunction, dtype: torch.dtype) -> _CompiledLoop:
+    def evaluate(u: Tensor, alpha: Tensor | None) -> None:
+        u.copy_(function.value(function.clamp_(u), alpha))
+
+    return _CompiledLoop(evaluate, function, dtype)
+
+
+@cache
+def _compiled_value_and_derivative(function: RadialFunction, dtype: torch.dtype) -> _CompiledLoop:
+    def evaluate(u: Tensor, derivative: Tensor, alpha: Tensor | None) -> None:
+        function.value_and_derivative_(u, derivative, alpha)
+
+    return _CompiledLoop(evaluate, function, dtype)

@@ -151,7 +151,7 @@ class TileCache:
         """
         if self._pool.num_bytes() + size > budget:
             for key in list(self._spare):
-                self.own_bytes -= sum(map(_num_bytes, self._spare.pop(key)))
+                self.own_bytes -= sum(tile.nbytes for tile in self._spare.pop(key))
         later = [cache for cache in self._pool.caches() if cache.precedence > self.precedence]
         if self._pool.num_bytes() + size - sum(cache.own_bytes for cache in later) > budget:
             return False
@@ -166,7 +166,8 @@ class TileCache:
         spare = next((tiles for tiles in self._spare.values() if tiles), None)
         if spare is None and not self.tiles:
             return False
-        self.own_bytes -= _num_bytes(self.tiles.popitem()[1] if spare is None else spare.pop())
+        tile = self.tiles.popitem()[1] if spare is None else spare.pop()
+        self.own_bytes -= tile.nbytes
         return True
 
     def _spare_all(self) -> None:
@@ -201,10 +202,6 @@ class TileCache:
 def new_memory(shape: Sequence[int], like: Tensor) -> Tensor:
     """Uninitialised memory with the dtype and device of `like`."""
     return torch.empty(shape, dtype=like.dtype, device=like.device)
-
-
-def _num_bytes(tile: Tensor) -> int:
-    return tile.numel() * tile.element_size()
 
 
 class TileCaches:

@@ -1,6 +1,5 @@
 """Linear operators made of tiles."""
 
-from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -14,27 +13,8 @@ from gpy_iterative.linear_operators.tiles.cache import TileCache
 from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
 
 
-class TileWeights(ABC):
-    """Weights W of the sum of W_ij K_ij that is differentiated.
-
-    Attributes:
-        batch_shape: broadcast batch shape of W and K.
-        tensors: the tensors that define W.
-    """
-
-    batch_shape: torch.Size
-    tensors: tuple[Tensor, ...]
-
-    @abstractmethod
-    def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
-        """W at the tile (i, j), [*b, rows, columns]; the caller may overwrite it.
-
-        For a symmetric matrix, the weights of (i, j) and (j, i) are added. `out` is optional memory of that shape.
-        """
-
-
-class BilinearWeights(TileWeights):
-    """W = L R^T.
+class BilinearWeights:
+    """Weights W = L R^T of the sum of W_ij K_ij that is differentiated.
 
     Args:
         left, right: [*b, n, s] and [*b, m, s].
@@ -42,6 +22,8 @@ class BilinearWeights(TileWeights):
         tiles: of the matrix.
 
     Attributes:
+        batch_shape: broadcast batch shape of W and K.
+        tensors: the tensors that define W.
         left, right: the factors of W, or of W + W^T for a symmetric matrix.
     """
 
@@ -56,12 +38,16 @@ class BilinearWeights(TileWeights):
         self._columns = RowBlocks.of(right, tiles.shape[-1], tiles.length)
 
     def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
+        """W at the tile (i, j), [*b, rows, columns], perhaps in `out`; the caller may overwrite it.
+
+        For a symmetric matrix, the weights of (i, j) and (j, i) are added.
+        """
         product = torch.matmul(self._rows.blocks[i].mT, self._columns.blocks[j], out=out)
         return product.mul_(0.5) if self._is_symmetric and i == j else product
 
 
-class MatrixWeights(TileWeights):
-    """W as a dense matrix [*b, n, m]."""
+class MatrixWeights:
+    """The same for W as a dense matrix [*b, n, m]."""
 
     def __init__(self, matrix: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
         self.batch_shape = torch.broadcast_shapes(batch_shape, matrix.shape[:-2])
@@ -74,6 +60,9 @@ class MatrixWeights(TileWeights):
         if self._tiles.symmetric and i != j:
             return block + self._matrix[..., columns, rows].mT
         return block.clone(memory_format=torch.contiguous_format)
+
+
+TileWeights = BilinearWeights | MatrixWeights
 
 
 class TiledLinearOperator(LinearOperator):
@@ -113,31 +102,6 @@ class TiledLinearOperator(LinearOperator):
         if kept is None or not kept.seen.are(kept.owner):
             kept = self.__dict__["_tiles"] = self._make_tiles()
         return kept
-
-    def low_precision_copy(self) -> LinearOperator:
-        """The same matrix in float32, without gradient. Operators that share the cache share its tiles.
-
-        Raises:
-            ValueError: the tensors' dtype or the kernel's code does not allow float32.
-        """
-        self.products.check(self.dtype)
-        lower = lambda part: self.cache.in_float32(part) if torch.is_tensor(part) else part
-        return rebuilt(self, lower, products=self._native_products(), cache=self.cache.low_precision)
-
-    def native_precision(self) -> LinearOperator:
-        return rebuilt(self, lambda part: part, products=self._native_products())
-
-    def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
-        """The operator in float64, with the graph to the same tensors and its own cache."""
-        double = lambda part: part.double() if torch.is_tensor(part) and part.is_floating_point() else part
-        return rebuilt(self, double, **self._of_own_tiles(keeps_tiles))
-
-    def _of_own_tiles(self, keeps_tiles: bool) -> dict[str, Any]:
-        products = self._native_products()
-        return {"products": products if keeps_tiles else replace(products, cache_memory=0), "cache": TileCache()}
-
-    def _native_products(self) -> KernelProducts:
-        return replace(self.products, precision="native")
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_tiles"}
@@ -192,6 +156,25 @@ class TiledLinearOperator(LinearOperator):
 
     def dense_rows(self, rows: Tensor) -> Tensor:
         return self.tiles().dense_rows(rows) * self.tile_scale  # not in place: several scales may share tiles
+
+    def low_precision_copy(self) -> LinearOperator:
+        self.products.check(self.dtype)
+        lower = lambda part: self.cache.in_float32(part) if torch.is_tensor(part) else part
+        return rebuilt(self, lower, products=self._native_products(), cache=self.cache.low_precision)
+
+    def native_precision(self) -> LinearOperator:
+        return rebuilt(self, lambda part: part, products=self._native_products())
+
+    def in_float64(self, *, keeps_tiles: bool = True) -> LinearOperator:
+        double = lambda part: part.double() if torch.is_tensor(part) and part.is_floating_point() else part
+        return rebuilt(self, double, **self._of_own_tiles(keeps_tiles))
+
+    def _of_own_tiles(self, keeps_tiles: bool) -> dict[str, Any]:
+        products = self._native_products()
+        return {"products": products if keeps_tiles else replace(products, cache_memory=0), "cache": TileCache()}
+
+    def _native_products(self) -> KernelProducts:
+        return replace(self.products, precision="native")
 
 
 def _check_rows(rhs: Tensor, expected: int) -> None:

@@ -168,11 +168,7 @@ class Tiles(ABC):
         return product
 
     def _share_of_product(
-        self,
-        rows: range,
-        given: RowBlocks,
-        tile_at: Callable[[int, int], Tensor],
-        visits: Sequence[tuple[int, int]],
+        self, rows: range, given: RowBlocks, tile_at: Callable[[int, int], Tensor], visits: Sequence[tuple[int, int]]
     ) -> RowBlocks:
         *batch, _, columns, length = given.data.shape
         result = RowBlocks(given.data.new_zeros(*batch, len(rows), columns, length), self.shape[-2], rows.start)

@@ -200,11 +200,7 @@ class _Lanczos:
     """Lanczos iteration for M from u."""
 
     def __init__(
-        self,
-        operator: LinearOperator,
-        probes: Tensor,
-        preconditioner: Preconditioner,
-        first_product: Tensor | None,
+        self, operator: LinearOperator, probes: Tensor, preconditioner: Preconditioner, first_product: Tensor | None
     ) -> None:
         self.bounds: list[Bounds] = []
         self._operator, self._preconditioner, self._first_product = operator, preconditioner, first_product

@@ -10,7 +10,7 @@ from linear_operator.test.linear_operator_test_case import LinearOperatorTestCas
 from torch import Tensor
 
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial import fused
+from gpy_iterative.linear_operators.radial import tiles as radial_tiles
 from gpy_iterative.linear_operators.radial.functions import (
     MATERN12,
     MATERN32,
@@ -341,9 +341,9 @@ def test_functions_and_dtypes_have_compilations_of_their_own(monkeypatch: pytest
 
     What is compiled for one thread is not for several, and threads that are first at once would compile one each.
     """
-    compiled = (fused._compiled_value, fused._compiled_value_and_derivative)
+    compiled = (radial_tiles._compiled_value, radial_tiles._compiled_value_and_derivative)
     for evaluate in compiled:
-        monkeypatch.setattr(fused, evaluate.__name__, functools.cache(evaluate.__wrapped__))
+        monkeypatch.setattr(radial_tiles, evaluate.__name__, functools.cache(evaluate.__wrapped__))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     products = KernelProducts(tile_size=8, compile=True)
     every = [(function, dtype, (8, 2)) for function in FUNCTIONS for dtype in (torch.float32, torch.float64)]
