@@ -76,7 +76,7 @@ def fit(
         NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are restored.
 
     Warns:
-        DataWarning: data on a very different scale, constant inputs, duplicate rows.
+        DataWarning: data on a very different scale, constant inputs, duplicate rows, equal terms of a kernel.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)

@@ -1,20 +1,22 @@
-"""Warnings about unsuitable training data, before a fit.
+"""Warnings about unsuitable training data and kernels, before a fit.
 
 Hyperparameters start near one or zero: data of another scale have no gradient there.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import Any
 
 import gpytorch
 import torch
 from gpytorch.models import ExactGP
 from linear_operator import LinearOperator
+from linear_operator.operators import SumLinearOperator
 from torch import Tensor
 
 from gpy_iterative.errors import DataWarning, warn
-from gpy_iterative.linear_operators.extensions import sum_terms
+from gpy_iterative.linear_operators.extensions import dense_rows, sum_terms
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.training.training_system import TrainingSystem
@@ -27,6 +29,8 @@ FLAT = 1e-3
 SMALL = 0.01
 #: Rows whose nearest neighbours are computed.
 CENTRES = 64
+#: Rows on which terms of a sum are compared.
+EQUAL_ROWS = 5
 #: Ratio, in both directions, of the standard deviations of targets and prior, and distance of their means in the larger
 #: one, that cause no warning.
 SPREAD, SHIFT = 20.0, 10.0
@@ -39,8 +43,9 @@ AT_FLOOR = 1.01
 
 
 def warn_of_inputs(model: Any) -> None:
-    """Warns of constant columns with a lengthscale."""
+    """Warns of constant columns with a lengthscale, and of equal components of a spectral mixture."""
     _warn(_constant_columns(model))
+    _warn(_equal_components(model))
 
 
 @torch.no_grad()
@@ -53,6 +58,7 @@ def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, sy
     operator = system.operator
     if not isinstance(operator, NoisyLinearOperator) or operator.shape[-1] < 2:
         return
+    _warn(_equal_terms(operator.kernel))
     _warn(_inputs_of_another_scale(operator.kernel, model.train_inputs or ()))
     _warn(_targets_of_another_scale(operator, system.residual))
     _warn(_equal_rows(model, likelihood, operator.noise))
@@ -76,6 +82,32 @@ def _constant_columns(model: Any) -> Iterator[str]:
         constant = (columns == columns[0]).all(0).nonzero().reshape(-1).tolist()
         if constant and len(columns) > 1:
             yield f"The data cannot determine the lengthscale of a constant input: remove {_named(constant)}."
+
+
+def _equal_components(model: Any) -> Iterator[str]:
+    for kernel in model.modules():
+        if isinstance(kernel, gpytorch.kernels.SpectralMixtureKernel) and kernel.num_mixtures > 1:
+            parts = (
+                kernel.mixture_means.unbind(-3),
+                kernel.mixture_scales.unbind(-3),
+                kernel.mixture_weights.unbind(-1),
+            )
+            if all(torch.equal(part, parts_of_one[0]) for parts_of_one in parts for part in parts_of_one):
+                yield (
+                    "All components of the spectral mixture are equal, so they stay equal in a fit: call the kernel's "
+                    "initialize_from_data, or set different mixture_means."
+                )
+
+
+def _equal_terms(kernel: LinearOperator) -> Iterator[str]:
+    if isinstance(kernel, SumLinearOperator):
+        rows = torch.arange(min(EQUAL_ROWS, kernel.shape[-1]), device=kernel.device)
+        blocks = [dense_rows(term, rows) for term in kernel.linear_ops]
+        if any(torch.equal(first, second) for first, second in combinations(blocks, 2)):
+            yield (
+                "Two terms of the kernel's sum are equal, so they stay equal in a fit: give them different hyperparameters "
+                "before it, such as a short and a long lengthscale."
+            )
 
 
 def _inputs_of_another_scale(kernel: LinearOperator, given: Sequence[Tensor]) -> Iterator[str]:

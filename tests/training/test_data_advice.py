@@ -95,6 +95,26 @@ def test_replicates_that_noise_explains() -> None:
 # Data with one
 
 
+def test_equal_terms_of_a_sum() -> None:
+    x, y = standardised(d=2)
+    long = ScaleKernel(RBFKernel())
+    long.base_kernel.lengthscale = 3.0
+    assert not advice(x, y, ScaleKernel(RBFKernel()) + long)
+    assert not advice(x, y, ScaleKernel(RBFKernel(active_dims=[0])) + ScaleKernel(RBFKernel(active_dims=[1])))
+    (sentence,) = advice(x, y, long + ScaleKernel(RBFKernel()) + ScaleKernel(RBFKernel()))
+    assert "Two terms of the kernel's sum are equal" in sentence
+
+
+def test_equal_components_of_a_spectral_mixture() -> None:
+    x, y = standardised(d=2)
+    kernel = gpytorch.kernels.SpectralMixtureKernel(num_mixtures=3, ard_num_dims=2)
+    (sentence,) = advice(x, y, kernel)
+    assert "initialize_from_data" in sentence
+    kernel.mixture_means = torch.tensor([0.1, 0.2, 0.2]).view(3, 1, 1).expand(3, 1, 2)
+    assert not advice(x, y, kernel)
+    assert not advice(x, y, gpytorch.kernels.SpectralMixtureKernel(num_mixtures=1, ard_num_dims=2))
+
+
 def test_inputs_that_are_too_far_apart() -> None:
     x, y = standardised()
     (sentence,) = advice(1e3 * x, y)
