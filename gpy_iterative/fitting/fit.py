@@ -58,9 +58,9 @@ def fit(
             is all training data in every step; mini-batch methods draw rows from them.
         params: the likelihood's arguments, as in `mll(model(x), y, *params)`.
         start: "current" hyperparameters, or "subsets": see `gpy_iterative.initialize_from_subsets`.
-        checkpoint: a file, written atomically after each step. If it exists, the same call resumes exactly. `batches`
-            continue inside their pass; shuffled ones are redrawn.
-        progress: True shows a bar of steps; a callable gets every `gpy_iterative.progress.ProgressReport`.
+        checkpoint: a file, written atomically after each step. If it exists, the same call resumes exactly; only
+            shuffled `batches` are redrawn.
+        progress: True shows a bar; a callable gets every `gpy_iterative.progress.ProgressReport`.
         callback: gets every `HistoryRow`; the model may be one step ahead.
         generator: for stochastic solvers; a generator or a seed, None is seed 0. Probes use the mll's own.
 

@@ -18,12 +18,7 @@ def is_in_supports(module: gpytorch.Module) -> bool:
 
 @torch.enable_grad()
 def support_of(module: gpytorch.Module, parameter: Parameter, values: Tensor) -> Range:
-    """Least and largest value that the parameter's own priors allow, in its shape.
-
-    Args:
-        module: with the priors.
-        parameter: raw.
-        values: of the parameter as the user sees them.
+    """Least and largest value that the parameter's own priors allow, in its shape; `values` are as the user sees them.
 
     Priors on other expressions, such as a product of two parameters, give no bound.
     """

@@ -56,8 +56,7 @@ class PathwisePosterior:
     `rank` kernel rows, one product with `rank` columns, n rank^2 multiply-adds.
 
     Changes of hyperparameters, data, dtype, device or a module's public numbers and strings (Matern's `nu`) cause one solve
-    from the old weights. Calls are thread-safe: they evaluate copies of the model's modules (not of a module that only a
-    closure holds).
+    from the old weights. Calls are thread-safe, except with a module that only a closure holds.
 
     Args:
         model: an ExactGP with training data.
@@ -76,7 +75,7 @@ class PathwisePosterior:
 
     Raises:
         ValueError: options outside their range, NaN in data (see `observation_nan_policy`), wrong shapes.
-        TypeError: a wrong type of solver, products or progress.
+        TypeError: an argument of a wrong type.
         NonFiniteError, NotPositiveDefiniteError: from the solver.
 
     Warns:

@@ -84,7 +84,7 @@ class LaplaceSolution(Solution):
 
     @property
     def num_outer(self) -> int:
-        """Number of Newton steps."""
+        """Newton steps."""
         return self.stats.iterations
 
     @property
@@ -126,7 +126,7 @@ class Problem:
         return -math.inf if math.isnan(value) else value
 
     def evaluated(self, f: Tensor, v: Tensor) -> "Iterate":
-        """The iterate at f = m + K v. Raises NonFiniteError."""
+        """The iterate at f = m + K v."""
         joint = self.log_joint(f, v)
         if not math.isfinite(joint):
             raise NonFiniteError(
@@ -229,7 +229,7 @@ class LaplaceSolver(ABC):
         generator: torch.Generator | None = None,
         callback: Callable[[SolveProgress], None] | None = None,
     ) -> LaplaceSolution:
-        """Finds the mode.
+        """Finds the mode; the solution's status says whether it was reached.
 
         Args:
             prior: of n points and C functions.
@@ -240,9 +240,6 @@ class LaplaceSolver(ABC):
                 the same range. Replaces initial_weights.
             generator: for the covariance's further actions.
             callback: called after every Newton step; `epochs` are kernel products.
-
-        Returns:
-            A LaplaceSolution; its status says whether the mode was reached.
 
         Raises:
             ValueError: no points; an initial solution of another solver or size.
