@@ -1,7 +1,7 @@
 """Errors and warnings, with advice in their messages.
 
-They inherit from errors that BoTorch handles: its line search steps over a `NanError`, drops an attempt on a
-`NotPSDError`, and lets a `NumericalWarning` pass.
+Numerical ones inherit from those that BoTorch handles: its line search steps over a `NanError`, its fit drops an
+attempt on a `NotPSDError` and lets a `NumericalWarning` pass.
 """
 
 import sys

@@ -64,8 +64,6 @@ NUM_LOGDET_PROBES = 4
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation of a marginal log likelihood."""
-
     value: Tensor  # [*b], the result of `forward`
     system: TrainingSystem  # H, y - mean and the prior; float64 where H is factored
     estimate: Estimate  # the log density without priors and added loss terms; its solves

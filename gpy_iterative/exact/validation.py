@@ -113,7 +113,6 @@ class LineSearchWatch:
 
     @torch.no_grad()
     def sees_search(self, model: ExactGP) -> bool:
-        """Whether the steps so far are those of a line search."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not parameters:
             return False

@@ -310,7 +310,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return batch if self.centred else batch.uncentred()
 
     def _blank_state(self) -> tuple[Tensor, Tensor]:
-        """Zeros [m] and identity [m, m] in float64."""
         options = {"dtype": torch.float64, "device": self._train_inputs()[0].device}
         return torch.zeros(self.num_features, **options), torch.eye(self.num_features, **options)
 

@@ -31,9 +31,8 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         likelihood: Gaussian with independent noise: homoskedastic, fixed or heteroskedastic.
         model: an ExactGP with one output and finite feature maps (`kernels.feature_map`).
         batch_size: rows per step; None is 256, or all data if fewer.
-        update: of the weights. "natural": moving averages of precision and moment, which are natural gradient steps; m^3
-            per step. "gradient": v and a triangular root L of S are parameters: train with `Adam(mll.parameters())`; b m^2
-            per step.
+        update: of the weights. "natural": moving averages of precision and moment, which are natural gradient steps.
+            "gradient": v and a triangular root L of S are parameters: train with `Adam(mll.parameters())`.
         tracker_rate: step size in (0, 1] of the natural update, or a function of the step (from 0); None falls from
             min(.05, .1 b / m) to .001 with the square root of the steps. Take .2 for deep kernels with little noise.
         include_batch: weights include half of their batch's share in the next averages, to follow a network; the bias is

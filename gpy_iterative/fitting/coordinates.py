@@ -188,7 +188,6 @@ class Coordinates:
         return position <= self.lower + MARGIN, position >= self.upper - MARGIN
 
     def user_values(self, coordinates: Tensor) -> list[Tensor]:
-        """User values by parameter, in its shape."""
         return [part.user_values(entries) for part, entries in zip(self.parts, self._split(coordinates), strict=True)]
 
     def user_entries(self, coordinates: Tensor) -> list[float]:
@@ -200,14 +199,12 @@ class Coordinates:
         return self._joined(torch.autograd.grad(self._transformed(raws).sum(), raws))
 
     def gradient(self, function: Tensor, *, retain_graph: bool = False) -> Tensor:
-        """Gradient [p] of a scalar."""
         found = torch.autograd.grad(
             function, self.parameters, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
         )
         return self._joined(found) / self.slopes()
 
     def hessian(self, function: Tensor) -> Tensor:
-        """Second derivatives [p, p] of a scalar."""
         if not function.requires_grad:
             return torch.zeros(len(self), len(self), dtype=torch.float64)
         options = {"allow_unused": True, "materialize_grads": True}

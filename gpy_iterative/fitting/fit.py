@@ -65,14 +65,13 @@ def fit(
         generator: for stochastic solvers; a generator or a seed, None is seed 0. Probes use the mll's own.
 
     Returns:
-        A `FitResult`: status with advice, history, hyperparameters with standard errors. Ctrl-C ends the fit after the last
-            step, with status BUDGET.
+        A `FitResult`. Ctrl-C ends the fit after the last step, with status BUDGET.
 
     Raises:
         ValueError: an invalid option, nothing to fit, a kernel without average information, subsets of a model that is no
             exact Gaussian process.
         CheckpointError: a checkpoint of another fit.
-        TypeError: an mll without average information; invalid batches or callback.
+        TypeError: an mll that the method cannot fit; invalid batches or callback.
         NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are restored.
 
     Warns:

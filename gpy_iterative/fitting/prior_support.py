@@ -12,7 +12,6 @@ Range = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def is_in_supports(module: gpytorch.Module) -> bool:
-    """Whether all values have a nonzero prior density."""
     return all(_is_in_support(prior, closure(owner)) for _, owner, prior, closure, _ in module.named_priors())
 
 

@@ -51,7 +51,6 @@ def initialize_from_subsets(
         likelihood: Gaussian.
         subset_size: rows per subset, at most n. None is 1,000, or 3,000 from 100,000 data on. Up to 3,000, steps are exact
             (n^3), else iterative.
-        num_subsets: number of subsets.
         generator: draws the subsets; a generator or a seed, None is seed 0.
         progress: as in `gpy_iterative.fit`.
 

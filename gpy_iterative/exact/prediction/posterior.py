@@ -243,9 +243,9 @@ class PathwisePosterior:
     ) -> "PathwisePosterior":
         """A new posterior with m further observations, at the same hyperparameters.
 
-        It extends this posterior's weights, sample paths, Cholesky factor and projections. It has copies of model and
-        likelihood with the new data at the end, and answers their `model(x)`. Cost: n^2 multiply-adds per new observation
-        where H is factored; else two products per 1,024 and, for many, a part of a solve.
+        It extends this posterior's solves and sample paths. It has copies of model and likelihood with the new data at
+        the end, and answers their `model(x)`. Cost: n^2 multiply-adds per new observation where H is factored; else two
+        products per 1,024 and, for many, a part of a solve.
 
         Args:
             inputs: [*b, m, d], one tensor or one for each of the model's inputs.

@@ -132,7 +132,6 @@ class ProjectionRecipe:
                 check_count(name, count)
 
     def sizes_for(self, operator: LinearOperator) -> tuple[int, int]:
-        """Rank and number of neighbours for this operator."""
         rank, (least, most) = RANK, FAR_FIELD_RANKS
         if _has_far_field(operator):
             rank = min(max(FAR_FIELD_ENTRIES // operator.shape[-1], least), most)

@@ -84,7 +84,6 @@ class TrainingSolves:
     """The solves of one training system. Construction solves for the mean.
 
     Args:
-        solver: for means and sample paths.
         recipe: for variances of more than `exact_below` data.
         seed: of all draws; the order of calls does not matter.
         initial_weights: [*b, m] or [*b, n], a start; ignored if the shape is wrong.

@@ -2,7 +2,7 @@
 
 At the mode of psi(f) = log p(y | f) - (f - m)^T K^-1 (f - m) / 2, v = K^-1 (f - m) equals g = d log p(y | f) / df. Iterates
 keep f = m + K v: psi and its gradient g - v cost no kernel product. A `StepSolver` solves each step, a Gaussian process
-regression with noise W^+. See `newton.py`; Rasmussen and Williams 2006, section 3.4 (dense form).
+regression with noise W^+ (Rasmussen and Williams 2006, section 3.4).
 """
 
 import math
@@ -126,7 +126,6 @@ class Problem:
         return -math.inf if math.isnan(value) else value
 
     def evaluated(self, f: Tensor, v: Tensor) -> "Iterate":
-        """The iterate at f = m + K v."""
         joint = self.log_joint(f, v)
         if not math.isfinite(joint):
             raise NonFiniteError(
