@@ -36,8 +36,7 @@ def fit_average_information(
     Args:
         mll: of this package, for a BoTorch model.
         closure: must be None, as no closure gives the curvature.
-        progress: whether to show a bar.
-        options: of `gpy_iterative.fit`, from BoTorch's `optimizer_kwargs=`.
+        progress, options: of `gpy_iterative.fit`, from BoTorch's `optimizer_kwargs=`.
 
     Returns:
         BoTorch's result; `message` is the status' advice. A stagnated fit gives an OptimizationWarning; then BoTorch draws
@@ -65,12 +64,12 @@ def fit_average_information(
 class SamplePathModel(DeterministicModel):
     """Posterior functions as a BoTorch deterministic model, in the units of `model.posterior`.
 
-    Like `botorch.sampling.pathwise.get_matheron_path_model(model, sample_shape=torch.Size([k]))`, without a dense factor of
-    the training data. Use it in `optimize_posterior_samples(paths, bounds)`, or as the `samples` of
-    `PathwiseThompsonSampling(model)` with `batch_size` k.
+    Unlike `botorch.sampling.pathwise.get_matheron_path_model`, it needs no dense factor of the training data. Use it in
+    `optimize_posterior_samples(paths, bounds)`, or as the `samples` of `PathwiseThompsonSampling(model)` with
+    `batch_size` k.
 
     Args:
-        model: of the paths, such as a SingleTaskGP. Copies and applies its present input and outcome transforms.
+        model: of the paths, such as a SingleTaskGP. Its present input and outcome transforms are copied and applied.
         paths: `mll.posterior().sample_paths(k)`.
 
     Raises:
@@ -107,9 +106,7 @@ class SamplePathModel(DeterministicModel):
             X: [t, d] or [*b, 1, t, d] for shared points, [*b, k, t, d] for separate ones.
 
         Returns:
-            [k, t, m] or [*b, k, t, m] for m outputs. Differentiable in X.
-
-        Separate points cost k times as much.
+            [k, t, m] or [*b, k, t, m] for m outputs, differentiable in X. Separate points cost k times as much.
         """
         num_paths = self.paths.num_paths
         if X.dim() > 2 and X.shape[-3] not in (1, num_paths):

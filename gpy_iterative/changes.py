@@ -1,7 +1,7 @@
 """Detection of changed tensors, by version (free) or by value.
 
-Versions count in-place operations of torch, but not writes through `.data`, such as GPyTorch's `initialize`: compare
-hyperparameters by value. Inference tensors have no version and are compared by value.
+Versions do not count writes through `.data`, such as GPyTorch's `initialize`: compare hyperparameters by value.
+Inference tensors have no version.
 """
 
 import weakref
@@ -24,7 +24,6 @@ class SeenValues:
         return cls(tuple(tensor.detach().clone() for tensor in tensors))
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the values are equal. Cost: one pass."""
         return len(tensors) == len(self.values) and all(map(same_tensor, self.values, tensors))
 
 
@@ -51,7 +50,7 @@ class SeenVersions:
         return cls(references, states, views, SeenValues.of(filter(Tensor.is_inference, tensors)))
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the same, unchanged tensors. Cost: one pass over inference tensors."""
+        """Cost: one pass over inference tensors."""
         seen = [_as_seen(tensor, self.views) for tensor in tensors]
         return (
             self.states == tuple(state for _, state in seen)
@@ -67,8 +66,8 @@ class SeenVersions:
 class SeenData:
     """Data recognised by version for the same tensors, by value for others.
 
-    Keeps the tensors without copies. Dtype and device may change. Tensors that require gradients are learned: only their
-    shape is compared. Writes to inference tensors are not detected.
+    Keeps the tensors without copies. Dtype and device may change. Of tensors that require gradients only the shape is
+    compared. Writes to inference tensors are not detected.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -80,7 +79,7 @@ class SeenData:
         return cls(kept, SeenVersions.of(_counting_writes(kept, tensors)))
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the data are equal. Cost: one pass over replaced tensors."""
+        """Cost: one pass over replaced tensors."""
         return (
             len(tensors) == len(self.tensors)
             and self.versions.are(_counting_writes(self.tensors, tensors))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> None:
-    """Raises ValueError unless a whole number of at least `least`."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name} must be a whole number, got {value!r}.")
     if value < least:
@@ -23,13 +22,11 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_instance(name: str, value: Any, kind: type, example: str) -> None:
-    """Raises TypeError unless None or an instance of `kind`."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} must be None or a {kind.__name__} such as {example}, got {value!r}.")
 
 
 def checked_seed(value: Any, rule: str = "seed must be a whole number") -> int:
-    """The seed as an int. Raises TypeError, starting with the rule, for no whole number, ValueError beyond 64 bits."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{rule}, got {value!r}.")
     if not -(2**63) <= value < 2**64:
@@ -38,14 +35,12 @@ def checked_seed(value: Any, rule: str = "seed must be a whole number") -> int:
 
 
 def generator_or_seed(value: Any) -> torch.Generator | int | None:
-    """Checks the option `generator`. Raises as `checked_seed`."""
     if value is None or isinstance(value, torch.Generator):
         return value
     return checked_seed(value, "generator must be None, a torch.Generator or a seed (a whole number)")
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raises ValueError with the first bad index."""
     finite = torch.isfinite(tensor)
     if not finite.all():
         index = tuple((~finite).nonzero()[0].tolist())
@@ -57,7 +52,6 @@ def check_finite(name: str, tensor: Tensor) -> None:
 def check_same_kind(
     name: str, tensor: Tensor, other_name: str, other: Tensor, advice: str = "Convert one of them with .to(...)."
 ) -> None:
-    """Raises ValueError, with the advice, for different dtypes or devices."""
     if (tensor.dtype, tensor.device) != (other.dtype, other.device):
         raise ValueError(
             f"{name} has dtype {tensor.dtype} on {tensor.device}, {other_name} dtype {other.dtype} on {other.device}. "
@@ -66,7 +60,6 @@ def check_same_kind(
 
 
 def check_number(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
-    """Raises ValueError, with the rule, unless a number for which it holds."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}.")
     if not holds(value):
@@ -74,15 +67,12 @@ def check_number(name: str, value: Any, rule: str, holds: Callable[[Any], bool])
 
 
 def check_positive(name: str, value: float) -> None:
-    """Raises ValueError unless positive and finite."""
     check_number(name, value, "be positive and finite", lambda number: 0 < number < math.inf)
 
 
 def check_fraction(name: str, value: float, *, ends: bool = False) -> None:
-    """Raises ValueError unless between 0 and 1, both allowed with `ends`."""
     check_number(name, value, "lie between 0 and 1", lambda number: 0 <= number <= 1 if ends else 0 < number < 1)
 
 
 def check_rate(name: str, value: float) -> None:
-    """Raises ValueError unless positive and at most 1."""
     check_number(name, value, "be positive and at most 1", lambda number: 0 < number <= 1)

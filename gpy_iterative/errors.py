@@ -1,7 +1,7 @@
 """Errors and warnings, with advice in their messages.
 
-They inherit from those of GPyTorch and BoTorch, whose code then handles them: BoTorch's line search steps over a
-`NanError`, drops an attempt on a `NotPSDError`, and lets a `NumericalWarning` pass.
+Numerical ones inherit from those that BoTorch handles: its line search steps over a `NanError`, its fit drops an
+attempt on a `NotPSDError` and lets a `NumericalWarning` pass.
 """
 
 import sys
@@ -57,7 +57,7 @@ class RankLostError(RuntimeError):
 
 
 class ConvergenceWarning(NumericalWarning):
-    """A linear solver stopped before its tolerance; the message gives advice."""
+    """A linear solver stopped before its tolerance."""
 
 
 class VarianceWarning(NumericalWarning):
@@ -65,12 +65,12 @@ class VarianceWarning(NumericalWarning):
 
 
 class BiasWarning(NumericalWarning):
-    """An estimator's settings bias its optimum; the message gives advice."""
+    """An estimator's settings bias its optimum."""
 
 
 class ApproximationWarning(NumericalWarning):
-    """An approximation is too coarse or misused, so that its numbers mislead."""
+    """An approximation is too coarse or misused: its numbers mislead."""
 
 
 class DataWarning(NumericalWarning):
-    """Unsuitable training data (scale, copies, constant columns); the message gives advice."""
+    """Unsuitable training data: scale, copies, constant columns."""

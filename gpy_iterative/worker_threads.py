@@ -1,10 +1,8 @@
 """Threads that share the parts of a computation.
 
-Torch divides each operation among OpenMP's threads, which wait for each other at its end. If another process holds a
-processor, each operation waits for a thread that does not run. So the work is divided above torch: a worker takes the next
-part, such as some tiles, and runs its operations on one thread. A blocked worker takes none.
-
-The number of threads is `torch.set_num_threads`.
+Torch divides each operation among OpenMP's threads, which wait for each other: if another process holds a processor,
+each operation waits. Here a worker takes the next part, such as some tiles, and runs its operations on one thread; a
+blocked worker takes none. The number of threads is `torch.set_num_threads`.
 """
 
 import os
@@ -92,8 +90,7 @@ def num_threads() -> int:
 def divided() -> Iterator[None]:
     """Inside, torch runs on the calling thread alone; give parallel work to `run`.
 
-    Entering takes about 50 microseconds, or nothing when nested or with one thread. Torch's setting is restored; other
-    threads see no change.
+    Entering takes about 50 microseconds, or nothing when nested or with one thread. Other threads see no change.
     """
     number = num_threads()
     if number == 1 or _setting.number is not None:
@@ -109,10 +106,7 @@ def divided() -> Iterator[None]:
 
 
 def shares(items: Sequence[Item], device: torch.device = CPU) -> list[Sequence[Item]]:
-    """Splits the items into contiguous shares of similar length for `run`: at least one.
-
-    A device other than a CPU gets one.
-    """
+    """Contiguous shares of similar length for `run`; one for a device other than a CPU."""
     number = num_threads()
     count = min(PARTS_PER_THREAD * number, len(items))
     if number == 1 or count <= 1 or device.type != "cpu":
@@ -146,7 +140,6 @@ class _Work(Generic[Result]):
             return None if self.error is not None else next(self._next, None)
 
     def end(self, error: BaseException) -> None:
-        """Stops taking tasks."""
         with self._lock:
             self.error = self.error or error
 
@@ -160,10 +153,8 @@ class _Work(Generic[Result]):
 def run(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
     """The tasks' results in order, from the calling thread and workers.
 
-    Tasks must be independent: threads take them in any order. Grad and inference mode are the caller's.
-
-    Raises:
-        The first exception of a task, after started tasks have ended; others are skipped.
+    Threads take the tasks in any order, with the caller's grad and inference mode. Raises the first exception of a
+    task, after started tasks have ended; others are skipped.
     """
     number = min(num_threads(), len(tasks))
     if number <= 1:

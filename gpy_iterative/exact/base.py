@@ -1,6 +1,6 @@
-"""One training step of the Gaussian marginal log likelihoods.
+"""One training step of the Gaussian marginal log likelihoods, with H the prior covariance plus noise.
 
-Prior covariance and noise become H. One solve serves targets and probes; a closed-form derivative pass gives the gradient.
+One solve serves targets and probes; a closed-form derivative pass gives the gradient.
 """
 
 import copy
@@ -64,8 +64,6 @@ NUM_LOGDET_PROBES = 4
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation of a marginal log likelihood."""
-
     value: Tensor  # [*b], the result of `forward`
     system: TrainingSystem  # H, y - mean and the prior; float64 where H is factored
     estimate: Estimate  # the log density without priors and added loss terms; its solves
@@ -99,7 +97,6 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self.report: MarginalLogLikelihoodReport | None = None
         self.progress: Progress = False
         self._run = Run.begin(generator)
-        # Every step reuses the memory of the tiles.
         self._caches = TileCaches()
         self._warned_of: set[SolveStatus] = set()
         self._line_search: LineSearchWatch | None = LineSearchWatch()  # None once it has warned
@@ -114,8 +111,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         Args:
             function_dist: the prior `model(train_x)`, [*b, n] or [*b, n, T].
             target: [*b, n] or [*b, n, T].
-            params: passed to the likelihood.
-            kwargs: passed to the likelihood.
+            params, kwargs: passed to the likelihood.
 
         Returns:
             [*b], with priors and added loss terms. Its `.backward()` is the gradient estimator.
@@ -179,8 +175,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
         Args:
             solver: for means and sample paths; None is that of training. After training with few epochs pass more.
-            rank: see `PathwisePosterior`; memory about four blocks [n, rank].
-            num_neighbours: see `PathwisePosterior`.
+            rank, num_neighbours: see `PathwisePosterior`; memory is about four blocks [n, rank].
         """
         solutions = self._run.part("warm_start")
         self._caches.clear()  # the posterior keeps tiles of its own
@@ -250,10 +245,10 @@ class IterativeMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         self.logdet_probes = Preconditioned(num_probes=NUM_LOGDET_PROBES, correct_diagonal=False)
 
     def variant(self, *, num_probes: int | None = None, solver: Solver | None = None) -> Self:
-        """The same marginal log likelihood with another number of probes or another solver; None keeps them.
+        """A copy with another number of probes or another solver; None keeps them.
 
-        Both share model, likelihood and tiles. With as many probes they also share the run, and training states are
-        interchangeable; otherwise the variant draws new probes.
+        Both share model, likelihood and tiles. With as many probes they share the run, and training states are
+        interchangeable; otherwise the copy draws new probes.
         """
         other = copy.copy(self)
         other.solver = self.solver if solver is None else solver

@@ -35,7 +35,6 @@ WarmStart = Literal["extrapolated", "previous", False]
 
 
 def check_warm_start(mode: WarmStart) -> None:
-    """ValueError for any other mode."""
     if not (mode is False or (isinstance(mode, str) and mode in get_args(WarmStart))):  # 0 == False
         raise ValueError(f"warm_start must be 'extrapolated', 'previous' or False, got {mode!r}.")
 
@@ -58,7 +57,7 @@ def updated(mode: WarmStart, part: Part | None, solutions: Tensor) -> Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(ABC):
-    """A log density with gradient; NonFiniteError for a non-finite value."""
+    """A log density with gradient."""
 
     value: Tensor  # [*b], not divided by n
     value_sem: Tensor  # [*b], standard error
@@ -91,7 +90,6 @@ class DensityEstimate(Estimate):
 
 
 def check_estimated(name: str, tensor: Tensor) -> None:
-    """NonFiniteError for a non-finite part of an estimate."""
     if not torch.isfinite(tensor).all():
         raise NonFiniteError(
             f"The log marginal likelihood's {name} is not finite: data or hyperparameters are too large for "
@@ -103,7 +101,7 @@ def check_estimated(name: str, tensor: Tensor) -> None:
 def exact_estimate(operator: LinearOperator, residual: Tensor, solver: Cholesky) -> DensityEstimate:
     """Value and gradient from a Cholesky factor of H [*b, n, n].
 
-    Cost: O(n^3), with the backward pass up to 9 n^2 float64 numbers. NotPositiveDefiniteError if the largest jitter fails.
+    Cost: O(n^3), with the backward pass up to 9 n^2 float64 numbers.
     """
     start = time.perf_counter()
     factor = solver.factorize(operator)

@@ -21,8 +21,8 @@ _DISTRIBUTIONS = {"preconditioned": Preconditioned, "rademacher": Rademacher, "g
 class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
     """Marginal log likelihood of an exact Gaussian process, for any kernel.
 
-    It replaces `gpytorch.mlls.ExactMarginalLogLikelihood` in the training loop. Up to 3,000 data it is exact (Cholesky);
-    with more, a step costs a few passes over the kernel matrix, stored as far as `products` allows.
+    It replaces `gpytorch.mlls.ExactMarginalLogLikelihood`. Up to 3,000 data it is exact (Cholesky); with more, a step
+    costs a few passes over the kernel matrix, stored as far as `products` allows.
 
     Args:
         likelihood: Gaussian.
@@ -40,7 +40,7 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
     Raises:
         UnsupportedLikelihoodError: a non-Gaussian likelihood.
         ValueError: an option outside its range, non-finite training inputs.
-        TypeError: a wrong type of model, solver, products or progress.
+        TypeError: an argument of a wrong type.
 
     Examples:
         >>> model = MyExactGP(train_x, train_y, likelihood)

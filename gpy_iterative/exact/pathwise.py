@@ -27,9 +27,9 @@ class PathwiseMarginalLogLikelihood(IterativeMarginalLogLikelihood):
     Probes xi = Phi(X) w + sqrt(noise) e have the covariance S = Phi Phi^T + D, see `exact.probes`.
 
     Args:
-        likelihood, solver, warm_start, products, generator, progress: as in `HutchinsonMarginalLogLikelihood`.
+        likelihood, num_probes, solver, warm_start, products, generator, progress: as in
+            `HutchinsonMarginalLogLikelihood`.
         model: an ExactGP whose kernel has a registered spectral density.
-        num_probes: probe vectors.
         num_frequencies: per kernel term; None is 200.
         prior: random Fourier "features", or "exact" (Cholesky, for small n).
         corrected: True is unbiased. False takes S = H as published: with frozen frequencies more probes do not reduce its

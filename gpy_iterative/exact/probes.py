@@ -171,8 +171,6 @@ class Preconditioned(ProbeDistribution):
 class Whitened(ProbeDistribution):
     """S = (B^T B)^-1 of Vecchia's approximation H^-1 ~ B^T B. From signs z: xi = B^-1 z and S^-1 xi = B^T z.
 
-    With M = B H B^T this is Hutchinson's estimator of the whitened trace, tr(H^-1 dH) = E[w^T B dH B^T z], M w = z.
-
     The order of elimination is frozen. Cost: `Vecchia.build`, 4 n (m + 1) s multiply-adds.
     """
 
@@ -288,14 +286,12 @@ def _prior(operator: LinearOperator, terms: Terms) -> tuple[NoisyLinearOperator,
 
 
 def standard_normal(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """[*b, rows, columns], with the operator's batch, dtype and device."""
     shape = (*operator.batch_shape, rows, columns)
     draws = torch.randn(shape, generator=generator, device=generator.device, dtype=operator.dtype)
     return draws.to(operator.device)
 
 
 def random_signs(operator: LinearOperator, rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """[*b, rows, columns] of 1 and -1, as `standard_normal`."""
     shape = (*operator.batch_shape, rows, columns)
     bits = torch.randint(0, 2, shape, generator=generator, device=generator.device)
     return (2 * bits - 1).to(dtype=operator.dtype, device=operator.device)

@@ -15,7 +15,6 @@ from gpy_iterative.training.training_system import check_inputs, prior_at
 
 
 def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.nn.Module, mll: str) -> None:
-    """UnsupportedLikelihoodError for a non-Gaussian likelihood, TypeError for other wrong types."""
     if isinstance(likelihood, gpytorch.models.GP) and isinstance(model, gpytorch.likelihoods.Likelihood):
         raise TypeError(f"The likelihood comes first: {mll}(likelihood, model).")
     if not isinstance(likelihood, _GaussianLikelihoodBase):
@@ -28,7 +27,6 @@ def check_likelihood(likelihood: gpytorch.likelihoods.Likelihood, model: torch.n
 
 
 def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
-    """ValueError for wrong shapes, dtypes or devices; RuntimeError for a posterior."""
     if not isinstance(function_dist, MultivariateNormal):
         raise RuntimeError(
             "An exact marginal log likelihood takes the MultivariateNormal that model(train_x) returns, got "
@@ -70,7 +68,7 @@ def check_fit(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal,
 
 
 def check_data(model: gpytorch.models.ExactGP, function_dist: MultivariateNormal, target: Tensor) -> None:
-    """`check_fit`, and ValueError for missing or non-finite data; `observation_nan_policy("mask")` allows NaN targets."""
+    """`check_fit`, and ValueError for non-finite data; `observation_nan_policy("mask")` allows NaN targets."""
     check_fit(model, function_dist, target)
     check_inputs(model)
     policy = gpytorch.settings.observation_nan_policy.value()
@@ -115,7 +113,6 @@ class LineSearchWatch:
 
     @torch.no_grad()
     def sees_search(self, model: ExactGP) -> bool:
-        """Whether the steps so far are those of a line search."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not parameters:
             return False

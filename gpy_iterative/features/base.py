@@ -135,17 +135,17 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         Args:
             function_dist: the prior `model(train_x)` at all training inputs, [n].
             target: [n].
-            params: passed to the likelihood.
             indices: [b] rows of the batch, as from a DataLoader; None draws them.
-            kwargs: passed to the likelihood.
+            params, kwargs: passed to the likelihood.
 
         Returns:
             A scalar with priors and added loss terms. In training mode with gradients, a call draws a batch and updates the
             state; else it evaluates the next batch and changes nothing. New data reset the state by a pass over them.
 
         Raises:
-            ValueError: unfit shapes, dtypes or devices, a prior at part of the data, non-finite data, non-positive noise,
-                no finite feature map, layers that depend on the batch, rows outside the data, another number of features.
+            ValueError: unfit shapes, dtypes or devices; a prior at part of the data; non-finite data; non-positive
+                noise; no finite feature map; layers that depend on the batch; rows outside the data; another number of
+                features.
             NonFiniteError: a hyperparameter, feature or loss is not finite; nothing changes. From `.backward()`: a gradient
                 is not finite; no `.grad` changes.
         """
@@ -200,7 +200,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.inference_mode(False)
     @torch.no_grad()
     def exact_value(self) -> Tensor:
-        """Exact log marginal likelihood over n with priors and added loss terms, without gradient; two passes, n m^2."""
+        """The exact value of `forward`, without gradient; two passes, n m^2."""
         problem, target = self._train_problem()
         value = exact_log_marginal_likelihood(problem).to(target)
         params = () if self._params is None else self._params.current(self.model)
@@ -231,7 +231,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         )
 
     def training_state(self) -> dict[str, Tensor]:
-        """A dict of tensors that resumes a run bit for bit.
+        """A dict that resumes a run bit for bit.
 
         Raises ValueError if an argument of the likelihood is not a tensor, number or string.
         """
@@ -310,7 +310,6 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         return batch if self.centred else batch.uncentred()
 
     def _blank_state(self) -> tuple[Tensor, Tensor]:
-        """Zeros [m] and identity [m, m] in float64."""
         options = {"dtype": torch.float64, "device": self._train_inputs()[0].device}
         return torch.zeros(self.num_features, **options), torch.eye(self.num_features, **options)
 
@@ -381,7 +380,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             self._params.apply(function)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Nothing: compatible with GPyTorch's classes."""
+        """Saves nothing: compatible with GPyTorch's classes."""
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Nothing was saved."""

@@ -58,10 +58,7 @@ class FiniteFeatureKernel(Kernel):
         raise NotImplementedError(f"{type(self).__name__} must define features(x).")
 
     def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
-        """The features, with separate scales of the weights.
-
-        Raises ValueError if `features` changes the rows.
-        """
+        """The features, with separate scales of the weights. Raises ValueError if `features` changes the rows."""
         features = self.features(x)
         if features.shape[-2:-1] != x.shape[-2:-1]:
             raise ValueError(
@@ -102,7 +99,7 @@ _REGISTRY: dict[type[Kernel], Callable[[Kernel], FeatureMap]] = {}
 def register_feature_map(
     kernel_class: type[Kernel],
 ) -> Callable[[Callable[..., FeatureMap]], Callable[..., FeatureMap]]:
-    """Decorator that registers a function from a kernel to its feature map. Subclasses of the kernel are not covered."""
+    """Decorator that registers a function from a kernel, not of a subclass, to its feature map."""
 
     def register(make: Callable[..., FeatureMap]) -> Callable[..., FeatureMap]:
         _REGISTRY[kernel_class] = make
@@ -265,7 +262,7 @@ class DeepFeatureKernel(FiniteFeatureKernel):
         return self.weight_space_features(x).scaled()
 
     def weight_space_features(self, x: Tensor) -> WeightSpaceFeatures:
-        """The base kernel's at the network's output. Raises ValueError for other rows."""
+        """The base kernel's, at the network's output."""
         extracted = self.feature_extractor(x)
         if extracted.shape[:-1] != x.shape[:-1]:
             raise ValueError(

@@ -21,7 +21,7 @@ STEPS_ALONE = 10
 
 
 def check_features(model: gpytorch.models.ExactGP) -> None:
-    """Raises ValueError for layers known to depend on the batch or on chance."""
+    """Rejects layers known to depend on the batch or on chance."""
     for name, module in model.named_modules():
         is_dropout = isinstance(module, _DropoutNd) and module.p > 0
         if isinstance(module, _BatchNorm) and module.running_mean is None:
@@ -67,7 +67,7 @@ def check_rows(model: gpytorch.models.ExactGP, moments: Callable[[int], tuple[Te
 
 
 def checked_indices(indices: Tensor, num_data: int) -> Tensor:
-    """Row numbers, int64 [b]. Raises ValueError unless integers from 0 to n - 1, at least one."""
+    """Row numbers from 0 to n - 1, int64 [b], at least one."""
     if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32) or indices.dim() != 1:
         what = f"{tuple(indices.shape)}, {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
         raise ValueError(f"indices must be a tensor of whole row numbers [b], got {what}.")

@@ -1,7 +1,4 @@
-"""Mini-batch bound on the marginal likelihood that is tight at its optimum.
-
-It uses log|F| = min_S tr(S F) - log|S| - m.
-"""
+"""Mini-batch bound on the marginal likelihood, from log|F| = min_S tr(S F) - log|S| - m."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -34,15 +31,14 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         likelihood: Gaussian with independent noise: homoskedastic, fixed or heteroskedastic.
         model: an ExactGP with one output and finite feature maps (`kernels.feature_map`).
         batch_size: rows per step; None is 256, or all data if fewer.
-        update: of the weights. "natural": moving averages of precision and moment, which are natural gradient steps; m^3
-            per step. "gradient": v and a triangular root L of S are parameters: train with `Adam(mll.parameters())`; b m^2
-            per step.
+        update: of the weights. "natural": moving averages of precision and moment, which are natural gradient steps.
+            "gradient": v and a triangular root L of S are parameters: train with `Adam(mll.parameters())`.
         tracker_rate: step size in (0, 1] of the natural update, or a function of the step (from 0); None falls from
-            min(.05, .1 b / m) to .001 with the square root of the steps. Deep kernels with little noise gain from .2.
+            min(.05, .1 b / m) to .001 with the square root of the steps. Take .2 for deep kernels with little noise.
         include_batch: weights include half of their batch's share in the next averages, to follow a network; the bias is
             of second order in the rate. Off, or with update="gradient", estimates are unbiased.
         centred: weights of features before scaling (outputscales, a LinearKernel's variances). Off is slow with
-            update="gradient": scales and weights must follow each other.
+            update="gradient".
         generator: a generator or its seed.
 
     The first call and `refresh()` make a pass over the data, n m^2. A step then costs b features, b m^2, and m^3 (natural);
@@ -129,6 +125,6 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
 
 
 def _halfway(run: Run, after: Run) -> Run:
-    """Weights between both runs, see `include_batch`."""
+    """See `include_batch`."""
     later = after.parts["weights"]
     return run.having(weights={name: (tensor + later[name]) / 2 for name, tensor in run.parts["weights"].items()})

@@ -33,9 +33,7 @@ class AdamSteps:
     Args:
         mll: any of the package; set to training mode.
         num_steps: steps over which the rate decays.
-        batches: reusable iterable of pairs (x, y), or of row numbers for methods with `indices=`. None is all training data
-            in every step.
-        params: as in `mll(model(x), y, *params)`.
+        batches, params: as in `gpy_iterative.fit`.
 
     Raises:
         ValueError: no batches for a model without training data.

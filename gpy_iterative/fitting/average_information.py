@@ -1,8 +1,7 @@
 """Levenberg-Marquardt steps to the optimum, with the average information as curvature.
 
 Coordinates are clipped separately: a lengthscale that goes to infinity must not slow the others. A step with too little
-gain is undone and shortened. Frozen probes make noise cancel in differences of values; smaller gains are computed from
-gradients.
+gain is undone and shortened.
 """
 
 import logging
@@ -307,8 +306,8 @@ def _solver(mll: IterativeMarginalLogLikelihood) -> Solver | None:
 def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predicted: float) -> tuple[float, float, bool]:
     """Gain of a step, the least gain to keep it, and whether the two values show it.
 
-    Value and gradient have different probes. If noise hides the prediction, the gain comes from the less noisy gradients at
-    both ends, and their noise lowers the least gain.
+    Frozen probes make noise cancel in differences of values. If noise hides the prediction, the gain comes from the
+    less noisy gradients at both ends, and their noise lowers the least gain.
     """
     noise = found.error_along(move)
     if predicted > VISIBLE * math.hypot(point.error, reached.error, noise):

@@ -46,7 +46,6 @@ def write_checkpoint(
     history: list[HistoryRow],
     params: Sequence[Any] = (),
 ) -> None:
-    """Writes a checkpoint. `params` are the likelihood's arguments."""
     content = {
         "format": FORMAT,
         "method": method,
@@ -77,10 +76,7 @@ def save_whole(content: object, path: Path) -> None:
 def read_checkpoint(
     path: Path, mll: gpytorch.mlls.MarginalLogLikelihood, method: str, params: Sequence[Any] = ()
 ) -> Checkpoint:
-    """Reads and checks a checkpoint, without loading it into the mll.
-
-    Raises CheckpointError for other files, and for another method, model, prior, fixed parameter, fixed noise or `params`.
-    """
+    """Raises CheckpointError for other files, or another method, model, prior, fixed parameter, noise or `params`."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
@@ -117,7 +113,6 @@ def described_parts(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, str]:
 
 
 def fixed_noise(mll: gpytorch.mlls.MarginalLogLikelihood) -> dict[str, Tensor]:
-    """Fixed noise variances by module."""
     return {name: part.noise for name, part in mll.named_modules() if isinstance(part, FixedGaussianNoise)}
 
 

@@ -23,22 +23,15 @@ MOST_HYPERPARAMETERS = 60
 
 @dataclass(frozen=True)
 class Choice:
-    """A method.
-
-    Attributes:
-        method: its name.
-        reason: a sentence.
-    """
-
     method: Literal["average_information", "adam"]
     reason: str
 
 
 def choose(mll: Any, method: Method, batches: object | None, params: Sequence[Any] = ()) -> Choice:
-    """Chooses the method.
+    """The method, and a sentence with the reason.
 
     Raises:
-        TypeError: an mll of another package, or without average information where it is requested.
+        TypeError: an mll of another package.
         ValueError: conflicting options, or a kernel without average information.
     """
     if not isinstance(mll, Resumable):
@@ -95,10 +88,7 @@ def _missing_information(mll: Any, params: Sequence[Any]) -> str | None:
 
 
 def system_now(mll: GaussianMarginalLogLikelihood, params: Sequence[Any] = ()) -> TrainingSystem:
-    """The current linear system of the training data. Raises ValueError for unsuitable data.
-
-    Cost: the mean at all training inputs.
-    """
+    """The current linear system of the training data. Cost: the mean at all training inputs."""
     model: Any = mll.model
     check_has_data(model)
     mll.train()

@@ -76,10 +76,7 @@ class Coordinate:
         return low + (high - low) * coordinates.sigmoid()
 
     def bounds(self) -> Range:
-        """Least and largest coordinates [entries], float64, possibly infinite.
-
-        Raises ValueError where constraint and prior have no value in common.
-        """
+        """Least and largest coordinates [entries], float64, possibly infinite."""
         low, high = (self.coordinates(end).reshape(-1) for end in self._domain())
         if self.kind == "logit":
             low, high = low.clamp_min(math.log(MARGIN)), high.clamp_max(-math.log(MARGIN))
@@ -137,10 +134,7 @@ def network_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]
 
 
 class Coordinates:
-    """All free hyperparameters as one float64 vector [p].
-
-    Args:
-        module: a marginal log likelihood, or any GPyTorch module. Parameters without gradient are left out.
+    """All free hyperparameters of a module as one float64 vector [p].
 
     Raises:
         ValueError: nothing is free, or a prior and a constraint have no value in common.
@@ -184,18 +178,16 @@ class Coordinates:
             part.parameter.copy_(raw)
 
     def enter_bounds(self) -> None:
-        """Moves parameters at or beyond a bound inside it."""
         position = self.read()
         inside = position.clamp(self.lower, self.upper)
         if not torch.equal(position, inside):
             self.write(inside)
 
     def at_bounds(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether coordinates [p] are at their lower and their upper bound; [p] each."""
+        """Whether coordinates [p] are at their lower and at their upper bound."""
         return position <= self.lower + MARGIN, position >= self.upper - MARGIN
 
     def user_values(self, coordinates: Tensor) -> list[Tensor]:
-        """User values by parameter, in its shape."""
         return [part.user_values(entries) for part, entries in zip(self.parts, self._split(coordinates), strict=True)]
 
     def user_entries(self, coordinates: Tensor) -> list[float]:
@@ -207,14 +199,12 @@ class Coordinates:
         return self._joined(torch.autograd.grad(self._transformed(raws).sum(), raws))
 
     def gradient(self, function: Tensor, *, retain_graph: bool = False) -> Tensor:
-        """Gradient [p] of a scalar."""
         found = torch.autograd.grad(
             function, self.parameters, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
         )
         return self._joined(found) / self.slopes()
 
     def hessian(self, function: Tensor) -> Tensor:
-        """Second derivatives [p, p] of a scalar, by autograd."""
         if not function.requires_grad:
             return torch.zeros(len(self), len(self), dtype=torch.float64)
         options = {"allow_unused": True, "materialize_grads": True}

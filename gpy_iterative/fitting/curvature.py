@@ -1,4 +1,4 @@
-"""The average information: curvature of the log marginal likelihood at the cost of one block solve.
+"""The average information: curvature of the log marginal likelihood from one block solve.
 
 Gilmour, Thompson and Cullis 1995, "Average information REML", Biometrics 51; Johnson and Thompson 1995. With a = H^-1 (y -
 mean) and q_i = (dH/dt_i) a, A = 1/2 Q^T H^-1 Q is the mean of observed and expected information if H is linear in t.
@@ -61,12 +61,10 @@ def average_information(
     """The average information at a point.
 
     Args:
-        mll: the evaluated one.
         evaluation: with graph and tiles of the current hyperparameters.
-        coordinates: t.
         generator: for stochastic solvers.
         initial_guess: solutions of an earlier point.
-        tolerance: relative residual of the solve.
+        tolerance: relative residual.
 
     Cost for a radial kernel with d lengthscales: one product with 1 + 2d columns, a solve with p columns.
     """
@@ -185,7 +183,7 @@ def log_prior(mll: gpytorch.mlls.MarginalLogLikelihood, batch_shape: torch.Size)
 def prior_information(
     mll: gpytorch.mlls.MarginalLogLikelihood, coordinates: Coordinates, batch_shape: torch.Size
 ) -> Tensor:
-    """Positive part of the priors' curvature [p, p], for values of this batch shape."""
+    """Positive part of the priors' curvature, [p, p]."""
     if next(iter(mll.model.named_priors()), None) is None:
         return torch.zeros(len(coordinates), len(coordinates), dtype=torch.float64)
     values, vectors = torch.linalg.eigh(-coordinates.hessian(log_prior(mll, batch_shape)))
@@ -193,10 +191,7 @@ def prior_information(
 
 
 def gradient_noise(evaluation: Evaluation, coordinates: Coordinates, num_samples: int = NOISE_SAMPLES) -> Tensor | None:
-    """Samples [num_samples, p] of the gradient's probe noise; None for an exact gradient.
-
-    Signs with sum zero make the mean over probes a sample of its error.
-    """
+    """Samples [num_samples, p] of the gradient's probe noise; None for an exact gradient."""
     estimate, system = evaluation.estimate, evaluation.system
     assert isinstance(estimate, DensityEstimate)
     if estimate.right is None:
@@ -218,7 +213,10 @@ def gradient_noise(evaluation: Evaluation, coordinates: Coordinates, num_samples
 
 
 def _balanced_signs(size: int, num_samples: int) -> Tensor:
-    """[num_samples, size] scaled signs with sum zero; a single probe is its own error."""
+    """[num_samples, size] scaled signs with sum zero: the mean over probes becomes a sample of its error.
+
+    A single probe is its own error.
+    """
     if size == 1:
         return torch.ones(1, 1)
     generator, half = torch.Generator().manual_seed(0), size // 2

@@ -29,8 +29,8 @@ Tangent = Sequence[Tensor | None]
 def tangents(tensors: Sequence[Tensor], coordinates: Coordinates) -> Iterator[Tangent]:
     """The derivatives of the tensors by each coordinate.
 
-    Backward passes only, as GPyTorch's graphs have no forward mode: a vector-Jacobian product is linear in its vector, so
-    its derivative is a Jacobian-vector product.
+    GPyTorch's graphs have no forward mode, but the derivative of a vector-Jacobian product by its vector is a
+    Jacobian-vector product.
     """
     wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     covectors = [torch.zeros_like(tensors[index], requires_grad=True) for index in wanted]

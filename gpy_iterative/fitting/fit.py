@@ -58,21 +58,20 @@ def fit(
             is all training data in every step; mini-batch methods draw rows from them.
         params: the likelihood's arguments, as in `mll(model(x), y, *params)`.
         start: "current" hyperparameters, or "subsets": see `gpy_iterative.initialize_from_subsets`.
-        checkpoint: a file, written atomically after each step. If it exists, the same call resumes exactly. `batches`
-            continue inside their pass; shuffled ones are redrawn.
-        progress: True shows a bar of steps; a callable gets every `gpy_iterative.progress.ProgressReport`.
+        checkpoint: a file, written atomically after each step. If it exists, the same call resumes exactly; only
+            shuffled `batches` are redrawn.
+        progress: True shows a bar; a callable gets every `gpy_iterative.progress.ProgressReport`.
         callback: gets every `HistoryRow`; the model may be one step ahead.
         generator: for stochastic solvers; a generator or a seed, None is seed 0. Probes use the mll's own.
 
     Returns:
-        A `FitResult`: status with advice, history, hyperparameters with standard errors. Ctrl-C ends the fit after the last
-            step, with status BUDGET.
+        A `FitResult`. Ctrl-C ends the fit after the last step, with status BUDGET.
 
     Raises:
         ValueError: an invalid option, nothing to fit, a kernel without average information, subsets of a model that is no
             exact Gaussian process.
         CheckpointError: a checkpoint of another fit.
-        TypeError: an mll without average information; invalid batches or callback.
+        TypeError: an mll that the method cannot fit; invalid batches or callback.
         NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are restored.
 
     Warns:

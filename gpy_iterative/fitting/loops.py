@@ -27,13 +27,9 @@ logger = logging.getLogger(__name__)
 class Loop(ABC):
     """Base of the loops, with history and checkpoints.
 
-    Args:
-        mll: to fit.
-        history: rows from a checkpoint.
-        max_steps: of the whole fit.
-        reason: for the method.
-
     Attributes:
+        history: begins with the rows of a checkpoint.
+        max_steps: of the whole fit.
         preparation: seconds before the first step, added to the first row.
     """
 
@@ -71,7 +67,6 @@ class Loop(ABC):
         progress: Progress,
         callback: Callable[[HistoryRow], object] | None,
     ) -> FitResult:
-        """Runs the fit. Checkpoints include `params`, the likelihood's arguments."""
         with reporting(progress, "fit", "steps", self.max_steps) as tell:
             status = None
             while status is None:
@@ -188,7 +183,6 @@ class InformationLoop(Loop):
         return {**own, **self._optimiser.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores `state()`; raises ValueError where it does not fit."""
         self._steps, self._has_raised, self._seen = state["steps"], state["has_raised"], state["seen"]
         self._last = None if state["last"] is None else Step(*state["last"])
         self._best = state["best"]
@@ -259,7 +253,6 @@ class AdamLoop(Loop):
         return self._optimiser.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores `state()`; raises ValueError where it does not fit."""
         self._optimiser.load_state(state)
 
     def hyperparameters(self) -> tuple[Estimated, ...]:

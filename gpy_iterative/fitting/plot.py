@@ -26,10 +26,7 @@ def new_figure(caller: str, size: tuple[float, float]) -> Any:
 
 
 def plot_history(rows: Sequence[Row]) -> Any:
-    """Value with standard error, and nats left to gain on a logarithmic scale, by step.
-
-    Returns a `matplotlib.figure.Figure`. Raises ImportError without matplotlib.
-    """
+    """The figure of `FitResult.plot`."""
     steps = [row.step for row in rows]
     has_left = any(row.left_to_gain is not None for row in rows)
     figure = new_figure("result.plot()", (6, 5 if has_left else 3))

@@ -12,18 +12,12 @@ Range = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def is_in_supports(module: gpytorch.Module) -> bool:
-    """Whether all values have a nonzero prior density."""
     return all(_is_in_support(prior, closure(owner)) for _, owner, prior, closure, _ in module.named_priors())
 
 
 @torch.enable_grad()
 def support_of(module: gpytorch.Module, parameter: Parameter, values: Tensor) -> Range:
-    """Least and largest value that the parameter's own priors allow, in its shape.
-
-    Args:
-        module: with the priors.
-        parameter: raw.
-        values: of the parameter as the user sees them.
+    """Least and largest value that the parameter's own priors allow, in its shape; `values` are as the user sees them.
 
     Priors on other expressions, such as a product of two parameters, give no bound.
     """

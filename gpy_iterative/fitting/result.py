@@ -24,7 +24,7 @@ class HistoryRow:
     """The fit after some steps.
 
     Attributes:
-        step: number of steps; 0 is the start.
+        step: 0 is the start.
         value: log marginal likelihood per datum, as the mll returns it (mean over a batch).
         value_sem: its standard error.
         left_to_gain: nats in total; None for Adam.
@@ -89,7 +89,6 @@ class FitResult:
 
     Attributes:
         status: how the fit ended; `status.advice` says what to do.
-        steps: number of steps.
         history: one row for the start and for each step.
         hyperparameters: in the mll's order; Adam gives no standard errors.
         irrelevant: lengthscales of unneeded inputs, whose value changes nothing.
@@ -159,8 +158,6 @@ def estimated(
     """Hyperparameters with standard errors from the average information.
 
     Args:
-        coordinates: t.
-        position: [p], their values.
         matrix: A without ridge [p, p].
         ridge: [p], added to its diagonal.
         held: [p], coordinates at a bound, fixed for the others' errors.

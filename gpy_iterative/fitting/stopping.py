@@ -38,12 +38,11 @@ class FitStatus(Enum):
 
     @property
     def advice(self) -> str:
-        """One to three sentences for a user."""
+        """What to do, in one to three sentences."""
         return self.value
 
 
 def has_converged(left: float, noise: float) -> bool:
-    """Whether too few nats are left to gain for another step."""
     return 0 <= left < LEFT + noise
 
 

@@ -1,7 +1,6 @@
 """Initial hyperparameters from small subsets, for large data sets.
 
-Subsets follow Lin et al. 2024 ("Improving Linear System Solvers for Hyperparameter Optimisation in Iterative Gaussian
-Processes", arXiv 2405.18457, appendix B), which averages hyperparameters.
+Subsets follow Lin et al. 2024 (arXiv 2405.18457, appendix B), which averages hyperparameters.
 """
 
 import copy
@@ -52,7 +51,6 @@ def initialize_from_subsets(
         likelihood: Gaussian.
         subset_size: rows per subset, at most n. None is 1,000, or 3,000 from 100,000 data on. Up to 3,000, steps are exact
             (n^3), else iterative.
-        num_subsets: number of subsets.
         generator: draws the subsets; a generator or a seed, None is seed 0.
         progress: as in `gpy_iterative.fit`.
 
@@ -93,7 +91,6 @@ def initialize_from_subsets(
 
 
 def check_subsets(model: Any, likelihood: Any) -> None:
-    """Raises ValueError if average information cannot fit subsets."""
     if not isinstance(model, ExactGP) or not isinstance(likelihood, _GaussianLikelihoodBase):
         raise ValueError(
             "Fitting subsets needs an ExactGP with a Gaussian likelihood, got "
@@ -128,7 +125,7 @@ def _standardised_columns(model: ExactGP) -> Tensor:
 
 
 def _near_and_far(columns: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Rows [size]: a random point with nearest neighbours, and random rows."""
+    """Rows [size]: a random point with its nearest neighbours, and random rows."""
     centre = int(torch.randint(columns.shape[0], (), generator=generator, device=generator.device))
     order = (columns - columns[centre]).square().sum(-1).argsort()
     near, others = order.split([size - size // 2, len(order) - size + size // 2])

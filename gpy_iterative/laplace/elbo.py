@@ -2,19 +2,18 @@
 
 With features Psi = K S L^-T, L L^T = S^T K S, the prior is f = m + Psi u + rest, u ~ N(0, I). For any q(u) = N(b, Q^-1),
 
-    log p(y) >= sum_n E_q log p(y_n | f_n) - KL,   KL = (b^T b + tr Q^-1 - r + log det Q) / 2,
+    log p(y) >= sum_n E_q log p(y_n | f_n) - KL,   KL = (b^T b + tr Q^-1 - r + log det Q) / 2
 
-a sparse variational bound with inducing variables S^T f. At its maximum over b and Q,
+(Titsias 2009, "Variational learning of inducing variables", which here are S^T f). At its maximum over b and Q,
 
     b = Psi^T E[g],   Q = I + Psi^T E[W] Psi,
 
-with g and W the likelihood's gradient and negative Hessian. There the gradient needs no adjoint or probes. If S spans
-everything, Psi is a root of K, and
+with g and W the likelihood's gradient and negative Hessian. If S spans everything (Opper and Archambeau 2009, see
+`SmoothedLikelihood`), Psi is a root of K, and
 
     dB/dK = (c c^T - P) / 2,   dB/dm = c = E[g],   P = (I + E[W] K)^-1 E[W].
 
-Steps are natural gradients (Khan and Lin 2017, "Conjugate-computation variational inference"). Whole space: Opper and
-Archambeau 2009 (see `SmoothedLikelihood`); subspaces: Titsias 2009, "Variational learning of inducing variables".
+Steps are natural gradients (Khan and Lin 2017, "Conjugate-computation variational inference").
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Laplace's evidence, or a lower bound, as a marginal log likelihood.
-
-Tatzel et al. (see `newton/newton.py`) keep hyperparameters fixed; learning them is this package's own.
-"""
+"""Laplace's evidence, or a lower bound, as a marginal log likelihood."""
 
 import logging
 import time
@@ -60,13 +57,13 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         num_probes: probe vectors of the gradient's trace, whose part from the actions is exact.
         tolerance: relative residual of the solves for probes and adjoint.
         products: options of kernel products.
-        generator: a seed, or a generator, which is copied. The global one stays untouched.
+        generator: a seed, or a generator, which is copied; the global one is never used.
         progress: True shows bars; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:
         UnsupportedLikelihoodError: Laplace's method is meaningless for the likelihood.
         ValueError: an option outside its range, or not the model's likelihood.
-        TypeError: wrong type of model, solver or products.
+        TypeError: an argument of a wrong type.
     """
 
     def __init__(
@@ -163,7 +160,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
     def posterior(self) -> LaplacePosterior:
         """The posterior from the last mode, with this object's solver (None: the model's).
 
-        Sets model and likelihood to evaluation mode; `model(x)` then uses this posterior.
+        It puts model and likelihood into evaluation mode; `model(x)` uses it.
         """
         self.model.eval()
         self.likelihood.eval()

@@ -51,7 +51,7 @@ class IterativeLaplaceGP(GP):
     Raises:
         UnsupportedLikelihoodError: Laplace's method is meaningless for the likelihood.
         ValueError: non-finite inputs, targets that do not fit, invalid counts.
-        TypeError: wrong type of solver or products.
+        TypeError: an argument of a wrong type.
 
     Examples:
         >>> class Classifier(gpi.models.IterativeLaplaceGP):
@@ -163,22 +163,19 @@ class IterativeLaplaceGP(GP):
         params: Sequence[Any] | None = None,
         progress: Progress = False,
     ) -> LaplacePosterior:
-        """The posterior of evaluation mode, refreshed when parameters or data have changed.
-
-        Any argument or a change of `solver`, `products` or `seed` makes a new one.
+        """The posterior of evaluation mode; any argument or a change of `solver`, `products` or `seed` makes a new one.
 
         Args:
             initial_weights: warm start v [n, C].
             solver, products: None takes the model's.
             params: for the likelihood's `forward` at the training points; None takes those of the last call here or of a
                 marginal log likelihood.
-            progress: True shows bars, a callable gets every report.
+            progress: as in `LaplaceMarginalLogLikelihood`.
 
         Raises:
-            TypeError: wrong type of solver or products.
+            TypeError: an argument of a wrong type.
             ValueError: `forward` contradicts num_latents, num_refinements is no count, or `params` belong to old inputs.
-
-        Otherwise raises and warns as `LaplacePosterior`.
+            Others: as `LaplacePosterior`, with its warnings.
         """
         given, options = (initial_weights, solver, products, params), (self.solver, self.products, self.seed)
         is_asked = progress is not False or any(argument is not None for argument in given)
@@ -213,7 +210,6 @@ class IterativeLaplaceGP(GP):
         """Class probabilities at test inputs [*b, t, d].
 
         Args:
-            inputs: test inputs.
             method: for a softmax "pairwise" (closed form), "diagonal" (the paper's) or "mc" (samples); for all likelihoods
                 "mode", without the latent variance. Averages are underconfident at learned hyperparameters or large latent
                 variances: set num_refinements to 1, and prefer "mc" or "diagonal" to "pairwise", itself underconfident.
@@ -249,7 +245,7 @@ class IterativeLaplaceGP(GP):
         Args:
             inputs_and_targets: test inputs, then targets [t].
             method: see `predict_proba`.
-            num_samples: number of samples, where used.
+            num_samples: where samples are used.
             params: for the likelihood's `forward` at the test points.
 
         Raises:

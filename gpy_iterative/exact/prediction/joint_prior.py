@@ -28,7 +28,6 @@ class JointPrior:
     event_shape: torch.Size  # [t] or [t, T]
 
     def distribution(self, mean: Tensor, covariance: LinearOperator) -> MultivariateNormal:
-        """A distribution, from a flat mean."""
         return self.kind(mean.reshape(*mean.shape[:-1], *self.event_shape), covariance)
 
 

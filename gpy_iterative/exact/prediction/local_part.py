@@ -51,7 +51,6 @@ class LocalPart:
         *,
         are_nearest: bool,
     ) -> "LocalPart":
-        """The local part for a product H A; `are_nearest` asks for nearest neighbours."""
         kernel, diagonal, noise = kernel_and_noise(operator)
         rounding = rounding_norm(diagonal, num_neighbours)
         diagonal, noise = (diagonal, diagonal) if noise is None else (diagonal + noise, noise)

@@ -22,7 +22,6 @@ from gpy_iterative.training.training_system import TrainingSystem, unexpanded
 
 
 def check_observations(model: ExactGP, parts: Sequence[Any]) -> None:
-    """TypeError for arrays and lists, RuntimeError for gradients, ValueError for a model with `input_transform`."""
     if getattr(model, "input_transform", None) is not None:  # BoTorch keeps original and transformed inputs
         raise ValueError(
             "The model's input_transform would transform the new inputs a second time: call posterior.install(), then "
@@ -38,7 +37,6 @@ def check_observations(model: ExactGP, parts: Sequence[Any]) -> None:
 
 
 def check_without_gradients(parts: Sequence[Tensor]) -> None:
-    """RuntimeError where new observations require gradients."""
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         raise RuntimeError(
             "An iterative posterior has no gradients with respect to new observations: detach them, or use "

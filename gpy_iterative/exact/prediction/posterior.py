@@ -56,8 +56,7 @@ class PathwisePosterior:
     `rank` kernel rows, one product with `rank` columns, n rank^2 multiply-adds.
 
     Changes of hyperparameters, data, dtype, device or a module's public numbers and strings (Matern's `nu`) cause one solve
-    from the old weights. Calls are thread-safe: they evaluate copies of the model's modules (not of a module that only a
-    closure holds).
+    from the old weights. Calls are thread-safe, except with a module that only a closure holds.
 
     Args:
         model: an ExactGP with training data.
@@ -76,7 +75,7 @@ class PathwisePosterior:
 
     Raises:
         ValueError: options outside their range, NaN in data (see `observation_nan_policy`), wrong shapes.
-        TypeError: a wrong type of solver, products or progress.
+        TypeError: an argument of a wrong type.
         NonFiniteError, NotPositiveDefiniteError: from the solver.
 
     Warns:
@@ -244,9 +243,9 @@ class PathwisePosterior:
     ) -> "PathwisePosterior":
         """A new posterior with m further observations, at the same hyperparameters.
 
-        It extends this posterior's weights, sample paths, Cholesky factor and projections. It has copies of model and
-        likelihood with the new data at the end, and answers their `model(x)`. Cost: n^2 multiply-adds per new observation
-        where H is factored; else two products per 1,024 and, for many, a part of a solve.
+        It extends this posterior's solves and sample paths. It has copies of model and likelihood with the new data at
+        the end, and answers their `model(x)`. Cost: n^2 multiply-adds per new observation where H is factored; else two
+        products per 1,024 and, for many, a part of a solve.
 
         Args:
             inputs: [*b, m, d], one tensor or one for each of the model's inputs.

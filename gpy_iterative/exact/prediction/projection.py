@@ -80,7 +80,6 @@ class Projection:
 
     @property
     def is_exact(self) -> bool:
-        """Whether A is complete."""
         return self.local is None
 
     def extended(self, operator: LinearOperator, rows: Tensor, observed: Tensor | None) -> "Projection | None":
@@ -122,7 +121,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class ProjectionRecipe:
-    """Options of a projection where H is too large to factor. Raises ValueError for an option below 1."""
+    """Options of a projection where H is too large to factor."""
 
     rank: int | None = None  # clamped at n; None is 1,024, with a far field 256, above 65,000 data down to 64
     num_neighbours: int | None = None  # clamped at n; None is 128
@@ -133,7 +132,6 @@ class ProjectionRecipe:
                 check_count(name, count)
 
     def sizes_for(self, operator: LinearOperator) -> tuple[int, int]:
-        """Rank and number of neighbours for this operator."""
         rank, (least, most) = RANK, FAR_FIELD_RANKS
         if _has_far_field(operator):
             rank = min(max(FAR_FIELD_ENTRIES // operator.shape[-1], least), most)

@@ -38,14 +38,13 @@ MAX_GROWTH = 2
 
 @dataclass(frozen=True)
 class PriorDraws:
-    """Samples of the prior and its noise, xi, and their solves."""
+    """Samples xi of the prior and its noise, and their solves."""
 
     draws: Draws  # of `RandomFeatures`
     solutions: Tensor  # H^-1 xi [*b, m, s], of these or earlier hyperparameters
     num_solved: int | None = None  # rows solved for, the others are zero; None is all
 
     def fits(self, system: TrainingSystem) -> bool:
-        """Whether shape, dtype and device fit a system."""
         wanted = system.operator.shape[:-1], system.residual.dtype, system.residual.device
         return (self.solutions.shape[:-1], self.solutions.dtype, self.solutions.device) == wanted
 
@@ -85,7 +84,6 @@ class TrainingSolves:
     """The solves of one training system. Construction solves for the mean.
 
     Args:
-        solver: for means and sample paths.
         recipe: for variances of more than `exact_below` data.
         seed: of all draws; the order of calls does not matter.
         initial_weights: [*b, m] or [*b, n], a start; ignored if the shape is wrong.
@@ -168,7 +166,7 @@ class TrainingSolves:
     @torch.inference_mode(False)
     @torch.no_grad()
     def prior_draws(self, count: int) -> PriorDraws:
-        """At least `count` prior samples and their solves; SpectralDensityMissingError without random features."""
+        """At least `count` prior samples and their solves."""
         with self._lock:
             known = self.draws
             if known is not None and not self._has_solved_draws:
@@ -221,7 +219,6 @@ class TrainingSolves:
     @torch.inference_mode(False)
     @torch.no_grad()
     def cholesky(self) -> CholeskyFactor:
-        """The dense factor of H."""
         with self._lock:
             if self._cholesky is None:
                 solver = self.solver if isinstance(self.solver, Cholesky) else Cholesky()

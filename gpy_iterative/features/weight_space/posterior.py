@@ -26,7 +26,7 @@ from gpy_iterative.training.training_system import check_has_data, prior_at
 
 @dataclass(frozen=True)
 class PassReport(Report):
-    """Pass over the training data."""
+    """A pass over the training data."""
 
     num_data: int
     num_features: int
@@ -40,7 +40,7 @@ class WeightSpacePosterior:
         model: an ExactGP with training data and finite feature maps.
         likelihood: Gaussian, with independent noise.
         params: the likelihood's arguments.
-        kwargs: its named arguments, such as `noise`, for the present training data.
+        kwargs: its named arguments, such as `noise`, for the training data.
         seed: of the sample paths.
         progress: True shows a bar, a callable gets every `ProgressReport`.
 
@@ -112,7 +112,7 @@ class WeightSpacePosterior:
         generator = torch.Generator().manual_seed(self._seed)
         # One by one: a single draw of more paths would change the first ones.
         draws = [torch.randn(len(weights.mean), generator=generator, dtype=torch.float64) for _ in range(num_paths)]
-        # Paths are differentiable outside an inference mode around this call.
+        # Paths are differentiable after an inference mode.
         with torch.inference_mode(False), torch.no_grad():
             samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1).to(weights.root)
             return WeightSpacePaths(snapshot, samples)

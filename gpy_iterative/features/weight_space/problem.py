@@ -39,7 +39,7 @@ class FeatureBatch:
     weight: float  # n / b, for sums over the batch
 
     def uncentred(self) -> "FeatureBatch":
-        """The same model with scaled features and weights of variance 1."""
+        """With scaled features and weights of variance 1."""
         features = WeightSpaceFeatures(self.basis, self.variances).scaled()
         return replace(self, basis=features, variances=torch.ones_like(self.variances))
 
@@ -57,10 +57,7 @@ class FeatureBatch:
 
 
 class WeightSpacePrior:
-    """A prior's lazy kernels as features.
-
-    Raises ValueError for evaluated covariances, and for kernels and inputs of different dtypes.
-    """
+    """A prior's lazy kernels as features."""
 
     def __init__(self, function_dist: MultivariateNormal) -> None:
         parts = prior_parts(function_dist.lazy_covariance_matrix)
@@ -90,8 +87,7 @@ class WeightSpacePrior:
 class WeightSpaceProblem:
     """A prior at all training inputs [n], independent noise and targets [n] as a linear model.
 
-    `params` and `kwargs` are of the likelihood; `progress` is of passes. Raises ValueError as WeightSpacePrior, and for
-    batches or multitask priors.
+    `params` and `kwargs` are of the likelihood; `progress` is of passes.
     """
 
     def __init__(
@@ -133,8 +129,7 @@ class WeightSpaceProblem:
     def batch(self, rows: Tensor, noise: LinearOperator | None = None) -> FeatureBatch:
         """Rows [b] as an estimate of all data; evaluates networks and kernels only there.
 
-        `noise` is an evaluated noise covariance of all data. Raises ValueError for non-finite data and noise that is not
-        finite and positive, NonFiniteError for non-finite features or means.
+        `noise` is an evaluated noise covariance of all data.
         """
         features = self.prior.features(rows)
         residual, variances = self.residual_and_noise(rows, noise)
@@ -153,7 +148,7 @@ class WeightSpaceProblem:
                 tell(done, {})
 
     def residual_and_noise(self, rows: Tensor, noise: LinearOperator | None = None) -> tuple[Tensor, Tensor]:
-        """Targets minus mean [b] and noise variances [b], float64; raises as `batch`."""
+        """Targets minus mean [b] and noise variances [b], float64."""
         target, mean = self._target[rows], self._distribution.loc[rows]
         if not torch.isfinite(target).all():
             check_finite("target", self._target)

@@ -33,7 +33,7 @@ class WeightDistribution:
 
     @classmethod
     def from_precision(cls, precision: Tensor, moment: Tensor) -> "WeightDistribution":
-        """N(P^-1 h, P^-1); cost m^3. Raises as `triangular_root`."""
+        """N(P^-1 h, P^-1); cost m^3. Raises NonFiniteError."""
         lower = triangular_root(precision)
         return cls.from_precision_root(lower, _solve(lower, moment))
 
@@ -45,7 +45,7 @@ class WeightDistribution:
 
 
 def triangular_root(precision: Tensor) -> Tensor:
-    """Lower Cholesky factor [m, m]. Raises NonFiniteError if there is none."""
+    """Lower Cholesky factor, [m, m]."""
     lower, info = torch.linalg.cholesky_ex(precision)
     if info.any() or not torch.isfinite(lower).all():  # only if values are not finite or noise is tiny
         raise NonFiniteError(
@@ -96,7 +96,7 @@ def exact_statistics(problem: WeightSpaceProblem, *, centred: bool = True) -> tu
 def exact_log_marginal_likelihood(problem: WeightSpaceProblem) -> Tensor:
     """Log marginal likelihood, a float64 scalar; two passes of cost n m^2.
 
-    The second sums squared residuals: r^T D^-1 r - h^T P^-1 h would lose digits for small noise. Raises NonFiniteError.
+    The second sums squared residuals: r^T D^-1 r - h^T P^-1 h would lose digits for small noise.
     """
     weights = WeightDistribution.from_precision(*exact_statistics(problem))
     total = problem.num_data * math.log(2 * math.pi) - weights.log_determinant
@@ -121,10 +121,8 @@ def _solve(lower: Tensor, vector: Tensor) -> Tensor:
 class TrackerRate:
     """Step size of a moving average: a number in (0, 1], a function of the step, or None.
 
-    None is initial / sqrt(1 + initial * step / 4), at least .001. The inverse of an average over N = b (2 - rate) / rate
-    data is too large by about 1 / (1 - m / N): 1.05 at first with initial = min(.05, .1 b / m).
-
-    Raises ValueError outside (0, 1]; for a function at its call.
+    None is initial / sqrt(1 + initial * step / 4), at least .001. With initial = min(.05, .1 b / m) the inverse of the
+    average is at first too large by about 1.05, see `CompositionalMarginalLogLikelihood`.
     """
 
     given: float | Callable[[int], float] | None

@@ -1,7 +1,6 @@
 """The curvature W of a likelihood that factorises: n blocks C x C.
 
-Columns are [n C, b], with a point's latents adjacent. A softmax ignores the sum over classes: its W is singular, with
-pseudo-inverse W^+.
+A softmax ignores the sum over classes: its W is singular, with pseudo-inverse W^+.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +14,10 @@ CHUNK_POINTS = 4096
 
 
 class Curvature(ABC):
-    """W [n C, n C], positive semi-definite, block diagonal; W = R R^T with R [n C, n r]."""
+    """W = R R^T [n C, n C], positive semi-definite, block diagonal, with R [n C, n r].
+
+    Methods take x [n C, b], `root` [n r, b]; the latents of a point are adjacent.
+    """
 
     @property
     @abstractmethod
@@ -28,24 +30,24 @@ class Curvature(ABC):
         return self.shape[0] * self.shape[2]
 
     def matmul(self, columns: Tensor) -> Tensor:
-        """W x for x [n C, b]."""
+        """W x."""
         return self.root(self.root_t(columns))
 
     @abstractmethod
     def pinv(self, columns: Tensor) -> Tensor:
-        """W^+ x for x [n C, b]."""
+        """W^+ x."""
 
     @abstractmethod
     def root(self, columns: Tensor) -> Tensor:
-        """R x for x [n r, b]."""
+        """R x."""
 
     @abstractmethod
     def root_t(self, columns: Tensor) -> Tensor:
-        """R^T x for x [n C, b]."""
+        """R^T x."""
 
     @abstractmethod
     def project(self, columns: Tensor) -> Tensor:
-        """W W^+ x for x [n C, b]."""
+        """W W^+ x."""
 
     @abstractmethod
     def blocks(self) -> Tensor:
@@ -164,7 +166,6 @@ def curvature_of_blocks(blocks: Tensor, *, floor: float, basis: Tensor | None = 
 
 
 def block_eigh(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of [n, C, C]."""
     parts = [torch.linalg.eigh((part + part.mT) / 2) for part in blocks.split(CHUNK_POINTS)]
     values, vectors = zip(*parts, strict=True)
     return torch.cat(values), torch.cat(vectors)

@@ -89,7 +89,7 @@ def _normal_density(z: Tensor) -> Tensor:
 
 
 def _signs(labels: Tensor) -> Tensor:
-    """-1 and 1 for labels 0 and 1. Raises ValueError for others."""
+    """-1 and 1 for labels 0 and 1."""
     bad = (labels != 0) & (labels != 1)
     if bad.any():
         raise ValueError(

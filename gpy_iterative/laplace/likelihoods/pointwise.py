@@ -39,7 +39,6 @@ NO_FLOOR = CurvatureFloor(0.0, 0.0)
 
 
 def check_laplace_likelihood(likelihood: Likelihood) -> None:
-    """Raises UnsupportedLikelihoodError where Laplace's method is meaningless."""
     name = type(likelihood).__name__
     if not isinstance(likelihood, Likelihood):
         raise TypeError(f"likelihood must be a gpytorch Likelihood, got {name}.")

@@ -22,7 +22,6 @@ PredictiveMethod = Literal["pairwise", "diagonal", "mc", "mode"]
 
 
 def check_predictive_method(method: str) -> None:
-    """Raises ValueError for an unknown method."""
     if method not in get_args(PredictiveMethod):
         raise ValueError(f"method must be one of {', '.join(get_args(PredictiveMethod))}, got {method!r}.")
 
@@ -56,7 +55,7 @@ def class_probabilities(
     num_samples: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """p(class), see `IterativeLaplaceGP.predict_proba`. Raises UnsupportedLikelihoodError for likelihoods without classes.
+    """p(class), see `IterativeLaplaceGP.predict_proba`.
 
     "pairwise" has the least error of the closed forms at moderate variances; "diagonal" ignores covariances.
     """

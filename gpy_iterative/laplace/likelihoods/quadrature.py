@@ -1,8 +1,7 @@
 """Quadrature against normal distributions, with float64 nodes (GPyTorch's have the default dtype).
 
 Gauss-Hermite nodes suit functions that are smooth on the normal's scale. Narrower log-concave densities take Gauss-Legendre
-panels on both sides of the integrand's maximum, others dense nodes. Averages over several values take Sobol nodes with
-reflections, scaled to exact second moments: exact for polynomials of degree 3.
+panels on both sides of the integrand's maximum, others dense nodes.
 """
 
 import math
@@ -47,7 +46,8 @@ def normal_nodes(mean: Tensor, variance: Tensor, count: int) -> tuple[Tensor, Te
 def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
     """Nodes [s, C] and positive weights [s] of sum 1 for z ~ N(0, I) in C dimensions, float64 on the CPU.
 
-    s is 64 for one dimension, else at least max(128, 4 C).
+    s is 64 for one dimension, else at least max(128, 4 C): Sobol nodes with reflections, scaled to exact second
+    moments, are exact for polynomials of degree 3.
     """
     if dimension == 1:
         nodes, log_weights = normal_nodes(torch.zeros(1), torch.ones(1), NUM_QUADRATURE)

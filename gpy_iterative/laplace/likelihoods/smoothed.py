@@ -1,8 +1,8 @@
 """A likelihood averaged over latent uncertainty: E log p(y_n | f_n + e_n) with e_n ~ N(0, V_n).
 
-The best variational Gaussian N(mu, S) has S^-1 = K^-1 + E[W] and K^-1 (mu - m) = E[d log p(y | f) / df] (Opper and
-Archambeau 2009, "The variational Gaussian approximation revisited"). At fixed V_n = S_nn, mu is the mode of the averaged
-likelihood, with curvature E[W].
+At V_n = S_nn the mode mu and curvature E[W] are those of the best variational Gaussian N(mu, S), with
+S^-1 = K^-1 + E[W] and K^-1 (mu - m) = E[d log p(y | f) / df] (Opper and Archambeau 2009, "The variational Gaussian
+approximation revisited").
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class SmoothedLikelihood(PointwiseLikelihood):
         return total
 
     def _softmax_curvature(self, f: Tensor, floor: CurvatureFloor) -> Curvature:
-        """E (diag p - p p^T), no SoftmaxCurvature."""
+        """E (diag p - p p^T)."""
         chunk = max(CHUNK_NUMBERS // (len(self._nodes) * self.likelihood.num_classes), 1)
         parts = []
         for latent, root in zip(f.split(chunk), self._roots.split(chunk), strict=True):

@@ -148,7 +148,7 @@ def _beta_fisher(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
 
 
 def gaussian_noise(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """Noise variances, broadcastable to [n, C]. Raises ValueError for fixed noise of other points."""
+    """Noise variances, broadcastable to [n, C]."""
     if isinstance(likelihood, gl.MultitaskGaussianLikelihood):
         noise = torch.zeros((), dtype=f.dtype, device=f.device)
         if likelihood.has_task_noise:

@@ -2,7 +2,7 @@
 
 At the mode of psi(f) = log p(y | f) - (f - m)^T K^-1 (f - m) / 2, v = K^-1 (f - m) equals g = d log p(y | f) / df. Iterates
 keep f = m + K v: psi and its gradient g - v cost no kernel product. A `StepSolver` solves each step, a Gaussian process
-regression with noise W^+. See `newton.py`; Rasmussen and Williams 2006, section 3.4 (dense form).
+regression with noise W^+ (Rasmussen and Williams 2006, section 3.4).
 """
 
 import math
@@ -84,7 +84,7 @@ class LaplaceSolution(Solution):
 
     @property
     def num_outer(self) -> int:
-        """Number of Newton steps."""
+        """Newton steps."""
         return self.stats.iterations
 
     @property
@@ -126,7 +126,6 @@ class Problem:
         return -math.inf if math.isnan(value) else value
 
     def evaluated(self, f: Tensor, v: Tensor) -> "Iterate":
-        """The iterate at f = m + K v. Raises NonFiniteError."""
         joint = self.log_joint(f, v)
         if not math.isfinite(joint):
             raise NonFiniteError(
@@ -229,7 +228,7 @@ class LaplaceSolver(ABC):
         generator: torch.Generator | None = None,
         callback: Callable[[SolveProgress], None] | None = None,
     ) -> LaplaceSolution:
-        """Finds the mode.
+        """Finds the mode; the solution's status says whether it was reached.
 
         Args:
             prior: of n points and C functions.
@@ -240,9 +239,6 @@ class LaplaceSolver(ABC):
                 the same range. Replaces initial_weights.
             generator: for the covariance's further actions.
             callback: called after every Newton step; `epochs` are kernel products.
-
-        Returns:
-            A LaplaceSolution; its status says whether the mode was reached.
 
         Raises:
             ValueError: no points; an initial solution of another solver or size.

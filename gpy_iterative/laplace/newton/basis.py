@@ -64,7 +64,7 @@ class ActionBasis:
         return rest
 
     def append(self, action: Tensor, image: Tensor) -> None:
-        """Adds an orthonormalised action [N] and its image."""
+        """Adds an orthonormalised action [N]."""
         self._reserve(self.count + 1)
         row = self.images.mT @ action
         self._actions[self.count], self._images[self.count] = action, image
@@ -73,7 +73,6 @@ class ActionBasis:
         self.count += 1
 
     def replace(self, actions: Tensor, images: Tensor) -> None:
-        """Sets S and T [N, B]."""
         self.count = 0
         self._reserve(actions.shape[-1])
         self.count = actions.shape[-1]
@@ -103,7 +102,7 @@ class GalerkinSystem:
 
     @classmethod
     def of(cls, basis: ActionBasis, curvature: Curvature) -> "GalerkinSystem":
-        """Factors M without kernel products, O(N B^2)."""
+        """Without kernel products, O(N B^2)."""
         return cls(basis, curvature, _transform(basis, curvature))
 
     def solve(self, rhs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The mode from dense factors; the reference for the iterative solver."""
+"""The mode from dense factors."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,6 @@
 """Computation-aware Newton steps in a subspace of actions, with one kernel product per action.
 
-The part outside the subspace stays in the predictive variance as computational uncertainty. All Newton steps share the
-products of K.
+The part outside the subspace stays in the predictive variance as computational uncertainty.
 
 Tatzel, Wenger, Schneider and Hennig, "Accelerating Non-Conjugate Gaussian Processes By Trading Off Computation For
 Uncertainty", algorithms 1 to 3; docs/laplace.md lists differences.
@@ -81,7 +80,6 @@ class LaplaceNewton(LaplaceSolver):
 
 
 def default_laplace_solver(size: int) -> LaplaceSolver:
-    """`LaplaceCholesky` up to `EXACT_LATENTS`, else `LaplaceNewton`."""
     return LaplaceCholesky() if size <= EXACT_LATENTS else LaplaceNewton()
 
 

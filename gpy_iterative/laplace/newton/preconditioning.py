@@ -1,7 +1,6 @@
 """Low-rank preconditioner of Newton systems.
 
-With K ~ L L^T, (L L^T + W^+)^-1 r = W r - W L (I + L^T W L)^-1 L^T W r needs no W^+ and stays in the range of W. L serves
-all Newton steps.
+With K ~ L L^T, (L L^T + W^+)^-1 r = W r - W L (I + L^T W L)^-1 L^T W r needs no W^+ and stays in the range of W.
 """
 
 from dataclasses import dataclass
@@ -67,7 +66,6 @@ class NewtonPreconditioner:
 
     @classmethod
     def of(cls, factor: LatentFactor, curvature: Curvature) -> "NewtonPreconditioner":
-        """Raises NonFiniteError."""
         inner = factor.weighted_gram(curvature)
         inner.diagonal().add_(1)
         # Jitter only changes the preconditioner.

@@ -1,7 +1,6 @@
 """The matrix H = I + R^T K R of every solve of Laplace's method; its eigenvalues are at least 1.
 
-With W = R R^T, P = R H^-1 R^T holds also for a singular W. The noise is the identity: the tools of Gaussian regression
-apply.
+With W = R R^T, P = R H^-1 R^T holds also for a singular W.
 """
 
 from collections.abc import Callable

@@ -68,7 +68,7 @@ def refine(
     generator: torch.Generator | None = None,
     callback: Callable[[SolveProgress], None] | None = None,
 ) -> LaplaceSolution:
-    """The mode of `likelihood` averaged over a solution's marginals; keeps its actions. Raises as `solver.solve`."""
+    """The mode of `likelihood` averaged over a solution's marginals; keeps its actions."""
     smoothed = SmoothedLikelihood(likelihood, solution.covariance_blocks(prior))
     return solver.solve(prior, smoothed, initial_solution=solution, generator=generator, callback=callback)
 
@@ -76,8 +76,7 @@ def refine(
 def observed_data(targets: Tensor, params: Sequence[Any]) -> tuple[Tensor | None, Tensor, tuple[Any, ...]]:
     """Which points have targets, [n] bool (None: all), and their targets and likelihood arguments.
 
-    Points without a target need GPyTorch's `observation_nan_policy` "mask". Raises ValueError for a row of several targets
-    with some missing.
+    Points without a target need GPyTorch's `observation_nan_policy` "mask".
     """
     policy = gpytorch.settings.observation_nan_policy.value()
     if policy == "fill":
@@ -99,7 +98,6 @@ def observed_data(targets: Tensor, params: Sequence[Any]) -> tuple[Tensor | None
 
 
 def check_targets_fit(distribution: MultivariateNormal, targets: Tensor) -> None:
-    """Raises ValueError unless each point has one target or row."""
     points = distribution.mean.numel() // num_latents(distribution)
     if not isinstance(targets, Tensor):
         raise ValueError(f"The targets must be a tensor, got {type(targets).__name__}: use torch.as_tensor(...).")

@@ -42,7 +42,6 @@ class PriorFunctions:
         num_frequencies: int,
         generator: torch.Generator,
     ) -> "PriorFunctions":
-        """Raises SpectralDensityMissingError for kernels without random features, ValueError for bad counts."""
         check_count("num_paths", num_samples)
         terms, is_coupled = _latent_terms(distribution)
         features = RandomFourierFeatures(num_frequencies)
@@ -71,7 +70,7 @@ class LaplaceSamplePaths:
 
     @property
     def num_paths(self) -> int:
-        """Number k of functions."""
+        """The number k."""
         return self.update.shape[-1]
 
     def __call__(self, *inputs: Tensor) -> Tensor:

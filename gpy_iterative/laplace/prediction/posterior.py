@@ -74,7 +74,7 @@ class LaplacePosterior:
         seed: for sample paths and covariance actions.
         initial_weights: warm start v [n, C].
         params: for the likelihood's `forward` at the training points.
-        progress: True shows bars; a callable gets every `gpy_iterative.progress.ProgressReport`.
+        progress: as in `LaplaceMarginalLogLikelihood`.
         num_refinements: see `IterativeLaplaceGP`.
 
     Raises:
@@ -171,11 +171,7 @@ class LaplacePosterior:
     def split_variance(self, *inputs: Tensor, tolerance: float = 1e-4) -> VarianceSplit:
         """The variance at test inputs [*b, t, d] and its parts, for a few hundred points.
 
-        Cost: conjugate gradients with t C columns.
-
-        Args:
-            inputs: test inputs.
-            tolerance: of these solves.
+        Cost: conjugate gradients with t C columns, to the relative residual `tolerance`.
 
         Warns:
             ConvergenceWarning: the tolerance was not reached.
@@ -190,9 +186,9 @@ class LaplacePosterior:
         return VarianceSplit(total, mathematical, total - mathematical)
 
     def sample_paths(self, num_paths: int, *, num_frequencies: int = 4096) -> LaplaceSamplePaths:
-        """Draws posterior functions, without computational uncertainty.
+        """Draws posterior functions, without computational uncertainty; one solve for all paths.
 
-        f + f_p(.) - k(., X) zeta, f_p from random features, zeta = P (f_p(X) + e): one solve for all paths.
+        f + f_p(.) - k(., X) zeta, f_p from random features, zeta = P (f_p(X) + e).
 
         Raises:
             SpectralDensityMissingError: a kernel without a registered spectral density.
