@@ -1,4 +1,4 @@
-"""Numeric columns: numbers, ISO dates in days, a 0-1 input per level of a category. Training data of them."""
+"""Numeric columns: numbers, ISO dates in days, a 0-1 input per level of a category."""
 
 import math
 import re
@@ -17,7 +17,6 @@ from gpy_iterative.command_line.table import BadInputError, Table, counted_rows,
 MISSING = frozenset({"", "na", "n/a", "#n/a", "<na>", "nan", "null", "none"})
 #: Level of an empty cell.
 EMPTY = "(empty)"
-#: Most levels of a category.
 MAX_LEVELS = 20
 #: Advice for cells in common foreign forms.
 HINTS = {
@@ -50,8 +49,6 @@ PARSERS: dict[str, Callable[[str], float]] = {"number": number, "date": days}
 
 @dataclass(frozen=True)
 class Column:
-    """Encoding of cells."""
-
     name: str
     kind: str  # "number", "date" or "category"
     levels: tuple[str, ...] = ()  # texts of a category, including the missing one
@@ -109,7 +106,7 @@ class Column:
 
 
 def hint(cell: str) -> str:
-    """Advice for a decimal comma or a date in another form, else nothing."""
+    """Advice from `HINTS`, or nothing."""
     return next((advice for form, advice in HINTS.items() if re.fullmatch(form, cell)), "")
 
 

@@ -21,7 +21,7 @@ from gpy_iterative.fitting.fit import fit
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.prediction import PathwisePosterior
 
-#: Up to here float64 is cheap, and a start from subsets costs more than it saves.
+#: Up to here float64 is cheap, and a start from subsets does not pay.
 ROWS_OF_CHEAP_STEPS = 20_000
 
 
@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser: `command` is `fit_table` or `predict_table`, the rest its arguments."""
+    """The parser, whose `command` is `fit_table` or `predict_table`."""
     whole = argparse.ArgumentParser(prog="python -m gpy_iterative", description="Gaussian processes on CSV files.")
     whole.add_argument("--version", action="version", version=__version__)
     commands = whole.add_subparsers(required=True, metavar="COMMAND")

@@ -23,8 +23,8 @@ CHUNK = 4096
 class Regression(gpytorch.models.ExactGP):
     """A constant mean and a Matern-5/2 kernel with a lengthscale per input, in the dtype of the data.
 
-    Lengthscales start at sqrt(d), as distances of standardised inputs grow (Hvarfner, Hellsten and Nardi 2024, "Vanilla
-    Bayesian Optimization Performs Great in High Dimensions"): with shorter ones, levels of a category may end uncorrelated.
+    Lengthscales start at sqrt(d) (Hvarfner, Hellsten and Nardi 2024, "Vanilla Bayesian Optimization Performs Great in
+    High Dimensions"): with shorter ones, levels of a category may end uncorrelated.
     """
 
     def __init__(self, x: Tensor, y: Tensor) -> None:

@@ -1,7 +1,6 @@
 """Operations that `LinearOperator` lacks.
 
-An operator may have a method of the operation's name. Sums, multiples and a few structures pass the call on to their parts;
-other operators are sliced or rebuilt.
+An operator's own method of the same name comes first. Sums and multiples ask their parts; others are sliced or rebuilt.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ Derivatives = tuple[Tensor | None, ...]
 
 
 def rows_matmul(operator: LinearOperator, rows: Rows, rhs: Tensor) -> Tensor:
-    """operator[rows, :] @ rhs: rhs [n, s] gives [len(rows), s]; rows is a slice or an index tensor.
+    """operator[rows, :] @ rhs: rhs [n, s] gives [len(rows), s].
 
     Raises:
         ValueError: rhs has another number of rows.
@@ -127,7 +126,7 @@ def dense_rows(operator: LinearOperator, rows: Tensor) -> Tensor:
 
 
 def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
-    """Derivatives of `(weights * operator).sum()` with respect to `operator.representation()`, for exact gradients.
+    """Derivatives of `(weights * operator).sum()` with respect to `operator.representation()`.
 
     `LinearOperator._bilinear_derivative` costs n^3 for dense weights.
 
@@ -136,7 +135,7 @@ def matrix_derivative(operator: LinearOperator, weights: Tensor) -> Derivatives:
         weights: [*b, n, m], constant.
 
     Returns:
-        One tensor or None for each representation tensor. Cost: one evaluation of a kernel matrix, or n^2 m multiply-adds
+        One tensor or None for each representation tensor. Cost: one evaluation of the matrix, or n^2 m multiply-adds
         for operators with bilinear derivatives only.
     """
     if hasattr(operator, "matrix_derivative"):
@@ -197,7 +196,7 @@ def far_field_error(operator: LinearOperator) -> float | None:
 
 
 def low_precision_copy(operator: LinearOperator) -> LinearOperator | None:
-    """A float32 copy without gradient for a solve's iterations; None where no kernel has `precision="float32"`.
+    """A float32 copy without gradient; None where no kernel has `precision="float32"`.
 
     Raises:
         ValueError: a kernel's dtype or code does not allow float32.

@@ -105,10 +105,7 @@ def _read(covariance: LinearOperator | Tensor, place: _Place) -> LinearOperator:
 
 
 def are_same_inputs(x1: Tensor, x2: Tensor) -> bool:
-    """Whether k(x1, x2) may be treated as the symmetric k(x1, x1).
-
-    Equal values do not suffice where one has its own gradient.
-    """
+    """Whether k(x1, x2) is the symmetric k(x1, x1): by value, or by identity where an input has a gradient."""
     if x1 is x2:
         return True
     has_gradient = torch.is_grad_enabled() and (x1.requires_grad or x2.requires_grad)
@@ -190,7 +187,7 @@ def active_inputs(kernel: kernels.Kernel, x: Tensor) -> Tensor:
 
 
 def computes_the_same(kernel: kernels.Kernel, base: type[kernels.Kernel]) -> bool:
-    """Whether a kernel computes exactly what its base class does; RBFKernelGrad, for example, does not."""
+    """Whether a kernel computes exactly what this base class does."""
     names = ("forward", "__call__", "covar_dist", "lengthscale")
     return all(getattr(type(kernel), name) is getattr(base, name) for name in names) and "forward" not in vars(kernel)
 
@@ -210,7 +207,6 @@ def _radial_function(kernel: kernels.Kernel) -> RadialFunction | None:
 
 
 def _sum(operators: list[LinearOperator]) -> LinearOperator:
-    """The sum; added diagonals become one noise vector."""
     noises = [part.noise for part in operators if isinstance(part, NoisyLinearOperator)]
     plain = [part.kernel if isinstance(part, NoisyLinearOperator) else part for part in operators]
     total = plain[0] if len(plain) == 1 else SumLinearOperator(*plain)
@@ -289,10 +285,9 @@ def noisy_operator(
     """H: covariance of the observations, prior plus noise.
 
     Args:
-        likelihood: a Gaussian likelihood.
+        likelihood: Gaussian.
         function_dist: the prior at the training inputs, [*b, n] or [*b, n, T].
-        params: the likelihood's arguments.
-        kwargs: the likelihood's keyword arguments.
+        params, kwargs: the likelihood's arguments.
         products: how kernel products are computed.
         caches: where tiles are kept.
         observed: [n] or [n * T], observed data; None is all.

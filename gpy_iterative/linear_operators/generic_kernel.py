@@ -1,7 +1,6 @@
 """Any GPyTorch kernel as a matrix that is never stored: tiles from its own code, derivatives by autograd.
 
-The kernel is a function of explicit inputs and parameters, so that tiles are evaluated and differentiated separately. The
-user's kernel never changes.
+The kernel is called as a function of explicit inputs and parameters, so the user's kernel never changes.
 """
 
 import weakref
@@ -42,9 +41,9 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         leaves: other tensors that the kernel uses.
         dtype: of the matrix; buffers then get the inputs' dtype. None is the inputs' dtype, with buffers unchanged.
 
-    The kernel is called with its inputs' batch dimensions only: many users' kernels support no others. The first product
-    costs one evaluation, the derivative one with autograd, and products of kept tiles n m s multiply-adds. Memory is a few
-    tiles and the tile cache. A batch member costs the whole batch: only the kernel knows its parameters.
+    The kernel is called with its inputs' batch dimensions only: many users' kernels support no others. A product costs
+    one evaluation, or n m s multiply-adds of kept tiles; the derivative costs one evaluation with autograd. Memory is a
+    few tiles and the tile cache. A batch member costs as much as the whole batch.
 
     Raises:
         ValueError: the backend is "keops", which needs a radial kernel; later, forward returns a wrong shape.
@@ -128,7 +127,7 @@ class GenericKernelLinearOperator(TiledLinearOperator):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The inputs' dtype by default, or the parameters' for integer inputs (categories)."""
+        """The inputs' dtype by default, or the parameters' for integer inputs."""
         return self._dtype
 
     def evaluate(self, x1: Tensor, x2: Tensor, parameters: tuple[Tensor, ...] | None = None) -> Tensor:
@@ -289,7 +288,6 @@ class GenericKernelLinearOperator(TiledLinearOperator):
         return torch.stack([self.evaluate(x, x) for x in points]).clone()
 
     def _in_one_batch(self, points: Tensor) -> Tensor | None:
-        """Blocks [c, k, k] by one call; None where that fails."""
         try:
             values = self._function(self._named(self.parameters), points, points).to(self.dtype)
         except (RuntimeError, ValueError, IndexError):
@@ -377,7 +375,6 @@ class KernelTiles(Tiles):
         operator, outputs = self._operator, self._outputs
         if outputs == 1:
             return operator.evaluate(operator.x1[..., rows, :], operator.columns[..., columns, :]).clone()
-        # Entries are picked from whole inputs' blocks.
         if isinstance(rows, slice):
             rows = torch.arange(self.shape[-2], device=operator.device)[rows]
         inputs, position = (rows // outputs).unique(return_inverse=True)

@@ -1,7 +1,7 @@
 """A kernel as a function of its tensors, for several threads.
 
-`torch.func.functional_call` replaces a module's parameters, and GPyTorch evaluates eagerly under a process-wide setting;
-other threads would see both. So a copy of the modules is called, which shares all tensors and is eager.
+An eager copy of the modules, which shares all tensors, is called: other threads would see the parameters of
+`functional_call` and GPyTorch's setting for eager evaluation.
 """
 
 import threading
@@ -63,7 +63,7 @@ def _eager(kind: type[Kernel]) -> type[Kernel]:
 
 
 def eager_copy(kernel: Kernel, own: tuple[str, ...] = ()) -> Kernel:
-    """A copy of the kernel's modules that is evaluated when called; `own` as in `ModuleCopies`."""
+    """A copy that is evaluated when called; `own` as in `ModuleCopies`."""
     kind = lambda kind: _eager(kind) if issubclass(kind, Kernel) else kind
     copied = ModuleCopies(own=own, kind=kind).of(kernel)
     clear_caches(copied)
@@ -71,7 +71,7 @@ def eager_copy(kernel: Kernel, own: tuple[str, ...] = ()) -> Kernel:
 
 
 def clear_caches(module: torch.nn.Module) -> None:
-    """Clears GPyTorch's evaluation-mode caches, which ignore changes of hyperparameters."""
+    """Clears GPyTorch's caches, which ignore changes of hyperparameters."""
     for part in module.modules():
         if isinstance(part, gpytorch.Module):
             part._clear_cache()
@@ -122,8 +122,7 @@ class KernelFunction:
     """A kernel as a function of its tensors, with one copy of its modules per thread.
 
     Args:
-        kernel: the kernel.
-        own_buffers: whether calls replace buffers, too, and not only parameters.
+        own_buffers: whether calls replace buffers, too.
     """
 
     def __init__(self, kernel: Kernel, own_buffers: bool) -> None:

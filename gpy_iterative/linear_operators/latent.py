@@ -17,13 +17,13 @@ from gpy_iterative.linear_operators.tiles.cache import TileCaches
 
 
 class RepeatedKernelLinearOperator(LinearOperator):
-    """Covariance of `repeats` independent functions with one kernel, ordered point by point.
+    """Covariance of C independent functions with one kernel, ordered point by point.
 
     Args:
         kernel: K [n, m].
         repeats: C; the operator is [n C, m C].
 
-    A product is one product of K with C times as many columns.
+    A product is one of K with C times as many columns.
     """
 
     def __init__(self, kernel: LinearOperator, *, repeats: int) -> None:
@@ -107,8 +107,7 @@ class LatentPrior:
     def matmul(self, columns: Tensor) -> Tensor:
         """K x in float64 for x [n C, b] in float64, computed in the kernel's dtype.
 
-        Raises:
-            NonFiniteError: the product is not finite.
+        Raises NonFiniteError for a product that is not finite.
         """
         product = self.operator._matmul(columns.to(self.operator.dtype)).double()
         if not torch.isfinite(product).all():
@@ -168,9 +167,8 @@ def latent_operator(operator: LinearOperator, num_latents: int, *, shared: bool)
     """The joint covariance of C independent functions, ordered point by point.
 
     Args:
-        operator: [*b, n, m], shared, or [*b, C, n, m] (or [*b, 1, n, m]).
+        operator: [*b, n, m] if `shared` by all functions, else [*b, C, n, m] or [*b, 1, n, m].
         num_latents: C.
-        shared: whether all functions share one kernel.
 
     Returns:
         [*b, n C, m C].

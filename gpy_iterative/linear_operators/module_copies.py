@@ -1,7 +1,7 @@
 """Copies of modules that share their tensors.
 
-Modes, parameters that `functional_call` replaces, and GPyTorch's caches are written on modules, where the user and other
-threads see them. So copies are evaluated; they cost one dict each.
+Copies are evaluated, because the user and other threads would see what an evaluation writes on modules: modes,
+parameters of `functional_call`, and GPyTorch's caches.
 """
 
 import copy
@@ -48,7 +48,6 @@ class ModuleCopies:
         self._known: dict[int, Any] = {}
 
     def of(self, module: Copied) -> Copied:
-        """The copy of a module."""
         if id(module) in self._known:
             return self._known[id(module)]
         if isinstance(module, torch.jit.ScriptModule):  # its state is not in Python

@@ -19,9 +19,8 @@ class KernelTerm:
     """One kernel of a prior covariance.
 
     Attributes:
-        kernel: the kernel.
         inputs: [*b, n, d], reduced to the kernel's active dims.
-        scale: factor of the kernel; None for 1.
+        scale: factor; None for 1.
     """
 
     kernel: kernels.Kernel

@@ -22,14 +22,13 @@ Backend = Literal["auto", "tiles", "keops"]
 Precision = Literal["native", "float32"]
 #: Range of a far field's tolerance.
 FAR_FIELD_TOLERANCES = (1e-9, 0.1)
-#: Rows from which "auto" measures ranks; with fewer, measuring does not pay.
+#: Rows from which "auto" measures ranks: it does not pay with fewer.
 FAR_FIELD_ROWS = 4000
 
 #: Largest automatic tile cache on a CPU, in bytes.
 MAX_CPU_CACHE = 4 * 1024**3
-#: Rows of a tile. A CPU tile stays in a thread's cache; a CUDA tile must outlast the start of a CUDA kernel. Its memory is
-#: bounded by a share of total memory: free memory differs between steps and ranks, so kept tiles could not be reused, and
-#: ranks would disagree.
+#: Rows of a tile. A CPU tile stays in a thread's cache; a CUDA tile must outlast the start of a CUDA kernel. Its bound
+#: is a share of total memory, because free memory, and so the tiles, would differ between steps and ranks.
 CPU_TILE = 512
 CUDA_TILES = (4096, 2048, 1024)
 CUDA_TILE_SHARE = 32
@@ -38,7 +37,6 @@ _SCRATCH_BYTES = 4 * 8
 
 
 def require_pykeops() -> None:
-    """Raises ImportError where pykeops is not installed."""
     if pykeops is None:
         raise ImportError(
             "KernelProducts(backend='keops') needs pykeops, which is not installed: pip install 'gpy_iterative[keops]', "
@@ -58,19 +56,19 @@ class KernelProducts:
         cache_memory: bytes for kept tiles and, where there is room, their derivatives for the gradient; None is half of the
             free memory (at most 4 GB on a CPU), 0 keeps none.
         precision: of products inside an iterative solve. "native" is the inputs' dtype. "float32", for float64 inputs,
-            multiplies float32 tiles and reaches the tolerance by iterative refinement, with one float64 product a round. It
-            serves training steps, predictions, sample paths and Laplace's gradient. Gradients, log-determinants, variances,
-            dense blocks, picked rows, truncated series (`TruncatedCGMarginalLogLikelihood`,
-            `RussianRouletteMarginalLogLikelihood`) and the search for Laplace's mode stay in float64.
+            multiplies float32 tiles and reaches the tolerance by iterative refinement, with one float64 product a
+            round. Gradients, log-determinants, variances, dense blocks, picked rows, truncated series
+            (`TruncatedCGMarginalLogLikelihood`, `RussianRouletteMarginalLogLikelihood`) and the search for Laplace's
+            mode stay in float64.
         compile: fuse a tile's element-wise work with torch.compile, which needs a compiler at run time (Triton on CUDA).
             None does so only on CUDA with Triton.
-        process_group: the processes that share the tiles: a `torch.distributed.ProcessGroup`, or "world" for the default
-            one. Every rank runs the same program on the same data with the same seeds, and gets the same results. A product
-            with s columns takes one all-reduce of n s numbers. `cache_memory` is per rank.
+        process_group: the processes that share the tiles; "world" is the default group. Every rank must run the same
+            program on the same data with the same seeds, and gets the same results. A product with s columns takes one
+            all-reduce of n s numbers. `cache_memory` is per rank.
         far_field: relative error, from 1e-9 to .1, of products of radial kernels with random vectors. Blocks of distant
-            points are compressed: the cost grows with n and not n^2, for up to three dimensions (long lengthscales do not
+            points are compressed: the cost grows with n, not n^2, for up to three dimensions (long lengthscales do not
             count). "auto" is 1e-6 (3e-7 at a million rows) on a CPU from 4,000 rows on, where it evaluates less than half
-            of the entries. None uses tiles, as do tolerances out of reach and cases that save nothing. Single rows, columns
+            of the entries. None uses tiles, as do tolerances out of reach and cases that save nothing. Rows, columns
             and dense blocks are exact.
 
     Raises:

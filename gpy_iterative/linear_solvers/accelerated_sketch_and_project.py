@@ -1,4 +1,4 @@
-"""Accelerated sketch-and-project: solves of random blocks with Nesterov's acceleration.
+"""Accelerated sketch-and-project.
 
 Rathore et al. 2024, "Have ASkotch: a neat solution for large-scale kernel ridge regression"; Rathore et al. 2025,
 "Turbocharging Gaussian process inference with approximate sketch-and-project" (ADASAP). Acceleration: Gower et al. 2018,
@@ -43,19 +43,16 @@ class _State(SolverState):
 class AcceleratedSketchAndProject(IterativeSolver[_State]):
     """Accelerated sketch-and-project; an iteration solves one random block, an epoch is n / block_size iterations.
 
-    A diverging solve restarts without acceleration; exact blocks then always lower its error. Without a generator, blocks
-    are drawn from seed 0. Other options: `IterativeSolver`. Memory: fourteen blocks [n, s] and block_size rows. Cost of an
-    iteration: block_size rows, and block_size^3 / 3 multiply-adds or 2 block_size^2 rank.
+    A diverging solve restarts without acceleration. Without a generator, blocks are drawn from seed 0. Other options:
+    `IterativeSolver`. Memory: fourteen blocks [n, s] and block_size rows. Cost of an iteration: block_size rows, and
+    block_size^3 / 6 multiply-adds or 2 block_size^2 rank.
 
     Args:
         block_size: rows of a block, drawn without repetition; at most n.
-        rank: of a Nystrom approximation of the block, if a Cholesky factor would cost more than the rows. It is damped by
-            the remainder's largest eigenvalue, for stability. None: exact solves.
+        rank: of a Nystrom approximation of the block, if a Cholesky factor would cost more than the rows; damped by the
+            remainder's largest eigenvalue. None: exact solves.
         convexity: strong convexity mu, at most block_size / n. Too small: iterates oscillate; too large: they are slow.
             None: a third of block_size / n.
-
-    Raises (from `solve`):
-        NonFiniteError: as every solver, or a block is not finite.
     """
 
     block_size: int = 512

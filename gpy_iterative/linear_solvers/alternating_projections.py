@@ -42,19 +42,17 @@ class _State(SolverState):
 class AlternatingProjections(IterativeSolver[_State]):
     """Alternating projections; an iteration solves one block, an epoch is n / block_size iterations.
 
-    Large kernel matrices with little noise make projections slow. When the pace predicts more than three further epochs,
-    conjugate gradients solve the remaining columns. A block is factored in float64 if float32 fails, then with jitter,
-    which does not change the solution; a block that is indefinite beyond rounding gives the status INDEFINITE.
+    When the pace predicts more than three further epochs, as for large matrices with little noise, conjugate gradients
+    solve the remaining columns. A block is factored in float64 if float32 fails, then with jitter, which does not
+    change the solution; a block that is indefinite beyond rounding gives the status INDEFINITE.
 
     Other options: `IterativeSolver`. Memory: eleven blocks [n, s]; [n, rank] for the fallback; n block_size numbers, at
     most half a gigabyte, for Cholesky factors (other blocks are factored at every visit).
 
     Args:
         block_size: rows of a block, at most n; None: 512 on a CPU, 1024 on an accelerator.
-        fallback: takes over from slow projections (its tolerances and budget are ignored); None: never, as in the papers.
-
-    Raises (from `solve`):
-        NonFiniteError: as every solver, or a block is not finite.
+        fallback: takes over from slow projections; its tolerances and budget are ignored. None: never, as in the
+            papers.
 
     Examples:
         >>> solver = gpi.solvers.AlternatingProjections(max_epochs=10)  # a budget; `mll.report` says what it leaves

@@ -1,4 +1,4 @@
-"""The solvers' interface, and the loop of the iterative ones: budget, rounds, batches."""
+"""The solvers' interface, and the loop of the iterative ones."""
 
 import logging
 import math
@@ -56,7 +56,7 @@ class Solver(ABC):
             groups: neighbouring columns with their own tolerance, in order; None: one group "targets".
             preconditioner: of this operator; None: the solver builds that of its options.
             initial_guess: V to start from, shaped as rhs. Each column is scaled to be nearest to the solution in the norm
-                of H; a bad guess makes the solve slow, not wrong.
+                of H.
             guess_product: H times the guess, if known; saves one product.
             generator: for random solvers.
             callback: receives progress, on an accelerator every few iterations.
@@ -124,8 +124,6 @@ State = TypeVar("State", bound=SolverState)
 
 @dataclass
 class _Work:
-    """The current solver, its state and work."""
-
     solver: "IterativeSolver[Any]"
     state: Any = None
     iterations: int = 0
@@ -201,7 +199,6 @@ class IterativeSolver(Solver, Generic[State]):
 
     @divided()
     def _solve_columns(self, system: LinearSystem) -> Solution:
-        """Runs rounds until convergence or no progress."""
         if system.rhs.dim() > 2:
             solutions = [self._solve_columns(member) for member in system.members()]
             return Solution(

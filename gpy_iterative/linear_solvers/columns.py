@@ -1,11 +1,9 @@
 """A linear system, and its columns during a solve.
 
 A column within its tolerance leaves the block. A round ends with true residuals; if these miss the tolerance, another
-follows.
-
-Lower precision is iterative refinement: a round solves H' d = r with a low-precision copy H' and adds corrections d that
-lower the true residual. Carson & Higham 2018, "Accelerating the solution of linear systems by iterative refinement in three
-precisions", with an iterative solver instead of LU.
+follows. In lower precision, a round solves H' d = r with a low-precision copy H' and adds corrections d that lower the
+true residual: iterative refinement (Carson & Higham 2018, "Accelerating the solution of linear systems by iterative
+refinement in three precisions").
 """
 
 import itertools
@@ -29,7 +27,7 @@ VERIFIED_ROWS = 256
 ALLOWED_DRIFT = 0.1
 #: Part of the last copy's norm below which a best iterate is copied.
 WORTH_A_COPY = 0.9
-#: Iterations between two readings of an accelerator.
+#: Iterations between readings of an accelerator.
 READ_EVERY = 4
 #: Factor of a column's aim after its true residual missed the tolerance.
 LOWER_AIM = 0.8
@@ -37,7 +35,6 @@ LOWER_AIM = 0.8
 LIMITING_PART = 0.5
 #: Far-field errors below this many rounding errors are no limit.
 ROUNDING = 4
-#: Maximum of rounds, and of rounds of iterative refinement.
 MAX_ROUNDS, MAX_REFINEMENTS = 10, 50
 #: Iterations of a low-precision copy between comparisons with true residuals; also their least work, in comparisons.
 WATCHED_EVERY = 20
@@ -46,7 +43,6 @@ DIVERGENCE = 1e3
 
 
 def reads_every(device: torch.device) -> int:
-    """Iterations between readings of this device."""
     return 1 if device.type == "cpu" else READ_EVERY
 
 
@@ -113,7 +109,7 @@ class Iterate:
 
 
 class Columns:
-    """Columns of one solve without batch, scaled to right-hand sides of norm one.
+    """Columns of one system [n, n], scaled to right-hand sides of norm one.
 
     Without `recursive`, an iterate counts only with its true residual. `operator` is H or its low-precision copy, with
     rounding error `eps`. `value`, `residual` and relative `norms` (on the host) are the best so far. `overhead` counts
@@ -160,7 +156,7 @@ class Columns:
         """Value and residual of the guess, scaled to least error or as given; zero where that has a smaller residual."""
         if guess is None:
             return torch.zeros_like(self._rhs), self._rhs.clone()
-        self.overhead += 1  # also for a product that the caller made
+        self.overhead += 1  # also for the caller's product
         product = (self._matrix._matmul(guess) if product is None else product) / self.scale
         guess = guess / self.scale
         energy = (guess * product).sum(-2)
@@ -290,7 +286,7 @@ class Columns:
         _copy_columns(self.residual, target, residual, index)
 
     def _verify(self, iteration: int) -> None:
-        """Replaces drifted residuals, seen on the watched rows, by the true ones, and iterates worse than the first."""
+        """Replaces residuals that drifted on the watched rows by true ones, and iterates worse than the first."""
         columns, is_sampled = self._round.to(self._rhs.device), len(self._rhs) > VERIFIED_ROWS
         value = self.value[:, columns]
         true = self._true_rows(columns, value) if is_sampled else None
@@ -355,7 +351,6 @@ class Columns:
         )
 
     def group_norms(self, *, running: bool = False) -> dict[str, float]:
-        """Relative norm by group."""
         reduce = torch.Tensor.mean if self._stopping == "mean" else torch.Tensor.amax
         parts = (self._running if running else self.norms).split(self._sizes)
         return {g.name: float(reduce(part)) if g.size else 0.0 for g, part in zip(self._groups, parts, strict=True)}

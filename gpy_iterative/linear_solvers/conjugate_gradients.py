@@ -28,7 +28,6 @@ class ConjugateDirections:
 
     @classmethod
     def begin(cls, residual: Tensor, preconditioner: Preconditioner | None) -> Self:
-        """The first state."""
         # The printed algorithm does not precondition here, and diverges. Cloned: a step overwrites the residual.
         direction = (residual if preconditioner is None else preconditioner.solve(residual)).clone()
         return cls(direction, (residual * direction).sum(0), preconditioner)

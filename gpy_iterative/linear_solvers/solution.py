@@ -14,7 +14,7 @@ from gpy_iterative.preconditioners.preconditioner import Preconditioner
 
 
 class SolveStatus(Enum):
-    """How a solve ended, with advice for the user."""
+    """How a solve ended."""
 
     CONVERGED = "The true residual of every column is within its tolerance."
     TRUNCATED = (
@@ -42,7 +42,7 @@ class SolveStatus(Enum):
 
     @property
     def advice(self) -> str:
-        """Advice for any dtype."""
+        """Advice for the user."""
         return self.advice_for(None)
 
     def advice_for(self, dtype: torch.dtype | None) -> str:
@@ -112,11 +112,10 @@ class SolveStats:
     Attributes:
         iterations: of the solver.
         epochs: passes over the matrix in iterations.
-        overhead: passes outside the budget: residual of a warm start, set-up (preconditioner, factors, step size), true
-            residuals.
+        overhead: passes outside the budget: set-up (preconditioner, factors, step size) and true residuals.
         residual_norms: true relative residual by group: the largest, or the mean with stopping="mean".
         seconds: wall-clock time.
-        far_field: set if a far field's error is the cause of a missed tolerance.
+        far_field: set if a far field's error causes a missed tolerance.
     """
 
     iterations: int

@@ -1,10 +1,8 @@
 """Stochastic gradient descent and stochastic dual descent, with momentum.
 
-Gradient descent: Lin et al. 2024, algorithm 3 (heavy ball, no averaging), with a true initial residual, a permutation of
-the rows per epoch, and a stable step size.
-
-Dual descent: Lin, Padhy et al. 2024, "Stochastic gradient descent for Gaussian processes done right", algorithm 1 (random
-coordinates, Nesterov's momentum, averaging). Here the rows also update the residual, which stays true.
+Gradient descent: Lin et al. 2024, algorithm 3, with a true initial residual, a permutation of the rows per epoch, and a
+stable step size. Dual descent: Lin, Padhy et al. 2024, "Stochastic gradient descent for Gaussian processes done right",
+algorithm 1; here the rows also update the residual, which stays true.
 """
 
 import itertools
@@ -33,7 +31,7 @@ MAX_HALVINGS = 5
 
 @dataclass(frozen=True)
 class WayBack:
-    """Start of a round, and the residuals at which it restarts."""
+    """Start of a round, and residuals at which it restarts."""
 
     value: Tensor  # [n, s]
     residual: Tensor  # [n, s]
@@ -42,7 +40,6 @@ class WayBack:
 
     @classmethod
     def to(cls, iterate: Iterate) -> "WayBack":
-        """A copy of this iterate."""
         limit = DIVERGENCE * torch.linalg.vector_norm(iterate.residual, dim=0)
         limit.clamp_min_(torch.finfo(limit.dtype).tiny)  # an exact column does not grow
         return cls(iterate.value.clone(), iterate.residual.clone(), limit)
@@ -54,7 +51,6 @@ class WayBack:
         return float((torch.linalg.vector_norm(residual, dim=0) / self.limit).max())
 
     def take(self, iterate: Iterate) -> None:
-        """Resets the iterate."""
         iterate.value.copy_(self.value)
         iterate.residual.copy_(self.residual)
 
@@ -64,8 +60,6 @@ class WayBack:
 
 @dataclass(frozen=True, kw_only=True)
 class DescentState(SolverState):
-    """Step size of a descent, and the way back."""
-
     way_back: WayBack
     learning_rate: float
     generator: torch.Generator
@@ -140,7 +134,6 @@ class StochasticDescent(IterativeSolver[State]):
 
 
 def row_permutation(operator: LinearOperator, generator: torch.Generator) -> Tensor:
-    """All rows in random order."""
     order = torch.randperm(operator.shape[-1], generator=generator, device=generator.device)
     return order.to(operator.device)
 

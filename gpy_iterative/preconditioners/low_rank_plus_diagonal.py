@@ -88,7 +88,7 @@ class LowRankPlusDiagonal(Preconditioner):
         """Errors of S^-1 rhs along the largest eigenvectors of H would keep conjugate gradients from converging."""
         diagonal = self.diagonal.unsqueeze(-1)
         whitened = rhs.double() / diagonal
-        # Vectors are rows: on a CPU a third of the time.
+        # Vectors as rows take a third of the time on a CPU.
         inner = whitened.new_zeros(*rhs.shape[:-2], rhs.shape[-1], self.rank)
         for rows, vectors in zip(_in_float64(self.factor), whitened.split(CHUNK, dim=-2), strict=True):
             inner += vectors.mT.contiguous() @ rows
@@ -119,7 +119,7 @@ class LowRankPlusDiagonal(Preconditioner):
 
     @property
     def _working_dtype(self) -> torch.dtype:
-        # Random rounding errors eps sqrt(g_ii g_jj) have a norm of about eps sqrt(k) mean(g_ii).
+        # Rounding errors eps sqrt(g_ii g_jj) have a norm of about eps sqrt(k) mean(g_ii).
         is_lost = torch.finfo(self.factor.dtype).eps * self._norm > ROUNDING
         return torch.float64 if is_lost else self.factor.dtype
 

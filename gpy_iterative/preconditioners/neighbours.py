@@ -35,8 +35,8 @@ def random_order(size: int, generator: torch.Generator) -> Tensor:
 def maximin_order(points: Tensor, generator: torch.Generator) -> Tensor:
     """A permutation [n] of points [n, d] with early points far apart.
 
-    Approximate, O(n log n): groups are removed from the end until one point is left: first repeated points, then those of
-    the closest half whose nearest neighbour precedes them in a random order.
+    Approximate, O(n log n): groups are removed from the end: first repeated points, then those of the closest half
+    whose nearest neighbour precedes them in a random order.
     """
     coordinates = points.double().cpu().numpy()
     left = random_order(len(coordinates), generator).numpy()
@@ -75,7 +75,7 @@ def previous_neighbours(points: Tensor, count: int) -> Tensor:
 
 
 def _fill(result: np.ndarray, tree: cKDTree, points: np.ndarray, rows: np.ndarray) -> None:
-    """Fills these rows from a tree that has all points before them, and later ones."""
+    """Fills these rows from a tree that has at least all points before them."""
     asked = math.ceil(GROWTH * result.shape[1]) + 8
     while len(rows):
         asked = min(asked, tree.n)

@@ -19,8 +19,6 @@ from gpy_iterative.preconditioners.pivoted_cholesky import factor_on
 class Nystrom(LowRankRecipe):
     """Recipe for K C (C^T K C)^-1 C^T K plus noise, for a random subspace C.
 
-    The preconditioned spectrum is at least 1.
-
     Args:
         rank: dimension of the subspace, at most n.
 

@@ -2,8 +2,7 @@
 
 Greedy: Harbrecht et al. 2012, "On the low-rank approximation by the pivoted Cholesky decomposition"; preconditioner:
 Gardner et al. 2018. Random: Chen et al. 2022, "Randomly pivoted Cholesky"; in blocks: Epperly et al. 2024, "Embrace
-rejection: kernel matrix approximation by accelerated randomly pivoted Cholesky"; preconditioner: Diaz et al. 2023, "Robust,
-randomized preconditioning for kernel ridge regression".
+rejection"; preconditioner: Diaz et al. 2023, "Robust, randomized preconditioning for kernel ridge regression".
 """
 
 import itertools
@@ -99,7 +98,7 @@ class PivotedCholesky(LowRankRecipe):
 
     @torch.no_grad()
     def low_rank(self, operator: LinearOperator) -> Tensor:
-        """Only L [*b, n, k]; cost as `build`."""
+        """L [*b, n, k]; cost as `build`."""
         kernel, diagonal, _ = kernel_and_noise(operator)
         return self._factor(kernel, diagonal, None, torch.Generator().manual_seed(0))[0]
 
@@ -127,7 +126,7 @@ class PivotedCholesky(LowRankRecipe):
 
     def _grow(self, partial: "PartialCholesky", generator: torch.Generator) -> None:
         while partial.rank < partial.capacity:
-            # A tensor: a number would go to the host.
+            # Not a number, which would go to the host.
             pivot = partial.rest.argmax().unsqueeze(0)
             left = partial.rest[pivot]
             if left <= partial.stop:
@@ -163,7 +162,7 @@ class RandomlyPivotedCholesky(PivotedCholesky):
         ):  # NaN must go on, to be found
             candidates = partial.propose(proposals, generator)
             block = partial.rest_of(candidates)
-            # Replaces running differences, whose rounding errors could be proposed without end.
+            # Rounding errors of running differences could be proposed without end.
             partial.rest[candidates] = block.diagonal().clamp_min(0).to(partial.rest)
             threshold = torch.rand(proposals, generator=generator, device=generator.device, dtype=torch.float64)
             most = partial.capacity - partial.rank
@@ -233,7 +232,7 @@ class PartialCholesky:
 
 
 def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple[Tensor, Tensor]:
-    """At most `most` accepted candidates and their lower Cholesky factor, by rejection sampling.
+    """At most `most` accepted candidates and their lower Cholesky factor.
 
     `block` [p, p] is K - L L^T on the candidates, `threshold` [p] uniform draws. A candidate is accepted with the share of
     its diagonal entry that earlier ones leave.
@@ -254,9 +253,9 @@ def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple
 def factor_on(rows: Tensor, block: Tensor) -> tuple[Tensor, float]:
     """L = K C R^-T [n, k] with R the Cholesky factor of C^T K C, and its raised jitter.
 
-    The jitter keeps L L^T below K. If the block has eigenvalues below minus half of it (rounding), it is raised to twice
-    their size, continuously in the hyperparameters. The result is relative to the block's largest diagonal entry; 0 if not
-    raised.
+    The jitter keeps L L^T below K. Where the block has eigenvalues below minus half of it (rounding), it is raised to
+    twice their size, continuously in the hyperparameters. The result is relative to the block's largest diagonal entry;
+    0 if not raised.
 
     Args:
         rows: C^T K [k, n]; for pivots, rows of K.

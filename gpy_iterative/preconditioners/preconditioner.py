@@ -36,7 +36,7 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int | tuple[int, ...]) -> "Preconditioner":
-        """One member of a batch, without new computation."""
+        """One member of a batch."""
 
 
 class PreconditionerRecipe(ABC):

@@ -17,7 +17,7 @@ LARGEST = 2**31 - 1
 
 
 class SparseInverseCholesky(Preconditioner):
-    """S = (B^T B)^-1, with B triangular in the order of elimination and at most m + 1 entries per row.
+    """S = (B^T B)^-1, with B triangular in the order of elimination.
 
     A solve with s columns costs 2 n (m + 1) s multiply-adds. Memory: B and its sorted transpose.
 

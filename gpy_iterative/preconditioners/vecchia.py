@@ -32,7 +32,7 @@ LEAST_JITTER = 1e-10
 class Vecchia(PreconditionerRecipe):
     """Recipe for H^-1 ~ B^T B, where row i of B is exact given the m nearest previous points.
 
-    For few effective input dimensions: the quality then does not fall with n.
+    In few effective input dimensions the quality does not fall with n.
 
     Args:
         num_neighbours: m, at most n - 1 (B is then exact).
@@ -146,7 +146,6 @@ def _inverse_factors(operator: LinearOperator, sets: Tensor, *, last_only: bool 
 
 
 def _jittered_factors(blocks: Tensor) -> tuple[Tensor, float]:
-    """Cholesky factors of indefinite blocks, and the largest jitter."""
     scale = blocks.diagonal(dim1=-2, dim2=-1).amax(-1)
     scale = torch.where(scale > 0, scale, 1.0)
     lowest = torch.linalg.eigvalsh(blocks)[..., 0]

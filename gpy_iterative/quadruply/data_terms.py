@@ -27,8 +27,6 @@ LOGISTIC_NOISE = 4.0
 
 @dataclass(frozen=True)
 class Rows:
-    """Sampled data."""
-
     x: Tensor  # [b, d]
     target: Tensor  # [b]
     prior_mean: Tensor  # [b]
@@ -42,8 +40,6 @@ class Rows:
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of one evaluation."""
-
     likelihood: Likelihood
     x: Tensor  # [n, d], data or a batch
     target: Tensor  # [n]

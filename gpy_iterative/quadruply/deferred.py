@@ -57,10 +57,7 @@ class DeferredPrediction(MultivariateNormal):
 
 
 class WeightSpaceCovarianceLinearOperator(DenseOnRequestLinearOperator):
-    """phi(x) C C^T phi(x)^T [t, t]; off-diagonal entries are computed on request.
-
-    `root` [t, k] comes from dense columns of C, `diagonal` [t] from others.
-    """
+    """phi(x) C C^T phi(x)^T [t, t]; `root` [t, k] comes from dense columns of C, `diagonal` [t] from others."""
 
     def __init__(self, x: Tensor, root: Tensor, diagonal: Tensor, *, model: "QuadruplyStochasticGP") -> None:
         super().__init__(x, root, diagonal, model=model)

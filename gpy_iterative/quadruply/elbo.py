@@ -47,7 +47,7 @@ class QuadruplyStochasticReport(Report):
 
     Attributes:
         value: result of `forward`, [].
-        is_unbiased: it estimates the rows' evidence lower bound; else a lower bound of it.
+        is_unbiased: whether it estimates the rows' evidence lower bound, not a lower bound of it.
         num_rows: sampled data.
         num_features: m.
         num_feature_samples: features of a sample, without the head.
@@ -76,7 +76,7 @@ class QuadruplyStochasticReport(Report):
 class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
     """Estimate of the evidence lower bound from samples of data and features.
 
-    `loss = -mll(model(x), y)` draws rows from all training data, or takes batches of a DataLoader with `num_data`.
+    `-mll(model(x), y)` draws rows from all training data, or takes batches of a DataLoader with `num_data`.
 
     With all data and fixed kernel hyperparameters, several steps keep their rows, where predictions of all features are
     known: value and gradient are unbiased for these rows (with a shared diagonal of C), but steps fit them and the value
@@ -91,8 +91,8 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
             prior, take two samples.
         num_data_samples: rows of a step; None is up to 500.
         num_steps_per_batch: steps with the same rows. More than 1 needs fixed kernel hyperparameters, inputs without
-            gradient, and all data in every call. None samples each feature four times on average; it is 1 if this is not
-            possible, data change their order, num_control_points is given, or there is a head or no sampled feature.
+            gradient, and all data in every call. None samples each feature four times on average; it is 1 if this is
+            impossible, data change their order, num_control_points is given, or there is a head or no sampled feature.
         num_control_points: points of a control variate for steps that draw rows, from the first data passed. None is 500
             with Gaussian noise and sampled features.
         sparse_gradients: gradients hold only sampled rows: Adagrad, SGD and SparseAdam then cost O(samples). False for
@@ -202,7 +202,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         return with_checked_gradient(value, self)
 
     def exact_value(self, x: Tensor, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
-        """The evidence lower bound from all data and features, divided by n: []. Differentiable; memory and time O(n m)."""
+        """The bound from all data and features, divided by n: []. Differentiable; memory and time O(n m)."""
         x = self.model.check_inputs(x)
         call = self._checked_call(x, target, params, kwargs, self._looks)
         if len(x) != call.num_data:

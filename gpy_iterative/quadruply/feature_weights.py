@@ -1,7 +1,6 @@
 """Variational distribution of the weights: q(w) = N(mu, C C^T) with a chevron C.
 
-The first k columns of C are dense below the diagonal, the others diagonal. A step moves the head and a few rows of the
-tail, with sparse gradients.
+The first k columns of C are dense below the diagonal, the others diagonal.
 """
 
 from collections.abc import Callable
@@ -44,8 +43,7 @@ class FeatureWeights(_VariationalDistribution):
     """Mean and C of all weights.
 
     Args:
-        num_head: features of the head.
-        num_tail: other features.
+        num_head, num_tail: features of the head, and others.
         num_dense_columns: k <= num_head.
         shared_diagonal: one diagonal entry of C for the tail.
         like: gives dtype and device.

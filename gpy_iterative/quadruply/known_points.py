@@ -1,10 +1,8 @@
-"""Points with a known latent function: rows kept for several steps, or control points if rows cannot be kept.
+"""Points with a known latent function: rows kept for several steps, or else control points.
 
 A run has the parts `latent` (see `KnownLatent`), `basis` (hyperparameters at its start), and either `kept` (rows' `index`
-and `count` of steps) or `control` (points' targets `y` and fixed `noise`).
-
-The tail's latent moments are computed once from all features; then changes of weights are added. The unbiased gradient is
-that of sampled features U times (all features) / |U|.
+and `count` of steps) or `control` (points' targets `y` and fixed `noise`). The unbiased gradient is that of
+sampled features U times (all features) / |U|.
 """
 
 import copy
@@ -137,7 +135,7 @@ def _writes(model: QuadruplyStochasticGP) -> Tensor:
 
 
 class KnownPoints:
-    """Kept rows and control points, with options of `QuadruplyStochasticELBO`; maps runs to runs."""
+    """Kept rows and control points, with options of `QuadruplyStochasticELBO`."""
 
     def __init__(
         self,
@@ -158,7 +156,7 @@ class KnownPoints:
         self._frozen_at: tuple[Part | None, QuadruplyStochasticGP] | None = None
 
     def with_kept_rows(self, call: Call, run: Run) -> Run:
-        """The run with this step's rows in `kept`, if rows are kept."""
+        """The run with this step's rows in `kept`, if any."""
         kept = run.part("kept")
         if not self._keeps_rows(call, run):
             return _without_kept_rows(run)
@@ -183,7 +181,7 @@ class KnownPoints:
         return torch.is_grad_enabled() or before.part("kept") is None
 
     def with_control_points(self, call: Call, run: Run) -> Run:
-        """The run with support points in `control`; new ones are rows of this call."""
+        """The run with points in `control`; new ones are rows of this call."""
         if run.part("control") is not None:
             return self.followed(run)
         if self._asks_for_points and self.num_control_points > call.num_data:

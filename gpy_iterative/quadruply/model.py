@@ -26,7 +26,7 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         shared_diagonal: sampled features share one diagonal entry of C; their variance is then exact. None is True if the
             basis has a `group_prior_variance`.
 
-    In train mode `model(x)` predicts when its mean or variance is read. In eval mode it is `posterior(x)`. Train with
+    In train mode `model(x)` predicts when its mean or variance is read; in eval mode it is `posterior(x)`. Train with
     `QuadruplyStochasticOptimizer`.
 
     Raises:

@@ -87,7 +87,7 @@ class Sample:
 
     @classmethod
     def of(cls, model: QuadruplyStochasticGP, groups: Tensor, *, sparse: bool) -> "Sample":
-        """Cost O(g); gradients are sparse on request."""
+        """Cost O(g)."""
         index = model.basis.feature_index(groups)
         weight = model.num_tail_groups / len(groups) if len(groups) else 1.0
         rows = model.weights.tail_rows(index, sparse=sparse)

@@ -38,8 +38,7 @@ class TrainingData:
     def check(self, x: Tensor, target: Tensor, check_target: Callable[[Tensor], None], known: Part | None) -> None:
         """Raises ValueError if the data do not fit one another, the likelihood or earlier steps.
 
-        All rows are checked only for new or changed tensors. `check_target` raises ValueError outside the likelihood's
-        support; `known` are the first step's `marks`.
+        All rows are checked only for new or changed tensors. `known` are the first step's `marks`.
         """
         size = len(x)
         if not isinstance(target, Tensor) or target.shape != x.shape[:1]:
@@ -71,12 +70,11 @@ class TrainingData:
             raise ValueError(f"num_data_samples must be at most {size}, the number of data; got {self.num_samples}.")
 
     def marks(self, x: Tensor) -> Part:
-        """Number of rows, and first, middle and last row, to recognise the data."""
+        """Number of rows, and first, middle and last row."""
         return {"rows": x.detach()[[0, len(x) // 2, -1]].clone(), "size": torch.tensor(len(x))}
 
 
 def group_samples(model: QuadruplyStochasticGP, given: int | None) -> int:
-    """Groups of a sample; raises ValueError."""
     size, groups = model.basis.group_size, model.num_tail_groups
     if given is None:
         return min(FEATURE_SAMPLES // size, groups)
@@ -91,7 +89,6 @@ def group_samples(model: QuadruplyStochasticGP, given: int | None) -> int:
 
 
 def control_points(given: int | None, *, is_gaussian: bool) -> int:
-    """Control points; raises ValueError."""
     if given is None:
         return CONTROL_POINTS if is_gaussian else 0
     check_count("num_control_points", given, least=0)
@@ -103,7 +100,6 @@ def control_points(given: int | None, *, is_gaussian: bool) -> int:
 def steps_per_batch(
     model: QuadruplyStochasticGP, given: int | None, samples: int, *, num_control_points: int | None
 ) -> int:
-    """Steps with the same rows; raises ValueError."""
     is_sampled = 0 < samples < model.num_tail_groups
     if given is None:
         keeps = is_sampled and not model.basis.num_head_features and num_control_points is None

@@ -219,7 +219,7 @@ class RFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     """Biased baseline: the marginal log likelihood of random features, redrawn in every step.
 
     Its quadratic form is too large, its log-determinant too small, the lengthscales at its optimum too short.
-    `SingleSampleRFFMarginalLogLikelihood` and, with less variance, `RussianRouletteMarginalLogLikelihood` have no bias.
+    `RussianRouletteMarginalLogLikelihood` has no bias.
 
     Args:
         likelihood, model, resample, solver, products, generator: as in `SingleSampleRFFMarginalLogLikelihood`.

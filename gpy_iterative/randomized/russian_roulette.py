@@ -27,8 +27,8 @@ SOLVED = 0.01
 class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
     """Marginal log likelihood of an exact Gaussian process: unbiased value and gradient at bounded expected cost.
 
-    Conjugate gradients stop after a random number J of steps; step j is divided by P(J >= j). Early stops cause variance,
-    which Adam averages out, instead of bias. Line searches (L-BFGS) fail: values are noisy, and with frozen draws
+    Conjugate gradients stop after a random number J of steps; step j is divided by P(J >= j). Early stops cause
+    variance instead of bias: use Adam. Line searches (L-BFGS) fail: values are noisy, and with frozen draws
     (`resample=False`) the gradient is not that of the value.
 
     Args:
@@ -41,7 +41,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         num_probes: probe vectors.
         probe_truncation: "independent" draws J per probe, for less variance; "shared" uses the targets' first J, for a
             shorter run.
-        preconditioner: of the series, and covariance of the probes; None is the identity. A larger rank cheaply lowers the
+        preconditioner: of the series, and covariance of the probes; None is the identity. A larger rank lowers the
             variance.
         tolerance: relative residual of a converged series; None is 1e-10 in float64 and 1e-6 in float32.
         resample: False keeps J and probes of the first step. They may be replaced in `training_state()`

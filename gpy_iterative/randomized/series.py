@@ -59,8 +59,7 @@ class TruncationReport(Report):
         probe_steps: J of each probe, [*b, s].
         steps: run for the targets and each probe, [*b, 1 + s].
         converged: which series ended before they were cut, [*b, 1 + s].
-        relative_variance: of one truncation of H^-1 (y - mean), E|x - E x|^2 over |E x|^2 in the norm of H, from the
-            computed terms, [*b].
+        relative_variance: of one truncation x of H^-1 (y - mean), E|x - E x|^2 / |E x|^2 in the norm of H, [*b].
         decay_rate: log(rho) of the targets' series, whose terms fall as rho^-j, [*b]: the best rate of a truncation.
     """
 
@@ -177,7 +176,7 @@ class SeriesMarginalLogLikelihood(GaussianMarginalLogLikelihood):
         return {"target_stops": target_stops, "probe_stops": probe_stops} | drawn
 
     def _check_stops(self, target_stops: Tensor, probe_stops: Tensor, batch: torch.Size) -> None:
-        """Raises ValueError for other shapes in a training state: a single draw would be squared."""
+        """Raises ValueError for other shapes: a single draw would be squared."""
         for name, stops, count in (
             ("series.target_stops", target_stops, self.series.num_truncations),
             ("series.probe_stops", probe_stops, self.probes.num_probes),
@@ -295,7 +294,7 @@ def _stacked(members: list[DensityEstimate], batch: torch.Size) -> DensityEstima
 def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
     """Factors of 1/2 mean_{a != b} ys_a^T dH ys_b for [n, M]: M - 1 pairs of columns, by sum_{a < b}, as dH is symmetric.
 
-    One truncation gives its square, biased, for plain conjugate gradients.
+    One truncation gives its biased square, for plain conjugate gradients.
     """
     count = targets.shape[-1]
     if count == 1:

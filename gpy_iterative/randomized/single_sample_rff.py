@@ -21,7 +21,7 @@ from gpy_iterative.training.run import Run
 
 #: Initial adaptive probability of the exact term.
 EXACT_SHARE = 0.4
-#: Weight of the prior guess of an increment, in observations.
+#: Weight of an increment's prior guess, in observations.
 PRIOR_COUNT = 4.0
 #: Uniform share of draws, so that no probability vanishes.
 UNIFORM_SHARE = 0.05
@@ -30,8 +30,8 @@ UNIFORM_SHARE = 0.05
 class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
     """The marginal log likelihood from random features, with unbiased value and gradient.
 
-    A step evaluates the log likelihoods of m_0, m_{k-1} and m_k nested random frequencies for one random k, on the grid m_k
-    = min_frequencies + k frequency_step. `RussianRouletteMarginalLogLikelihood` has less variance.
+    A step evaluates the log likelihoods of m_0, m_{k-1} and m_k nested random frequencies for one random k, with
+    m_k = min_frequencies + k frequency_step. `RussianRouletteMarginalLogLikelihood` has less variance.
 
     Args:
         likelihood: Gaussian with diagonal noise (also fixed and heteroskedastic).
@@ -112,7 +112,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
             guess[-1] = EXACT_SHARE / (1 - EXACT_SHARE) * guess[:-1].sum()
         seen = _seen(run, len(guess))
         if int((seen["count"] > 0).sum()):
-            # The guess has only proportions: scale it by the observations.
+            # The guess has only proportions.
             scale = (seen["squares"] / guess.square()).sum() / seen["count"].sum()
             guess = (
                 (PRIOR_COUNT * scale * guess.square() + seen["squares"]) / (PRIOR_COUNT + seen["count"])

@@ -32,7 +32,7 @@ class Series:
     Attributes:
         sums: sum_{j <= J} length_j direction_j / S_j, [n, k]; each belongs to one column.
         lengths: of the steps, [J, t], float64 on the CPU; zero after a column's end.
-        products: r_{j-1}^T P^-1 r_{j-1}, as `lengths`.
+        products: r_{j-1}^T P^-1 r_{j-1}, like `lengths`.
         steps: of each column, [t].
         converged: columns that ended before their last J, at tolerance or rounding floor, [t].
         indefinite: columns that ended above the rounding floor without positive curvature, [t].
@@ -79,7 +79,7 @@ def conjugate_gradient_series(
     preconditioner: Preconditioner | None,
     tolerance: float | None = None,
 ) -> Series:
-    """One run, from zero, for all columns and truncations.
+    """One run, from zero.
 
     Args:
         operator: H [n, n].
@@ -90,7 +90,7 @@ def conjugate_gradient_series(
         preconditioner: P.
         tolerance: relative residual norm of a converged column; None is 1e-10 in float64, 1e-6 in float32.
 
-    A converged column keeps its reweighted sum: its solution would bias the estimate.
+    A converged column keeps its reweighted sum, since its solution would bias the estimate.
 
     Cost: max(stops) products of H and P^-1 with the open columns. Memory: eight blocks [n, t] and the sums. Raises
     ValueError for a tolerance outside (0, 1), NonFiniteError for NaN or infinity.
@@ -199,8 +199,8 @@ def russian_roulette_solve(
         generator: None is seed 0.
 
     Returns:
-        A Solution, whose value has the expectation H^-1 B, and a large residual `B - H value`. Statistics have the relative
-        residual norms of plain conjugate gradients.
+        A Solution. Its value has the expectation H^-1 B and a large residual; the statistics have the residual norms of
+        plain conjugate gradients.
 
     Raises:
         ValueError: mismatched shapes, dtypes or devices, a batch, an invalid option, an inconsistent truncation.

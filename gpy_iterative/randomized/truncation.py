@@ -1,8 +1,7 @@
 """Distributions of the number of terms of a series, with survival functions in log space.
 
-A sum t_1 + t_2 + ... cut after a random number J of terms is unbiased if term j is divided by S_j = P(J >= j): the Russian
-roulette estimator. Potapczynski et al. 2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 3.
-S_j is always float64.
+A sum cut after a random number J of terms is unbiased if term j is divided by S_j = P(J >= j). Potapczynski et al.
+2021, "Bias-Free Scalable Gaussian Processes via Randomized Truncations", section 3. S_j is always float64.
 """
 
 import math
@@ -96,8 +95,8 @@ class ExponentialTruncation:
     def within(self, num_rows: int, dtype: torch.dtype) -> Self:
         """Sets `max_steps`, if None, for a system of n rows and its dtype.
 
-        The end is 2 n steps, or earlier where 1 / S_j reaches a tenth of 1 / eps, beyond which it amplifies rounding noise.
-        `min_steps` is lowered to 2 n. Raises ValueError if the rate allows no step beyond `min_steps`.
+        The end is 2 n steps, or earlier where 1 / S_j reaches a tenth of 1 / eps. `min_steps` is lowered to 2 n. Raises
+        ValueError if the rate allows no step beyond `min_steps`.
         """
         if self.max_steps is not None:
             return self
@@ -111,7 +110,7 @@ class ExponentialTruncation:
         return replace(self, min_steps=min(self.min_steps, max_steps), max_steps=max_steps)
 
     def log_survival(self, steps: Tensor) -> Tensor:
-        """`log P(J >= j)`, float64 [*]."""
+        """See `Truncation.log_survival`."""
         beyond = torch.as_tensor(steps).double() - self.min_steps
         if self.max_steps is None:
             return -self.rate * beyond.clamp_min(0)
@@ -121,7 +120,7 @@ class ExponentialTruncation:
         return torch.where(beyond <= 0, torch.zeros_like(beyond), survival)
 
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Inverts the survival function."""
+        """See `Truncation.sample`."""
         uniform = torch.rand(tuple(size), generator=generator, device=generator.device, dtype=torch.float64).cpu()
         if self.rate == 0:
             beyond = uniform * self._support
@@ -135,7 +134,7 @@ class ExponentialTruncation:
         return self.min_steps + _geometric_mean(self.rate) if self.max_steps is None else self.expected_max(1)
 
     def expected_max(self, count: int) -> float:
-        """Expected largest of `count` draws, the cost of one run for all. Sums over the support."""
+        """Expected largest of `count` draws; sums over the support."""
         check_count("count", count)
         last = self.max_steps
         if last is None:
@@ -209,12 +208,12 @@ class FixedTruncation:
         check_count("num_steps", self.num_steps)
 
     def log_survival(self, steps: Tensor) -> Tensor:
-        """0 up to `num_steps`, -inf beyond."""
+        """See `Truncation.log_survival`."""
         beyond = torch.as_tensor(steps) > self.num_steps
         return torch.zeros(beyond.shape, dtype=torch.float64).masked_fill(beyond.cpu(), -math.inf).to(beyond.device)
 
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
-        """`num_steps`, [*size]."""
+        """See `Truncation.sample`."""
         return torch.full(tuple(size), self.num_steps)
 
 
@@ -270,7 +269,7 @@ def decay_rate(energies: Tensor) -> float:
 
 
 def _largest_rate(dtype: torch.dtype) -> float:
-    """The rate at which the first weight beyond the minimum reaches the rounding limit."""
+    """The rate at which the first weight beyond the minimum reaches its limit."""
     return math.log(LARGEST_WEIGHT / torch.finfo(dtype).eps)
 
 

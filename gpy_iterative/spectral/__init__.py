@@ -1,6 +1,6 @@
 """Spectral densities of stationary kernels (`densities.py`) and random features of priors (`features.py`).
 
-The folder may import `linear_operators` and all below it.
+It may import `linear_operators` and below.
 """
 
 from gpy_iterative.spectral.densities import (

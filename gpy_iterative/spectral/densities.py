@@ -1,6 +1,6 @@
 """Spectral densities of stationary kernels, one registry entry per kernel.
 
-Draws are for unit lengthscale and rescaled with the hyperparameters: frozen draws stay valid in training.
+Draws are for unit lengthscale, so frozen draws stay valid in training.
 """
 
 from abc import ABC, abstractmethod
@@ -134,12 +134,9 @@ class SpectralMixture(SpectralDensity):
 
 
 def gamma_quantile(probability: Tensor, alpha: Tensor, iterations: int = 60) -> Tensor:
-    """The quantile [*b, count] of Gamma(alpha, rate alpha), by float64 bisection on the logarithm.
+    """The quantile [*b, count] of Gamma(alpha, rate alpha), for probabilities [count] in (0, 1) and alpha [*b, 1].
 
-    Args:
-        probability: [count], in (0, 1).
-        alpha: [*b, 1].
-        iterations: bisections; 60 exhaust float64.
+    It is found by bisection on the logarithm; 60 iterations exhaust float64.
     """
     target, shape = probability.double(), alpha.double()
     target, shape = torch.broadcast_tensors(target, shape)

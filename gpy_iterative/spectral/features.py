@@ -14,7 +14,6 @@ from gpy_iterative.linear_operators.prior_parts import KernelTerm
 from gpy_iterative.spectral.densities import Draws, draws_under
 from gpy_iterative.spectral.summands import summands
 
-#: Entries of a feature matrix computed at a time.
 ENTRIES_AT_A_TIME = 2**23
 
 
@@ -37,7 +36,7 @@ class RandomFourierFeatures:
         check_count("num_frequencies", self.num_frequencies)
 
     def draw(self, terms: Sequence[KernelTerm], generator: torch.Generator) -> Draws:
-        """Float64 draws for one prior, independent of hyperparameters and number of data.
+        """Float64 draws, independent of hyperparameters and number of data.
 
         Raises:
             SpectralDensityMissingError: a kernel without spectral density.
@@ -80,7 +79,7 @@ class RandomFourierFeatures:
         return result
 
     def differentiable(self, terms: Sequence[KernelTerm], draws: Draws) -> Tensor:
-        """Phi with the graph to inputs and hyperparameters: about four times the memory.
+        """Phi with its graph, for about four times the memory.
 
         Raises:
             SpectralDensityMissingError: a trained hyperparameter without gradient.
@@ -92,10 +91,7 @@ class RandomFourierFeatures:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
 
     def leading(self, terms: Sequence[KernelTerm], num_frequencies: int) -> tuple[Tensor, Tensor]:
-        """The features of the first `num_frequencies` frequencies.
-
-        Returns:
-            Their columns of Phi [k] and factors of these columns [k], which keep the variance.
+        """Columns [k] of Phi of the first frequencies, and factors [k] that keep the variance.
 
         Raises:
             ValueError: more frequencies than drawn.
@@ -121,13 +117,7 @@ class RandomFourierFeatures:
         return torch.cat(columns), torch.cat(scales)
 
     def apply(self, terms: Sequence[KernelTerm], draws: Draws, weights: Tensor) -> Tensor:
-        """Phi @ weights [*b, n, s] in blocks of rows, differentiable in the terms' inputs.
-
-        Args:
-            terms: any inputs.
-            draws: from `draw`.
-            weights: [*b, features, s].
-        """
+        """Phi @ weights [*b, n, s] for weights [*b, features, s], in blocks of rows, differentiable in the inputs."""
         return torch.cat([block @ weights for _, block in self._blocks(terms, draws)], dim=-2)
 
     def num_features(self, terms: Sequence[KernelTerm]) -> int:

@@ -50,9 +50,7 @@ class Factor:
 
     Attributes:
         name: path in the kernel tree, the prefix of its draws.
-        kernel: stationary.
         inputs: [*b, n, d], in its active dimensions.
-        density: of its frequencies.
     """
 
     name: str

@@ -23,7 +23,7 @@ class LikelihoodForm:
         log_prob: log p(y_n | f_n), [n].
         hessian: -d^2 log p / df^2, [n, C, C]; None uses autograd.
         fisher: expected curvature, positive semi-definite, [n, C, C].
-        log_concave, support, num_latents: as in `register_curvature`.
+        log_concave, support, num_latents: see `register_curvature`.
         visible_basis: orthonormal basis [C, r] of the latent directions that matter; None is all.
         target_per_latent: whether targets are [n, C] instead of [n]; None admits both.
     """
@@ -83,7 +83,7 @@ def form_of(likelihood: Likelihood) -> LikelihoodForm | None:
 
 
 def computes_as(likelihood: Likelihood, likelihood_class: type[Likelihood]) -> bool:
-    """Whether it is an instance with the class' own `forward`, for which closed forms hold."""
+    """Whether it is an instance with the class' own `forward`."""
     return isinstance(likelihood, likelihood_class) and type(likelihood).forward is likelihood_class.forward
 
 

@@ -29,8 +29,7 @@ def likelihood_arguments(mll: Any, params: Sequence[Any] = ()) -> tuple[Any, ...
 class LikelihoodParams:
     """The likelihood's extra arguments, copied without graph.
 
-    Training inputs among them follow `set_train_data`, in both forms that BoTorch's modes give them. Empty `params` mean
-    the list of training inputs, as in GPyTorch.
+    Training inputs among them follow `set_train_data`. Empty `params` mean the list of training inputs, as in GPyTorch.
     """
 
     @torch.inference_mode(False)
@@ -44,13 +43,13 @@ class LikelihoodParams:
     def given(
         cls, params: Sequence[Any], model: ExactGP, kwargs: Mapping[str, Any] | None = None
     ) -> "LikelihoodParams | None":
-        """None without arguments."""
+        """A copy of these arguments; None without any."""
         return cls(params, model, kwargs) if params or kwargs else None
 
     def current(self, model: ExactGP) -> tuple[Any, ...]:
         """The arguments for the model's current training inputs.
 
-        Raises ValueError if these have changed, and a tensor argument is none of them.
+        Raises ValueError if these have changed and a tensor argument is none of them.
         """
         return self._followed(self._params, model)
 
@@ -87,7 +86,7 @@ class LikelihoodParams:
 
     @classmethod
     def from_bytes(cls, data: Tensor | None) -> "LikelihoodParams":
-        """The inverse of `to_bytes`. Raises ValueError for anything else."""
+        """Inverts `to_bytes`. Raises ValueError for anything else."""
         try:
             with torch.serialization.safe_globals([_TrainingInput]):
                 found = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
@@ -134,7 +133,7 @@ class _TrainingInput:
 
 
 def _same_inputs(left: Tensor, right: Tensor) -> bool:
-    """Whether inputs are equal; one may hold copies by output, [*b, n, d], as after BoTorch's transforms."""
+    """Whether inputs are equal; one may hold a copy per output, [*b, n, d], after BoTorch's transforms."""
     wide, narrow = (left, right) if left.dim() > right.dim() else (right, left)
     if narrow.dim() < 2 or wide.shape[-narrow.dim() :] != narrow.shape:
         return False

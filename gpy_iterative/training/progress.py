@@ -19,8 +19,8 @@ class ProgressReport:
         done: finished units.
         unit: "epochs" of a solve, "products" of a mode search, "points", "rows", "subsets", "steps" of a fit.
         total: None if unknown.
-        figures: relative residuals per column group of a solve; gradient at a mode; value of the last subset; value and
-            nats left to gain of a fit.
+        figures: relative residuals per column group of a solve; gradient at a mode; value of a subset; value and nats
+            left to gain of a fit.
     """
 
     operation: str

@@ -17,7 +17,7 @@ MAX_LISTED = 6
 
 
 class Report:
-    """Figures as a line (`str`), a text table (`table`), or a notebook's table."""
+    """Figures as a line (`str`), a text table, or a notebook's table."""
 
     def table(self) -> str:
         """One figure per line, for `print`."""
@@ -72,8 +72,8 @@ class MarginalLogLikelihoodReport(Report):
             be wrong by a factor of two.
         seconds: of the forward pass, wall-clock.
         truncation: the draws of random truncation methods.
-        probe_jitter: jitter, relative to the kernel's largest variance, that rounding made necessary in the probes' frozen
-            pivots or `Vecchia` blocks; else None. The gradient stays unbiased, with more variance.
+        probe_jitter: jitter, relative to the kernel's largest variance, of the probes' frozen pivots or `Vecchia`
+            blocks; else None. The gradient stays unbiased, with more variance.
         far_field_error: measured relative error of far-field products; else None.
     """
 
@@ -106,7 +106,7 @@ class Posterior(Protocol):
 
     @property
     def report(self) -> Report:
-        """How it was computed, with its cost."""
+        """How it was computed."""
         ...
 
     def __call__(self, *inputs: Tensor) -> MultivariateNormal:
@@ -114,7 +114,7 @@ class Posterior(Protocol):
         ...
 
     def sample_paths(self, num_paths: int) -> Callable[..., Tensor]:
-        """Posterior samples as functions: `paths(x)` evaluates the same functions at any x, [num_paths, *b, t]."""
+        """Posterior samples: `paths(x)` evaluates the same functions at any x, [num_paths, *b, t]."""
         ...
 
 

@@ -1,8 +1,7 @@
 """State of a method between training steps.
 
-A run is immutable. A step returns its estimate and the next run, which is kept only if the whole `forward` succeeds: a
-failed step changes nothing. A non-finite gradient appears only in `backward`: parameters stay unchanged, the run has
-advanced.
+A step returns the next run, which is kept only if the whole `forward` succeeds. A non-finite gradient appears later, in
+`backward`: parameters stay unchanged, but the run has advanced.
 """
 
 from abc import abstractmethod
@@ -32,9 +31,9 @@ def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Run:
-    """Position of the random numbers, and tensors by part and name.
+    """Position of the random numbers, and tensors by part and name; immutable.
 
-    Parts are named by content, such as `probes`; `system` has the shape, dtype and device of H that the others belong to.
+    The part `system` has the shape, dtype and device of H that the others belong to.
     """
 
     position: Tensor  # of the generator
@@ -43,7 +42,6 @@ class Run:
 
     @classmethod
     def begin(cls, generator: torch.Generator | int | None) -> "Run":
-        """A run before the first step."""
         made = make_generator(generator)
         return cls(made.get_state(), made.device)
 
@@ -54,7 +52,6 @@ class Run:
         return generator
 
     def part(self, name: str) -> Part | None:
-        """A part or None."""
         return self.parts.get(name)
 
     def drawn(self, generator: torch.Generator) -> "Run":
@@ -86,7 +83,7 @@ class Run:
         return state
 
     def loaded(self, state: Mapping[str, Any]) -> "Run":
-        """The inverse of `to_dict`. Raises ValueError for any other dict."""
+        """Inverts `to_dict`. Raises ValueError for any other dict."""
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise ValueError(
@@ -115,15 +112,8 @@ def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tens
     """The next batch, row numbers [batch_size] on the generator's device, and the next run.
 
     Each batch is a uniform draw without replacement; no row repeats before the next shuffle. Shorter remainders are
-    skipped.
-
-    Args:
-        run: its part `name` has shuffled order and position.
-        name: of the part.
-        num_data: n.
-        batch_size: at most n.
-
-    Cost: n once per n / batch_size calls, else batch_size.
+    skipped. The run's part `name` has shuffled order and position. Cost: n once per n / batch_size calls, else
+    batch_size.
     """
     order, position = run.parts[name]["order"], int(run.parts[name]["position"])
     if len(order) != num_data or position + batch_size > num_data:
@@ -137,7 +127,7 @@ def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tens
 class Resumable:
     """A marginal log likelihood whose training state is one `Run`.
 
-    A subclass sets `_run` and describes what a state must match (`_description`). The likelihood's last arguments
+    A subclass sets `_run`, and describes in `_description` what a state must match. The likelihood's last arguments
     (`_params`) are saved, too.
     """
 
@@ -158,7 +148,7 @@ class Resumable:
             self._params.apply(function)
 
     def training_state(self) -> dict[str, Tensor]:
-        """The run's state as a plain dict of tensors: generator, draws, solutions, the likelihood's arguments.
+        """Generator, draws, solutions and the likelihood's arguments as a dict of tensors.
 
         With the `state_dict()`s of model and optimiser, it resumes a run exactly. Raises ValueError for an argument of the
         likelihood that is no tensor, number or string.
@@ -169,7 +159,7 @@ class Resumable:
     def load_training_state(self, state: dict[str, Tensor]) -> None:
         """Restores `training_state()`, also from another device.
 
-        Raises ValueError with the differences, without changes, for another method, other options, data or sizes.
+        Raises ValueError for another method, other options, data or sizes, and changes nothing.
         """
         run = self._run.loaded(self._description().taken_from(state))
         part = run.part("params")

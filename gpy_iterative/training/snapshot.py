@@ -1,7 +1,6 @@
 """Copies of a model for a posterior, and comparison with them by value.
 
-Object identity and tensor versions do not show changes, as GPyTorch writes parameters through `.data` (`initialize`,
-BoTorch's bounds, optimisers in evaluation mode).
+Object identity and tensor versions do not show changes, as GPyTorch writes parameters through `.data`.
 """
 
 import operator
@@ -60,8 +59,7 @@ _UNKNOWN = object()
 class ModelSnapshot:
     """A copied state of model and likelihood, in evaluation mode.
 
-    The copies have their own numbers, without gradients. They are evaluated once, at the training inputs; later evaluations
-    use `copies()`.
+    The copies have their own numbers, without gradients, and are evaluated once; later evaluations use `copies()`.
     """
 
     model: Any
@@ -79,7 +77,7 @@ class ModelSnapshot:
         return cls(model, likelihood, dict(_tensors(model, likelihood)), dict(_attributes(model, likelihood)), policy)
 
     def copies(self) -> tuple[Any, Any]:
-        """For one evaluation, thread-safe."""
+        """Model and likelihood for one evaluation, thread-safe."""
         copies = ModuleCopies(own=_OWN, apart=True)
         model, likelihood = copies.of(self.model), copies.of(self.likelihood)
         for kernel in _moving_grids(model).values():
@@ -120,7 +118,7 @@ class ModelSnapshot:
         )
 
     def hand_back(self, model: GP, likelihood: Likelihood) -> None:
-        """Gives the originals what kernels drew on a first call, such as RFFKernel."""
+        """Gives the originals what kernels drew on a first call (RFFKernel)."""
         drawn = {name: tensor for name, tensor in _tensors(self.model, self.likelihood) if name not in self.tensors}
         for owner, original in (("model", model), ("likelihood", likelihood)):
             for path, module in original.named_modules(prefix=owner):
@@ -136,7 +134,7 @@ class ModelSnapshot:
 def evaluation_copies(
     model: Model, likelihood: Likelihood, copies: ModuleCopies | None = None
 ) -> tuple[Model, Likelihood]:
-    """Copies in evaluation mode, without GPyTorch's caches; the originals keep their mode.
+    """Copies in evaluation mode, without GPyTorch's caches.
 
     Without `copies`, tensors are shared. In a model in evaluation mode, modules in training mode stay so.
     """

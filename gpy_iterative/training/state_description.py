@@ -15,7 +15,7 @@ FORMAT = 3
 _NAME = "description"
 TAKE_IT = "Pass what training_state() returned."
 _DATA = "fingerprint of the training data"
-#: Tolerance of fingerprints, relative or absolute: standardising elsewhere changes the last digits.
+#: Tolerance of fingerprints: standardising elsewhere changes the last digits.
 _SAME_DATA = 1e-3
 
 
@@ -50,7 +50,7 @@ class StateDescription:
         return {_NAME: torch.tensor(list(json.dumps(self.entries).encode()), dtype=torch.uint8)} | state
 
     def taken_from(self, state: Any) -> dict[str, Any]:
-        """Removes the description. Raises ValueError with the differences for another run's state."""
+        """Removes the description. Raises ValueError for another run's state."""
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"A training state is a dict, got {type(state).__name__}: pass what training_state() returned."

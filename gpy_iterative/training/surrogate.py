@@ -35,7 +35,7 @@ class _BilinearSurrogate(torch.autograd.Function):
         ctx: Any, tree: Any, value: Tensor, left: Tensor, right: Tensor | None, *representation: Tensor
     ) -> Tensor:
         ctx.tree = tree
-        # Saved through autograd: in-place changes of parameters before backward raise an error instead of a wrong gradient.
+        # Saved through autograd: in-place changes before backward raise an error instead of giving a wrong gradient.
         ctx.save_for_backward(left, right, *representation)
         return value.clone()
 
@@ -77,10 +77,7 @@ class _GivenDerivatives(torch.autograd.Function):
 
 
 def with_derivatives(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """A value [*b] with known derivatives as gradient.
-
-    The pairs are tensors [*b, ...] (or without batch) with graph, and the value's derivatives.
-    """
+    """A value [*b] with gradient, from pairs of a tensor [*b, ...] (or without batch) and the value's derivative."""
     tensors, derivatives = zip(*pairs, strict=True)
     return _GivenDerivatives.apply(value, derivatives, *tensors)
 
@@ -118,7 +115,7 @@ def with_checked_gradient(value: Tensor, module: torch.nn.Module) -> Tensor:
 
 
 def _watch(module: torch.nn.Module, _: Tensor) -> None:
-    """The value's hook, called first: adds hooks on parameters for this pass."""
+    """The value's hook, called first: adds hooks on parameters."""
     graph_task = torch._C._current_graph_task_id()
     handles: list[torch.utils.hooks.RemovableHandle] = []
     changed: list[tuple[Tensor, Tensor | None]] = []  # gradients before the pass

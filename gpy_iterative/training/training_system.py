@@ -41,11 +41,10 @@ class TrainingSystem:
         return self.prior.event_shape.numel()
 
     def in_float64(self) -> "TrainingSystem":
-        """In float64, with the same graph."""
         return replace(self, operator=in_float64(self.operator), residual=self.residual.double())
 
     def terms(self) -> list[KernelTerm]:
-        """The prior's kernels at the observed inputs. Raises SpectralDensityMissingError if it is no sum of kernels."""
+        """The kernels at the observed inputs. Raises SpectralDensityMissingError if the prior is no sum of kernels."""
         return kernel_terms(self.prior.lazy_covariance_matrix, self.observed)
 
 

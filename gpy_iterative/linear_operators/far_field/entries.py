@@ -14,7 +14,7 @@ DERIVATIVE_PART = 4
 class RadialEntries:
     """Entries f(|x_i - x_j|^2) of a symmetric matrix, without the outputscale.
 
-    Distances are differences, or around a point of the left node: exact relative to the nodes' size.
+    Distances are exact relative to the nodes' size: differences, or around a point of the left node.
 
     Args:
         x: scaled inputs [n, d].

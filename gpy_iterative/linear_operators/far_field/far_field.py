@@ -30,7 +30,6 @@ MOST_MISSED = 10
 PROXIES_PER_POINT, LEAST_PROXIES = 5, 160
 #: Smallest error for which skeletons are not picked in halves.
 SMALLEST_AT_ONCE = 1e-6
-#: Nodes in a batch.
 BATCH_NODES = 128
 #: Entries per level whose errors are measured.
 MEASURED_ENTRIES = 512
@@ -51,9 +50,7 @@ class FarField:
 
 @divided()
 def far_field(entries: RadialEntries, wanted: float | Literal["auto"]) -> FarField | None:
-    """The far field of a symmetric matrix, from at most two attempts; None where it does not pay, or misses its tolerance
-    by far.
-    """
+    """The far field of a symmetric matrix; None where it does not pay or two attempts miss its tolerance by far."""
     n = len(entries)
     automatic = min(max(TOLERANCE_TIMES_ROWS / n, SMALLEST_TOLERANCE), LARGEST_TOLERANCE)
     tolerance = automatic if wanted == "auto" else wanted
@@ -87,7 +84,7 @@ def _with_higher_ranks(plan: Plan, entries: RadialEntries, ratio: float) -> Plan
 
 
 def build_levels(plan: Plan, entries: RadialEntries) -> Levels:
-    """Skeletons and interpolations, from the leaves to the topmost level with far pairs.
+    """Skeletons and interpolations, from the leaves up.
 
     Cost: entries at some hundred proxies for every row, in float64.
     """

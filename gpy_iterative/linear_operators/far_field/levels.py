@@ -1,8 +1,8 @@
 """A kernel matrix as a sum over the levels of a tree, K ~ sum_l E_l^T K_l E_l, and its products.
 
 E_0 maps a vector to the leaves; K_0 are the near blocks. E_(l+1) = U_l^T E_l maps it to skeletons, leaves first; K_(l+1)
-are blocks of pairs that are far on this level. Vectors have the shape [nodes, s, points of a node], so that blocks multiply
-contiguous memory.
+are blocks of far pairs of this level. Vectors are [nodes, s, points of a node], so that blocks multiply contiguous
+memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,6 @@ class PairBlocks:
     Attributes:
         points: row numbers of the nodes' points, [nodes, size].
         pairs: [2, p], all with i = j or all with i < j.
-        is_diagonal: whether i = j.
         step: of the vectors: 0 at the leaves, l + 1 at skeletons.
     """
 
@@ -40,20 +39,13 @@ class PairBlocks:
     step: int
 
     def batches(self) -> list[slice]:
-        """Slices of pairs that are evaluated together."""
         entries = BATCH_ENTRIES.get(self.points.device.type, BATCH_ENTRIES["cuda"])
         return blocks(self.pairs.shape[1], max(entries // self.points.shape[1] ** 2, 1))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Blocks [b, size, size] that are evaluated together.
-
-    Attributes:
-        part: the blocks that contain them.
-        pairs: their place in it.
-        key: their cache key.
-    """
+    """Blocks [b, size, size] that are evaluated together: the pairs of a part, with their cache key."""
 
     part: PairBlocks
     pairs: slice
@@ -61,12 +53,10 @@ class Batch:
 
     @property
     def left(self) -> Tensor:
-        """The nodes i, [b]."""
         return self.part.pairs[0, self.pairs]
 
     @property
     def right(self) -> Tensor:
-        """The nodes j, [b]."""
         return self.part.pairs[1, self.pairs]
 
     # index_select is several times as fast as indexing.
@@ -89,13 +79,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Levels:
-    """The sum over the levels.
+    """The sum over the levels, in blocks (`parts`).
 
     Attributes:
         rows: row numbers of the leaves, [leaves, leaf].
         is_own: which slots of the leaves do not repeat a row.
         interpolations: transposed U from the leaves on, [nodes, rank, points of a node].
-        parts: the blocks of all levels.
     """
 
     rows: Tensor

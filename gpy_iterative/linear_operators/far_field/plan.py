@@ -18,7 +18,6 @@ from gpy_iterative.linear_operators.far_field.tree import (
 )
 from gpy_iterative.worker_threads import run
 
-#: Fewest rows of a leaf.
 SMALLEST_LEAF = 32
 #: Overhead per point of a pair of nodes, in entries.
 POINT_COST = 12
@@ -72,10 +71,9 @@ def _cost(pairs: int, size: int) -> float:
 
 
 def make_plan(entries: RadialEntries, tolerance: float, limit: float) -> Plan | None:
-    """The cheapest plan; None where its cost must exceed a limit.
+    """The cheapest plan; None where its cost must exceed the limit.
 
     Args:
-        entries: of the matrix.
         tolerance: relative error of a product with random vectors.
         limit: of a product's cost, in entries.
 

@@ -20,8 +20,7 @@ _ALL = slice(None)
 class RadialFarField(RadialTiles):
     """Tiles of a symmetric matrix f(|x_i - x_j|^2) without batch dimensions.
 
-    Full products, bilinear and directional derivatives use the far field, if it pays. Some rows or columns, dense blocks
-    and dense weights use exact tiles.
+    Full products, bilinear and directional derivatives use the far field, if it pays; everything else uses exact tiles.
     """
 
     @cached_property
@@ -55,7 +54,6 @@ class RadialFarField(RadialTiles):
 
     @divided()
     def _product(self, field: FarField, rhs: Tensor, values: Callable[[Batch], Tensor]) -> Tensor:
-        """The matrix of these blocks times rhs [*b, n, s]."""
         columns = rhs.movedim(-2, 0)
         with self.cache.serving(*self.owner):
             product = field.levels.matmul(columns.flatten(1), values, self._own_batches(field))
@@ -91,7 +89,6 @@ class RadialFarField(RadialTiles):
         return self.kept_value(batch.key, batch.shape, evaluate, evaluate_both)
 
     def _values_and_derivatives(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Blocks of f, and of df/dq over its factor."""
         return self.kept_pair(batch.key, batch.shape, partial(self._evaluate_both_of, batch))
 
     def _evaluate_batch(self, batch: Batch, out: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ class Skeletons:
     weights: Tensor
 
     def errors(self, values: Tensor) -> Tensor:
-        """Interpolation errors of values [b, m, p]."""
         picked = values.gather(1, self.pivots.unsqueeze(-1).expand(-1, -1, values.shape[2]))
         return torch.baddbmm(values, self.weights.mT, picked, alpha=-1)
 
@@ -42,12 +41,7 @@ class Skeletons:
 
 
 def skeletons(values: Tensor, rank: int, *, in_halves: bool) -> Skeletons:
-    """Picks `rank` of the m rows of A [b, m, p] in float64.
-
-    Args:
-        values: A.
-        rank: up to m.
-        in_halves: for errors below 1e-7 of the values.
+    """Picks `rank` of the m rows of A [b, m, p] in float64; in halves for errors below 1e-7 of the values.
 
     Cost: m^2 p / 2 and m rank^2 / 2 multiply-adds each, more than twice that in halves.
     """

@@ -8,8 +8,7 @@ from torch import Tensor
 
 #: Nodes are far apart from this gap on, in larger diameters.
 SEPARATION = 0.7
-#: Most near pairs per row for which a tree is refined. Cheapest trees have fewer, in up to four dimensions; in many
-#: dimensions nearly all pairs are near.
+#: Most near pairs per row for which a tree is refined. The cheapest trees have fewer, in up to four dimensions.
 MAX_NEAR_PAIRS = 1.0
 #: Sampled rows, tree depth, and the part of near leaf pairs that means too many dimensions: below .7 with three, 1 with
 #: ten.
@@ -36,7 +35,6 @@ class Nodes:
 
     @property
     def size(self) -> int:
-        """Slots of a node."""
         return self.rows.shape[1]
 
     def is_own(self) -> Tensor:
@@ -56,7 +54,7 @@ class Nodes:
 def balanced_tree(x: Tensor, depth: int) -> Iterator[Nodes]:
     """The levels of a tree over points x [n, d], the root first, up to level `depth`; level l has 2^l nodes.
 
-    Each is made on demand. There must be as many points as leaves. Cost: one sort of n numbers; memory: n row numbers.
+    Each is made on demand. There must be as many points as leaves. Cost: a sort of n numbers; memory: n row numbers.
     """
     rows, points = torch.arange(len(x), device=x.device).unsqueeze(0), x.unsqueeze(0)
     nodes = Nodes(rows, torch.tensor([len(x)], device=x.device), points.amin(1), points.amax(1))
@@ -108,7 +106,7 @@ class LevelPairs:
 def are_nearly_all_near(x: Tensor, is_negligible: Callable[[Tensor], Tensor]) -> bool:
     """Whether points x [n, d] have too many dimensions for far pairs.
 
-    Cost: a tree of a sample, much less than that of all points.
+    Cost: a tree of a sample.
     """
     sample = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:SAMPLE_SIZE].to(x.device)
     if len(sample) < SAMPLE_SIZE:
@@ -123,11 +121,8 @@ def level_pairs(
 ) -> tuple[list[Nodes], list[LevelPairs]]:
     """The levels of a tree and their pairs, from the root; they end where near pairs are too many.
 
-    Every pair of rows is in one far pair of a level, in one near pair of the last, or has a negligible entry.
-
-    Args:
-        tree: its levels, the root first.
-        is_negligible: of gaps [p], whether the kernel counts as zero from this distance on.
+    Every pair of rows is in one far pair of a level, in one near pair of the last, or has an entry that counts as zero
+    (`is_negligible` of its gap).
     """
     levels: list[Nodes] = []
     found: list[LevelPairs] = []

@@ -1,7 +1,6 @@
 """Radial kernels as functions of a squared distance: k(x, x') = outputscale * f(q), q = |x - x'|^2.
 
-Beside GEMMs, products mostly cost element-wise work. So functions work in place, in few passes, on `scale` times squared
-distances. `alpha` is the shape of the rational quadratic, and None elsewhere.
+They work in place, in few passes, because element-wise work is most of a product's cost.
 """
 
 import math
@@ -55,7 +54,7 @@ def _one_plus_r(exponents: Tensor, exponential: Tensor, out: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RadialFunction(ABC):
-    """A radial function of `u = scale * q`, in the range that `clamp_` gives."""
+    """A radial function of `u = scale * q` in the range of `clamp_`; only the rational quadratic has an `alpha`."""
 
     name: str
 

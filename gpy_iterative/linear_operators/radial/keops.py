@@ -1,7 +1,7 @@
 """Products and derivatives of radial kernels by KeOps: one compiled loop, no memory beyond inputs and outputs.
 
-pykeops is an optional extra. Each formula, input dimension, number of columns and dtype takes seconds to compile, and is
-stored on disk. So columns are padded to a few widths: a narrowing block of columns does not recompile.
+Columns are padded to a few widths, because each formula, input dimension, number of columns and dtype takes seconds to
+compile.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ WIDTHS = (8, 32, 72)
 class RadialKeOps(RadialTiles):
     """`RadialTiles` with sums by KeOps.
 
-    Memory is O((n + m)(d + s)): entries are never kept. Dense blocks and rows are tiles. Distances are exact differences.
+    Dense blocks and rows are tiles. Distances are exact differences.
     """
 
     def product(
@@ -68,16 +68,10 @@ class RadialKeOps(RadialTiles):
 
 
 def kernel_sum(function: RadialFunction, x: Tensor, y: Tensor, alpha: Tensor | None, v: Tensor) -> Tensor:
-    """sum_j f(x_i, y_j) v_j.
+    """sum_j f(x_i, y_j) v_j [*b, n, s], for x [*b, n, d], y [*b, m, d], alpha [*b, 1] and v [*b, m, s], broadcast.
 
-    Args:
-        function: f; its scale is folded into the inputs, u = |x - y|^2.
-        x, y: [*b, n, d] and [*b, m, d]; all batch dimensions are broadcast.
-        alpha: [*b, 1] or None.
-        v: [*b, m, s].
-
-    Returns:
-        [*b, n, s]. Cost: n m (d + s) multiply-adds and one evaluation of f per 72 columns.
+    The inputs contain the scale of f: u = |x - y|^2. Cost: n m (d + s) multiply-adds and one evaluation of f per 72
+    columns.
     """
     parts = []
     for columns, width in column_blocks(v.shape[-1]):
@@ -90,14 +84,9 @@ def kernel_sum(function: RadialFunction, x: Tensor, y: Tensor, alpha: Tensor | N
 def derivative_sum(
     function: RadialFunction, x: Tensor, y: Tensor, alpha: Tensor | None, left: Tensor, right: Tensor
 ) -> Tensor:
-    """sum_j (l_i . r_j) [f'(x_i, y_j) (x_i - y_j), f, df/dalpha], with f' = df/dq.
+    """sum_j (l_i . r_j) [f'(x_i, y_j) (x_i - y_j), f, df/dalpha] [*b, n, d + 1 or d + 2], with f' = df/dq.
 
-    Args:
-        function, x, y, alpha: as in `kernel_sum`.
-        left, right: [*b, n, s] and [*b, m, s].
-
-    Returns:
-        [*b, n, d + 1], or [*b, n, d + 2] with alpha.
+    For left [*b, n, s] and right [*b, m, s]; the last column is for alpha only. Otherwise as `kernel_sum`.
     """
     total = torch.zeros(())
     for columns, width in column_blocks(left.shape[-1]):

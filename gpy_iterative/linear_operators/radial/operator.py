@@ -25,7 +25,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     """outputscale * f(|x1_i - x2_j|^2), in tiles or by KeOps.
 
     Args:
-        x1: inputs over the lengthscale, [*b, n, d]; the caller centres them, since float32 loses digits otherwise.
+        x1: inputs over the lengthscale, [*b, n, d], centred for float32.
         outputscale: [*b] (or [] for none).
         x2: [*b, m, d]; None makes the operator symmetric, which halves the work.
         alpha: [*b, 1], rational quadratic only.
@@ -33,8 +33,8 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         products: how products are computed.
         cache: shared by all rebuilds; None starts an empty one.
 
-    A product with s columns costs n m (d + s) multiply-adds and a few element-wise passes, or n m s once all tiles are
-    kept; the derivative costs one more pass. Memory: O((n + m)(d + s)) and the tile cache, which KeOps does not use.
+    A product with s columns costs n m (d + s) multiply-adds, or n m s once all tiles are kept; the derivative costs one
+    more pass. Memory: O((n + m)(d + s)) and the tile cache.
     """
 
     def __init__(
@@ -85,7 +85,6 @@ class RadialKernelLinearOperator(TiledLinearOperator):
     # Products
 
     def _differentiable_matmul(self, rhs: Tensor) -> Tensor:
-        """Plain autograd, O(n m) memory: the reference for `_bilinear_derivative`."""
         return self._differentiable_values() @ rhs
 
     def _differentiable_values(self) -> Tensor:
@@ -118,7 +117,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         field = tiles.far_field() if isinstance(tiles, RadialFarField) else None
         return None if field is None else field.error
 
-    # Directional derivatives, for information about the hyperparameters
+    # Directional derivatives
 
     @torch.no_grad()
     def scale_products(self, rhs: Tensor) -> Tensor:

@@ -1,12 +1,7 @@
 """Squared distances between blocks of inputs, as fast as a GEMM and as exact as the kernel needs.
 
-One product gives a block, up to rounding errors of the norms' size:
-
-    [-2 x, |x|^2, 1] . [x', 1, |x'|^2] = |x - x'|^2.
-
-In float32 these errors exceed distances of neighbours where inputs span hundreds of lengthscales (hours over a year); the
-kernel matrix is then indefinite. For such coordinates, squared differences are added one by one. The bound holds at the
-average distance from the centre: with extreme outliers, a bound on the largest error would split off all coordinates.
+[-2 x, |x|^2, 1] . [x', 1, |x'|^2] = |x - x'|^2 has rounding errors of the norms' size: in float32 the kernel matrix is
+indefinite where inputs span hundreds of lengthscales. Squared differences of such coordinates are added one by one.
 """
 
 import torch
@@ -97,7 +92,10 @@ def needs_differences(x1: Tensor, x2: Tensor) -> bool:
 
 
 def _by_spread(x1: Tensor, x2: Tensor, few: int) -> tuple[list[int], list[int]]:
-    """Coordinates whose rounding errors sum to less than allowed, and the others."""
+    """Coordinates whose rounding errors sum to less than allowed, and the others.
+
+    The errors are those at the average distance from the centre: extreme outliers would split off all coordinates.
+    """
     if x1.shape[-1] <= few:
         return [], list(range(x1.shape[-1]))
     mean_squares = [x.square().mean(-2).reshape(-1, x.shape[-1]).amax(0) for x in (x1, x2) if x.numel()]

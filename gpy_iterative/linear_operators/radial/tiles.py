@@ -1,7 +1,7 @@
-"""Tiles of a radial kernel matrix, perhaps compiled, and derivatives of a weighted sum of its entries.
+"""Tiles of a radial kernel matrix, and derivatives of a weighted sum of its entries.
 
-With G the weights times df/dq, the derivative by x_i is sum_j 2 G_ij (x_i - x_j), from G x and G 1. In float32 this loses
-digits for coordinates that `SquaredDistances` takes apart, so those use differences here too.
+With G the weights times df/dq, the derivative by x_i is sum_j 2 G_ij (x_i - x_j): from G x and G 1, or from differences
+for coordinates that `SquaredDistances` takes apart, which would lose digits.
 """
 
 import threading
@@ -30,8 +30,6 @@ class RadialTiles(Tiles):
     Args:
         x1, x2: scaled inputs [*b, n, d] and [*b, m, d] (or None).
         function, alpha: the radial function, and its alpha [*b, 1] or None.
-        products: tile size, cache memory, compilation.
-        cache: where tiles are kept.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class RadialTiles(Tiles):
         batches = [tensor.shape[:-dims] for tensor, dims in ((x1, 2), (self.x2, 2), (alpha, 1)) if tensor is not None]
         # Not detached: the cache recognises tensors.
         owner = tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None)
-        # One evaluation gives f and df/dq, which the gradient needs. KeOps keeps nothing.
+        # One evaluation gives f and df/dq; KeOps keeps nothing.
         self._keeps_derivatives = products.backend != "keops" and any(tensor.requires_grad for tensor in owner)
         super().__init__(
             torch.Size((*torch.broadcast_shapes(*batches), x1.shape[-2], self.x2.shape[-2])),
@@ -71,7 +69,6 @@ class RadialTiles(Tiles):
 
     @cached_property
     def function(self) -> RadialFunction:
-        """The radial function for these distances."""
         return self._function if self.distances.together else self._function.at_exact_distances()
 
     def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
@@ -240,14 +237,12 @@ class _CompiledLoop:
     """The passes over a tile in one loop.
 
     torch.compile compiles one code object only a few times (by dimensions, lengths of one, threads), then runs it
-    uncompiled. So every function and dtype has its own code and uniform tiles (`_flat`). One thread compiles while others
-    wait.
+    uncompiled. So every function and dtype has its own code, uniform tiles (`_flat`), and one compiling thread.
     """
 
     def __init__(self, evaluate: FunctionType, function: RadialFunction, dtype: torch.dtype) -> None:
         evaluate.__code__ = evaluate.__code__.replace(co_name=f"{evaluate.__name__}_{function.name}_{dtype}")
-        # No graph cache on disk: it ignores the processor, and AVX-512 code gives wrong numbers without AVX-512 (shared
-        # disk, ATEN_CPU_CAPABILITY). The C++ compiler's cache includes the processor.
+        # No graph cache on disk: it ignores the processor, and AVX-512 code gives wrong numbers without AVX-512.
         self._evaluate = torch.compile(evaluate, dynamic=True, options={"fx_graph_cache": False})
         self._lock = threading.Lock()
         self._compiled: set[tuple[object, ...]] = set()

@@ -1,7 +1,4 @@
-"""Cache of evaluated tiles, valid while their tensors are unchanged.
-
-Linear operators that are rebuilt from the same tensors share it.
-"""
+"""Cache of evaluated tiles, shared by linear operators that are rebuilt from the same tensors."""
 
 import threading
 import weakref
@@ -28,11 +25,9 @@ class Precedence(IntEnum):
 
 
 class _Pool:
-    """Caches under one budget, held by weak references.
+    """Caches under one budget.
 
-    Attributes:
-        members: the caches.
-        changed: held while caches change; notified when a product or an evaluation has finished.
+    `changed` is held while caches change, and notified when a product or an evaluation has finished.
     """
 
     def __init__(self) -> None:
@@ -71,7 +66,6 @@ class TileCache:
         self._pool.members.append(weakref.ref(self))
 
     def clear(self) -> None:
-        """Drops everything and frees the memory."""
         self._owner = SeenVersions()
         self._structure = []
         self.tiles: dict[Key, Tensor] = {}
@@ -117,7 +111,7 @@ class TileCache:
     def evaluate(
         self, key: Key, shape: torch.Size, like: Tensor, budget: int, evaluate: Callable[[Tensor], object]
     ) -> Tensor | None:
-        """A new tile that `evaluate` writes into the cache's memory; None where the budget has no room."""
+        """A new tile, which `evaluate` writes; None where the budget has no room."""
         with self._pool.changed:
             tile = self._memory(shape, like, budget)
         if tile is None:
@@ -147,7 +141,7 @@ class TileCache:
     def _makes_room(self, size: int, budget: int) -> bool:
         """Drops tiles of later kinds to fit so many bytes into the budget; False where they do not fit.
 
-        It waits for tiles that other threads evaluate. No deadlock: such a thread asks only for memory of a later kind.
+        It waits for tiles that other threads evaluate, without deadlock: these ask only for memory of a later kind.
         """
         if self._pool.num_bytes() + size > budget:
             for key in list(self._spare):
@@ -179,9 +173,9 @@ class TileCache:
         self._spare.setdefault((tile.shape, tile.dtype, tile.device), []).append(tile)
 
     def in_float32(self, tensor: Tensor) -> Tensor:
-        """The tensor in float32 (integers unchanged), without gradient: one object while the tensor is unchanged.
+        """The tensor in float32 (integers unchanged), without gradient.
 
-        So low-precision copies that share the cache share its tiles.
+        It is one object while the tensor is unchanged, so that low-precision copies share tiles.
         """
         known = self._in_float32.get(tensor)
         if known is None or not known[0].are([tensor]):
@@ -191,7 +185,6 @@ class TileCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all kinds of tiles."""
         return self.own_bytes + sum(cache.own_bytes for cache in self._others())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -200,7 +193,6 @@ class TileCache:
 
 @torch.inference_mode(False)  # inference tensors are read-only outside inference mode
 def new_memory(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Uninitialised memory with the dtype and device of `like`."""
     return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 

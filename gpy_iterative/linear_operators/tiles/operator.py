@@ -14,17 +14,12 @@ from gpy_iterative.linear_operators.tiles.tiles import RowBlocks, Tiles
 
 
 class BilinearWeights:
-    """Weights W = L R^T of the sum of W_ij K_ij that is differentiated.
-
-    Args:
-        left, right: [*b, n, s] and [*b, m, s].
-        batch_shape: of the matrix.
-        tiles: of the matrix.
+    """Weights W = L R^T of the sum of W_ij K_ij that is differentiated, for L [*b, n, s] and R [*b, m, s].
 
     Attributes:
         batch_shape: broadcast batch shape of W and K.
-        tensors: the tensors that define W.
-        left, right: the factors of W, or of W + W^T for a symmetric matrix.
+        tensors: that define W.
+        left, right: factors of W, or of W + W^T for a symmetric matrix.
     """
 
     def __init__(self, left: Tensor, right: Tensor, batch_shape: torch.Size, tiles: Tiles) -> None:
@@ -68,8 +63,8 @@ TileWeights = BilinearWeights | MatrixWeights
 class TiledLinearOperator(LinearOperator):
     """A linear operator made of tiles, times a scale.
 
-    Subclasses make the tiles (`_make_tiles`), differentiate a weighted sum of them (`_tile_derivatives`), and give the
-    plain autograd product that defines every derivative (`_differentiable_matmul`).
+    Subclasses make the tiles (`_make_tiles`), differentiate a weighted sum of them (`_tile_derivatives`), and define
+    every derivative by plain autograd (`_differentiable_matmul`).
 
     Attributes:
         symmetric: whether rows and columns are the same points.
@@ -77,8 +72,7 @@ class TiledLinearOperator(LinearOperator):
         products: how products are computed.
         cache: where tiles are kept.
 
-    Several threads may multiply by one operator at the same time. Operators that share a cache but not their tensors wait
-    for each other.
+    Threads may share an operator. Operators that share a cache but not their tensors wait for each other.
     """
 
     symmetric: bool

@@ -1,8 +1,7 @@
 """A kernel matrix shared by the processes of a `torch.distributed` group.
 
-Every rank runs the same program on the same data. Each tile belongs to one rank; one all-reduce adds the ranks' partial
-sums, bitwise equal on all ranks. Each rank computes everything else itself, so equal numbers lead to equal decisions. Each
-sum checks this: a rank with other data or another seed would block the group or spoil its results.
+Each tile belongs to one rank; an all-reduce adds the partial sums, bitwise equal on all ranks, so that equal programs
+decide alike. Each sum checks this: a rank with other data or another seed would block the group or spoil its results.
 """
 
 import os
@@ -18,12 +17,7 @@ from gpy_iterative.errors import RankLostError, RanksDisagreeError
 
 
 def check_group(group: "dist.ProcessGroup | Literal['world'] | None") -> None:
-    """Checks that this process is a member of a process group; None passes.
-
-    Raises:
-        ValueError: the group is not initialised, or this process is not a member.
-        TypeError: not a process group.
-    """
+    """Raises ValueError for a group that is not initialised or lacks this process, TypeError for no group but None."""
     if group is None:
         return
     is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
@@ -45,11 +39,7 @@ def check_group(group: "dist.ProcessGroup | Literal['world'] | None") -> None:
 
 
 class Ranks:
-    """The processes that share one matrix.
-
-    Args:
-        group: a process group, or "world" for the default one.
-    """
+    """The processes that share one matrix."""
 
     def __init__(self, group: "dist.ProcessGroup | Literal['world']") -> None:
         check_group(group)
@@ -58,7 +48,7 @@ class Ranks:
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":
-        """The group. The default one is not stored: gloo crashes when a model outlives `destroy_process_group()`."""
+        """The default group is not stored: gloo crashes when a model outlives `destroy_process_group()`."""
         return dist.group.WORLD if self._given == "world" else self._given
 
     @property

@@ -1,7 +1,6 @@
 """Kernel matrices in square tiles, and their products.
 
-A symmetric matrix is evaluated in its upper triangle only. Tiles that the `TileCache` cannot keep are evaluated for every
-product. Where several processes share the matrix, `complete` adds up their results.
+Of a symmetric matrix only the upper triangle is evaluated. Tiles that are not kept are evaluated for every product.
 """
 
 import threading
@@ -69,13 +68,10 @@ class Tiles(ABC):
     """A matrix [*b, n, m] that is evaluated tile by tile, without autograd.
 
     Args:
-        shape: of the matrix.
         symmetric: whether tile (j, i) is the transpose of (i, j); then only i <= j is evaluated.
         length: rows and columns of a tile; the last one may have fewer.
         owner: the tensors that the tiles depend on.
         like: a tensor of the tiles' dtype and device.
-        products: memory for kept tiles, and processes.
-        cache: where tiles are kept.
     """
 
     def __init__(
@@ -98,7 +94,7 @@ class Tiles(ABC):
 
     @abstractmethod
     def evaluate(self, i: int, j: int, out: Tensor) -> Tensor:
-        """Writes the tile (i, j) into `out` [*b, rows, columns], and returns it."""
+        """Writes the tile (i, j) into `out` [*b, rows, columns], and returns `out`."""
 
     @abstractmethod
     def block(self, rows: slice | Tensor, columns: slice) -> Tensor:
@@ -119,7 +115,7 @@ class Tiles(ABC):
         evaluate: Callable[[Tensor], Tensor],
         evaluate_to_keep: Callable[[Tensor], object],
     ) -> Tensor:
-        """The entries of a key, from the cache, or new ones, which the cache keeps if it has room."""
+        """The entries of a key: from the cache, or new, and then kept if there is room."""
         kept = self.cache.tiles.get(key)
         if kept is None and self._budget > 0:
             kept = self.cache.evaluate(key, shape, self._like, self._budget, evaluate_to_keep)

@@ -1,8 +1,7 @@
 """e_1^T log(T_j) e_1 of conjugate gradients' tridiagonal matrices T_j, as a series in j.
 
 By log x = int_0^inf (1 / (1 + t) - 1 / (x + t)) dt, each term is an integral over differences of e_1^T (T_j + t)^-1 e_1.
-The pivots of T_j + t give positive numbers, so small terms keep their digits. Cost: O(J) vectors of some 200 nodes;
-by eigenvalues O(J^4).
+The pivots of T_j + t are positive, so small terms keep their digits. Cost: O(J) vectors of some 200 nodes.
 """
 
 import math

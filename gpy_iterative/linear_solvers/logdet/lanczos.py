@@ -47,7 +47,7 @@ REMEMBERED = 0.5
 class BracketPositions:
     """Warm start of the log-determinant's quadrature: positions of the limit between the bounds (0 lower, 1 upper).
 
-    Positions change slowly in training, so later steps estimate the limit from two or three iterations. A long quadrature
+    They change slowly in training: later steps estimate the limit from two or three iterations. A long quadrature
     measures the drift of the old positions; the error of estimates counts this drift and the change of the bounds'
     distance. Positions are learned again after `life` estimates (twice as many as their drift was measured on), or when
     `surplus` reaches the cost of a long quadrature.
@@ -150,8 +150,8 @@ def stochastic_logdet(
 ) -> LogDeterminant:
     """Estimates log det H = log det P + E[u^T log(M) u], with M = P^-1/2 H P^-1/2 and u = P^-1/2 xi.
 
-    Returns the mean of the Gauss and Gauss-Radau rules, bounds if P is a pivoted Cholesky or Nystrom factor. Cost: one
-    product with s columns per iteration.
+    The estimate is the mean of the Gauss and Gauss-Radau rules, which are bounds if P is a pivoted Cholesky or Nystrom
+    factor. Cost: one product with s columns per iteration.
 
     Args:
         operator: H [*b, n, n].
@@ -197,8 +197,6 @@ def _sem(samples: Tensor) -> Tensor:
 
 
 class _Lanczos:
-    """Lanczos iteration for M from u."""
-
     def __init__(
         self, operator: LinearOperator, probes: Tensor, preconditioner: Preconditioner, first_product: Tensor | None
     ) -> None:

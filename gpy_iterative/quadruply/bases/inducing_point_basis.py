@@ -27,7 +27,6 @@ class KeptAt:
     @torch.inference_mode(False)  # later calls may ask for gradients
     @torch.no_grad()
     def get(self, kernel: kernels.Kernel, buffers: Sequence[Tensor], evaluate: Callable[[], Tensor]) -> Tensor:
-        """The tensor, without graph."""
         current = [*kernel.parameters(), *kernel.buffers()]
         if self.value is None or not self.hyperparameters.are(current) or not self.buffers.are(buffers):
             self.value = evaluate()

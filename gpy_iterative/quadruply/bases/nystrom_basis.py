@@ -64,7 +64,7 @@ class NystromBasis(FeatureBasis):
         # One per point; those of omitted eigenvalues are zero.
         self.num_head_features = len(inducing_points)
         self._rotation_at, self._projection_at = KeptAt(), KeptAt()
-        # Always float64: columns differ by orders of magnitude; errors change the prior.
+        # Always float64, since columns differ by orders of magnitude.
         self.register_buffer("rotation", self._rotation_at.get(kernel, [self.points], self._new_rotation))
 
     def settle(self) -> None:

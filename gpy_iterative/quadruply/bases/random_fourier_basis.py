@@ -20,7 +20,7 @@ CHUNK = 4096
 class FourierGroups(torch.nn.Module):
     """Draws of frequencies, which a kernel's current hyperparameters scale.
 
-    Options and errors as in `RandomFourierBasis`. If not `stored`, every evaluation draws chunks of 4,096 groups, one seed
+    Options and errors as in `RandomFourierBasis`. If not `stored`, every evaluation draws them in chunks, with a seed
     each.
     """
 

@@ -22,8 +22,8 @@ class RelevanceVectorBasis(KernelFunctionBasis):
     Args:
         kernel: any without batch shape.
         centers: Z [m, d], usually the training inputs.
-        max_precision: functions of at least this precision are irrelevant. Depends on the scale of targets (standardise
-            them) and of phi^T phi / noise.
+        max_precision: functions of at least this precision are irrelevant. It depends on the scale of targets
+            (standardise them) and of phi^T phi / noise.
         sparse_gradients: gradients hold only sampled rows; False for optimisers that refuse these.
 
     Raises:
