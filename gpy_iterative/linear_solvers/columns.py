@@ -191,18 +191,17 @@ class Columns:
         columns = self._open.to(self._rhs.device)
         value, residual, rhs = (tensor[:, columns] for tensor in (self.value, self.residual, self._rhs))
         aims = self._aims
-        self._kept, self._kept_norms = self.value, self.norms
-        if self._recursive and not self.is_refined:
-            self._begun = value.clone(), residual.clone(), self.norms[self._round], self._beside_exact_rows[self._round]
+        self._kept_residual, self._kept_norms = None, self.norms.clone()
         if self.is_refined:
             residual = residual.to(self.operator.dtype)
             value, rhs = torch.zeros_like(residual), residual.clone()
             # Worth a true residual, but before the copy's error dominates.
             aims = aims.maximum(self.eps**0.5 * self.norms)
             self._kept = self.value.new_zeros(self.value.shape, dtype=self.operator.dtype)
-            self._kept_norms = self.norms.clone()
-        elif not self._recursive:
-            self._kept, self._kept_norms = self.value.clone(), self.norms.clone()
+        else:
+            self._kept = self.value.clone()
+            if self._recursive:
+                self._kept_residual = self.residual.clone()
         self._running = self.norms.clone()
         self._round_aims = torch.full_like(aims, torch.inf)
         self._round_aims[self._round] = aims[self._round]
@@ -245,10 +244,7 @@ class Columns:
         if len(self._open):  # the last iterations may not have been observed
             norms = self._running[self._open] = self._norms_of(iterate.residual, self._open, iteration)
             self._keep(iterate, norms, torch.ones_like(norms, dtype=torch.bool))
-        if self._kept is self.value:
-            self._verify(iteration)
-        else:
-            self._accept(iteration)
+        self._accept(iteration)
         seemed_done = self._shortfalls(self._running, self._round_aims) <= 1
         self._aims[seemed_done & (self._shortfalls(self.norms, self._tolerances) > 1)] *= LOWER_AIM
 
@@ -263,50 +259,32 @@ class Columns:
         target = self._open[index]
         self._kept_norms[target] = norms[index]
         _copy_columns(self._kept, target, iterate.value, index)
-        if self._kept is self.value:
-            _copy_columns(self.residual, target, iterate.residual, index)
+        if self._kept_residual is not None:
+            _copy_columns(self._kept_residual, target, iterate.residual, index)
 
     def _accept(self, iteration: int) -> None:
-        """Takes kept iterates, or corrections, that lower the true residual."""
-        columns = self._round.to(self._rhs.device)
+        """Takes kept iterates or corrections that lower the true residual, or all if it agrees on the watched rows."""
+        columns, running = self._round.to(self._rhs.device), self._kept_residual
         value = self._kept[:, columns].to(self.value.dtype)
         if self.is_refined:
             value = self.value[:, columns] + value
+        is_watched = self._far_field_error is not None or (running is not None and len(self._rhs) > VERIFIED_ROWS)
+        true = self._true_rows(columns, value) if is_watched else None
+        if running is not None and true is not None:
+            drift = self._norms_of_rows(true - running[self._watched][:, columns])
+            if (drift <= ALLOWED_DRIFT * self._tolerances[self._round]).all():
+                self.value, self.residual, self.norms = self._kept, running, self._kept_norms
+                return
         residual = self._rhs[:, columns] - self._matrix._matmul(value)
         self.overhead += 1
         norms = self._norms_of(residual, self._round, iteration)
-        beside = torch.zeros_like(norms)
-        if self._far_field_error is not None:
-            beside = self._added_by_exact_rows(columns, value, residual)
+        beside = torch.zeros_like(norms) if true is None else self._norms_of_rows(true - residual[self._watched])
         norms = torch.hypot(norms, beside)
         index = (norms < self.norms[self._round]).nonzero().squeeze(-1)
         target = self._round[index]
         self.norms[target], self._beside_exact_rows[target] = norms[index], beside[index]
         _copy_columns(self.value, target, value, index)
         _copy_columns(self.residual, target, residual, index)
-
-    def _verify(self, iteration: int) -> None:
-        """Replaces residuals that drifted on the watched rows by true ones, and iterates worse than the first."""
-        columns, is_sampled = self._round.to(self._rhs.device), len(self._rhs) > VERIFIED_ROWS
-        value = self.value[:, columns]
-        true = self._true_rows(columns, value) if is_sampled else None
-        if true is not None:
-            drift = self._norms_of_rows(true - self.residual[self._watched][:, columns])
-            if (drift <= ALLOWED_DRIFT * self._tolerances[self._round]).all():
-                return
-        residual = self._rhs[:, columns] - self._matrix._matmul(value)
-        self.overhead += 1
-        norms, beside = self._norms_of(residual, self._round, iteration), torch.zeros(len(self._round)).double()
-        if true is not None:
-            beside = self._norms_of_rows(true - residual[self._watched])
-            norms = torch.hypot(norms, beside)
-        begun_value, begun_residual, begun_norms, begun_beside = self._begun
-        is_worse = norms > begun_norms
-        self.norms[self._round] = norms.where(~is_worse, begun_norms)
-        self._beside_exact_rows[self._round] = beside.where(~is_worse, begun_beside)
-        is_worse = is_worse.to(columns.device)
-        self.value[:, columns] = begun_value.where(is_worse, value)
-        self.residual[:, columns] = begun_residual.where(is_worse, residual)
 
     def far_field_limit(self) -> FarFieldLimit | None:
         """The far field's figures, if its error keeps a column from its tolerance."""
