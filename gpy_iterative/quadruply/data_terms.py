@@ -3,7 +3,6 @@
 Sums over data are float64: weighted by n / b, float32 would lose digits.
 """
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -189,14 +188,16 @@ def initialize_weights(model: QuadruplyStochasticGP, rows: Rows, num_data: int) 
 @contextmanager
 def initialization_undone(weights: FeatureWeights, *, always: bool) -> Iterator[None]:
     """Undoes a first initialisation after an exception, or `always`."""
-    before = None if weights.initialized else copy.deepcopy(weights.state_dict())
+    # Not the columns, which may be large.
+    changed = ("head_log_diagonal", "tail_log_diagonal", "initialized")
+    before = None if weights.initialized else {name: getattr(weights, name).detach().clone() for name in changed}
     undo = True
     try:
         yield
         undo = always
     finally:
         if undo and before is not None:
-            weights.load_state_dict(before)
+            weights.load_state_dict(before, strict=False)
 
 
 @torch.no_grad()
