@@ -150,14 +150,14 @@ class _Work(Generic[Result]):
         return results, error
 
 
-def run(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
-    """The tasks' results in order, from the calling thread and workers.
+def run(tasks: Sequence[Callable[[], Result]], device: torch.device = CPU) -> list[Result]:
+    """The tasks' results in order, from the calling thread and, on a CPU, workers.
 
     Threads take the tasks in any order, with the caller's grad and inference mode. Raises the first exception of a
     task, after started tasks have ended; others are skipped.
     """
     number = min(num_threads(), len(tasks))
-    if number <= 1:
+    if number <= 1 or device.type != "cpu":
         return [task() for task in tasks]
     with divided():
         work = _Work(tasks)

@@ -147,8 +147,9 @@ def _of_rows(
 
 
 def _restrict(model: ExactGP, likelihood: Likelihood, rows: Tensor) -> None:
-    inputs = tuple(x[rows] for x in model.train_inputs)
     targets = model.train_targets
+    rows = rows.to(targets.device)
+    inputs = tuple(x[rows] for x in model.train_inputs)
     model.set_train_data(inputs, strict=False)
     with torch.no_grad():  # on few rows, for the prior's layout
         data_dim = targets.dim() - len(model(*inputs).event_shape)

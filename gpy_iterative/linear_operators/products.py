@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_number
+from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators.tiles.ranks import Ranks, check_group
 
 try:
@@ -22,8 +23,8 @@ Backend = Literal["auto", "tiles", "keops"]
 Precision = Literal["native", "float32"]
 #: Range of a far field's tolerance.
 FAR_FIELD_TOLERANCES = (1e-9, 0.1)
-#: Rows from which "auto" measures ranks: it does not pay with fewer.
-FAR_FIELD_ROWS = 4000
+#: Rows from which "auto" measures ranks, by device: it does not pay with fewer.
+FAR_FIELD_ROWS = ByDevice(cpu=4000, accelerator=50_000)
 
 #: Largest automatic tile cache on a CPU, in bytes.
 MAX_CPU_CACHE = 4 * 1024**3
@@ -32,6 +33,8 @@ MAX_CPU_CACHE = 4 * 1024**3
 CPU_TILE = 512
 CUDA_TILES = (4096, 2048, 1024)
 CUDA_TILE_SHARE = 32
+#: Entries of a matrix from which CUDA's tiles are compiled: below, the compiler takes longer than it saves.
+FUSED_ENTRIES = 50_000**2
 #: Bytes of working memory for each entry of a tile: four float64 numbers.
 _SCRATCH_BYTES = 4 * 8
 
@@ -61,7 +64,7 @@ class KernelProducts:
             (`TruncatedCGMarginalLogLikelihood`, `RussianRouletteMarginalLogLikelihood`) and the search for Laplace's
             mode stay in float64.
         compile: fuse a tile's element-wise work with torch.compile, which needs a compiler at run time (Triton on CUDA).
-            None does so only on CUDA with Triton.
+            None does so on CUDA with Triton, from 50,000 rows on.
         process_group: the processes that share the tiles; "world" is the default group. Every rank must run the same
             program on the same data with the same seeds, and gets the same results. A product with s columns takes one
             all-reduce of n s numbers. `cache_memory` is per rank.
@@ -141,8 +144,8 @@ class KernelProducts:
             )
 
     def may_have_far_field(self, inputs: Tensor) -> bool:
-        """Whether a symmetric kernel matrix of inputs [n, d] may have a far field; "auto" has none on CUDA."""
-        if self.far_field == "auto" and (len(inputs) < FAR_FIELD_ROWS or inputs.device.type != "cpu"):
+        """Whether a symmetric kernel matrix of inputs [n, d] may have a far field."""
+        if self.far_field == "auto" and len(inputs) < FAR_FIELD_ROWS.on(inputs.device):
             return False
         return self.far_field is not None and inputs.numel() > 0
 
@@ -159,11 +162,11 @@ class KernelProducts:
         room = torch.cuda.mem_get_info(device)[1] // CUDA_TILE_SHARE
         return next((size for size in CUDA_TILES if _SCRATCH_BYTES * size**2 <= room), CPU_TILE)
 
-    def is_fused(self, device: torch.device) -> bool:
-        """Whether a tile's element-wise work is compiled on this device."""
+    def is_fused(self, device: torch.device, entries: int) -> bool:
+        """Whether the element-wise work of a matrix of so many entries is compiled on this device."""
         if self.compile is not None:
             return self.compile
-        return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        return device.type == "cuda" and entries >= FUSED_ENTRIES and importlib.util.find_spec("triton") is not None
 
     def cache_budget(self, device: torch.device) -> int:
         """Bytes that a tile cache on this device may take now."""

@@ -12,15 +12,16 @@ from linear_operator import LinearOperator
 from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count, check_instance
+from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators.extensions import columns_matmul, principal_block
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState
 from gpy_iterative.linear_solvers.cholesky import BlockFactor, block_cholesky
-from gpy_iterative.linear_solvers.columns import Iterate, reads_every
+from gpy_iterative.linear_solvers.columns import READS_EVERY, Iterate
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 
 #: Rows of a block; fewer on a CPU because factors take cubic time.
-CPU_BLOCK, ACCELERATOR_BLOCK = 512, 1024
+BLOCK = ByDevice(cpu=512, accelerator=1024)
 #: Epochs over which the pace is measured; predicted epochs above which the fallback takes over (about its own cost).
 EPOCHS_PER_LOOK = 1.0
 PATIENCE = 3.0
@@ -72,7 +73,7 @@ class AlternatingProjections(IterativeSolver[_State]):
         check_instance("fallback", self.fallback, ConjugateGradients, "ConjugateGradients()")
 
     def init(self, operator: LinearOperator, iterate: Iterate, inputs: SolveInputs) -> _State:
-        block_size = self.block_size or (CPU_BLOCK if operator.device.type == "cpu" else ACCELERATOR_BLOCK)
+        block_size = self.block_size or BLOCK.on(operator.device)
         share = min(block_size / len(iterate.residual), 1.0)
         # All diagonal blocks, visited or not.
         return _State(block_size=block_size, share=share, shortfall=iterate.shortfall, setup=share)
@@ -86,7 +87,7 @@ class AlternatingProjections(IterativeSolver[_State]):
             rows = pad(iterate.residual.square().sum(-1), (0, -size % state.block_size))
             scores = rows.view(-1, state.block_size).sum(-1)
             # An accelerator makes the host wait: choose several blocks, at most half of all.
-            count = min(reads_every(rows.device), max(len(scores) // 2, 1))
+            count = min(READS_EVERY.on(rows.device), max(len(scores) // 2, 1))
             chosen = [int(scores.argmax())] if count == 1 else scores.topk(count).indices.tolist()
         number, *later = chosen
         block = slice(number * state.block_size, min((number + 1) * state.block_size, size))

@@ -16,6 +16,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.devices import ByDevice
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import far_field_error, low_precision_copy, rows_matmul
 from gpy_iterative.linear_solvers.solution import ColumnGroup, FarFieldLimit, SolveProgress
@@ -27,8 +28,8 @@ VERIFIED_ROWS = 256
 ALLOWED_DRIFT = 0.1
 #: Part of the last copy's norm below which a best iterate is copied.
 WORTH_A_COPY = 0.9
-#: Iterations between readings of an accelerator.
-READ_EVERY = 4
+#: Iterations between readings, for which the host waits.
+READS_EVERY = ByDevice(cpu=1, accelerator=4)
 #: Factor of a column's aim after its true residual missed the tolerance.
 LOWER_AIM = 0.8
 #: A far field limits a solve when exact rows add this part of the tolerance.
@@ -40,10 +41,6 @@ MAX_ROUNDS, MAX_REFINEMENTS = 10, 50
 WATCHED_EVERY = 20
 #: Largest growth of residuals on a low-precision copy, which rounding may make indefinite.
 DIVERGENCE = 1e3
-
-
-def reads_every(device: torch.device) -> int:
-    return 1 if device.type == "cpu" else READ_EVERY
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ class Columns:
         self.operator = system.operator if copy is None else copy
         self.eps = torch.finfo(rhs.dtype if copy is None else self.operator.dtype).eps
         self.max_rounds = MAX_REFINEMENTS if self.is_refined else MAX_ROUNDS
-        self.reads_every = reads_every(rhs.device)
+        self.reads_every = READS_EVERY.on(rhs.device)
         self.overhead = self._watched_at = 0.0
         self._sizes = [group.size for group in self._groups]
         tolerances = [group.tolerance for group in self._groups for _ in range(group.size)]

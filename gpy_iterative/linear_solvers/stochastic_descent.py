@@ -19,7 +19,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, check_number, check_positive, check_rate
 from gpy_iterative.linear_operators.extensions import dense_rows, rows_matmul
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
-from gpy_iterative.linear_solvers.columns import Iterate, reads_every
+from gpy_iterative.linear_solvers.columns import READS_EVERY, Iterate
 
 #: Power iterations stop when the eigenvalue grows by less than this part.
 EIGENVALUE_TOLERANCE = 0.05
@@ -46,7 +46,7 @@ class WayBack:
 
     def growth(self, residual: Tensor) -> float:
         """Largest ratio of a column's norm to its limit; 0 between readings."""
-        if next(self.steps) % reads_every(residual.device):
+        if next(self.steps) % READS_EVERY.on(residual.device):
             return 0.0
         return float((torch.linalg.vector_norm(residual, dim=0) / self.limit).max())
 

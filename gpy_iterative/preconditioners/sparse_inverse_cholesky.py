@@ -1,10 +1,11 @@
 """Preconditioner S = (B^T B)^-1 with a sparse B."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
@@ -81,11 +82,9 @@ class SparseInverseCholesky(Preconditioner):
     def sample(self, base: Tensor) -> Tensor:
         """Xi = B^-1 e, of covariance S, for white e [n, s]."""
         result = torch.zeros_like(base)
-        for start, stop in self._segments:
-            known = embedding_bag(
-                self.neighbours[start:stop], result, per_sample_weights=self.weights[start:stop], mode="sum"
-            )
-            torch.div(base[start:stop] - known, self.diagonal[start:stop, None], out=result[start:stop])
+        for rows in self._levels:
+            known = embedding_bag(self.neighbours[rows], result, per_sample_weights=self.weights[rows], mode="sum")
+            result[rows] = (base[rows] - known).div_(self.diagonal[rows].unsqueeze(-1))
         return result[self._rank]
 
     def dual_sample(self, base: Tensor) -> Tensor:
@@ -94,21 +93,28 @@ class SparseInverseCholesky(Preconditioner):
         return beside.addcmul_(self.diagonal.unsqueeze(-1), base)[self._rank]
 
     @cached_property
-    def _segments(self) -> list[tuple[int, int]]:
-        """Ranges of rows that are not neighbours of each other."""
-        last = self.neighbours.amax(-1).cpu()
-        segments, start, size = [], 0, len(last)
-        while start < size:
-            stop, length = start + 1, 64
-            while stop < size:
-                depends = last[stop : stop + length] >= start
-                if depends.any():
-                    stop += int(depends.byte().argmax())
-                    break
-                stop, length = min(stop + length, size), 2 * length
-            segments.append((start, stop))
-            start = stop
-        return segments
+    def _levels(self) -> tuple[Tensor, ...]:
+        """Rows of each level: their neighbours are in lower levels, so that they are not neighbours of each other."""
+        neighbours, level = self.neighbours.cpu().numpy(), np.zeros(len(self.order), dtype=np.int32)
+        for start, stop in _independent_ranges(neighbours.max(-1)):
+            level[start:stop] = level[neighbours[start:stop]].max(-1) + 1
+        rows = torch.from_numpy(level.argsort(kind="stable")).to(self.order.device)
+        return rows.split(np.bincount(level)[1:].tolist())
+
+
+def _independent_ranges(last: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that are not neighbours of each other, given each row's last neighbour [n]."""
+    start, size = 0, len(last)
+    while start < size:
+        stop, length = start + 1, 64
+        while stop < size:
+            depends = last[stop : stop + length] >= start
+            if depends.any():
+                stop += int(depends.argmax())
+                break
+            stop, length = min(stop + length, size), 2 * length
+        yield start, stop
+        start = stop
 
 
 def _weighted_sums(index: Tensor, starts: Tensor, weights: Tensor, vectors: Tensor) -> Tensor:

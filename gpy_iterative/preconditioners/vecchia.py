@@ -13,6 +13,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
+from gpy_iterative.devices import ByDevice
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import kernel_inputs, principal_blocks
 from gpy_iterative.linear_operators.tiles.tiles import blocks
@@ -23,7 +24,7 @@ from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseC
 from gpy_iterative.worker_threads import run
 
 #: Entries of blocks factored at a time.
-ENTRIES = 2**20
+ENTRIES = ByDevice(cpu=2**20, accelerator=2**24)
 #: Least jitter of an indefinite block, relative to its largest variance.
 LEAST_JITTER = 1e-10
 
@@ -125,9 +126,8 @@ def _rows(operator: LinearOperator, order: Tensor, neighbours: Tensor) -> tuple[
         entries[rows] = inverse[:, 0].to(entries.dtype)
         return jitter
 
-    parts = blocks(size, max(ENTRIES // (count + 1) ** 2, 1), head)
-    is_divided = entries.device.type == "cpu"
-    found = run([partial(fill, rows) for rows in parts]) if is_divided else list(map(fill, parts))
+    parts = blocks(size, max(ENTRIES.on(entries.device) // (count + 1) ** 2, 1), head)
+    found = run([partial(fill, rows) for rows in parts], entries.device)
     return entries[:, :-1].contiguous(), entries[:, -1].contiguous(), max([jitter, *found])
 
 

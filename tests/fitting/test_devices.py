@@ -1,5 +1,7 @@
 """A fit on an accelerator makes the steps of the CPU."""
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -7,10 +9,10 @@ import gpy_iterative as gpi
 from tests.exact.test_devices import METHODS, regression
 
 
-def fitted(name: str, device: torch.device) -> list[float]:
+def fitted(name: str, device: torch.device, start: Literal["current", "subsets"] = "current") -> list[float]:
     likelihood, model, _, _ = regression(device)
     mll = METHODS[name](likelihood, model)
-    result = gpi.fit(mll, progress=False, max_steps=2)
+    result = gpi.fit(mll, progress=False, max_steps=2, start=start)
     assert all(parameter.device.type == device.type for parameter in mll.parameters())
     return [figure for row in result.history for figure in (row.value, row.left_to_gain or 0.0)]
 
@@ -18,3 +20,8 @@ def fitted(name: str, device: torch.device) -> list[float]:
 @pytest.mark.parametrize("name", ["exact", "hutchinson", "russian roulette"])
 def test_steps(name: str, device: torch.device) -> None:
     assert fitted(name, device) == pytest.approx(fitted(name, torch.device("cpu")), rel=1e-4)
+
+
+def test_start_from_subsets(device: torch.device) -> None:
+    expected = fitted("hutchinson", torch.device("cpu"), "subsets")
+    assert fitted("hutchinson", device, "subsets") == pytest.approx(expected, rel=1e-3)

@@ -147,6 +147,28 @@ def test_kernels_of_gpytorch(device: torch.device) -> None:
     torch.testing.assert_close(found.cpu(), expected)
 
 
+def test_a_far_field(device: torch.device) -> None:
+    def of(place: torch.device) -> RadialKernelLinearOperator:
+        x = 9 * torch.rand(1500, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return RadialKernelLinearOperator(
+            x.to(place).requires_grad_(),
+            torch.tensor(1.3).double().to(place).requires_grad_(),
+            function=MATERN32,
+            products=KernelProducts(far_field=1e-6),
+        )
+
+    def all_of(operator: RadialKernelLinearOperator) -> list[Tensor]:
+        left, right = (random(1500, 3, seed=seed).to(operator.device) for seed in (2, 3))
+        with torch.no_grad():
+            found = [operator._matmul(right), *operator._bilinear_derivative(left, right)]
+            return [part.cpu() for part in (*found, operator.scale_products(right[:, 0]))]
+
+    operator = of(device)
+    assert 0 < operator.far_field_error() <= 1e-6
+    for found, expected in zip(all_of(operator), all_of(of(torch.device("cpu"))), strict=True):
+        assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
+
+
 def test_products_never_wait_for_the_device() -> None:
     with SimulatedDevice() as simulated:
         for make in (radial(MATERN32), radial(RATIONAL_QUADRATIC, batch=(2,)), generic, noisy):

@@ -11,6 +11,7 @@ from gpytorch import kernels
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
 from torch import Tensor
 
+from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts, generic_kernel, rows_matmul
 from gpy_iterative.linear_operators.tiles import tiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
@@ -225,7 +226,7 @@ def test_picked_rows_of_several_outputs_are_evaluated_once(length: int, monkeypa
     """Their columns come in parts, whose inputs alone are evaluated for them."""
     operator = operator_of("gradients")
     rows, matrix = torch.tensor([38, 0, 7, 8, 7]), reference(operator).detach()
-    monkeypatch.setitem(tiles.PICKED_ENTRIES, "cpu", length * len(rows))
+    monkeypatch.setattr(tiles, "PICKED_ENTRIES", ByDevice(cpu=length * len(rows), accelerator=1))
     entries: list[int] = []
     evaluate = operator.evaluate
     operator.evaluate = lambda x1, x2, *rest: (  # pyright: ignore

@@ -14,6 +14,7 @@ from linear_operator.operators import (
     SumLinearOperator,
 )
 
+from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators import (
     GenericKernelLinearOperator,
     KernelProducts,
@@ -183,7 +184,7 @@ def test_picked_rows_are_evaluated_in_parts(entries: int, monkeypatch: pytest.Mo
         widths.append(columns.stop - columns.start)
         return block(tiles, picked, columns)
 
-    monkeypatch.setitem(tiles_module.PICKED_ENTRIES, "cpu", entries)
+    monkeypatch.setattr(tiles_module, "PICKED_ENTRIES", ByDevice(cpu=entries, accelerator=1))
     monkeypatch.setattr(type(operator.tiles()), "block", counting)
     with torch.no_grad():
         torch.testing.assert_close(rows_matmul(operator, rows, rhs), expected)

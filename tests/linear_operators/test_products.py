@@ -52,12 +52,16 @@ def test_tiles_are_sized_by_the_memory_of_the_device(
 
 
 @pytest.mark.parametrize("is_installed", [False, True])
-def test_work_is_fused_on_cuda_where_triton_is_installed(is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_work_is_fused_on_cuda_where_triton_is_installed(
+    is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if is_installed else None)
-    assert KernelProducts().is_fused(CUDA) is is_installed
-    assert not KernelProducts().is_fused(CPU)
-    assert KernelProducts(compile=True).is_fused(CPU)
-    assert not KernelProducts(compile=False).is_fused(CUDA)
+    many = 50_000**2
+    assert KernelProducts().is_fused(CUDA, many) is is_installed
+    assert not KernelProducts().is_fused(CUDA, many - 1)
+    assert not KernelProducts().is_fused(CPU, many)
+    assert KernelProducts(compile=True).is_fused(CPU, 1)
+    assert not KernelProducts(compile=False).is_fused(CUDA, many)
 
 
 @pytest.mark.parametrize("wanted", [None, "auto", 1e-5])

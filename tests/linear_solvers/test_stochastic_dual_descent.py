@@ -6,6 +6,7 @@ import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
 
+from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_solvers import columns, stochastic_descent
 from gpy_iterative.solvers import Iterate, SolveInputs, SolveStatus, StochasticDualDescent
 from tests import oracles
@@ -56,7 +57,7 @@ def test_bad_options(options: dict[str, float]) -> None:
 def test_divergence_is_said_where_norms_are_seldom_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator: residuals grow once more before the loop looks."""
     for module in (columns, stochastic_descent):
-        monkeypatch.setattr(module, "reads_every", lambda device: 4)
+        monkeypatch.setattr(module, "READS_EVERY", ByDevice(cpu=4, accelerator=4))
     root = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).double()
     operator = DenseLinearOperator(root @ root.mT / 64 + torch.eye(64).double())
     solver = StochasticDualDescent(batch_size=64, learning_rate=6e4, max_epochs=3000)

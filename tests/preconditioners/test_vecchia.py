@@ -9,6 +9,7 @@ from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import SumLinearOperator, ToeplitzLinearOperator
 from torch import Tensor
 
+from gpy_iterative.devices import ByDevice
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import (
     GenericKernelLinearOperator,
@@ -234,7 +235,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes.append(rows.shape)
         return whole(operator, rows)
 
-    monkeypatch.setattr(vecchia, "ENTRIES", 1000)
+    monkeypatch.setattr(vecchia, "ENTRIES", ByDevice(cpu=1000, accelerator=1000))
     monkeypatch.setattr(vecchia, "principal_blocks", watched)
     torch.testing.assert_close(dense(Vecchia(9).build(operator)), expected)
     assert max(math.prod(shape) * shape[-1] for shape in shapes) <= 1000

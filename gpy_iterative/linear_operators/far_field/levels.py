@@ -12,13 +12,14 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.worker_threads import run, shares, summed
 
 #: Entries multiplied at a time: they stay in a CPU's cache; fewer would cost overhead.
-BATCH_ENTRIES = {"cpu": 2**18, "cuda": 2**25}
+BATCH_ENTRIES = ByDevice(cpu=2**18, accelerator=2**25)
 #: Nodes interpolated at a time.
-BATCH_NODES = 512
+BATCH_NODES = ByDevice(cpu=512, accelerator=2**16)
 #: Columns multiplied at a time; bounds each thread's sums.
 MOST_COLUMNS = 64
 
@@ -39,7 +40,7 @@ class PairBlocks:
     step: int
 
     def batches(self) -> list[slice]:
-        entries = BATCH_ENTRIES.get(self.points.device.type, BATCH_ENTRIES["cuda"])
+        entries = BATCH_ENTRIES.on(self.points.device)
         return blocks(self.pairs.shape[1], max(entries // self.points.shape[1] ** 2, 1))
 
 
@@ -151,7 +152,8 @@ class Levels:
             for nodes in share:
                 torch.bmm(vectors[nodes], matrices[nodes], out=result[nodes])
 
-        run([partial(multiply, share) for share in shares(blocks(len(vectors), BATCH_NODES), self.rows.device)])
+        device = self.rows.device
+        run([partial(multiply, share) for share in shares(blocks(len(vectors), BATCH_NODES.on(device)), device)])
         return result
 
     @cached_property

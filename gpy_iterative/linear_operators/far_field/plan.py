@@ -95,7 +95,8 @@ def with_measured_ranks(plan: Plan, entries: RadialEntries) -> Plan:
     """The cheapest plan with the ranks that its error needs."""
     double = entries.double()
     # The root first: large nodes take longest.
-    return replace(plan, ranks=run([partial(_rank, double, nodes, plan.error) for nodes in plan.levels])).cheapest()
+    ranks = run([partial(_rank, double, nodes, plan.error) for nodes in plan.levels], entries.device)
+    return replace(plan, ranks=ranks).cheapest()
 
 
 def entries_size(entries: RadialEntries) -> float:

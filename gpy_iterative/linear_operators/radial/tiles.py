@@ -4,6 +4,7 @@ With G the weights times df/dq, the derivative by x_i is sum_j 2 G_ij (x_i - x_j
 for coordinates that `SquaredDistances` takes apart, which would lose digits.
 """
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class RadialTiles(Tiles):
         self.x1 = x1.detach()
         self.x2 = self.x1 if x2 is None else x2.detach()
         self.alpha = None if alpha is None else alpha.detach()
-        self._function, self.products, self._is_fused = function, products, products.is_fused(x1.device)
+        self._function, self.products = function, products
         batches = [tensor.shape[:-dims] for tensor, dims in ((x1, 2), (self.x2, 2), (alpha, 1)) if tensor is not None]
         # Not detached: the cache recognises tensors.
         owner = tuple(tensor for tensor in (x1, x2, alpha) if tensor is not None)
@@ -59,6 +60,7 @@ class RadialTiles(Tiles):
             products=products,
             cache=cache,
         )
+        self._is_fused = products.is_fused(x1.device, math.prod(self.shape))
 
     @cached_property
     def distances(self) -> SquaredDistances:

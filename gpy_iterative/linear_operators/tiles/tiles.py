@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.changes import SeenVersions
+from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import Key, TileCache, new_memory
 from gpy_iterative.worker_threads import run, shares, summed
@@ -20,7 +21,7 @@ from gpy_iterative.worker_threads import run, shares, summed
 #: Numbers of columns that a CPU multiplies from the right.
 FEW_COLUMNS = range(2, 9)
 #: Entries of picked rows evaluated at a time: they stay in a CPU's cache, or bound an accelerator's memory.
-PICKED_ENTRIES = {"cpu": 2**20, "cuda": 2**24}
+PICKED_ENTRIES = ByDevice(cpu=2**20, accelerator=2**24)
 
 
 def blocks(stop: int, length: int, start: int = 0) -> list[slice]:
@@ -227,7 +228,7 @@ class Tiles(ABC):
         return result
 
     def _some_columns(self, rows: int, columns: slice) -> list[Sequence[slice]]:
-        entries = PICKED_ENTRIES.get(self._like.device.type, PICKED_ENTRIES["cuda"])
+        entries = PICKED_ENTRIES.on(self._like.device)
         tasks = blocks(columns.stop, max(entries // max(rows, 1), 1), columns.start)
         return shares(tasks, self._like.device)
 
