@@ -144,6 +144,11 @@ def test_workers_that_never_get_to_run_keep_nothing_alive():
             worker.result()
 
 
+def test_an_accelerator_is_given_work_by_the_calling_thread_alone():
+    own = threading.get_ident()
+    assert run([threading.get_ident] * 8, torch.device("cuda")) == [own] * 8
+
+
 def test_shares_are_neighbours_of_nearly_the_same_number():
     items = [*range(41)]
     parts = shares(items)

@@ -160,8 +160,10 @@ def test_a_far_field(device: torch.device) -> None:
     def all_of(operator: RadialKernelLinearOperator) -> list[Tensor]:
         left, right = (random(1500, 3, seed=seed).to(operator.device) for seed in (2, 3))
         with torch.no_grad():
-            found = [operator._matmul(right), *operator._bilinear_derivative(left, right)]
-            return [part.cpu() for part in (*found, operator.scale_products(right[:, 0]))]
+            of_inputs, of_scale = operator._bilinear_derivative(left, right)
+            by_lengthscales = (of_inputs * operator.x1).sum(0)  # of one input it depends on which skeletons are picked
+            found = [operator._matmul(right), by_lengthscales, of_scale, operator.scale_products(right[:, 0])]
+            return [part.cpu() for part in found]
 
     operator = of(device)
     assert 0 < operator.far_field_error() <= 1e-6
