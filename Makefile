@@ -29,6 +29,9 @@ stress: .venv/ready
 gpu-check: .venv/ready
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "No CUDA device here.")'
 	$(PYTEST) -m gpu
+	$(BIN)/python -m benchmarks quality --only gpi.fit --device cuda
+	$(BIN)/python -m benchmarks spatial-fit --n 100000 --n 1000000 --only "gpi.fit, from subsets" --device cuda
+	$(BIN)/python -m benchmarks spatial --n 100000 --n 1000000 --device cuda
 	$(BIN)/python -m benchmarks product --device cuda
 	$(BIN)/python -m benchmarks step --device cuda
 

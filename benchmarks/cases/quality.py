@@ -9,6 +9,7 @@ import gpy_iterative as gpi
 from benchmarks import published
 from benchmarks.command_line import (
     DEFAULT_THREADS,
+    ChosenDevice,
     FirstRows,
     Threads,
     app,
@@ -19,6 +20,7 @@ from benchmarks.command_line import (
     succeeded_or_exit,
 )
 from benchmarks.datasets import Split, load
+from benchmarks.devices import Device
 from benchmarks.runner import Outcome, contender
 from benchmarks.training import MakeMll, Train, by_adam, by_fit, train_and_test
 
@@ -30,16 +32,24 @@ COLUMNS += ["variance error"]
 
 
 def stepped(
-    make: MakeMll, *, dataset: str, split: int, rows: int | None, scales: bool, steps: int, rate: float
+    make: MakeMll,
+    *,
+    dataset: str,
+    split: int,
+    rows: int | None,
+    scales: bool,
+    steps: int,
+    rate: float,
+    device: str = "cpu",
 ) -> Outcome:
     """Scores after so many steps of Adam from the papers' start."""
-    data = load(dataset, split, rows=rows)
+    data = load(dataset, split, rows=rows).to(device)
     return _tested(data, partial(by_adam, data=data, steps=steps, rate=rate), make, scales)
 
 
-def fitted(make: MakeMll, *, dataset: str, split: int, rows: int | None, scales: bool) -> Outcome:
+def fitted(make: MakeMll, *, dataset: str, split: int, rows: int | None, scales: bool, device: str = "cpu") -> Outcome:
     """Scores at the optimum, from the same start."""
-    return _tested(load(dataset, split, rows=rows), by_fit, make, scales)
+    return _tested(load(dataset, split, rows=rows).to(device), by_fit, make, scales)
 
 
 def _tested(data: Split, train: Train, make: MakeMll, scales: bool) -> Outcome:
@@ -69,13 +79,14 @@ def quality(
     scales: Annotated[
         bool, typer.Option("--scales", help="The parameters are the scales of signal and noise, as in the paper.")
     ] = False,
+    device: ChosenDevice = Device.CPU,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """RMSE and log-likelihood after training, split by split, beside the published means of exact gradients."""
     of_adam = {"steps": steps, "rate": rate}
     outcomes: dict[str, Outcome] = {}
     for split in range(splits):
-        options = {"dataset": dataset, "split": split, "rows": rows, "scales": scales}
+        options = {"dataset": dataset, "split": split, "rows": rows, "scales": scales, "device": device.value}
         for way in only or (ADAM, FIT):
             name = PATHWISE + way if pathwise else way
             given = options | of_adam if way == ADAM else options
@@ -101,4 +112,4 @@ def quality(
         ],
     )
     file = f"quality_pathwise_{dataset}" if pathwise else f"quality_{dataset}"
-    finish(file, of_adam | {"rows": rows, "scales": scales}, threads, outcomes=outcomes)
+    finish(file, of_adam | {"rows": rows, "scales": scales}, threads, device=device, outcomes=outcomes)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.command_line import (
     DEFAULT_THREADS,
+    ChosenDevice,
     Threads,
     app,
     console,
@@ -21,7 +22,7 @@ from benchmarks.command_line import (
     run_contenders,
     succeeded,
 )
-from benchmarks.devices import clock, peak_memory
+from benchmarks.devices import Device, clock, peak_memory
 from benchmarks.runner import Outcome, contender
 from benchmarks.tables import Table
 from gpy_iterative.linear_operators import KernelProducts, RadialKernelLinearOperator, far_field_error
@@ -70,15 +71,25 @@ class Problem:
 
 @contender(CASE, "far field")
 def measure(
-    *, n: int, d: int, s: int, lengthscale: float, layout: str, tolerance: float, tiles_rows: int, repeats: int
+    *,
+    n: int,
+    d: int,
+    s: int,
+    lengthscale: float,
+    layout: str,
+    tolerance: float,
+    tiles_rows: int,
+    repeats: int,
+    device: str = "cpu",
 ) -> Outcome:
     """Seconds of products and gradient passes, in turns with tiles, which are extrapolated beyond `tiles_rows` rows."""
     generator = torch.Generator().manual_seed(1)
-    problem = Problem((points(n, d, layout) / lengthscale).float(), torch.randn(n, s, generator=generator))
+    x, v = (points(n, d, layout) / lengthscale).float(), torch.randn(n, s, generator=generator)
+    problem = Problem(x.to(device), v.to(device))
     field = problem.operator(far_field=tolerance, cache_memory=0)
     rows = min(n, tiles_rows)
     with torch.no_grad():
-        setup, error = _seconds(lambda: far_field_error(field))
+        setup, error = _seconds(lambda: far_field_error(field), device)
         found: Outcome = {"setup": setup, "measured_error": error, "entries": _entries(field)}
         if error is None:
             return found
@@ -103,14 +114,15 @@ def _turns(problem: Problem, field: RadialKernelLinearOperator, rows: int, repea
         computed["kept"] = lambda: kept._matmul(v)
     for compute in computed.values():
         compute()
-    every = [{name: _seconds(compute)[0] for name, compute in computed.items()} for _ in range(repeats)]
+    device = str(v.device)
+    every = [{name: _seconds(compute, device)[0] for name, compute in computed.items()} for _ in range(repeats)]
     return {name: [seconds[name] for seconds in every] for name in computed}
 
 
-def _seconds(compute: Callable[[], Any]) -> tuple[float, Any]:
-    start = clock("cpu")
+def _seconds(compute: Callable[[], Any], device: str) -> tuple[float, Any]:
+    start = clock(device)
     result = compute()
-    return clock("cpu") - start, result
+    return clock(device) - start, result
 
 
 def _entries(operator: RadialKernelLinearOperator) -> int:
@@ -122,7 +134,8 @@ def _entries(operator: RadialKernelLinearOperator) -> int:
 
 def _error(field: RadialKernelLinearOperator, problem: Problem, lengthscale: float) -> float:
     """Of the product, relative, on some rows."""
-    rows = torch.randperm(len(problem.x), generator=torch.Generator().manual_seed(2))[:CHECKED_ROWS]
+    drawn = torch.randperm(len(problem.x), generator=torch.Generator().manual_seed(2))
+    rows = drawn[:CHECKED_ROWS].to(problem.x.device)
     exact = Problem(problem.x.double(), problem.v.double()).operator(cache_memory=0)
     true = exact.rows_matmul(rows, problem.v.double())
     return float((field._matmul(problem.v)[rows] - true).norm() / true.norm())
@@ -165,11 +178,13 @@ def spatial(
     tolerance: float = 1e-5,
     tiles_rows: Annotated[int, typer.Option(min=1, help="Tiles are measured up to so many rows.")] = 100_000,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
+    device: ChosenDevice = Device.CPU,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """Products of spatial data through a far field, beside tiles."""
     sizes, dimensions = n or [10_000, 100_000, 1_000_000], d or [1, 2, 3]
     options = {"s": s, "lengthscale": lengthscale, "layout": layout.value, "tolerance": tolerance, "repeats": repeats}
+    options |= {"device": device.value}
     outcomes: dict[str, Outcome] = {}
     for dimension in dimensions:
         shown = {}
@@ -182,4 +197,10 @@ def spatial(
                 shown[size] = outcome
         title = f"d = {dimension}, {layout.value}, lengthscale {lengthscale:g}, {s} columns, tolerance {tolerance:g}"
         console.print(table(shown, title).for_terminal())
-    finish(CASE, {"n": sizes, "d": dimensions, "tiles_rows": tiles_rows, **options}, threads, outcomes=outcomes)
+    finish(
+        CASE,
+        {"n": sizes, "d": dimensions, "tiles_rows": tiles_rows, **options},
+        threads,
+        device=device,
+        outcomes=outcomes,
+    )

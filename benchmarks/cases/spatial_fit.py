@@ -13,6 +13,7 @@ from benchmarks.cases.spatial import Layout, points
 from benchmarks.cases.spatial_rivals import CHOLESKY, CHOLESKY_ROWS, RIVALS
 from benchmarks.command_line import (
     DEFAULT_THREADS,
+    ChosenDevice,
     Threads,
     app,
     finish,
@@ -23,7 +24,7 @@ from benchmarks.command_line import (
     succeeded,
 )
 from benchmarks.datasets import Split
-from benchmarks.devices import peak_memory
+from benchmarks.devices import Device, peak_memory
 from benchmarks.runner import Outcome, contender
 from benchmarks.training import by_fit, train_and_test
 from gpy_iterative.spectral import Draws, spectral_density
@@ -51,9 +52,11 @@ def field(n: int, d: int, *, test_rows: int, lengthscale: float, noise: float, l
 
 
 @contender(CASE, FIT)
-def fitted(*, n: int, d: int, test_rows: int, lengthscale: float, noise: float, layout: str) -> Outcome:
+def fitted(
+    *, n: int, d: int, test_rows: int, lengthscale: float, noise: float, layout: str, device: str = "cpu"
+) -> Outcome:
     """The history of the fit, how it ended, and scores on the test rows."""
-    data = field(n, d, test_rows=test_rows, lengthscale=lengthscale, noise=noise, layout=layout)
+    data = field(n, d, test_rows=test_rows, lengthscale=lengthscale, noise=noise, layout=layout).to(device)
     outcome, posterior = train_and_test(data, partial(by_fit, start="subsets"))
     return outcome | {"noise": posterior.model.likelihood.noise.item(), **peak_memory()}
 
@@ -73,19 +76,21 @@ def spatial_fit(
     n: Annotated[list[int] | None, typer.Option(min=1, help="Rows; 10,000 and 100,000 by default.")] = None,
     d: Annotated[int, typer.Option(min=1, help="Dimensions.")] = 2,
     only: Annotated[
-        list[str] | None, names_of([FIT, *RIVALS], "Besides gpi.fit, which the others' time comes from.")
+        list[str] | None,
+        names_of([FIT, *RIVALS], "Besides gpi.fit, which the others' time comes from; they compute on the CPU."),
     ] = None,
     test_rows: Annotated[int, typer.Option(min=1)] = 10_000,
     lengthscale: Annotated[float, typer.Option(help="The inputs lie in [-2, 2]^d.")] = 0.2,
     noise: Annotated[float, typer.Option(help="Variance; that of the field is 1.")] = 0.01,
     layout: Layout = Layout.UNIFORM,
+    device: ChosenDevice = Device.CPU,
     threads: Threads = DEFAULT_THREADS,
 ) -> None:
     """Seconds, memory and scores of a whole fit and its predictions on a spatial field, beside rivals."""
     given = {"d": d, "test_rows": test_rows, "lengthscale": lengthscale, "noise": noise, "layout": layout.value}
     outcomes: dict[str, dict[str, Outcome]] = {}
     for size in n or [10_000, 100_000]:
-        found = run_contenders(CASE, [FIT], threads=threads, n=size, **given)
+        found = run_contenders(CASE, [FIT], threads=threads, n=size, device=device.value, **given)
         seconds = sum(found[FIT].get(name, 0.0) for name in ("seconds", "seconds_prediction"))
         rivals = [name for name in (RIVALS if only is None else only) if name != FIT]
         rivals = [name for name in rivals if name != CHOLESKY or size <= CHOLESKY_ROWS]
@@ -111,4 +116,4 @@ def spatial_fit(
             for name, o in succeeded(found).items()
         ],
     )
-    finish(f"{CASE}_{d}d", {"n": n, **given}, threads, outcomes=outcomes)
+    finish(f"{CASE}_{d}d", {"n": n, **given}, threads, device=device, outcomes=outcomes)

@@ -29,6 +29,11 @@ def test_what_is_measured(layout: str) -> None:
     assert all(len(outcome[name]) == 2 for name in ("product", "kept", "tiles", "gradient"))
 
 
+def test_it_is_measured_on_a_device(device: torch.device) -> None:
+    options = {"n": 600, "d": 1, "layout": "uniform", "tiles_rows": 600, **OPTIONS}
+    assert spatial.measure(**options, device=str(device))["product_error"] < 2e-4
+
+
 def test_no_far_field_is_told() -> None:
     torch.manual_seed(0)
     outcome = spatial.measure(n=200, d=3, layout="uniform", tiles_rows=200, **OPTIONS)
