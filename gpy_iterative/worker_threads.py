@@ -1,4 +1,4 @@
-"""Threads that share the parts of a computation.
+"""Threads that share the parts of a computation, and sizes of parts.
 
 Torch divides each operation among OpenMP's threads, which wait for each other: if another process holds a processor,
 each operation waits. Here a worker takes the next part, such as some tiles, and runs its operations on one thread; a
@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Generic, TypeVar
 
 import torch
 
+Number = TypeVar("Number", int, float)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -25,6 +27,17 @@ PARTS_PER_THREAD = 2
 
 #: OpenMP has a number of threads per thread. Other backends have one number for all.
 _HAS_OWN_NUMBERS = "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
+
+
+@dataclass(frozen=True)
+class ByDevice(Generic[Number]):
+    """A number for CPUs, such as a size that fits their caches, and one for accelerators, which are slow to start."""
+
+    cpu: Number
+    accelerator: Number
+
+    def on(self, device: torch.device) -> Number:
+        return self.cpu if device.type == "cpu" else self.accelerator
 
 
 class _Setting(threading.local):

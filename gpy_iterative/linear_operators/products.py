@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_number
-from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators.tiles.ranks import Ranks, check_group
+from gpy_iterative.worker_threads import ByDevice
 
 try:
     import pykeops

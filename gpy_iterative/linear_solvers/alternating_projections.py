@@ -12,13 +12,13 @@ from linear_operator import LinearOperator
 from torch.nn.functional import pad
 
 from gpy_iterative.checks import check_count, check_instance
-from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators.extensions import columns_matmul, principal_block
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState
 from gpy_iterative.linear_solvers.cholesky import BlockFactor, block_cholesky
 from gpy_iterative.linear_solvers.columns import READS_EVERY, Iterate
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
+from gpy_iterative.worker_threads import ByDevice
 
 #: Rows of a block; fewer on a CPU because factors take cubic time.
 BLOCK = ByDevice(cpu=512, accelerator=1024)

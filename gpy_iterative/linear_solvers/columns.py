@@ -16,11 +16,11 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.devices import ByDevice
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import far_field_error, low_precision_copy, rows_matmul
 from gpy_iterative.linear_solvers.solution import ColumnGroup, FarFieldLimit, SolveProgress
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
+from gpy_iterative.worker_threads import ByDevice
 
 #: Watched rows, on which running and true residuals are compared; smaller systems use all.
 VERIFIED_ROWS = 256

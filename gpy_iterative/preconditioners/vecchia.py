@@ -13,7 +13,6 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.devices import ByDevice
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import kernel_inputs, principal_blocks
 from gpy_iterative.linear_operators.tiles.tiles import blocks
@@ -21,7 +20,7 @@ from gpy_iterative.preconditioners.neighbours import maximin_order, previous_nei
 from gpy_iterative.preconditioners.pivoted_cholesky import NOT_FINITE
 from gpy_iterative.preconditioners.preconditioner import PreconditionerRecipe
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
-from gpy_iterative.worker_threads import run
+from gpy_iterative.worker_threads import ByDevice, run
 
 #: Entries of blocks factored at a time.
 ENTRIES = ByDevice(cpu=2**20, accelerator=2**24)

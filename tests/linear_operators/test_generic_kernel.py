@@ -11,10 +11,10 @@ from gpytorch import kernels
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase, RectangularLinearOperatorTestCase
 from torch import Tensor
 
-from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators import GenericKernelLinearOperator, KernelProducts, generic_kernel, rows_matmul
 from gpy_iterative.linear_operators.tiles import tiles
 from gpy_iterative.linear_operators.tiles.cache import TileCache
+from gpy_iterative.worker_threads import ByDevice
 from tests.linear_operators.radial.test_operator import inputs
 
 

@@ -14,7 +14,6 @@ from linear_operator.operators import (
     SumLinearOperator,
 )
 
-from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators import (
     GenericKernelLinearOperator,
     KernelProducts,
@@ -30,6 +29,7 @@ from gpy_iterative.linear_operators.radial.functions import MATERN32, RBF
 from gpy_iterative.linear_operators.radial.tiles import RadialTiles
 from gpy_iterative.linear_operators.tiles import tiles as tiles_module
 from gpy_iterative.linear_operators.tiles.tiles import Tiles
+from gpy_iterative.worker_threads import ByDevice
 from tests.linear_operators.radial.test_operator import inputs
 
 N = 21

@@ -6,9 +6,9 @@ import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
 
-from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_solvers import columns, stochastic_descent
 from gpy_iterative.solvers import Iterate, SolveInputs, SolveStatus, StochasticDualDescent
+from gpy_iterative.worker_threads import ByDevice
 from tests import oracles
 from tests.linear_solvers.contract import DescentContract, N, right_hand_sides, system
 

@@ -9,7 +9,6 @@ from linear_operator import LinearOperator, to_linear_operator
 from linear_operator.operators import SumLinearOperator, ToeplitzLinearOperator
 from torch import Tensor
 
-from gpy_iterative.devices import ByDevice
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators import (
     GenericKernelLinearOperator,
@@ -21,7 +20,7 @@ from gpy_iterative.linear_operators.radial.functions import MATERN12, MATERN32, 
 from gpy_iterative.preconditioners import RandomlyPivotedCholesky, SparseInverseCholesky, Vecchia, vecchia
 from gpy_iterative.solvers import ConjugateGradients, SolveStatus, russian_roulette_solve
 from gpy_iterative.truncation import ExponentialTruncation
-from gpy_iterative.worker_threads import divided
+from gpy_iterative.worker_threads import ByDevice, divided
 from tests.oracles import problem
 
 N = 60

@@ -9,14 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators.far_field.entries import RadialEntries
 from gpy_iterative.linear_operators.far_field.levels import Levels, PairBlocks
 from gpy_iterative.linear_operators.far_field.plan import RANK_STEP, Plan, make_plan, with_measured_ranks
 from gpy_iterative.linear_operators.far_field.proxies import level_proxies
 from gpy_iterative.linear_operators.far_field.skeletons import skeletons
 from gpy_iterative.linear_operators.tiles.tiles import blocks
-from gpy_iterative.worker_threads import divided, run, shares
+from gpy_iterative.worker_threads import ByDevice, divided, run, shares
 
 #: "auto" divides this by n: the largest eigenvalue grows, the noise does not. Limits: float32's resolution (1e-7 at best),
 #: and 1e-6, which costs hardly more than 1e-5.

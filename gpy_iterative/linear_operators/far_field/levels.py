@@ -12,9 +12,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators.tiles.tiles import blocks
-from gpy_iterative.worker_threads import run, shares, summed
+from gpy_iterative.worker_threads import ByDevice, run, shares, summed
 
 #: Entries multiplied at a time: they stay in a CPU's cache; fewer would cost overhead.
 BATCH_ENTRIES = ByDevice(cpu=2**18, accelerator=2**25)

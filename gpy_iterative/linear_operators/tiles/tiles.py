@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.changes import SeenVersions
-from gpy_iterative.devices import ByDevice
 from gpy_iterative.linear_operators.products import KernelProducts
 from gpy_iterative.linear_operators.tiles.cache import Key, TileCache, new_memory
-from gpy_iterative.worker_threads import run, shares, summed
+from gpy_iterative.worker_threads import ByDevice, run, shares, summed
 
 #: Numbers of columns that a CPU multiplies from the right.
 FEW_COLUMNS = range(2, 9)
