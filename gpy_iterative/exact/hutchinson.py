@@ -34,7 +34,7 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         warm_start: start at 2 V_t - V_{t-1} of the last solutions ("extrapolated") or V_t ("previous"), with frozen probes;
             False starts at zero with new probes.
         products: how kernel products are computed.
-        generator: a generator or seed; the global generator is never used.
+        generator: a generator or a seed; None takes the seed of `torch.manual_seed`.
         progress: True shows a bar for every solve; a callable gets every `gpy_iterative.progress.ProgressReport`.
 
     Raises:

@@ -39,7 +39,7 @@ class VariationalFeatureMarginalLogLikelihood(FeatureMarginalLogLikelihood):
             of second order in the rate. Off, or with update="gradient", estimates are unbiased.
         centred: weights of features before scaling (outputscales, a LinearKernel's variances). Off is slow with
             update="gradient".
-        generator: a generator or its seed.
+        generator: a generator or a seed; None takes the seed of `torch.manual_seed`.
 
     The first call and `refresh()` make a pass over the data, n m^2. A step then costs b features, b m^2, and m^3 (natural);
     memory m^2 + b m. State and m x m algebra are float64.

@@ -48,7 +48,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
             ("series.target_stops", "series.probe_stops" and the probes' draws).
         solver: of predictions; None is `gpy_iterative.solvers.default_solver`.
         products: how kernel products are computed.
-        generator: a generator or a seed. The global generator is never used.
+        generator: a generator or a seed; None takes the seed of `torch.manual_seed`.
 
     A step costs E[largest J] products of H with the open columns, and one derivative pass with M - 1 + num_probes pairs of
     columns. `report.truncation` has draws, variance and decay.
