@@ -43,11 +43,12 @@ def _scores(y: Tensor, mean: Tensor, deviation: Tensor) -> tuple[float, float]:
 def fit_lines(model: TableModel, result: FitResult) -> list[str]:
     """Status, advice and hyperparameters."""
     shift, scale = float(model.target_units.mean), float(model.target_units.scale)
+    units = {column.name: " (days)" for column in model.columns if column.kind == "date"}
     rows = [  # name, and conversion to the table's units: power, factor, shift
         (f"noise of {model.target} (standard deviation)", 0.5, scale, 0.0),
         (f"mean of {model.target} far from the data", 1.0, scale, shift),
         (f"variation of {model.target} around it (standard deviation)", 0.5, scale, 0.0),
-        *((f"lengthscale of {name}", 1.0, factor, 0.0) for name, factor in model.inputs.items()),
+        *((f"lengthscale of {name}{units.get(name, '')}", 1.0, factor, 0.0) for name, factor in model.inputs.items()),
     ]
     lengthscales = [each for each in result.hyperparameters if "lengthscale" in each.name]
     useless = {  # not short ones, which also change nothing but separate rows

@@ -210,12 +210,14 @@ class RandomFeatures(ProbeDistribution):
     Args:
         num_frequencies: m, for each kernel of the prior's sum.
         corrected: True takes S = Phi Phi^T + D, unbiased for any m; False S = H, see `PathwiseMarginalLogLikelihood`.
+        widened: see `RandomFourierFeatures`.
 
     Cost: n d m for the features. Corrected: also n (2m)^2 / 2 for the Gram matrix, and all features in memory.
     """
 
     num_frequencies: int
     corrected: bool = True
+    widened: bool = False
     needs_terms: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -231,7 +233,7 @@ class RandomFeatures(ProbeDistribution):
         self, operator: LinearOperator, terms: Terms, generator: torch.Generator, *, others: Draws | None = None
     ) -> Draws:
         noisy, terms = _prior(operator, terms)
-        features = RandomFourierFeatures(self.num_frequencies)
+        features = RandomFourierFeatures(self.num_frequencies, self.widened)
         draws = {f"features.{name}": tensor for name, tensor in features.draw(terms, generator).items()}
         return draws | {
             "weights": standard_normal(noisy, features.num_features(terms), self.num_probes, generator),

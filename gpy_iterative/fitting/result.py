@@ -123,7 +123,7 @@ class FitResult:
     def __str__(self) -> str:
         last = self.history[-1]
         lines = [
-            f"{self.status.name.lower()} after {self.steps} steps of {self.method.replace('_', ' ')} "
+            f"{self.status.name} after {self.steps} steps of {self.method.replace('_', ' ')} "
             f"({self.seconds:.1f} s): log marginal likelihood {last.value:.4f} a datum",
             self.status.advice,
             *([f"Adam: {self.reason}"] if self.method == "adam" else []),

@@ -3,6 +3,7 @@
 Draws are for unit lengthscale, so frozen draws stay valid in training.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
@@ -14,6 +15,9 @@ from torch import Tensor
 from gpy_iterative.linear_operators.from_gpytorch import computes_the_same
 
 Draws = dict[str, Tensor]
+
+#: Least factor of a widened chi-square: frequencies are at most 10,000 times larger.
+SMALLEST = 1e-8
 
 
 def draws_under(prefix: str, draws: Draws) -> Draws:
@@ -45,6 +49,13 @@ class SpectralDensity(ABC):
     def variance(self, kernel: kernels.Kernel) -> Tensor | None:
         """The prior variance k(x, x) [*b]; None for 1."""
         return None
+
+    def widened(self, kernel: kernels.Kernel, draws: Draws, uniform: Callable) -> Draws:
+        """Draws of a density with more high frequencies, and their "importance" [count]: density over that density.
+
+        The default changes nothing.
+        """
+        return draws
 
 
 _REGISTRY: dict[type[kernels.Kernel], SpectralDensity] = {}
@@ -94,6 +105,19 @@ class StudentT(SpectralDensity):
 
     def frequencies(self, kernel: kernels.Kernel, draws: Draws) -> Tensor:
         return draws["normal"] * (2 * kernel.nu / draws["chi_square"]).sqrt()
+
+    def widened(self, kernel: kernels.Kernel, draws: Draws, uniform: Callable) -> Draws:
+        """Half of the chi-squares times a factor whose logarithm is uniform between log `SMALLEST` and 0."""
+        degrees, chi_square = round(2 * kernel.nu), draws["chi_square"]
+        is_widened, factor = uniform(2, *chi_square.shape)
+        chi_square = torch.where(is_widened < 0.5, SMALLEST**factor * chi_square, chi_square)
+        half, point = torch.full_like(chi_square, degrees / 2), chi_square / 2
+        # Of chi_square, times chi_square: its density, and that with a factor.
+        density = (half * point.log() - point - torch.lgamma(half)).exp()
+        below = torch.special.gammainc(half, point / SMALLEST) - torch.special.gammainc(half, point)
+        above = torch.special.gammaincc(half, point) - torch.special.gammaincc(half, point / SMALLEST)
+        wide = torch.where(point < half, below, above) / -math.log(SMALLEST)  # the one without cancellation
+        return draws | {"chi_square": chi_square, "importance": 2 * density / (density + wide)}
 
 
 @register_spectral_density(kernels.RQKernel)

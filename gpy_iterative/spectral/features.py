@@ -23,6 +23,8 @@ class RandomFourierFeatures:
 
     Args:
         num_frequencies: frequencies m of each summand, which has 2 m features.
+        widened: draws more high frequencies of Matern kernels, with weights that keep the mean. A posterior with many data
+            per lengthscale is made of high frequencies.
 
     LinearKernel, PolynomialKernel and RFFKernel have exact features. A MultitaskKernel has its data kernel's features for
     every column of a root of its task covariance, and T consecutive rows per point. Batch members share the draws.
@@ -31,6 +33,7 @@ class RandomFourierFeatures:
     """
 
     num_frequencies: int
+    widened: bool = False
 
     def __post_init__(self) -> None:
         check_count("num_frequencies", self.num_frequencies)
@@ -58,6 +61,8 @@ class RandomFourierFeatures:
         for name, factor in factors.items():
             dims = factor.inputs.shape[-1]
             drawn = factor.density.draw(factor.kernel, dims, self.num_frequencies, normal, uniform)
+            if self.widened:
+                drawn = factor.density.widened(factor.kernel, drawn, uniform)
             draws |= {f"{name}.{key}": tensor for key, tensor in drawn.items()}
         return draws
 
@@ -127,13 +132,17 @@ class RandomFourierFeatures:
     def _blocks(self, terms: Sequence[KernelTerm], draws: Draws) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of Phi and their rows; one empty block for no rows."""
         parts = [
-            (summand, [factor.frequencies(draws_under(factor.name, draws)) for factor in summand.factors])
+            (
+                summand,
+                [factor.frequencies(draws_under(factor.name, draws)) for factor in summand.factors],
+                [draws[name] for factor in summand.factors if (name := f"{factor.name}.importance") in draws],
+            )
             for summand in summands(terms)
         ]
         step = max(1, ENTRIES_AT_A_TIME // max(1, self.num_features(terms)))
         for start in range(0, max(terms[0].inputs.shape[-2], 1), step):
             rows = slice(start, start + step)
-            blocks = [summand.features(rows, frequencies) for summand, frequencies in parts]
+            blocks = [summand.features(rows, frequencies, importance) for summand, frequencies, importance in parts]
             batch = torch.broadcast_shapes(*(block.shape[:-2] for block in blocks))
             num_tasks = parts[0][0].num_tasks
             rows = slice(start * num_tasks, start * num_tasks + blocks[0].shape[-2])

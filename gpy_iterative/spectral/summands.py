@@ -106,13 +106,15 @@ class Summand:
             return self.features(slice(0, 0), []).shape[-1]
         return 2 * num_frequencies * self.columns_per_feature
 
-    def features(self, rows: slice, frequencies: list[Tensor]) -> Tensor:
-        """Phi [*b, rows T, features] for each factor's frequencies; a point's tasks are consecutive."""
+    def features(self, rows: slice, frequencies: list[Tensor], importance: Sequence[Tensor] = ()) -> Tensor:
+        """Phi [*b, rows T, features] for the factors' frequencies and weights; a point's tasks are consecutive."""
         if self.exact is not None:
             kernel, inputs = self.exact
             result = _EXACT[type(kernel)](kernel, inputs[..., rows, :])
         else:
             result = self._trigonometric(rows, frequencies)
+            for weights in importance:
+                result = result * weights.sqrt().to(result).repeat(2)
         if self.tasks is not None:
             result = torch.einsum("...nf,...tr->...ntfr", result, self.tasks.to(result)).flatten(-4, -3).flatten(-2)
         if self.scale is None:

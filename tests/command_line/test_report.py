@@ -60,6 +60,12 @@ def test_hyperparameters_are_in_the_units_of_the_table(model: TableModel) -> Non
     assert lines[7].startswith("  lengthscale of street=Ash: ")
 
 
+def test_a_lengthscale_of_dates_is_in_days(model: TableModel) -> None:
+    lines = fit_lines(replace(model, columns=(Column("built", "date"), *COLUMNS[1:])), RESULT)
+    assert lines[5].startswith("  lengthscale of built (days): 100, ")
+    assert lines[6].startswith("  lengthscale of luck: ")
+
+
 def test_a_short_lengthscale_is_not_called_useless(model: TableModel) -> None:
     assert fit_lines(model, RESULT)[-1] == "The data may do without these inputs: luck."
     long = tuple(

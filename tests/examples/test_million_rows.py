@@ -13,7 +13,7 @@ def test_a_small_map_is_learned_to_its_noise(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--rows", "5000"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     printed = capsys.readouterr().out
-    assert "converged after" in printed
+    assert "CONVERGED after" in printed
     error = float(printed.split("root mean square error ")[1].split(",")[0])
     assert error < 0.2  # of heights with variance 1
     inside = float(printed.split("interval: ")[1].split(" %")[0])

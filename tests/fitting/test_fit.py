@@ -103,7 +103,7 @@ def test_irrelevant_inputs_are_named_and_linear_ones_are_not() -> None:
     result = quiet(mll)
     assert result.irrelevant == ("covar_module.base_kernel.lengthscale[1]",)
     shown = str(result)
-    assert "converged after" in shown
+    assert "CONVERGED after" in shown
     assert "lengthscale[1]" in shown.splitlines()[-1]
     assert "not determined" in shown
     assert result.standard_errors["covar_module.base_kernel.lengthscale[1]"] is None

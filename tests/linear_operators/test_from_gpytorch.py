@@ -95,6 +95,14 @@ def test_multitask_keeps_its_kronecker_structure() -> None:
     assert isinstance(operator.kernel.linear_ops[0], RadialKernelLinearOperator)
 
 
+@pytest.mark.parametrize("width", [1, 2])
+def test_lengthscales_for_other_columns_are_refused(width: int) -> None:
+    x = data(20)[0][:, :1].expand(20, width)
+    kernel = kernels.ScaleKernel(kernels.RBFKernel(ard_num_dims=3)).double()
+    with pytest.raises(ValueError, match=rf"RBFKernel has ard_num_dims=3.*\(20, {width}\): set ard_num_dims={width}"):
+        kernel_operator(kernel(x), PRODUCTS)
+
+
 def test_dtype_of_inputs_and_parameters_must_agree() -> None:
     x, _ = data(20)
     with pytest.raises(ValueError, match=r"float64.*raw_lengthscale.*float32"):

@@ -65,6 +65,25 @@ def test_features_reproduce_the_kernel(name: str, dtype: torch.dtype) -> None:
     assert (phi @ phi.mT - matrix).abs().max() < 0.06 * matrix.max()
 
 
+@pytest.mark.parametrize("nu", [0.5, 1.5, 2.5])
+def test_widened_draws_keep_the_kernel_and_see_short_distances(nu: float) -> None:
+    """k(0) - k(r) of many lengthscales' data: of one in a thousand, by 8,000 frequencies."""
+    kernel = kernels.MaternKernel(nu=nu).double()
+    x = torch.tensor([0.0, 1e-3, 1.0]).double().unsqueeze(-1)
+    errors = {False: [], True: []}
+    for seed in range(8):
+        for widened, found in errors.items():
+            terms, maker = kernel_terms(kernel(x)), RandomFourierFeatures(8000, widened)
+            phi = maker.features(terms, maker.draw(terms, torch.Generator().manual_seed(seed)))
+            exact = kernel(x).to_dense().detach()
+            assert (phi @ phi.mT - exact).abs().max() < 0.06
+            contrast = torch.tensor([1.0, -1.0, 0.0]).double()
+            found.append(float((contrast @ phi).square().sum() / (contrast @ exact @ contrast) - 1))
+    assert max(map(abs, errors[True])) < 0.12
+    if nu < 2:  # the smoother the kernel, the less hangs on high frequencies
+        assert max(map(abs, errors[False])) > 2 * max(map(abs, errors[True]))
+
+
 def test_one_chi_square_for_each_frequency_not_for_each_coordinate() -> None:
     """The mistake, whose features are those of a product of one-dimensional kernels, is visible at once."""
     kernel, (x, _) = kernels.MaternKernel(nu=1.5).double(), data(40, d=5)

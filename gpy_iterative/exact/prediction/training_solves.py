@@ -116,7 +116,7 @@ class TrainingSolves:
         self._lock = OwnLock()  # lazy results are made by one thread for all
         self._cholesky: CholeskyFactor | None = None
         self._projection: Projection | None = None
-        self.features = RandomFeatures(num_probes=1, num_frequencies=num_frequencies, corrected=False)
+        self.features = RandomFeatures(num_probes=1, num_frequencies=num_frequencies, corrected=False, widened=True)
         self._has_solved_draws = False
         if known is None:
             self.draws = draws if draws is not None and draws.fits(system) else None

@@ -53,6 +53,6 @@ def solved_variance(
     rest = columns - system.operator._matmul(basis @ coefficients)
     solution = ConjugateGradients(tolerance=TOLERANCE).solve(native_precision(system.operator), rest)
     if solution.status is not SolveStatus.CONVERGED:
-        warn_of("A linear solve for predictions", solution.status, solution.stats, rest.dtype)
+        warn_of(f"The solve of variance_error (tolerance {TOLERANCE})", solution.status, solution.stats, rest.dtype)
     explained = coefficients.square().sum(-2) + ((rest + solution.residual) * solution.value).sum(-2)
     return prior_variance - from_columns(explained.unsqueeze(-2), like[..., :1, :]).squeeze(-2)

@@ -44,7 +44,7 @@ class PriorFunctions:
     ) -> "PriorFunctions":
         check_count("num_paths", num_samples)
         terms, is_coupled = _latent_terms(distribution)
-        features = RandomFourierFeatures(num_frequencies)
+        features = RandomFourierFeatures(num_frequencies, widened=True)
         draws, like = features.draw(terms, generator), terms[0].inputs
         shape = (features.num_features(terms), num_samples)
         shape = shape if is_coupled else (num_latents, *shape)

@@ -45,6 +45,23 @@ def test_a_seed_serves_as_a_generator() -> None:
     assert (first - other).abs().max() > 1e-3
 
 
+def test_the_spread_of_paths_where_a_lengthscale_has_many_data() -> None:
+    """The posterior is then made of high frequencies. The kernel's own frequencies spread .79 and 1.07 times as much."""
+    generator = torch.Generator().manual_seed(0)
+    x = 16 * torch.rand(1000, 2, generator=generator, dtype=torch.float64)
+    y = torch.sin(x[:, 0] / 6) + 0.1 * torch.randn(1000, generator=generator, dtype=torch.float64)
+    case = regression(kernels.ScaleKernel(kernels.MaternKernel(nu=1.5)))
+    case.model.set_train_data(x, y, strict=False)
+    case.likelihood.noise, case.model.covar_module.outputscale = 0.01, 3.6
+    case.model.covar_module.base_kernel.lengthscale = 43.7
+    points = 16 * torch.rand(100, 2, generator=generator, dtype=torch.float64)
+    for seed in (2, 3):
+        posterior = PathwisePosterior(case.model, case.likelihood, solver=Cholesky(), generator=seed)
+        with torch.no_grad():
+            ratio = posterior.sample_paths(250)(points).std(0) / posterior(points).stddev
+        assert 0.95 < ratio.mean() < 1.05
+
+
 @pytest.mark.parametrize("solver", [Cholesky(), TIGHT])
 def test_distribution(solver: Cholesky | ConjugateGradients) -> None:
     """2,000 paths with features whose own error is known: mean and covariance of pathwise conditioning.
