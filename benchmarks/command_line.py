@@ -38,11 +38,11 @@ app = typer.Typer(
 )
 console = Console()
 
-Threads = Annotated[int, typer.Option(help="Threads of every contender.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of every contender.")]
 DEFAULT_THREADS = torch.get_num_threads()
-FirstRows = Annotated[int | None, typer.Option(help="First training rows only.")]
+FirstRows = Annotated[int | None, typer.Option(min=1, help="First training rows only.")]
 #: For runs that leave a checkpoint.
-Minutes = Annotated[float, typer.Option(help="Of each run in this call; another call goes on.")]
+Minutes = Annotated[float, typer.Option(min=0, help="Of each run in this call; another call goes on.")]
 DEFAULT_MINUTES = 120.0
 
 

@@ -112,7 +112,7 @@ def load(name: str, split: int = 0, *, rows: int | None = None, dtype: torch.dty
     """One of the ten standard 90/10 splits; `rows` keeps the first so many training rows.
 
     Raises:
-        ValueError: a name or a split that does not exist.
+        ValueError: a name or a split that does not exist, or rows below 1.
         MissingDataError: the data are neither in the folder that GPY_ITERATIVE_DATA names nor to be downloaded.
     """
     data = rows_of(name)
@@ -120,7 +120,7 @@ def load(name: str, split: int = 0, *, rows: int | None = None, dtype: torch.dty
     if not 0 <= split < masks.shape[1]:
         raise ValueError(f"{name} has the splits 0 to {masks.shape[1] - 1}, got {split}.")
     test = masks[:, split].astype(bool)
-    train, held_out = data[~test][:rows], data[test]
+    train, held_out = _first(data[~test], rows), data[test]
     return standardise(name, train[:, :-1], train[:, -1], held_out[:, :-1], held_out[:, -1], dtype)
 
 
@@ -134,6 +134,12 @@ def rows_of(name: str) -> np.ndarray:
     """All rows as published, the target in the last column. Raises as `load`."""
     _check_name(name)
     return np.loadtxt(io.BytesIO(_content(name, "data.csv.gz", CHECKSUMS[name][0])), delimiter=",")
+
+
+def _first(data: np.ndarray, rows: int | None) -> np.ndarray:
+    if rows is not None and rows < 1:
+        raise ValueError(f"rows must be at least 1, got {rows}.")
+    return data[:rows]
 
 
 def _check_name(name: str) -> None:
@@ -151,7 +157,7 @@ def load_random_split(
     """
     data = rows_of(name)
     data = data[np.random.default_rng(seed).permutation(len(data))]
-    train, test = data[: round(0.64 * len(data))][:rows], data[round(0.8 * len(data)) :]
+    train, test = _first(data[: round(0.64 * len(data))], rows), data[round(0.8 * len(data)) :]
     low, high = train[:, :-1].min(0), train[:, :-1].max(0)
     varies = high > low
     scaled = lambda part: (2 * (part[:, :-1] - low) / np.where(varies, high - low, 1) - 1)[:, varies]
@@ -282,7 +288,7 @@ def load_flights(*, rows: int | None = None, seed: int = 0) -> Split:
     data = flights().to_numpy(dtype=np.float64)
     data = data[np.random.default_rng(seed).permutation(len(data))]
     held_out = len(data) // 10
-    test, train = data[:held_out], data[held_out:][:rows]
+    test, train = data[:held_out], _first(data[held_out:], rows)
     return standardise("flights", train[:, :-1], train[:, -1], test[:, :-1], test[:, -1], torch.float32)
 
 

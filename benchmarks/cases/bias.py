@@ -187,7 +187,7 @@ def measure(*, dataset: str, rows: int, draws: int) -> Outcome:
 @app.command()
 def bias(
     dataset: str = "pol",
-    rows: Annotated[int, typer.Option(help="First rows of the data.")] = 1000,
+    rows: Annotated[int, typer.Option(min=1, help="First rows of the data.")] = 1000,
     draws: Annotated[int, typer.Option(help="Independent estimates of each estimator.")] = 200,
     pictures: Annotated[Path | None, typer.Option(help="Folder for the two pictures of the documentation.")] = None,
 ) -> None:

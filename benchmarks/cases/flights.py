@@ -202,7 +202,9 @@ def steps_folder(folder: Path, rows: int | None) -> Path:
 
 @app.command()
 def flights(
-    rows: Annotated[int | None, typer.Option(help="First training rows only; all 294,612 by default.")] = Options.rows,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="First training rows only; all 294,612 by default.")
+    ] = Options.rows,
     steps: Annotated[int, typer.Option(help="Of Adam, after the start.")] = Options.steps,
     max_epochs: Annotated[float, typer.Option(help="Of a step's solve.")] = Options.max_epochs,
     prediction_epochs: Annotated[float, typer.Option(help="Of the mean's solve.")] = Options.prediction_epochs,

@@ -155,7 +155,7 @@ def scaling(
     dataset: str = "elevators",
     rows: FirstRows = None,
     steps: int = 5,
-    threads: Annotated[int, typer.Option(help="Threads of all processes together.")] = DEFAULT_THREADS,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of all processes together.")] = DEFAULT_THREADS,
 ) -> None:
     """Products and a training step that several processes share, and the bytes that each contributes to sums."""
     options = {"n": n, "d": d, "s": s, "repeats": repeats, "dataset": dataset, "rows": rows, "steps": steps}

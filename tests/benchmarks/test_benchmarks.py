@@ -53,6 +53,8 @@ def test_missing_and_altered_data_are_refused(tmp_path: Path, monkeypatch: pytes
         load("nothing")
     with pytest.raises(ValueError, match="splits 0 to 1"):
         load("tiny", 2)
+    with pytest.raises(ValueError, match="rows must be at least 1, got -3"):
+        load("tiny", 1, rows=-3)
     (tmp_path / "tiny" / "data.csv.gz").write_bytes(gzip.compress(b"1,2,3"))
     with pytest.raises(ValueError, match="SHA-256"):
         load("tiny")

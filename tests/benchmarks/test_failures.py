@@ -41,6 +41,16 @@ def test_an_unknown_name_ends_a_command_before_anything_runs(command: str, monke
     assert ran == []
 
 
+@pytest.mark.parametrize(
+    "options", [("run", "--threads"), ("step", "--rows"), ("bias", "--rows"), ("flights", "--rows")]
+)
+@pytest.mark.parametrize("count", ["0", "-5"])
+def test_counts_below_one_end_a_command_before_anything_runs(options: tuple[str, str], count: str) -> None:
+    result = CliRunner(env={"COLUMNS": "2000"}).invoke(app, [*options, count])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{options[1]}'" in result.output
+
+
 @pytest.mark.parametrize("command", ["variance", "gradient-quality", "solvers", "feature-order", "bias"])
 def test_missing_data_end_a_command_with_the_reason(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
