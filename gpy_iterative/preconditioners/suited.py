@@ -6,7 +6,9 @@ import torch
 from linear_operator import LinearOperator
 
 from gpy_iterative.checks import check_count
-from gpy_iterative.linear_operators.extensions import far_field_error, kernel_inputs
+from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, kernel_inputs
+from gpy_iterative.linear_operators.radial.functions import RBF
+from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, kernel_and_noise
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
@@ -22,8 +24,9 @@ MOST_INPUTS = 8
 class LowRankOrVecchia(PreconditionerRecipe):
     """`RandomlyPivotedCholesky(rank)`, or `Vecchia()` where the low rank leaves more than four times the noise.
 
-    Vecchia needs one system (no batch) with at most eight inputs; a far field then chooses it directly. Cost: the low rank,
-    plus Vecchia's factor if chosen.
+    Vecchia needs one system (no batch) with at most eight inputs; a far field then chooses it directly, but not for RBF
+    kernels alone, whose rank is low and whose far points a neighbour does not screen. Cost: the low rank, plus Vecchia's
+    factor if chosen.
 
     Args:
         rank: of the low rank.
@@ -39,7 +42,8 @@ class LowRankOrVecchia(PreconditionerRecipe):
 
     def for_far_field(self, operator: LinearOperator) -> Vecchia | None:
         """Vecchia's recipe if a far field chooses it, else None."""
-        return Vecchia() if _has_neighbours(operator) and far_field_error(operator) is not None else None
+        is_chosen = _has_neighbours(operator) and not _is_smooth(operator) and far_field_error(operator) is not None
+        return Vecchia() if is_chosen else None
 
     @torch.no_grad()
     def build(self, operator: LinearOperator, *, generator: torch.Generator | None = None) -> Preconditioner:
@@ -59,6 +63,12 @@ def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:
         return 0.0
     rest = diagonal.sum() - torch.linalg.vector_norm(factor.factor).square()
     return float(rest / noise.sum())
+
+
+def _is_smooth(operator: LinearOperator) -> bool:
+    """Whether all radial kernels are RBF."""
+    functions = [part.function for part in all_parts(operator) if isinstance(part, RadialKernelLinearOperator)]
+    return all(function is RBF for function in functions)
 
 
 def _has_neighbours(operator: LinearOperator) -> bool:

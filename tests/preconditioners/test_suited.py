@@ -3,6 +3,7 @@
 import gpytorch
 import pytest
 import torch
+from gpytorch.kernels import RBFKernel
 from linear_operator import to_linear_operator
 
 from gpy_iterative.linear_operators import KernelProducts, NoisyLinearOperator, operator_of_kernel
@@ -11,10 +12,15 @@ from gpy_iterative.preconditioners import LowRankOrVecchia, PivotedCholeskyFacto
 
 
 def system(
-    lengthscale: float, inputs: int = 2, batch: tuple[int, ...] = (), rows: int = 500, far_field: float | None = None
+    lengthscale: float,
+    inputs: int = 2,
+    batch: tuple[int, ...] = (),
+    rows: int = 500,
+    far_field: float | None = None,
+    kernel: gpytorch.kernels.Kernel | None = None,
 ) -> NoisyLinearOperator:
     x = torch.rand(*batch, rows, inputs, generator=torch.Generator().manual_seed(0)).double()
-    kernel = gpytorch.kernels.MaternKernel(nu=1.5).double()
+    kernel = (kernel or gpytorch.kernels.MaternKernel(nu=1.5)).double()
     kernel.lengthscale = lengthscale
     covariance = operator_of_kernel(kernel, x, None, KernelProducts(far_field=far_field)).detach()
     return NoisyLinearOperator(covariance, torch.full((*batch, rows), 0.01).double())
@@ -31,6 +37,13 @@ def test_a_far_field_takes_neighbours() -> None:
     assert far_field_error(far_field) is not None
     assert isinstance(LowRankOrVecchia(300).build(tiles), PivotedCholeskyFactor)
     assert isinstance(LowRankOrVecchia(300).build(far_field), SparseInverseCholesky)
+
+
+def test_a_far_field_of_rbf_kernels_takes_low_rank_where_that_is_enough() -> None:
+    smooth, rough = (system(length, rows=3000, far_field=1e-2, kernel=RBFKernel()) for length in (0.3, 0.02))
+    assert all(far_field_error(operator) is not None for operator in (smooth, rough))
+    assert isinstance(LowRankOrVecchia(300).build(smooth), PivotedCholeskyFactor)
+    assert isinstance(LowRankOrVecchia(300).build(rough), SparseInverseCholesky)
 
 
 @pytest.mark.parametrize("case", [{"inputs": 9}, {"batch": (2,)}])
