@@ -128,6 +128,7 @@ class TrainingData:
     inputs: Tensor  # [n, d], float64
     targets: Tensor  # [n], float64
     constant: tuple[str, ...]  # names of excluded constant columns
+    num_incomplete: int = 0  # rows that were left out
 
 
 def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_incomplete: bool) -> TrainingData:
@@ -139,7 +140,8 @@ def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_
     table = {name: table[name] for name in table if name not in dropped}
     values = _encoded(table, target)
     kept = _complete_rows(values, drop_incomplete)
-    if len(kept) < len(table[target]):  # levels and kinds may change
+    num_incomplete = len(table[target]) - len(kept)
+    if num_incomplete:  # levels and kinds may change
         table = {name: [cells[row] for row in kept] for name, cells in table.items()}
         values = _encoded(table, target)
     constant = tuple(column.name for column, rows in values.items() if (rows == rows[0]).all())
@@ -150,7 +152,7 @@ def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_
         raise BadInputError(f"{path} has no column that varies beside the target {target!r}.")
     inputs = np.concatenate([values[column] for column in columns], axis=1)
     targets = values[Column(target, "number")][:, 0]
-    return TrainingData(columns, torch.tensor(inputs), torch.tensor(targets), constant)
+    return TrainingData(columns, torch.tensor(inputs), torch.tensor(targets), constant, num_incomplete)
 
 
 def _check_target(name: str, cells: Sequence[str]) -> None:

@@ -126,6 +126,7 @@ def data_lines(data: TrainingData, num_kept: int) -> list[str]:
         f"{num_kept} rows to learn from, {len(data.targets) - num_kept} held out; inputs:",
         *(f"  {column}" for column in data.columns),
         *([f"Constant, and left out: {', '.join(data.constant)}."] if data.constant else []),
+        *([f"Incomplete, and left out: {counted_rows(data.num_incomplete)}."] if data.num_incomplete else []),
     ]
 
 

@@ -55,6 +55,12 @@ def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, sy
     Cost: 64 rows of distances, and a sort of the rows.
     """
     warn_of_inputs(model)
+    if model.likelihood is not likelihood:
+        warn(
+            "The likelihood of the marginal log likelihood is not the model's, whose noise stays as it is, also in "
+            "predictions by model(x): pass model.likelihood to both.",
+            DataWarning,
+        )
     operator = system.operator
     if not isinstance(operator, NoisyLinearOperator) or operator.shape[-1] < 2:
         return

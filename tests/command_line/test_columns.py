@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from gpy_iterative.command_line.columns import Column, TrainingData, read_training_data
+from gpy_iterative.command_line.commands import data_lines
 from gpy_iterative.command_line.table import BadInputError, read_table, write_table
 from tests.command_line.homes import Homes, homes, written
 
@@ -48,6 +49,7 @@ def test_gaps_are_refused_or_their_rows_left_out(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=said):
         read(tmp_path, table)
     data = read(tmp_path, table, drop_incomplete=True)
+    assert "Incomplete, and left out: 3 rows." in data_lines(data, 70)
     kept = np.delete(np.arange(80), [3, 4, 9])
     np.testing.assert_array_equal(data.targets, np.array(table["price"], dtype=float)[kept])
     assert data.inputs.isfinite().all()

@@ -168,6 +168,16 @@ def test_targets_far_from_the_mean() -> None:
     assert "The targets lie 42.5 standard deviations away from the prior's mean" in sentence
 
 
+def test_a_likelihood_that_is_not_the_model_s() -> None:
+    x, y = standardised()
+    model = Regression(
+        x, y, gpytorch.likelihoods.GaussianLikelihood(), ScaleKernel(RBFKernel(ard_num_dims=18))
+    ).double()
+    mll = gpi.mlls.HutchinsonMarginalLogLikelihood(gpytorch.likelihoods.GaussianLikelihood().double(), model)
+    with pytest.warns(DataWarning, match="not the model's, whose noise stays as it is"):
+        gpi.fit(mll, max_steps=1, progress=False)
+
+
 def test_copies_of_rows() -> None:
     x, y = standardised(100)
     mixed = torch.randperm(120, generator=torch.Generator().manual_seed(0))
