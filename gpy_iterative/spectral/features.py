@@ -26,8 +26,9 @@ class RandomFourierFeatures:
         widened: draws more high frequencies of Matern kernels, with weights that keep the mean. A posterior with many data
             per lengthscale is made of high frequencies.
 
-    LinearKernel, PolynomialKernel and RFFKernel have exact features. A MultitaskKernel has its data kernel's features for
-    every column of a root of its task covariance, and T consecutive rows per point. Batch members share the draws.
+    ConstantKernel, LinearKernel, PolynomialKernel and RFFKernel have exact features. A MultitaskKernel has its kernel's
+    features for every column of a root of its task covariance, and T consecutive rows per point. Batch members share the
+    draws.
 
     Phases are always float64: heavy-tailed densities draw frequencies above 1e6.
     """

@@ -36,8 +36,15 @@ def _monomials(kernel: kernels.PolynomialKernel, points: Tensor) -> Tensor:
     return columns.prod(-1) * extended.new_tensor(multiplicities).sqrt()
 
 
+def _level(kernel: kernels.ConstantKernel, points: Tensor) -> Tensor:
+    """The one feature of a constant."""
+    level = kernel.constant.unsqueeze(-1).sqrt()
+    return level.expand(*torch.broadcast_shapes(level.shape[:-2], points.shape[:-2]), points.shape[-2], 1)
+
+
 #: Kernels with finitely many features, by exact type: a subclass may compute anything.
 _EXACT: dict[type[kernels.Kernel], Callable[[kernels.Kernel, Tensor], Tensor]] = {
+    kernels.ConstantKernel: _level,
     kernels.LinearKernel: _root,
     kernels.PolynomialKernel: _monomials,
     kernels.RFFKernel: _root,

@@ -30,6 +30,7 @@ KERNELS = {
     ),
     "linear": lambda: kernels.ScaleKernel(kernels.LinearKernel()) + kernels.RBFKernel(),
     "polynomial": lambda: kernels.ScaleKernel(kernels.PolynomialKernel(power=3)) + kernels.RBFKernel(),
+    "constant": lambda: kernels.ScaleKernel(kernels.ConstantKernel()) + kernels.RBFKernel(),
     "spectral mixture": lambda: kernels.ScaleKernel(kernels.SpectralMixtureKernel(num_mixtures=4, ard_num_dims=3)),
     "additive structure": lambda: kernels.AdditiveStructureKernel(kernels.ScaleKernel(kernels.RBFKernel()), 3),
     "product structure": lambda: kernels.ScaleKernel(kernels.ProductStructureKernel(kernels.MaternKernel(nu=0.5), 3)),
