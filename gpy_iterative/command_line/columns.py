@@ -128,7 +128,7 @@ class TrainingData:
     inputs: Tensor  # [n, d], float64
     targets: Tensor  # [n], float64
     constant: tuple[str, ...]  # names of excluded constant columns
-    num_incomplete: int = 0  # rows that were left out
+    num_incomplete: int  # rows that were left out
 
 
 def read_training_data(path: Path, target: str, dropped: Sequence[str], *, drop_incomplete: bool) -> TrainingData:

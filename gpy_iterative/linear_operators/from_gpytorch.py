@@ -122,7 +122,7 @@ def check_kernel_dtype(kernel: kernels.Kernel, inputs: Tensor) -> None:
             )
 
 
-def check_lengthscales(kernel: kernels.Kernel, inputs: Tensor) -> None:
+def _check_lengthscales(kernel: kernels.Kernel, inputs: Tensor) -> None:
     """Raises ValueError if the number of lengthscales is neither 1 nor that of the input's columns."""
     if kernel.ard_num_dims not in (None, 1, inputs.shape[-1]):
         raise ValueError(
@@ -147,7 +147,7 @@ def _of_kernel(kernel: kernels.Kernel, x1: Tensor, x2: Tensor | None, place: _Pl
         return _sum([_of_part(part, x1, x2, place.at(f"kernels.{i}")) for i, part in enumerate(kernel.kernels)])
     function = _radial_function(kernel)
     if function is not None:
-        check_lengthscales(kernel, x1)
+        _check_lengthscales(kernel, x1)
         x1, x2 = (x if x is None or x.is_floating_point() else x.to(kernel.dtype) for x in (x1, x2))
         # Learned inputs (a feature extractor's) need derivatives by point; a far field has only sums.
         products = replace(place.products, far_field=None) if x1.requires_grad else place.products

@@ -68,7 +68,7 @@ def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:
 def _is_smooth(operator: LinearOperator) -> bool:
     """Whether all radial kernels are RBF."""
     functions = [part.function for part in all_parts(operator) if isinstance(part, RadialKernelLinearOperator)]
-    return all(function is RBF for function in functions)
+    return all(function == RBF for function in functions)
 
 
 def _has_neighbours(operator: LinearOperator) -> bool:

@@ -109,8 +109,8 @@ class StudentT(SpectralDensity):
     def widened(self, kernel: kernels.Kernel, draws: Draws, uniform: Callable) -> Draws:
         """Half of the chi-squares times a factor whose logarithm is uniform between log `SMALLEST` and 0."""
         degrees, chi_square = round(2 * kernel.nu), draws["chi_square"]
-        is_widened, factor = uniform(2, *chi_square.shape)
-        chi_square = torch.where(is_widened < 0.5, SMALLEST**factor * chi_square, chi_square)
+        chosen, factor = uniform(2, *chi_square.shape)
+        chi_square = torch.where(chosen < 0.5, SMALLEST**factor * chi_square, chi_square)
         half, point = torch.full_like(chi_square, degrees / 2), chi_square / 2
         # Of chi_square, times chi_square: its density, and that with a factor.
         density = (half * point.log() - point - torch.lgamma(half)).exp()

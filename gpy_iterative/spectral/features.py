@@ -132,14 +132,11 @@ class RandomFourierFeatures:
 
     def _blocks(self, terms: Sequence[KernelTerm], draws: Draws) -> Iterator[tuple[slice, Tensor]]:
         """Blocks of Phi and their rows; one empty block for no rows."""
-        parts = [
-            (
-                summand,
-                [factor.frequencies(draws_under(factor.name, draws)) for factor in summand.factors],
-                [draws[name] for factor in summand.factors if (name := f"{factor.name}.importance") in draws],
-            )
-            for summand in summands(terms)
-        ]
+        parts = []
+        for summand in summands(terms):
+            own = [draws_under(factor.name, draws) for factor in summand.factors]
+            frequencies = [factor.frequencies(drawn) for factor, drawn in zip(summand.factors, own, strict=True)]
+            parts.append((summand, frequencies, [drawn["importance"] for drawn in own if "importance" in drawn]))
         step = max(1, ENTRIES_AT_A_TIME // max(1, self.num_features(terms)))
         for start in range(0, max(terms[0].inputs.shape[-2], 1), step):
             rows = slice(start, start + step)

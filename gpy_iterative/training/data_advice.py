@@ -55,12 +55,7 @@ def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, sy
     Cost: 64 rows of distances, and a sort of the rows.
     """
     warn_of_inputs(model)
-    if model.likelihood is not likelihood:
-        warn(
-            "The likelihood of the marginal log likelihood is not the model's, whose noise stays as it is, also in "
-            "predictions by model(x): pass model.likelihood to both.",
-            DataWarning,
-        )
+    _warn(_another_likelihood(model, likelihood))
     operator = system.operator
     if not isinstance(operator, NoisyLinearOperator) or operator.shape[-1] < 2:
         return
@@ -73,6 +68,14 @@ def warn_of_data(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, sy
 def _warn(sentences: Iterator[str]) -> None:
     for sentence in sentences:
         warn(sentence, DataWarning)
+
+
+def _another_likelihood(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood) -> Iterator[str]:
+    if model.likelihood is not likelihood:
+        yield (
+            "The likelihood of the marginal log likelihood is not the model's, whose noise stays as it is, also in "
+            "predictions by model(x): pass model.likelihood to both."
+        )
 
 
 def _constant_columns(model: Any) -> Iterator[str]:

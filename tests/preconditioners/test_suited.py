@@ -1,5 +1,7 @@
 """The choice between low rank and neighbours."""
 
+import copy
+
 import gpytorch
 import pytest
 import torch
@@ -42,7 +44,8 @@ def test_a_far_field_takes_neighbours() -> None:
 def test_a_far_field_of_rbf_kernels_takes_low_rank_where_that_is_enough() -> None:
     smooth, rough = (system(length, rows=3000, far_field=1e-2, kernel=RBFKernel()) for length in (0.3, 0.02))
     assert all(far_field_error(operator) is not None for operator in (smooth, rough))
-    assert isinstance(LowRankOrVecchia(300).build(smooth), PivotedCholeskyFactor)
+    for operator in (smooth, copy.deepcopy(smooth)):
+        assert isinstance(LowRankOrVecchia(300).build(operator), PivotedCholeskyFactor)
     assert isinstance(LowRankOrVecchia(300).build(rough), SparseInverseCholesky)
 
 
