@@ -140,8 +140,8 @@ class AverageInformation:
         if self._last is None:
             # Far from the optimum A does not describe the value: undamped first steps lead to other optima.
             self._damping = min(self._damping, found.left / point.evaluation.num_data)
-        elif found.left < NEAR:
-            matrix = self._last.seen_in(matrix)
+        else:
+            matrix = self._last.seen_in(matrix, is_near=found.left < NEAR)
         for trial in range(1, MAX_TRIALS + 1):
             move = self._move(point, found, matrix)
             predicted = float(found.gradient @ move - 0.5 * move @ matrix @ move)
@@ -152,7 +152,8 @@ class AverageInformation:
                 logger.debug("trial %d: predicted %.4g, gained %.4g (%s)", trial, predicted, gained, seen)
                 if gained > least:
                     self._damp(gained / predicted, is_first=trial == 1)
-                    self._last = Secant(reached.position - point.position, point.gradient - reached.gradient)
+                    is_poor = gained < GOOD_GAIN * predicted
+                    self._last = Secant(reached.position - point.position, point.gradient - reached.gradient, is_poor)
                     self._point, self._assessment = reached, None
                     length = float((reached.position - point.position).abs().max())
                     return Step(length, predicted, gained, seen, trial, epochs, time.perf_counter() - start)
@@ -188,7 +189,9 @@ class AverageInformation:
     def state(self) -> dict[str, Tensor]:
         """State for an exact resume, without parameters."""
         guess = {} if self._guess is None else {"guess": self._guess.clone()}
-        last = {} if self._last is None else {"move": self._last.move, "change": self._last.change}
+        last = {}
+        if self._last is not None:
+            last = {"move": self._last.move, "change": self._last.change, "is_poor": torch.tensor(self._last.is_poor)}
         damping = torch.tensor(self._damping, dtype=torch.float64)
         probes = torch.tensor(self.mll.probes.num_probes)
         before = {f"mll.{name}": tensor for name, tensor in self.point.before.items()}
@@ -215,7 +218,7 @@ class AverageInformation:
             {name.removeprefix("mll."): tensor for name, tensor in state.items() if name.startswith("mll.")}
         )
         self.mll, self._damping, self._guess = mll, float(state["damping"]), state.get("guess")
-        self._last = Secant(state["move"], state["change"]) if "move" in state else None
+        self._last = Secant(state["move"], state["change"], bool(state["is_poor"])) if "move" in state else None
         self._generator.set_state(state["generator"])
         self._point = self._assessment = None
         self._is_inside = True

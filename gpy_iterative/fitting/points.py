@@ -101,17 +101,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Secant:
-    """A step's move [p] and the gradient's decrease, [p]."""
+    """A step's move [p], the gradient's decrease [p], and whether it gained far less than predicted."""
 
     move: Tensor
     change: Tensor
+    is_poor: bool
 
-    def seen_in(self, matrix: Tensor) -> Tensor:
-        """The matrix [p, p] with the observed curvature along the step; unchanged if that is out of range."""
+    def seen_in(self, matrix: Tensor, *, is_near: bool) -> Tensor:
+        """The matrix [p, p] with the observed curvature along the step: a poor step may raise it, any near the end.
+
+        Unchanged if the observed curvature is out of range.
+        """
         product = matrix @ self.move
         expected = self.move @ product
         part = float(self.move @ self.change / expected)
         least, most = SEEN_CURVATURE
-        if not least < part < most:
+        if not least < part < most or not (is_near or (self.is_poor and part > 1)):
             return matrix
         return matrix - (1 - part) / expected * torch.outer(product, product)

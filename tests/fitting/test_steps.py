@@ -173,22 +173,30 @@ def test_the_solver_of_large_multitask_models_is_conjugate_gradients(monkeypatch
     assert AverageInformation(mll).mll.solver is None
 
 
-def test_a_secant_shows_the_curvature_along_its_move() -> None:
+@pytest.mark.parametrize(("factor", "is_near", "is_poor"), [(0.3, True, False), (1.8, False, True)])
+def test_a_secant_shows_the_curvature_along_its_move(factor: float, is_near: bool, is_poor: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     root, move, other = (torch.randn(4, *size, generator=generator, dtype=torch.float64) for size in ((4,), (), ()))
     matrix = root @ root.mT
-    true = 0.3 * matrix
-    seen = Secant(move, true @ move).seen_in(matrix)
+    true = factor * matrix
+    seen = Secant(move, true @ move, is_poor).seen_in(matrix, is_near=is_near)
     torch.testing.assert_close(move @ seen @ move, move @ true @ move)
     # Conjugate directions keep their curvature.
     conjugate = other - (other @ matrix @ move) / (move @ matrix @ move) * move
     torch.testing.assert_close(seen @ conjugate, matrix @ conjugate)
 
 
-@pytest.mark.parametrize("part", [-1.0, 0.01, 5.0, float("nan")])
-def test_a_secant_out_of_range_shows_nothing(part: float) -> None:
+@pytest.mark.parametrize(
+    ("part", "is_near", "is_poor"),
+    [
+        *((part, True, True) for part in (-1.0, 0.01, 5.0, float("nan"))),
+        (1.8, False, False),  # A falls along good steps
+        (0.3, False, True),
+    ],
+)
+def test_a_secant_out_of_range_shows_nothing(part: float, is_near: bool, is_poor: bool) -> None:
     matrix, move = torch.eye(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    assert Secant(move, part * move).seen_in(matrix) is matrix
+    assert Secant(move, part * move, is_poor).seen_in(matrix, is_near=is_near) is matrix
 
 
 class Located(gpytorch.kernels.Kernel):
