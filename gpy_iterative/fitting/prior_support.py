@@ -4,6 +4,7 @@ import math
 
 import gpytorch
 import torch
+from gpytorch.priors import LKJCovariancePrior
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -24,7 +25,7 @@ def support_of(module: gpytorch.Module, parameter: Parameter, values: Tensor) ->
     low, high = torch.full_like(values, -math.inf), torch.full_like(values, math.inf)
     for _, owner, prior, closure, _ in module.named_priors():
         seen = closure(owner)
-        if getattr(prior, "_transform", None) is None and _is_value_of(seen, parameter, values):
+        if not _has_transform(prior) and _is_value_of(seen, parameter, values):
             least, most = _range(prior)
             low, high = low.maximum(least.to(low)), high.minimum(most.to(high))
     return low, high
@@ -47,10 +48,19 @@ def _range(prior: gpytorch.priors.Prior) -> Range:
 
 
 def _is_in_support(prior: gpytorch.priors.Prior, values: Tensor) -> bool:
+    if isinstance(prior, LKJCovariancePrior):  # its density raises outside of the deviations' support
+        deviations = values.diagonal(dim1=-2, dim2=-1).sqrt()
+        if not _is_in_support(prior.sd_prior, deviations):
+            return False
     support = _support(prior)
-    if support is not None and not support.check(prior.transform(values)).all():
+    seen = prior.transform(values) if _has_transform(prior) else values
+    if support is not None and not support.check(seen).all():
         return False
     return bool((prior.log_prob(values) > -math.inf).all())  # a uniform density is zero at its upper end
+
+
+def _has_transform(prior: gpytorch.priors.Prior) -> bool:
+    return getattr(prior, "_transform", None) is not None  # LKJCovariancePrior lacks the attribute
 
 
 def _support(prior: gpytorch.priors.Prior) -> torch.distributions.constraints.Constraint | None:

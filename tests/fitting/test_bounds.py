@@ -6,7 +6,7 @@ import gpytorch
 import pytest
 import torch
 from gpytorch.constraints import GreaterThan, Interval
-from gpytorch.priors import GammaPrior, NormalPrior, UniformPrior
+from gpytorch.priors import GammaPrior, LKJCovariancePrior, NormalPrior, UniformPrior
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
@@ -100,6 +100,15 @@ def test_transformed_priors() -> None:
     assert is_in_supports(mll.model)  # log .69
     mll.model.covar_module.base_kernel.lengthscale = 1.1
     assert not is_in_supports(mll.model)
+
+
+def test_a_prior_on_a_covariance_of_tasks() -> None:
+    """GPyTorch's class has no `_transform`; BoTorch's KroneckerMultiTaskGP uses it."""
+    index = gpytorch.kernels.IndexKernel(2, rank=2, prior=LKJCovariancePrior(2, 1.5, UniformPrior(0.05, 3.0)))
+    index.covar_factor.data = torch.eye(2)
+    assert is_in_supports(index)
+    index.covar_factor.data = 4 * torch.eye(2)
+    assert not is_in_supports(index)
 
 
 def test_a_prior_and_a_constraint_with_nothing_in_common() -> None:
