@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from linear_operator import LinearOperator
+from linear_operator import LinearOperator, to_dense
 from linear_operator.utils.warnings import NumericalWarning
 from torch import Tensor
 
@@ -68,14 +68,14 @@ class Cholesky(Solver):
     tolerance: ClassVar[float] = 0.01
 
     @torch.no_grad()
-    def factorize(self, operator: LinearOperator) -> CholeskyFactor:
+    def factorize(self, operator: LinearOperator | Tensor) -> CholeskyFactor:
         """The factor of H [*b, n, n].
 
         Raises:
             NonFiniteError: an entry is not finite.
             NotPositiveDefiniteError: a relative jitter of 1e-4 does not help; smaller jitters warn.
         """
-        dense = operator.to_dense()
+        dense = to_dense(operator)
         return CholeskyFactor(warned_cholesky(dense.double(), "The kernel matrix with noise", dense.dtype), dense.dtype)
 
     def _solve_columns(self, system: LinearSystem) -> Solution:
