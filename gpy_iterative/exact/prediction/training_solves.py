@@ -74,7 +74,9 @@ def prediction_solver(system: TrainingSystem) -> Solver:
     if not isinstance(solver, IterativeSolver) or not isinstance(system.operator, NoisyLinearOperator):
         return solver
     residual = system.residual.square().mean(-1).sqrt()
-    relative_noise = system.operator.noise.mean(-1).sqrt() / residual.clamp_min(torch.finfo(residual.dtype).tiny)
+    # The harmonic mean: data of small noise determine the posterior.
+    noise = system.operator.noise.reciprocal().mean(-1).reciprocal()
+    relative_noise = noise.sqrt() / residual.clamp_min(torch.finfo(residual.dtype).tiny)
     wanted = NOISE_PART * float(relative_noise.min())
     rounding = EPSILONS_PER_DATUM * torch.finfo(residual.dtype).eps * system.operator.shape[-1]
     return replace(solver, tolerance=min(solver.tolerance, max(wanted, SMALLEST_TOLERANCE, rounding)))

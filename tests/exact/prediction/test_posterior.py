@@ -121,6 +121,20 @@ def test_means_are_exact_to_a_part_of_the_noise(variance: float, tolerance: floa
     assert solver.tolerance == pytest.approx(tolerance, rel=1e-3)
 
 
+def test_means_are_exact_where_the_noise_is_small() -> None:
+    """Noise over six orders of magnitude: its mean says nothing of the data that determine the posterior."""
+    n = 3100
+    x = torch.linspace(0, 4, n, dtype=torch.float64).unsqueeze(-1)
+    variances = 10.0 ** (6 * (torch.arange(n, dtype=torch.float64) * 2**0.5 % 1) - 4)
+    y = torch.sin(3 * x.squeeze(-1)) + variances.sqrt() * torch.cos(37.0 * torch.arange(n, dtype=torch.float64))
+    likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(variances)
+    model = Regression(x, y, likelihood, kernels.ScaleKernel(kernels.MaternKernel(nu=1.5))).double()
+    case, points = Case(model, likelihood, x, y), x[::100] + 1e-3
+    mean, covariance = dense(case, points)
+    found = PathwisePosterior(model, likelihood)(points).mean
+    assert ((found - mean) / covariance.diagonal().sqrt()).abs().max() < 0.05
+
+
 def test_a_posterior_of_training_takes_options_of_its_own() -> None:
     case = CASES["matern-3/2"]()
     training = ConjugateGradients(tolerance=1e-8, max_epochs=2, preconditioner=None)
