@@ -59,6 +59,15 @@ def check_same_kind(
         )
 
 
+def check_autocast() -> None:
+    """Raises RuntimeError under `torch.autocast`, whose rounded products spoil solves and variances without a word."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise RuntimeError(
+            "Gaussian processes need the products of their own dtype, and torch.autocast is on: keep only your network "
+            "under it, in the model's forward, and give the kernel the network's output with .float()."
+        )
+
+
 def check_number(name: str, value: Any, rule: str, holds: Callable[[Any], bool]) -> None:
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}.")

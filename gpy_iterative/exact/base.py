@@ -19,7 +19,7 @@ from gpytorch.mlls import ExactMarginalLogLikelihood
 from gpytorch.models import ExactGP
 from torch import Tensor
 
-from gpy_iterative.checks import check_instance
+from gpy_iterative.checks import check_autocast, check_instance
 from gpy_iterative.errors import VarianceWarning, warn
 from gpy_iterative.exact.estimates import (
     DensityEstimate,
@@ -118,6 +118,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
 
         Raises:
             ValueError: wrong shapes, dtypes, devices; non-finite data; non-positive noise.
+            RuntimeError: under `torch.autocast`.
             NonFiniteError: a non-finite hyperparameter or solve; parameters and warm start stay unchanged. From
                 `.backward()`: a non-finite gradient; every `.grad` stays unchanged.
             NotPositiveDefiniteError: H has no Cholesky factor.
@@ -129,6 +130,7 @@ class GaussianMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     def evaluate(self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any) -> Evaluation:
         """`forward`, with the system and the solves."""
         start = time.perf_counter()
+        check_autocast()
         check_data(self.model, function_dist, target)
         check_hyperparameters(self.model)
         system = linear_system(

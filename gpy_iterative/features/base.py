@@ -16,7 +16,7 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.changes import SeenData
-from gpy_iterative.checks import check_count, check_finite
+from gpy_iterative.checks import check_autocast, check_count, check_finite
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.exact.validation import check_fit, check_likelihood
 from gpy_iterative.features.validation import StandstillWatch, check_features, check_rows, checked_indices
@@ -150,6 +150,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
                 is not finite; no `.grad` changes.
         """
         start = time.perf_counter()
+        check_autocast()
         check_fit(self.model, function_dist, target)
         check_hyperparameters(self)
         problem = self._problem(function_dist, target, params, kwargs)

@@ -152,9 +152,7 @@ class InformationLoop(Loop):
         self._assessed = found
         if self._best is None or found.left < self._best[0]:
             self._best = found.left, point.position
-        # Gradients show a large gain though the values' noise hides it.
-        least = NEAR * _noise_limit(found)
-        self._seen.append(self._last is None or self._last.seen or self._last.gained > least)
+        self._seen.append(self._last is None or _is_visible(self._last, found))
         self.history.append(self._row(point, found, found.curvature.epochs + evaluated, time.perf_counter() - start))
         return found
 
@@ -204,6 +202,12 @@ class InformationLoop(Loop):
         if self._assessed is None:
             return ()
         return irrelevant_inputs(self._optimiser.coordinates, self._assessed.curvature.matrix)
+
+
+def _is_visible(last: Step, found: Assessment) -> bool:
+    """Whether the step gained what noise does not hide: gradients show a large gain, values one of `LEFT` nats."""
+    is_seen = last.seen and (last.gained > LEFT or found.noise == 0)
+    return is_seen or last.gained > NEAR * _noise_limit(found)
 
 
 def _noise_limit(found: Assessment) -> float:

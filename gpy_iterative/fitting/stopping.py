@@ -9,8 +9,9 @@ from itertools import pairwise
 LEFT = 0.05
 #: Nats of noise per hyperparameter of a converged fit: .45 of its standard error.
 NOISE = 0.1
-#: Steps without visible gain after which the nats left should have halved, if NEAR the end; nats CLEAR of their noise.
-DROWNED, NEAR, CLEAR = 2, 5.0, 3.0
+#: Steps without visible gain after which the nats left should have halved, if NEAR the end; nats CLEAR of their noise; a
+#: fall to this part of the least nats left.
+DROWNED, NEAR, CLEAR, FALL = 2, 5.0, 3.0, 0.9
 #: Steps without a gain of one standard error, or of `LEFT`, that end Adam; steps that smooth its value.
 PATIENCE, SMOOTHED = 20, 10
 
@@ -56,12 +57,12 @@ def is_drowned(lefts: Sequence[float], seen: Sequence[bool], limit: float, noise
         noise: of the last nats left.
 
     True if steps without visible gain leave more to gain than the best earlier point; near the end, more than half of it,
-    unless the last step leaves least, and clearly something.
+    unless the last step leaves clearly less than all others, and clearly something.
     """
     if len(lefts) <= DROWNED or any(seen[-DROWNED:]):
         return False
     recent, best = min(lefts[-DROWNED:]), min(lefts[:-DROWNED])
-    is_falling = CLEAR * noise < lefts[-1] < min(lefts[:-1])
+    is_falling = CLEAR * noise < lefts[-1] < FALL * min(lefts[:-1])
     return recent > best or (NEAR * limit > recent > best / 2 and not is_falling)
 
 

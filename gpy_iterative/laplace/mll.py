@@ -11,7 +11,7 @@ from gpytorch.likelihoods import Likelihood
 from gpytorch.mlls import ExactMarginalLogLikelihood, MarginalLogLikelihood
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_fraction, check_instance
+from gpy_iterative.checks import check_autocast, check_count, check_fraction, check_instance
 from gpy_iterative.errors import ConvergenceWarning, warn
 from gpy_iterative.laplace.elbo import exact_bound, subspace_bound
 from gpy_iterative.laplace.evidence import ObjectiveEstimate, exact_evidence, stochastic_evidence
@@ -215,6 +215,7 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
                 f"The first argument must be the MultivariateNormal that model(train_x) returns, got "
                 f"{type(function_dist).__name__}."
             )
+        check_autocast()
         check_targets_fit(function_dist, target)
         check_inputs(self.model)
         check_hyperparameters(self.model)

@@ -16,6 +16,7 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
+from gpy_iterative.checks import check_autocast
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import far_field_error, low_precision_copy, rows_matmul
 from gpy_iterative.linear_solvers.solution import ColumnGroup, FarFieldLimit, SolveProgress
@@ -57,6 +58,7 @@ class LinearSystem:
     guess_product: Tensor | None = None  # H times the guess
 
     def __post_init__(self) -> None:
+        check_autocast()
         operator, rhs, shape = self.operator, self.rhs, self.operator.shape
         if shape[-1] != shape[-2]:
             raise ValueError(f"Only square systems can be solved, got an operator of shape {tuple(shape)}.")

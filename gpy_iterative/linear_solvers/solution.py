@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -124,6 +124,11 @@ class SolveStats:
     residual_norms: dict[str, float]
     seconds: float
     far_field: FarFieldLimit | None = None
+
+    def followed_by(self, later: "SolveStats") -> "SolveStats":
+        """The later solve's accuracy, and the cost of both."""
+        summed = ("iterations", "epochs", "overhead", "seconds")
+        return replace(later, **{name: getattr(self, name) + getattr(later, name) for name in summed})
 
     @classmethod
     def of_batch(cls, members: Sequence["SolveStats"]) -> "SolveStats":

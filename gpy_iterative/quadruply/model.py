@@ -7,7 +7,7 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_finite, check_same_kind
+from gpy_iterative.checks import check_autocast, check_count, check_finite, check_same_kind
 from gpy_iterative.quadruply.bases.feature_basis import FeatureBasis
 from gpy_iterative.quadruply.deferred import DeferredPrediction, WeightSpaceCovarianceLinearOperator
 from gpy_iterative.quadruply.feature_weights import FeatureWeights, WeightRows
@@ -168,7 +168,8 @@ class QuadruplyStochasticGP(gpytorch.models.GP):
         return result
 
     def check_inputs(self, x: Tensor) -> Tensor:
-        """Inputs [n, d]. Raises ValueError for a batch, another dtype or device."""
+        """Inputs [n, d]. Raises ValueError for a batch, another dtype or device, RuntimeError under `torch.autocast`."""
+        check_autocast()
         if not isinstance(x, Tensor):
             raise ValueError(
                 f"The inputs must be a tensor, got {type(x).__name__}: convert them with torch.as_tensor(...)."

@@ -17,6 +17,7 @@ from linear_operator import LinearOperator
 from torch import Tensor
 from torch.autograd import Variable
 
+from gpy_iterative.checks import check_autocast
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import matrix_derivative
 from gpy_iterative.worker_threads import divided
@@ -43,6 +44,7 @@ class _BilinearSurrogate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(_HELD_FIXED)
+        check_autocast()
         (gradient,) = gradients
         left, right, *representation = ctx.saved_tensors
         operator = ctx.tree(*representation)

@@ -202,3 +202,42 @@ def test_probes_of_a_known_covariance_are_solved_to_below_their_noise() -> None:
         mll(case.model(case.x), case.y)
         residuals[corrected] = mll.report.residual_probes
     assert residuals[False] <= 1e-4 < residuals[True] <= 0.05
+
+
+def test_a_large_term_does_not_hide_the_others() -> None:
+    """The probes' norm is nearly all that of the constant: a plain relative residual says little of the Matérn term."""
+    constant = kernels.ConstantKernel()
+    case = regression(constant + kernels.ScaleKernel(kernels.MaternKernel(nu=1.5)), n=200)
+    constant.constant = torch.tensor(1e4)  # `regression` moves all parameters
+    _, expected = exact(case)
+    mll = of_low_rank(
+        gpi.mlls.HutchinsonMarginalLogLikelihood(
+            case.likelihood,
+            case.model,
+            solver=gpi.solvers.AlternatingProjections(tolerance=1e-6, block_size=50),
+            warm_start=False,
+            generator=0,
+        )
+    )
+    scale = max(gradient.abs().max().item() for gradient in expected.values())
+    for parameter, samples in monte_carlo(case, mll).items():
+        assert_mean_within(samples, expected[parameter], max_sem=0.1 * scale)
+    assert mll.report.status is gpi.solvers.SolveStatus.CONVERGED
+
+
+def test_values_of_targets_far_from_zero() -> None:
+    """The targets' norm is nearly all that of their mean, which the constant kernel explains."""
+    constant = kernels.ConstantKernel()
+    case = regression(constant + kernels.ScaleKernel(kernels.MaternKernel(nu=1.5)), n=200)
+    constant.constant = torch.tensor(1e6)
+    case = dataclasses.replace(case, y=case.y + 1000)
+    case.model.set_train_data(case.x, case.y)
+    expected, _ = exact(case)
+    mll = of_low_rank(
+        gpi.mlls.HutchinsonMarginalLogLikelihood(
+            case.likelihood, case.model, solver=gpi.solvers.ConjugateGradients(preconditioner=None), generator=0
+        )
+    )
+    found = mll(case.model(case.x), case.y)
+    assert (found - expected).abs() <= 4 * mll.report.value_sem
+    assert mll.report.value_sem <= 0.05

@@ -9,7 +9,7 @@ from gpytorch.models import ExactGP
 from linear_operator import LinearOperator, to_linear_operator
 from torch import Tensor
 
-from gpy_iterative.checks import check_finite, check_same_kind
+from gpy_iterative.checks import check_autocast, check_finite, check_same_kind
 from gpy_iterative.linear_operators.from_gpytorch import kernel_operator
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_operators.prior_parts import prior_parts
@@ -71,7 +71,8 @@ def joint_prior(
 
 
 def checked_inputs(train: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Test inputs [*batch, t, d]; ValueError if they do not fit."""
+    """Test inputs [*batch, t, d]; ValueError if they do not fit, RuntimeError under `torch.autocast`."""
+    check_autocast()
     if len(inputs) != len(train):
         raise ValueError(f"The model takes {len(train)} input tensor(s), as its training inputs; got {len(inputs)}.")
     for x in inputs:

@@ -6,6 +6,8 @@ from gpytorch.distributions import MultivariateNormal
 from linear_operator import LinearOperator, to_linear_operator
 from torch import Size, Tensor
 
+from gpy_iterative.checks import check_autocast
+
 if TYPE_CHECKING:
     from gpy_iterative.exact.prediction.posterior import PathwisePosterior
 
@@ -45,6 +47,7 @@ class PathwisePredictionStrategy:
 
         ValueError where a `GridInterpolationKernel` has another grid than in training.
         """
+        check_autocast()
         self._posterior.check_grids()
         blocks = to_linear_operator(test_test_covar), to_linear_operator(test_train_covar)
         return self._posterior.condition(self._posterior.solves, test_mean, *blocks)
