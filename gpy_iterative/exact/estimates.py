@@ -177,7 +177,8 @@ def stochastic_estimate(
         generator=generator,
         callback=callback,
     )
-    solution = _whitened(solution, solver, operator, rhs, groups, covariance, generator=generator, callback=callback)
+    options: dict[str, Any] = {"generator": generator, "callback": callback}
+    solution = small_in_both_norms(solution, solver, operator, rhs, groups, covariance, **options)
     weights, solved = solution.value[..., 0], solution.value[..., 1:]
     quadratic = (weights * (residual + solution.residual[..., 0])).sum(-1)
     coefficients = rhs.new_full((1 + num_probes,), -0.5 / num_probes)
@@ -197,7 +198,7 @@ def stochastic_estimate(
     return estimate, solution.value, log_determinant.positions
 
 
-def _whitened(
+def small_in_both_norms(
     solution: Solution,
     solver: Solver,
     operator: LinearOperator,

@@ -11,10 +11,14 @@ the adjoint u = (I + W K)^-1 s, which accounts for the moving mode,
 W in u is the true, perhaps indefinite, negative Hessian; P = R H^-1 R^T, H = I + R^T K R and Sigma = K - K P K use the
 semi-definite curvature. See Rasmussen and Williams 2006, section 5.5.1, for diagonal W. With probes xi of covariance S,
 
-    tr(P dK) = tr(Q^T dK Q) + E[(R (H^-1 - G) xi)^T dK (R S^-1 xi)],
+    tr(P dK) = tr(Q^T dK Q) + E[(R (H^-1 - G) xi)^T dK (R (I - G H) S^-1 xi)],
 
-where Q Q^T = R G R^T is the actions' part of P. For Sigma, K P K = K Q Q^T K + E[(K R (H^-1 - G) xi) (K R S^-1 xi)^T].
-S = I + L L^T is the actions' Nystrom preconditioner.
+where Q Q^T = R G R^T is the actions' part of P. For Sigma,
+
+    K P K = K Q Q^T K + E[(K R (H^-1 - G) xi) (K R (I - G H) S^-1 xi)^T].
+
+S = I + L L^T is the actions' Nystrom preconditioner. As G H G = G, I - G H changes no mean; it takes out what the actions
+know, as large terms of the kernel.
 """
 
 from collections.abc import Callable
@@ -128,18 +132,23 @@ def stochastic_evidence(
     probes = _probes(system, num_probes, generator)
     solved = system.solve(probes.vectors, tolerance)
     root = solution.root
-    known = curvature.root_t(curvature.pinv(root))
-    unknown = solved.value.double() - known @ (known.mT @ probes.vectors.double())
-    left, right = curvature.root(unknown), curvature.root(probes.dual.double())
+    known = curvature.root_t(curvature.pinv(root))  # G = known known^T
+    # With G times the residual the solve's error, too, is orthogonal to the actions.
+    unknown = solved.value.double() + known @ (known.mT @ (solved.residual - probes.vectors).double())
+    dual = probes.dual.double()
+    left, right = curvature.root(unknown), curvature.root(dual)
+    left_image, right_image = prior.matmul(left), prior.matmul(right)
+    coefficients = known.mT @ (dual + curvature.root_t(right_image))
+    right, right_image = right - root @ coefficients, right_image - solution.image_of_root @ coefficients
 
-    images = [prior.matmul(part).view(*solution.latent.shape, num_probes) for part in (left, right)]
+    images = [image.view(*solution.latent.shape, num_probes) for image in (left_image, right_image)]
     unseen = images[0] @ images[1].mT / num_probes
     covariance = solution.covariance_blocks(prior) - (unseen + unseen.mT) / 2
     source = _adjoint_source(likelihood, solution.latent, covariance)
     if not source.any():
         adjoint, epochs, adjoint_status = source, 0.0, SolveStatus.CONVERGED
     elif likelihood.is_log_concave:
-        adjoint, epochs, adjoint_status = _adjoint(prior, system, source, tolerance)
+        adjoint, epochs, adjoint_status = _adjoint(prior, system, known, source, tolerance)
     else:
         hessian = likelihood.hessian(solution.latent).detach()
         adjoint, epochs, adjoint_status = _indefinite_adjoint(prior, hessian, source, tolerance)
@@ -190,12 +199,13 @@ def _adjoint_source(likelihood: PointwiseLikelihood, latent: Tensor, covariance:
 
 
 def _adjoint(
-    prior: LatentPrior, system: WhitenedSystem, source: Tensor, tolerance: float
+    prior: LatentPrior, system: WhitenedSystem, known: Tensor, source: Tensor, tolerance: float
 ) -> tuple[Tensor, float, SolveStatus]:
-    """The adjoint u, kernel products, and the status."""
+    """The adjoint u, kernel products, and the status; `known` is the root of G."""
     curvature = system.curvature
     found = system.solve(curvature.root_t(prior.matmul(source.unsqueeze(-1))), tolerance)
-    return source - curvature.root(found.value.double()).squeeze(-1), found.stats.epochs + 1, found.status
+    value = found.value.double() + known @ (known.mT @ found.residual.double())
+    return source - curvature.root(value).squeeze(-1), found.stats.epochs + 1, found.status
 
 
 def _indefinite_adjoint(

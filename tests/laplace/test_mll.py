@@ -150,6 +150,25 @@ def test_stochastic_gradient_is_unbiased(name: str) -> None:
     assert_mean_within(torch.tensor(values).unsqueeze(-1), torch.tensor([value]), max_sem=0.2, floor=floor)
 
 
+@pytest.mark.parametrize("name", ["logit", "student", "poisson-log"])
+def test_a_large_term_does_not_hide_the_others(name: str) -> None:
+    """The actions know the constant: neither solves nor probes may bring it back."""
+    problem = case(name, n=120)
+    constant = gpytorch.kernels.ConstantKernel()
+    constant.constant = torch.tensor(1e4)
+    problem.model.covar_module = problem.model.covar_module + constant.double()
+    problem.model.covar_module.kernels[0].base_kernel.lengthscale = 0.3
+    options = {"num_probes": 40, "generator": 0}
+    exact = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceCholesky())
+    _, expected = gradients(problem, exact)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceNewton(), **options)
+    _, found = gradients(problem, mll)
+    assert mll.report.status is SolveStatus.CONVERGED
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient, rtol=0, atol=0.1 * scale)
+
+
 def test_everything_captured_leaves_no_noise() -> None:
     """With all of the space among the actions, nothing is left to the probes."""
     problem = case("poisson-log", n=20)

@@ -84,6 +84,20 @@ def test_split_of_the_variance(name: str, kind: str) -> None:
     assert split.computational.max() > 0.01
 
 
+def test_a_large_term_does_not_hide_the_mathematical_variance() -> None:
+    problem = case("logit", n=120)
+    constant = gpytorch.kernels.ConstantKernel()
+    constant.constant = torch.tensor(1e4)
+    model = problem.model
+    model.covar_module = model.covar_module + constant.double()
+    model.covar_module.kernels[0].base_kernel.lengthscale = 0.3
+    model.eval()
+    with torch.no_grad():
+        expected = model.posterior(solver=LaplaceCholesky())(test_points()).variance
+        split = model.posterior(solver=LaplaceNewton()).split_variance(test_points())
+    torch.testing.assert_close(split.mathematical, expected, rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_sample_paths_have_the_posterior(name: str, kind: str) -> None:
     problem = case(name, n=12, kind=kind)

@@ -31,7 +31,7 @@ from gpy_iterative.laplace.prediction.paths import (
 from gpy_iterative.laplace.report import ModeReport
 from gpy_iterative.linear_operators.latent import LatentPrior, latent_prior, point_blocks
 from gpy_iterative.linear_operators.products import KernelProducts
-from gpy_iterative.linear_solvers.solution import SolveStatus
+from gpy_iterative.linear_solvers.solution import Solution, SolveStatus
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.progress import Progress, check_progress, reporting_solve
 from gpy_iterative.training.snapshot import ModelSnapshot, OwnLock
@@ -207,7 +207,9 @@ class LaplacePosterior:
             size = (curvature.num_columns, num_paths)
             noise = torch.randn(size, generator=generator, dtype=torch.float64).to(fit.solution.value)
             whitened = curvature.root_t(functions(fit.distribution).double().flatten(0, 1)) + noise
-            update = fit.solution.value.view(-1, 1) - curvature.root(self._solve(fit, whitened, tolerance=1e-4))
+            update = fit.solution.value.view(-1, 1) - curvature.root(
+                self._solve(fit, whitened, tolerance=1e-4).value.double()
+            )
         return LaplaceSamplePaths(fit.snapshot, functions, fit.inputs, update, self._products)
 
     def _current(self, initial_weights: Tensor | None = None) -> LaplaceFit:
@@ -279,10 +281,12 @@ class LaplacePosterior:
         latents = fit.prior.num_latents
         blocks = latent_blocks(fit.snapshot.copies()[0], fit.inputs, points, self._products)
         whitened = fit.solution.curvature.root_t(blocks.test_train.to_dense().double().mT)
-        known = (whitened * self._solve(fit, whitened, tolerance=tolerance)).sum(0).view(-1, latents)
+        solution = self._solve(fit, whitened, tolerance=tolerance)
+        # With the residual its error is of second order in the solve's: large kernel terms cancel in the variance.
+        known = (solution.value.double() * (whitened + solution.residual.double())).sum(0).view(-1, latents)
         return (point_blocks(blocks.test_test, latents).double().diagonal(dim1=-2, dim2=-1) - known).clamp_min(0)
 
-    def _solve(self, fit: LaplaceFit, columns: Tensor, *, tolerance: float) -> Tensor:
+    def _solve(self, fit: LaplaceFit, columns: Tensor, *, tolerance: float) -> Solution:
         """(I + R^T K R)^-1 columns."""
         dtype, system = fit.prior.operator.dtype, WhitenedSystem.at(fit.prior.operator, fit.solution)
         with reporting_solve(self._progress) as callback:
@@ -293,7 +297,7 @@ class LaplacePosterior:
                 "outputscale and likelihood parameters in bounds.",
                 ConvergenceWarning,
             )
-        return found.value.double()
+        return found
 
 
 def _checked(fit: LaplaceFit, inputs: Sequence[Tensor]) -> list[Tensor]:
