@@ -169,6 +169,20 @@ def test_a_large_term_does_not_hide_the_others(name: str) -> None:
         torch.testing.assert_close(found[key], gradient, rtol=0, atol=0.1 * scale)
 
 
+def test_exposures_over_orders_of_magnitude_take_few_steps() -> None:
+    """A floor of the curvature relative to the largest took hundreds."""
+    problem = case("poisson-log", n=60)
+    exposures = torch.logspace(-1, 6, 60)
+    model = problem.model
+    model.set_train_data(problem.x, (exposures * problem.y.clamp_min(0.2)).round())
+    prior = model(problem.x)
+    prior = gpytorch.distributions.MultivariateNormal(prior.mean + exposures.log(), prior.lazy_covariance_matrix)
+    mll = LaplaceMarginalLogLikelihood(problem.likelihood, model, solver=LaplaceCholesky(tolerance=1e-8))
+    mll(prior, model.train_targets)
+    assert mll.report.status is SolveStatus.CONVERGED
+    assert mll.report.iterations <= 15
+
+
 def test_everything_captured_leaves_no_noise() -> None:
     """With all of the space among the actions, nothing is left to the probes."""
     problem = case("poisson-log", n=20)

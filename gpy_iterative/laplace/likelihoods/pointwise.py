@@ -190,14 +190,14 @@ class PointwiseLikelihood:
         """
         return self._floored(f, floor, self.curvature_blocks)
 
-    def step_curvature(self, f: Tensor) -> Curvature:
+    def step_curvature(self, f: Tensor, floor: CurvatureFloor = STEP_FLOOR) -> Curvature:
         """The curvature of a Newton step: for one latent function the Hessian's absolute value, else `curvature_blocks`.
 
         Fisher information takes more steps: it is far from the Hessian at outliers. Raises as `curvature`.
         """
         is_covariance = self.is_log_concave or self.num_latents > 1
         blocks = self.curvature_blocks if is_covariance else lambda point: self.hessian(point).abs()
-        return self._floored(f, STEP_FLOOR, blocks)
+        return self._floored(f, floor, blocks)
 
     def weighted_curvature(self, f: Tensor, weights: Tensor) -> Tensor:
         """-1/2 sum_n <weights_n, W_n(f_n)> for fixed weights [n, C, C]; differentiable as `hessian`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from gpy_iterative.checks import check_count, check_fraction
 from gpy_iterative.errors import NonFiniteError, float64_first
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
-from gpy_iterative.laplace.likelihoods.pointwise import CurvatureFloor, PointwiseLikelihood
+from gpy_iterative.laplace.likelihoods.pointwise import STEP_FLOOR, CurvatureFloor, PointwiseLikelihood
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.linear_solvers.solution import Solution, SolveProgress, SolveStats, SolveStatus
 
@@ -189,6 +189,8 @@ class LaplaceSolver(ABC):
     #: Default tolerance and floor of the covariance's curvature, for float64 and float32 kernels.
     _tolerances: ClassVar[tuple[float, float]]
     _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]]
+    #: Floor of a step's curvature: relative to the largest, it slows steps where curvatures differ by orders of magnitude.
+    _step_floor: ClassVar[CurvatureFloor] = STEP_FLOOR
     #: Options for a longer search and for a larger subspace.
     _budget: ClassVar[str] = "max_outer"
     _room: ClassVar[str] = ""
@@ -285,7 +287,7 @@ class LaplaceSolver(ABC):
         for outer in range(1, self.max_outer + 1):
             if iterate.stationarity <= tolerance:
                 return iterate, SolveStatus.CONVERGED, outer - 1
-            curvature = problem.likelihood.step_curvature(problem.by_point(iterate.f))
+            curvature = problem.likelihood.step_curvature(problem.by_point(iterate.f), self._step_floor)
             following = self._damped(problem, iterate, *steps.step(iterate, curvature))
             if following is None:
                 return iterate, SolveStatus.STAGNATED, outer

@@ -51,6 +51,7 @@ class LaplaceCholesky(LaplaceSolver):
 
     _tolerances: ClassVar[tuple[float, float]] = (1e-10, 1e-5)
     _floors: ClassVar[tuple[CurvatureFloor, CurvatureFloor]] = (NO_FLOOR, NO_FLOOR)
+    _step_floor: ClassVar[CurvatureFloor] = NO_FLOOR  # dense steps need no W^+
 
     def _step_solver(self, problem: Problem) -> StepSolver:
         return _DenseSteps(problem)
