@@ -6,9 +6,9 @@ Warm starts (Lin et al. 2024, section 4) keep the last solutions: "latest" and, 
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from linear_operator import LinearOperator
@@ -24,7 +24,7 @@ from gpy_iterative.linear_solvers.logdet.lanczos import (
     BracketPositions,
     stochastic_logdet,
 )
-from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress, SolveStats, SolveStatus
+from gpy_iterative.linear_solvers.solution import ColumnGroup, SolveProgress, SolveStats, SolveStatus
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.preconditioners.sparse_inverse_cholesky import SparseInverseCholesky
 from gpy_iterative.training.report import Report
@@ -32,10 +32,6 @@ from gpy_iterative.training.run import Part
 from gpy_iterative.training.surrogate import surrogate
 
 WarmStart = Literal["extrapolated", "previous", False]
-#: Largest residual in the norm of P^-1, in tolerances (measured: up to 2.5).
-MAX_WHITENED = 3.0
-#: Further solves to reach it, and epochs of each, unless the solves before took half as many.
-MAX_CONTINUATIONS, CONTINUED_EPOCHS = 4, 100
 
 
 def check_warm_start(mode: WarmStart) -> None:
@@ -172,13 +168,12 @@ def stochastic_estimate(
         rhs,
         groups=groups,
         preconditioner=covariance if isinstance(covariance, SparseInverseCholesky) else None,
+        norm=covariance,
         initial_guess=initial_guess,
         guess_product=guess_product,
         generator=generator,
         callback=callback,
     )
-    options: dict[str, Any] = {"generator": generator, "callback": callback}
-    solution = small_in_both_norms(solution, solver, operator, rhs, groups, covariance, **options)
     weights, solved = solution.value[..., 0], solution.value[..., 1:]
     quadratic = (weights * (residual + solution.residual[..., 0])).sum(-1)
     coefficients = rhs.new_full((1 + num_probes,), -0.5 / num_probes)
@@ -196,54 +191,3 @@ def stochastic_estimate(
         far_field_error=far_field_error(operator),
     )
     return estimate, solution.value, log_determinant.positions
-
-
-def small_in_both_norms(
-    solution: Solution,
-    solver: Solver,
-    operator: LinearOperator,
-    rhs: Tensor,
-    groups: Sequence[ColumnGroup],
-    covariance: Preconditioner,
-    **options: Any,
-) -> Solution:
-    """The solution, continued until residuals are small in the norm of P^-1, too, for a covariance P near H.
-
-    A large term of a sum of kernels (a trend) has most of the plain norm, and hides the other terms' residuals.
-    """
-    sizes, wanted = [group.size for group in groups], [group.tolerance for group in groups]
-    squares = lambda vectors: (vectors * covariance.solve(vectors)).sum(-2).clamp_min(0).split(sizes, dim=-1)
-    of_rhs = squares(rhs)
-    for _ in range(MAX_CONTINUATIONS):
-        parts = zip(squares(solution.residual), of_rhs, strict=True)
-        norms = [float((found.sum(-1) / known.sum(-1)).nan_to_num(0.0).max()) ** 0.5 for found, known in parts]
-        tightened = [
-            replace(group, tolerance=group.tolerance * min(goal / norm, 0.5))
-            if norm > MAX_WHITENED * goal > 0
-            else group
-            for group, norm, goal in zip(groups, norms, wanted, strict=True)
-        ]
-        if solution.status is not SolveStatus.CONVERGED or tightened == list(groups):
-            break
-        groups = tightened
-        solution = _continued(solution, solver, operator, rhs, groups=groups, **options)
-    return solution
-
-
-def _continued(solution: Solution, solver: Solver, operator: LinearOperator, rhs: Tensor, **options: Any) -> Solution:
-    """A further solve in the rest of the budget, with the cost of both."""
-    before = solution.stats
-    if isinstance(solver, IterativeSolver):
-        most = min(solver.max_epochs - before.epochs, max(CONTINUED_EPOCHS, 2 * before.epochs))
-        if most <= 0:
-            return replace(solution, status=SolveStatus.BUDGET_EXHAUSTED)
-        solver = replace(solver, max_epochs=most)
-    further = solver.solve(
-        operator,
-        rhs,
-        preconditioner=solution.preconditioner,
-        initial_guess=solution.value,
-        guess_product=rhs - solution.residual,
-        **options,
-    )
-    return replace(further, stats=before.followed_by(further.stats))

@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 #: Least fall of the worst residual in a round that makes progress.
 LEAST_PROGRESS = 0.01
+#: Largest residual in the norm of P^-1, in tolerances (ordinary solves have up to 2.5).
+MAX_IN_NORM = 3.0
+#: Further solves to reach it, and epochs of each, unless the solves before took half as many.
+MAX_CONTINUATIONS, CONTINUED_EPOCHS = 4, 100
 #: Growth of residuals from which an indefinite system does not recover.
 DIVERGENCE = 1e3
 #: Rounding errors of a product below zero at which a curvature counts as negative.
@@ -43,6 +47,7 @@ class Solver(ABC):
         *,
         groups: Sequence[ColumnGroup] | None = None,
         preconditioner: Preconditioner | None = None,
+        norm: Preconditioner | None = None,
         initial_guess: Tensor | None = None,
         guess_product: Tensor | None = None,
         generator: torch.Generator | None = None,
@@ -55,6 +60,8 @@ class Solver(ABC):
             rhs: B [*b, n] or [*b, n, s].
             groups: neighbouring columns with their own tolerance, in order; None: one group "targets".
             preconditioner: of this operator; None: the solver builds that of its options.
+            norm: P near H: each group's residual is then small in the norm of P^-1, too (three tolerances). In plain norms
+                a large term of a sum of kernels, such as a trend, hides the others.
             initial_guess: V to start from, shaped as rhs. Each column is scaled to be nearest to the solution in the norm
                 of H.
             guess_product: H times the guess, if known; saves one product.
@@ -79,9 +86,10 @@ class Solver(ABC):
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():
             kept = operator.clone() if is_inference else operator
-            solution = self._solve_columns(
-                LinearSystem(kept, rhs, groups, preconditioner, initial_guess, generator, callback, guess_product)
-            )
+            system = LinearSystem(kept, rhs, groups, preconditioner, initial_guess, generator, callback, guess_product)
+            solution = self._solve_columns(system)
+            if norm is not None:
+                solution = _small_in_norm(self, system, solution, norm)
         if is_vector:
             solution = replace(solution, value=solution.value.squeeze(-1), residual=solution.residual.squeeze(-1))
         return solution
@@ -89,6 +97,39 @@ class Solver(ABC):
     @abstractmethod
     def _solve_columns(self, system: LinearSystem) -> Solution:
         """Solves columns [*b, n, s], without autograd."""
+
+
+def _small_in_norm(solver: Solver, system: LinearSystem, solution: Solution, norm: Preconditioner) -> Solution:
+    """The solution, continued until its residuals are small in the norm of P^-1."""
+    rhs, groups = system.rhs, system.groups
+    squares = lambda vectors: (
+        (vectors * norm.solve(vectors)).sum(-2).clamp_min(0).split([g.size for g in groups], dim=-1)
+    )
+    of_rhs = squares(rhs)
+    for _ in range(MAX_CONTINUATIONS):
+        parts = zip(squares(solution.residual), of_rhs, strict=True)
+        norms = [float((found.sum(-1) / known.sum(-1)).nan_to_num(0.0).max()) ** 0.5 for found, known in parts]
+        tightened = tuple(
+            replace(now, tolerance=now.tolerance * min(group.tolerance / size, 0.5))
+            if size > MAX_IN_NORM * group.tolerance > 0
+            else now
+            for now, group, size in zip(system.groups, groups, norms, strict=True)
+        )
+        if solution.status is not SolveStatus.CONVERGED or tightened == tuple(system.groups):
+            break
+        system, spent = replace(system, groups=tightened), solution.stats
+        if isinstance(solver, IterativeSolver):
+            most = min(solver.max_epochs - spent.epochs, max(CONTINUED_EPOCHS, 2 * spent.epochs))
+            if most <= 0:
+                return replace(solution, status=SolveStatus.BUDGET_EXHAUSTED)
+            limited = replace(solver, max_epochs=most)
+        else:
+            limited = solver
+        known = {"initial_guess": solution.value, "guess_product": rhs - solution.residual}
+        preconditioner = system.preconditioner if solution.preconditioner is None else solution.preconditioner
+        solution = limited._solve_columns(replace(system, preconditioner=preconditioner, **known))
+        solution = replace(solution, stats=spent.followed_by(solution.stats))
+    return solution
 
 
 @dataclass(frozen=True)

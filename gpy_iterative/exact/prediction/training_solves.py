@@ -19,6 +19,7 @@ from gpy_iterative.exact.probes import RandomFeatures
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
+from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import default_solver
 from gpy_iterative.linear_solvers.solution import SolveStats, SolveStatus, warn_of
 from gpy_iterative.spectral.densities import Draws
@@ -28,10 +29,11 @@ from gpy_iterative.training.training_system import TrainingSystem
 
 #: First seed for the noise of new observations, far from all others.
 NOISE_STREAM = 2**40
-#: The largest residual of the default solver, in standard deviations of the noise per datum.
-NOISE_PART = 0.01
-#: Least relative residual, also in machine epsilons per datum, of which float32 reaches .04.
-SMALLEST_TOLERANCE, EPSILONS_PER_DATUM = 1e-4, 0.06
+#: The largest residual of the default solver, in standard deviations of the noise: per datum, and in norm where products are
+#: cheap. The norm bounds errors of means in posterior standard deviations; smooth residuals of few inputs come near it.
+NOISE_PART, NOISE_NORM = 0.01, 0.3
+#: Least relative residuals in float32 and float64, also in machine epsilons per datum, of which float32 reaches .04.
+SMALLEST_TOLERANCES, EPSILONS_PER_DATUM = (1e-4, 1e-6), 0.06
 #: New observations extend a projection up to this multiple of its recipe's rank.
 MAX_GROWTH = 2
 
@@ -77,9 +79,12 @@ def prediction_solver(system: TrainingSystem) -> Solver:
     # The harmonic mean: data of small noise determine the posterior.
     noise = system.operator.noise.reciprocal().mean(-1).reciprocal()
     relative_noise = noise.sqrt() / residual.clamp_min(torch.finfo(residual.dtype).tiny)
-    wanted = NOISE_PART * float(relative_noise.min())
-    rounding = EPSILONS_PER_DATUM * torch.finfo(residual.dtype).eps * system.operator.shape[-1]
-    return replace(solver, tolerance=min(solver.tolerance, max(wanted, SMALLEST_TOLERANCE, rounding)))
+    size = system.operator.shape[-1]
+    part = min(NOISE_PART, NOISE_NORM / size**0.5) if isinstance(solver, ConjugateGradients) else NOISE_PART
+    smallest = SMALLEST_TOLERANCES[residual.dtype == torch.float64]
+    rounding = EPSILONS_PER_DATUM * torch.finfo(residual.dtype).eps * size
+    wanted = max(part * float(relative_noise.min()), smallest, rounding)
+    return replace(solver, tolerance=min(solver.tolerance, wanted))
 
 
 class TrainingSolves:

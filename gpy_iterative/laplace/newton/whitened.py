@@ -10,14 +10,13 @@ import torch
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from gpy_iterative.exact.estimates import small_in_both_norms
 from gpy_iterative.laplace.likelihoods.curvature import Curvature
 from gpy_iterative.laplace.newton.base import LaplaceSolution
 from gpy_iterative.laplace.newton.basis import inverse_root
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.cholesky import warned_cholesky
 from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
-from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveProgress
+from gpy_iterative.linear_solvers.solution import Solution, SolveProgress
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
 
 
@@ -64,11 +63,10 @@ class WhitenedSystem:
     def solve(
         self, columns: Tensor, tolerance: float, callback: Callable[[SolveProgress], None] | None = None
     ) -> Solution:
-        """H^-1 x for x [n r, b], by conjugate gradients; see `small_in_both_norms`."""
-        solver, rhs = ConjugateGradients(tolerance=tolerance), columns.to(self.operator.dtype)
-        groups, covariance = (ColumnGroup("rhs", rhs.shape[-1], tolerance),), self.preconditioner
-        found = solver.solve(self.operator, rhs, groups=groups, preconditioner=covariance, callback=callback)
-        return small_in_both_norms(found, solver, self.operator, rhs, groups, covariance, callback=callback)
+        """H^-1 x for x [n r, b], by conjugate gradients."""
+        known, rhs = self.preconditioner, columns.to(self.operator.dtype)
+        solver = ConjugateGradients(tolerance=tolerance)
+        return solver.solve(self.operator, rhs, preconditioner=known, norm=known, callback=callback)
 
 
 def whitened_system(kernel: LinearOperator, curvature: Curvature) -> NoisyLinearOperator:
