@@ -297,7 +297,10 @@ class GenericKernelLinearOperator(TiledLinearOperator):
     def kernel_inputs(self) -> Tensor:
         """The inputs over each dimension's shortest lengthscale; see `extensions.kernel_inputs`."""
         inputs = self.x1.detach() / shortest_lengthscales(self.kernel, self.x1.detach())
-        return inputs.repeat_interleave(self._outputs, dim=-2)
+        inputs = inputs.repeat_interleave(self._outputs, dim=-2)
+        if not self.members:
+            return inputs
+        return self._of_members(inputs.expand(*self._whole_batch(), *inputs.shape[-2:]), inputs.shape[-2:])
 
     def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
         outputs = self._outputs

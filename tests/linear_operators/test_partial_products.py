@@ -165,6 +165,11 @@ def test_inputs_that_tell_which_points_are_near() -> None:
     torch.testing.assert_close(kernel_inputs(generic), x / torch.tensor([0.1, 0.5]).double(), rtol=1e-6, atol=0)
     several = several_outputs()
     assert kernel_inputs(several).shape == (several.shape[-1], 2)
+    batch = torch.stack([x, 2 * x])
+    member = GenericKernelLinearOperator.of_kernel(kernel, batch)[1]
+    torch.testing.assert_close(kernel_inputs(member), 2 * kernel_inputs(generic))
+    both = SumLinearOperator(RadialKernelLinearOperator(batch, torch.ones(2).double(), function=MATERN32)[1], member)
+    assert kernel_inputs(both).shape == (N, 4)
 
 
 def test_several_outputscales_share_the_rows_of_one_matrix() -> None:
