@@ -101,34 +101,42 @@ class Solver(ABC):
 
 def _small_in_norm(solver: Solver, system: LinearSystem, solution: Solution, norm: Preconditioner) -> Solution:
     """The solution, continued until its residuals are small in the norm of P^-1."""
-    rhs, groups = system.rhs, system.groups
-    squares = lambda vectors: (
-        (vectors * norm.solve(vectors)).sum(-2).clamp_min(0).split([g.size for g in groups], dim=-1)
-    )
+    rhs, wanted = system.rhs, system.groups
+    sizes = [group.size for group in wanted]
+    squares = lambda vectors: [part.sum(-1) for part in (vectors * norm.solve(vectors)).sum(-2).split(sizes, dim=-1)]
     of_rhs = squares(rhs)
     for _ in range(MAX_CONTINUATIONS):
-        parts = zip(squares(solution.residual), of_rhs, strict=True)
-        norms = [float((found.sum(-1) / known.sum(-1)).nan_to_num(0.0).max()) ** 0.5 for found, known in parts]
-        tightened = tuple(
-            replace(now, tolerance=now.tolerance * min(group.tolerance / size, 0.5))
-            if size > MAX_IN_NORM * group.tolerance > 0
-            else now
-            for now, group, size in zip(system.groups, groups, norms, strict=True)
-        )
-        if solution.status is not SolveStatus.CONVERGED or tightened == tuple(system.groups):
+        ratios = [
+            (found / known).nan_to_num(0.0).max()
+            for found, known in zip(squares(solution.residual), of_rhs, strict=True)
+        ]
+        excesses = [
+            float(ratio.clamp_min(0)) ** 0.5 / (group.tolerance or math.inf)
+            for ratio, group in zip(ratios, wanted, strict=True)
+        ]
+        if solution.status is not SolveStatus.CONVERGED or max(excesses) <= MAX_IN_NORM:
             break
-        system, spent = replace(system, groups=tightened), solution.stats
+        groups = [
+            replace(group, tolerance=group.tolerance / max(excess, 2.0)) if excess > MAX_IN_NORM else group
+            for group, excess in zip(system.groups, excesses, strict=True)
+        ]
+        system = replace(
+            system,
+            groups=groups,
+            preconditioner=system.preconditioner if solution.preconditioner is None else solution.preconditioner,
+            initial_guess=solution.value,
+            guess_product=rhs - solution.residual,
+        )
+        spent = solution.stats
         if isinstance(solver, IterativeSolver):
-            most = min(solver.max_epochs - spent.epochs, max(CONTINUED_EPOCHS, 2 * spent.epochs))
-            if most <= 0:
+            left = solver.max_epochs - spent.epochs
+            if left <= 0:
                 return replace(solution, status=SolveStatus.BUDGET_EXHAUSTED)
-            limited = replace(solver, max_epochs=most)
+            limited = replace(solver, max_epochs=min(left, max(CONTINUED_EPOCHS, 2 * spent.epochs)))
+            further = limited._solve_columns(system)
         else:
-            limited = solver
-        known = {"initial_guess": solution.value, "guess_product": rhs - solution.residual}
-        preconditioner = system.preconditioner if solution.preconditioner is None else solution.preconditioner
-        solution = limited._solve_columns(replace(system, preconditioner=preconditioner, **known))
-        solution = replace(solution, stats=spent.followed_by(solution.stats))
+            further = solver._solve_columns(system)
+        solution = replace(further, stats=spent.followed_by(further.stats))
     return solution
 
 

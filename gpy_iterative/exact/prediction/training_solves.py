@@ -29,8 +29,8 @@ from gpy_iterative.training.training_system import TrainingSystem
 
 #: First seed for the noise of new observations, far from all others.
 NOISE_STREAM = 2**40
-#: The largest residual of the default solver, in standard deviations of the noise: per datum, and in norm where products are
-#: cheap. The norm bounds errors of means in posterior standard deviations; smooth residuals of few inputs come near it.
+#: The largest residual of the default solver, in standard deviations of the noise: per datum, and where products are cheap
+#: its norm, a bound on errors of means in posterior standard deviations.
 NOISE_PART, NOISE_NORM = 0.01, 0.3
 #: Least relative residuals in float32 and float64, also in machine epsilons per datum, of which float32 reaches .04.
 SMALLEST_TOLERANCES, EPSILONS_PER_DATUM = (1e-4, 1e-6), 0.06
