@@ -151,11 +151,11 @@ class AverageInformation:
                 gained, least, seen = _gain(point, found, reached, move, predicted)
                 logger.debug("trial %d: predicted %.4g, gained %.4g (%s)", trial, predicted, gained, seen)
                 if gained > least:
-                    self._damp(gained / predicted, is_first=trial == 1)
-                    is_poor = gained < GOOD_GAIN * predicted
-                    self._last = Secant(reached.position - point.position, point.gradient - reached.gradient, is_poor)
+                    part, moved = gained / predicted, reached.position - point.position
+                    self._damp(part, is_first=trial == 1)
+                    self._last = Secant(moved, point.gradient - reached.gradient, part < GOOD_GAIN)
                     self._point, self._assessment = reached, None
-                    length = float((reached.position - point.position).abs().max())
+                    length = float(moved.abs().max())
                     return Step(length, predicted, gained, seen, trial, epochs, time.perf_counter() - start)
             self._damping = max(10 * self._damping, POOR_DAMPING)
             undo()

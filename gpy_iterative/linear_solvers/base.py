@@ -98,6 +98,10 @@ class Solver(ABC):
     def _solve_columns(self, system: LinearSystem) -> Solution:
         """Solves columns [*b, n, s], without autograd."""
 
+    def _after(self, spent: SolveStats) -> "Solver | None":
+        """The solver of a further solve; None if its budget is spent."""
+        return self
+
 
 def _small_in_norm(solver: Solver, system: LinearSystem, solution: Solution, norm: Preconditioner) -> Solution:
     """The solution, continued until its residuals are small in the norm of P^-1."""
@@ -106,16 +110,19 @@ def _small_in_norm(solver: Solver, system: LinearSystem, solution: Solution, nor
     squares = lambda vectors: [part.sum(-1) for part in (vectors * norm.solve(vectors)).sum(-2).split(sizes, dim=-1)]
     of_rhs = squares(rhs)
     for _ in range(MAX_CONTINUATIONS):
-        ratios = [
-            (found / known).nan_to_num(0.0).max()
-            for found, known in zip(squares(solution.residual), of_rhs, strict=True)
-        ]
-        excesses = [
-            float(ratio.clamp_min(0)) ** 0.5 / (group.tolerance or math.inf)
-            for ratio, group in zip(ratios, wanted, strict=True)
-        ]
-        if solution.status is not SolveStatus.CONVERGED or max(excesses) <= MAX_IN_NORM:
+        if solution.status is not SolveStatus.CONVERGED:
             break
+        parts = zip(squares(solution.residual), of_rhs, wanted, strict=True)
+        excesses = [  # in tolerances; none without tolerance
+            float((found / known).nan_to_num(0.0).max().clamp_min(0)) ** 0.5 / (group.tolerance or math.inf)
+            for found, known, group in parts
+        ]
+        if max(excesses) <= MAX_IN_NORM:
+            break
+        spent = solution.stats
+        limited = solver._after(spent)
+        if limited is None:
+            return replace(solution, status=SolveStatus.BUDGET_EXHAUSTED)
         groups = [
             replace(group, tolerance=group.tolerance / max(excess, 2.0)) if excess > MAX_IN_NORM else group
             for group, excess in zip(system.groups, excesses, strict=True)
@@ -127,16 +134,8 @@ def _small_in_norm(solver: Solver, system: LinearSystem, solution: Solution, nor
             initial_guess=solution.value,
             guess_product=rhs - solution.residual,
         )
-        spent = solution.stats
-        if isinstance(solver, IterativeSolver):
-            left = solver.max_epochs - spent.epochs
-            if left <= 0:
-                return replace(solution, status=SolveStatus.BUDGET_EXHAUSTED)
-            limited = replace(solver, max_epochs=min(left, max(CONTINUED_EPOCHS, 2 * spent.epochs)))
-            further = limited._solve_columns(system)
-        else:
-            further = solver._solve_columns(system)
-        solution = replace(further, stats=spent.followed_by(further.stats))
+        solution = limited._solve_columns(system)
+        solution = replace(solution, stats=spent.followed_by(solution.stats))
     return solution
 
 
@@ -215,6 +214,10 @@ class IterativeSolver(Solver, Generic[State]):
         check_number("max_epochs", self.max_epochs, "be positive", lambda number: number > 0)
         if self.stopping not in ("columns", "mean"):
             raise ValueError(f"stopping must be 'columns' or 'mean', got {self.stopping!r}.")
+
+    def _after(self, spent: SolveStats) -> "IterativeSolver[State] | None":
+        left = self.max_epochs - spent.epochs
+        return replace(self, max_epochs=min(left, max(CONTINUED_EPOCHS, 2 * spent.epochs))) if left > 0 else None
 
     # Implemented by solvers
 

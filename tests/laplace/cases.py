@@ -125,6 +125,14 @@ def _mixed(features: int) -> gl.SoftmaxLikelihood:
     return likelihood
 
 
+def add_constant(problem: Case, constant: float) -> None:
+    """Adds a constant kernel to a model of one latent function, whose lengthscale becomes .3."""
+    trend = gpytorch.kernels.ConstantKernel().double()
+    trend.constant = torch.tensor(constant, dtype=torch.float64)
+    problem.model.covar_module.base_kernel.lengthscale = 0.3
+    problem.model.covar_module = problem.model.covar_module + trend
+
+
 def case(name: str, n: int = 30, kind: str = "own", dtype: torch.dtype = torch.float64, **options: Any) -> Case:
     """One of the likelihoods on n points, with means and hyperparameters that are all different."""
     make, targets, latents = LIKELIHOODS[name]

@@ -18,7 +18,7 @@ from gpy_iterative.linear_operators import KernelProducts, latent_prior
 from gpy_iterative.linear_operators.latent import LatentPrior
 from gpy_iterative.mlls import LaplaceMarginalLogLikelihood
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton, SolveStatus
-from tests.laplace.cases import LIKELIHOODS, Case, LaplaceModel, case
+from tests.laplace.cases import LIKELIHOODS, Case, LaplaceModel, add_constant, case
 from tests.monte_carlo import assert_mean_within
 
 #: Likelihoods whose latent functions also come with a shared kernel, correlated, or as a multitask prior.
@@ -154,10 +154,7 @@ def test_stochastic_gradient_is_unbiased(name: str) -> None:
 def test_a_large_term_does_not_hide_the_others(name: str) -> None:
     """The actions know the constant: neither solves nor probes may bring it back."""
     problem = case(name, n=120)
-    constant = gpytorch.kernels.ConstantKernel()
-    constant.constant = torch.tensor(1e4)
-    problem.model.covar_module = problem.model.covar_module + constant.double()
-    problem.model.covar_module.kernels[0].base_kernel.lengthscale = 0.3
+    add_constant(problem, 1e4)
     options = {"num_probes": 40, "generator": 0}
     exact = LaplaceMarginalLogLikelihood(problem.likelihood, problem.model, solver=LaplaceCholesky())
     _, expected = gradients(problem, exact)

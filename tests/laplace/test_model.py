@@ -17,7 +17,7 @@ from gpy_iterative.errors import ConvergenceWarning, NonFiniteError, Unsupported
 from gpy_iterative.laplace.likelihoods.pointwise import NO_FLOOR
 from gpy_iterative.mlls import LaplaceMarginalLogLikelihood
 from gpy_iterative.solvers import LaplaceCholesky, LaplaceNewton
-from tests.laplace.cases import Case, Exposed, LaplaceModel, case, inputs
+from tests.laplace.cases import Case, Exposed, LaplaceModel, add_constant, case, inputs
 from tests.monte_carlo import assert_mean_within
 
 KINDS = [
@@ -86,11 +86,8 @@ def test_split_of_the_variance(name: str, kind: str) -> None:
 
 def test_a_large_term_does_not_hide_the_mathematical_variance() -> None:
     problem = case("logit", n=120)
-    constant = gpytorch.kernels.ConstantKernel()
-    constant.constant = torch.tensor(1e4)
+    add_constant(problem, 1e4)
     model = problem.model
-    model.covar_module = model.covar_module + constant.double()
-    model.covar_module.kernels[0].base_kernel.lengthscale = 0.3
     model.eval()
     with torch.no_grad():
         expected = model.posterior(solver=LaplaceCholesky())(test_points()).variance

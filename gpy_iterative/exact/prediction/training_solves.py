@@ -32,8 +32,8 @@ NOISE_STREAM = 2**40
 #: The largest residual of the default solver, in standard deviations of the noise: per datum, and where products are cheap
 #: its norm, a bound on errors of means in posterior standard deviations.
 NOISE_PART, NOISE_NORM = 0.01, 0.3
-#: Least relative residuals in float32 and float64, also in machine epsilons per datum, of which float32 reaches .04.
-SMALLEST_TOLERANCES, EPSILONS_PER_DATUM = (1e-4, 1e-6), 0.06
+#: Least relative residual by dtype, also in machine epsilons per datum, of which float32 reaches .04.
+SMALLEST_TOLERANCE, EPSILONS_PER_DATUM = {torch.float32: 1e-4, torch.float64: 1e-6}, 0.06
 #: New observations extend a projection up to this multiple of its recipe's rank.
 MAX_GROWTH = 2
 
@@ -81,9 +81,8 @@ def prediction_solver(system: TrainingSystem) -> Solver:
     relative_noise = noise.sqrt() / residual.clamp_min(torch.finfo(residual.dtype).tiny)
     size = system.operator.shape[-1]
     part = min(NOISE_PART, NOISE_NORM / size**0.5) if isinstance(solver, ConjugateGradients) else NOISE_PART
-    smallest = SMALLEST_TOLERANCES[residual.dtype == torch.float64]
     rounding = EPSILONS_PER_DATUM * torch.finfo(residual.dtype).eps * size
-    wanted = max(part * float(relative_noise.min()), smallest, rounding)
+    wanted = max(part * float(relative_noise.min()), SMALLEST_TOLERANCE[residual.dtype], rounding)
     return replace(solver, tolerance=min(solver.tolerance, wanted))
 
 
