@@ -167,7 +167,8 @@ def _moving_grids(model: GP) -> dict[str, GridInterpolationKernel]:
 def _tensors(model: Any, likelihood: Any) -> Iterator[tuple[str, Tensor]]:
     grids = {id(grid) for kernel in _moving_grids(model).values() for grid in kernel.grid}  # a result
     for owner_name, owner in (("model", model), ("likelihood", likelihood)):
-        for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+        # ScaleKernel shares `active_dims` with its base kernel, the copies do not.
+        for name, tensor in (*owner.named_parameters(), *owner.named_buffers(remove_duplicate=False)):
             if id(tensor) not in grids:
                 yield f"{owner_name}.{name}", tensor
     for index, inputs in enumerate(unexpanded(model.train_inputs or ())):

@@ -21,7 +21,8 @@ from linear_operator.operators import MaskedLinearOperator
 from torch import Tensor
 
 import gpy_iterative as gpi
-from gpy_iterative.solvers import AlternatingProjections, ConjugateGradients
+from gpy_iterative.prediction import PathwisePosterior
+from gpy_iterative.solvers import AlternatingProjections, Cholesky, ConjugateGradients
 from tests.exact.gaussian_models import CASES, Case, Regression, data
 from tests.exact.prediction.test_posterior import held_out_points
 from tests.monte_carlo import assert_within
@@ -390,6 +391,16 @@ def test_inputs_of_other_data_are_refused() -> None:
     mll = gpi.mlls.HutchinsonMarginalLogLikelihood(kind.likelihood, kind.model)
     with pytest.raises(ValueError, match="same data"):
         mll(kind.model(*kind.inputs), kind.targets, held_out_points(6))
+
+
+@pytest.mark.parametrize("name", [*CASES, *KINDS])
+def test_nothing_is_solved_twice_for_an_unchanged_model(name: str) -> None:
+    """The kind "cosine" has one buffer twice: ScaleKernel takes `active_dims` from its base kernel."""
+    kind = kind_of(name)
+    posterior = PathwisePosterior(kind.model, kind.likelihood, solver=Cholesky())
+    solves = posterior.solves
+    _ = posterior(*kind.test_inputs).mean
+    assert posterior.solves is solves
 
 
 def test_models_in_a_list_share_one_loss() -> None:
