@@ -127,7 +127,7 @@ def stochastic_evidence(
     tolerance: float,
     generator: torch.Generator,
 ) -> ObjectiveEstimate:
-    """L and a gradient estimate, unbiased up to the tolerance: a block solve, two products, the adjoint's solve."""
+    """L and a gradient estimate, unbiased up to the tolerance: a block solve, a product, the adjoint's solve."""
     curvature, system = solution.curvature, WhitenedSystem.at(prior.operator, solution)
     probes = _probes(system, num_probes, generator)
     solved = system.solve(probes.vectors, tolerance)
@@ -137,7 +137,7 @@ def stochastic_evidence(
     unknown = solved.value.double() + known @ (known.mT @ (solved.residual - probes.vectors).double())
     dual = probes.dual.double()
     left, right = curvature.root(unknown), curvature.root(dual)
-    left_image, right_image = prior.matmul(left), prior.matmul(right)
+    left_image, right_image = prior.matmul(torch.cat([left, right], dim=-1)).split(num_probes, dim=-1)
     coefficients = known.mT @ (dual + curvature.root_t(right_image))
     right, right_image = right - root @ coefficients, right_image - solution.image_of_root @ coefficients
 
@@ -170,7 +170,7 @@ def stochastic_evidence(
             f"A solve for the gradient ended with status {status.name.lower()}: {float64_first(prior.operator.dtype)}"
             "loosen the tolerance of LaplaceMarginalLogLikelihood, or keep outputscale and likelihood parameters in bounds."
         ),
-        probe_epochs=solved.stats.epochs + 2 + epochs,
+        probe_epochs=solved.stats.epochs + 1 + epochs,
     )
 
 
