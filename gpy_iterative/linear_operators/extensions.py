@@ -187,7 +187,7 @@ def all_parts(operator: LinearOperator) -> Iterator[LinearOperator]:
 
 
 def far_field_error(operator: LinearOperator) -> float | None:
-    """The largest measured relative error of products through far fields; None without far fields."""
+    """The largest measured error of far fields, relative to the entries' standard deviations; None without far fields."""
     found = [part.far_field_error() for part in all_parts(operator) if hasattr(part, "far_field_error")]
     return max((error for error in found if error is not None), default=None)
 

@@ -61,11 +61,16 @@ class RadialEntries:
     def at_proxies(self, rows: Tensor, proxies: Tensor) -> Tensor:
         """Interpolated entries of rows [b, m] at proxies [b, p], [b, m, p].
 
-        The last proxies have the derivative by a log lengthscale: on a line, one point interpolates exp(-r), but not that.
+        The last proxies have derivatives by the log lengthscales, in turn. Values are not enough: on a line, one point
+        interpolates exp(-r), but no derivative; nearly equal entries depend on |x|^2, derivatives on each coordinate's square.
         """
         first, last = proxies.tensor_split([len(proxies[0]) - len(proxies[0]) // DERIVATIVE_PART], dim=1)
         u, scratch = self._squared_distances(rows, last)
-        squares = u.clone()
+        squares, num = u.clone(), len(self._apart) + (self._together is not None)
+        for index, column in enumerate(self._apart):
+            given = last[:, index::num]
+            squares[..., index::num] = _picked(column, rows).unsqueeze(-1) - _picked(column, given).unsqueeze(-2)
+            squares[..., index::num].square_()
         derivatives = self.function.value_and_derivative_(u, scratch, self.alpha)[1].mul_(squares)
         factor = 2 * self.function.derivative_factor / self._original.scale(self.alpha)
         return torch.cat([self.blocks(rows, first), derivatives.mul_(factor)], dim=2)

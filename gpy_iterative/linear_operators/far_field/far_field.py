@@ -42,7 +42,7 @@ class FarField:
 
     Attributes:
         levels: near blocks and skeletons.
-        error: relative error of products with random vectors, measured on random far entries.
+        error: root mean square over `Plan.size`, measured on random far entries.
     """
 
     levels: Levels
@@ -132,7 +132,7 @@ def _skeletons(
 
 
 def measured_error(plan: Plan, levels: Levels, entries: RadialEntries) -> float:
-    """Relative error of products with random vectors, from root mean squares of entries."""
+    """Root mean square error of all entries over their size."""
     generator = torch.Generator().manual_seed(3)
     double, total = entries.double(), 0.0
     for part in levels.parts:

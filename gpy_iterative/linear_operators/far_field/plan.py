@@ -23,8 +23,10 @@ SMALLEST_LEAF = 32
 POINT_COST = 12
 #: Nodes, rows of each, and proxies on which a level's rank is measured.
 SAMPLED_NODES, SAMPLED_ROWS, SAMPLED_PROXIES = 24, 192, 384
-#: Random entries for the estimate of their size.
+#: Random entries for the estimate of their spread.
 SAMPLED_ENTRIES = 2**14
+#: Least error relative to the entries' size: rounding allows no less.
+LEAST_ERROR = {torch.float32: 1e-6, torch.float64: 1e-12}
 #: Parts of the allowed error: for ranks (errors of levels add up), and for negligible entries.
 AIM, NEGLIGIBLE = 0.08, 0.03
 #: Ranks are multiples of this, for fast matrix products.
@@ -39,7 +41,7 @@ class Plan:
         levels: the root first, the leaves last.
         pairs: by level.
         ranks: by level.
-        size: root mean square of the matrix's entries.
+        size: of the entries, see `entries_size`.
         error: root mean square error for which skeletons are made.
     """
 
@@ -74,12 +76,12 @@ def make_plan(entries: RadialEntries, tolerance: float, limit: float) -> Plan | 
     """The cheapest plan; None where its cost must exceed the limit.
 
     Args:
-        tolerance: relative error of a product with random vectors.
+        tolerance: error of the entries over their size, see `entries_size`.
         limit: of a product's cost, in entries.
 
     Cost: a tree, its pairs, and entries of a few nodes of each level at a few hundred rows.
     """
-    size = entries_size(entries)
+    size = entries_size(entries, tolerance)
     depth = max(int(math.log2(len(entries) / SMALLEST_LEAF)), 0)
     is_negligible = partial(entries.are_below, NEGLIGIBLE * tolerance * size)
     if are_nearly_all_near(entries.positions, is_negligible):
@@ -99,12 +101,19 @@ def with_measured_ranks(plan: Plan, entries: RadialEntries) -> Plan:
     return replace(plan, ranks=ranks).cheapest()
 
 
-def entries_size(entries: RadialEntries) -> float:
-    """Root mean square of all entries, from random ones and the diagonal."""
+def entries_size(entries: RadialEntries, tolerance: float) -> float:
+    """Standard deviation of all entries, from random ones and the diagonal.
+
+    With long lengthscales entries are nearly equal, and data depend on their differences: errors relative to the root mean
+    square would hide these. It counts as far as rounding forbids less.
+    """
     generator, n = torch.Generator().manual_seed(0), len(entries)
     rows, columns = torch.randint(n, (2, SAMPLED_ENTRIES, 1), generator=generator).to(entries.device)
-    found, diagonal = (entries.blocks(rows, other).double().square().mean() for other in (columns, rows))
-    return math.sqrt(float(found + diagonal / n))
+    found, diagonal = (entries.blocks(rows, other).double() for other in (columns, rows))
+    mean = found.mean()
+    variance = float((found - mean).square().mean() + (diagonal - mean).square().mean() / n)
+    least = min(LEAST_ERROR[entries.dtype] / tolerance, 1.0)
+    return max(math.sqrt(variance), least * math.sqrt(variance + float(mean.square())))
 
 
 def _rank(entries: RadialEntries, nodes: Nodes, error: float) -> int:

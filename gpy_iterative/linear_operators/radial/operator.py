@@ -112,7 +112,7 @@ class RadialKernelLinearOperator(TiledLinearOperator):
         )
 
     def far_field_error(self) -> float | None:
-        """The measured relative error of far-field products; None without a far field."""
+        """The measured error of far-field entries relative to their standard deviation; None without a far field."""
         tiles = self.tiles()
         field = tiles.far_field() if isinstance(tiles, RadialFarField) else None
         return None if field is None else field.error

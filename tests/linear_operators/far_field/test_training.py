@@ -160,6 +160,23 @@ def test_derivatives_keep_the_tolerance_where_few_points_serve_for_values() -> N
     assert (found - exact).norm() < 1e-6 * exact.norm()
 
 
+@pytest.mark.parametrize(("lengthscale", "outputscale"), [(30.0, 1e4), (300.0, 1e6)])
+def test_nearly_equal_entries_are_told_apart(lengthscale: float, outputscale: float) -> None:
+    """A smooth trend: the data's part of the gradient by the log lengthscales had errors of 5 and of 400."""
+    kernel = kernels.ScaleKernel(kernels.MaternKernel(nu=1.5, ard_num_dims=2)).double()
+    kernel.outputscale, kernel.base_kernel.lengthscale = outputscale, lengthscale
+    x, _ = data()
+    matrix = kernel(x).to_dense()
+    noisy = matrix.detach() + 0.1 * torch.eye(N, dtype=torch.float64)
+    white = torch.randn(N, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.linalg.solve_triangular(torch.linalg.cholesky(noisy).mT, white, upper=True)
+    operator = kernel_operator(kernel(x), KernelProducts(far_field=1e-6))
+    assert far_field_error(operator) is not None
+    raw = kernel.base_kernel.raw_lengthscale
+    found, exact = (torch.autograd.grad((weights * (k @ weights)).sum() / 2, raw)[0] for k in (operator, matrix))
+    torch.testing.assert_close(found * lengthscale, exact * lengthscale, rtol=0, atol=1.0)
+
+
 def test_conjugate_gradients_are_the_default_solver() -> None:
     x = data(4000)[0]
     operator = lambda wanted: kernel_operator(kernels.RBFKernel().double()(x), KernelProducts(far_field=wanted))
