@@ -13,6 +13,7 @@ from linear_operator.operators import (
     ConstantMulLinearOperator,
     InterpolatedLinearOperator,
     KroneckerProductLinearOperator,
+    RootLinearOperator,
     SumLinearOperator,
 )
 from torch import Tensor
@@ -80,6 +81,10 @@ def principal_blocks(operator: LinearOperator, rows: Tensor) -> Tensor:
         return _of_parts(operator, lambda part: principal_blocks(part, rows))
     if isinstance(operator, InterpolatedLinearOperator):
         return _interpolated_blocks(operator, rows)
+    if isinstance(operator, RootLinearOperator):
+        # Pair by pair, both rows of the root would be picked for every entry.
+        root = dense_rows(operator.root, rows.flatten()).unflatten(0, rows.shape)
+        return root @ root.mT
     shape = (*rows.shape, rows.shape[-1])
     left, right = rows.unsqueeze(-1).expand(shape), rows.unsqueeze(-2).expand(shape)
     return operator._get_indices(left.contiguous(), right.contiguous())
