@@ -92,7 +92,7 @@ class Neighbours:
             return
         prior = blocks.dense(test_train)
         prior = prior if local.observed is None else prior[..., local.observed]
-        self.rest = prior.reshape(*points, -1) - coefficients @ self.product.mT
+        self.rest = prior.reshape(*points, -1) - blocks.rows_product(coefficients, self.product.mT)
         with torch.no_grad():
             score = self.rest.abs() / local.deviation.to(self.rest.dtype).unsqueeze(-2)
             self.index = score.topk(local.num_neighbours, dim=-1).indices  # the most correlated

@@ -72,11 +72,11 @@ class Projection:
 
     def _coefficients(self, test_train: LinearOperator) -> Tensor:
         """K(x, X) A [*batch, t, r], in the precision of a complete A: small variances are differences."""
-        if not self.is_exact:
-            return blocks.product(test_train, self.basis.to(test_train.dtype))
-        if self.basis.dtype == test_train.dtype:
-            return blocks.product(test_train, self.basis)
-        return blocks.dense(test_train).to(self.basis.dtype) @ self.basis
+        basis = self.basis if self.is_exact else self.basis.to(test_train.dtype)
+        has_more_batches = test_train.dim() > basis.dim() > 2
+        if basis.dtype == test_train.dtype and not has_more_batches:
+            return blocks.product(test_train, basis)
+        return blocks.rows_product(blocks.dense(test_train).to(basis.dtype), basis)
 
     @property
     def is_exact(self) -> bool:

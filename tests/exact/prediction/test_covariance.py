@@ -3,8 +3,10 @@
 import unittest
 from typing import Any
 
+import gpytorch
 import pytest
 import torch
+from gpytorch.likelihoods import GaussianLikelihood
 from linear_operator import to_linear_operator
 from linear_operator.test.linear_operator_test_case import LinearOperatorTestCase
 from torch import Tensor
@@ -16,7 +18,7 @@ from gpy_iterative.exact.prediction.projection import Projection
 from gpy_iterative.linear_operators import KernelProducts
 from gpy_iterative.prediction import PathwisePosterior
 from gpy_iterative.solvers import ConjugateGradients
-from tests.exact.gaussian_models import CASES
+from tests.exact.gaussian_models import CASES, Regression
 from tests.exact.prediction.test_posterior import held_out_points
 
 
@@ -75,19 +77,21 @@ def test_chunks_of_a_batch_of_points() -> None:
     torch.testing.assert_close(parts.diagonal(), whole.diagonal())
 
 
+class Largest(TorchDispatchMode):
+    """The largest number of entries of a tensor that is made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
 @pytest.mark.parametrize("name", ["matern-3/2", "product"])
 def test_variances_need_no_matrix_of_all_points(name: str) -> None:
     """A million points scaled down: no tensor of one chunk's work is as large as K(x, X)."""
-
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor):
-                self.numel = max(self.numel, result.numel())
-            return result
-
     case = CASES[name]()
     posterior = PathwisePosterior(case.model, case.likelihood, products=KernelProducts(tile_size=16))
     posterior.solves.projection()
@@ -100,6 +104,23 @@ def test_variances_need_no_matrix_of_all_points(name: str) -> None:
     torch.testing.assert_close(variance, expected)
     assert whole.numel >= 500 * 40
     assert largest.numel <= 540 * 3 * 2  # joint inputs; a chunk's tile has 20 * 40 numbers
+
+
+@pytest.mark.parametrize("exact_below", [0, 3000], ids=["projected", "exact"])
+def test_points_in_batches_do_not_repeat_a_batch_of_models(exact_below: int) -> None:
+    """As BoTorch's acquisition functions ask models of several outputs."""
+    x, y = torch.rand(2, 50, 3, dtype=torch.float64), torch.rand(2, 50, dtype=torch.float64)
+    kernel = gpytorch.kernels.RBFKernel(batch_shape=torch.Size([2]))
+    model = Regression(x, y, GaussianLikelihood(batch_shape=torch.Size([2])), kernel, (2,)).double()
+    posterior = PathwisePosterior(model, model.likelihood, exact_below=exact_below, num_neighbours=2)
+    points = torch.rand(4, 5, 1, 3, dtype=torch.float64)
+    expected = posterior(points.reshape(20, 3)).variance
+    with Largest() as largest:
+        variance = posterior(points.unsqueeze(-3).expand(4, 5, 2, 1, 3)).variance
+        covariance = posterior(points.unsqueeze(-3).expand(4, 5, 2, 1, 3)).covariance_matrix
+    torch.testing.assert_close(variance.squeeze(-1), expected.T.view(4, 5, 2))
+    torch.testing.assert_close(covariance.squeeze((-1, -2)), expected.T.view(4, 5, 2))
+    assert largest.numel < 20 * 2 * 50 * 50
 
 
 def test_leading_points_stay_lazy() -> None:
