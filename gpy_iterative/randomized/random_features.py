@@ -149,6 +149,10 @@ def _factor(matrix: Tensor) -> Tensor:
 class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
     resample: bool
 
+    def _has_dense_factor(self, size: int) -> bool:
+        """In float32 rounded entries would make the exact density, over its probability, another than that of features."""
+        return True
+
     def _watch_line_search(self, estimate: Estimate) -> None:
         if self.resample:  # frozen frequencies give a smooth function
             super()._watch_line_search(estimate)
@@ -206,7 +210,7 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             value_sem=torch.full_like(value, math.nan, dtype=residual.dtype),  # unknown from one draw
             status=SolveStatus.CONVERGED,  # dense factors always converge
             features=matrix,
-            derivatives=tuple(derivative.to(residual) for derivative in derivatives),
+            derivatives=tuple(derivative.to(tensor) for derivative, tensor in zip(derivatives, inputs, strict=True)),
             exact=exact,
             exact_weight=total.exact,
             stats=SolveStats(0, 0.0, 0.0, {"targets": 0.0}, time.perf_counter() - start),

@@ -261,6 +261,26 @@ def test_float32_agrees_with_float64() -> None:
     torch.testing.assert_close(results[torch.float32], results[torch.float64], rtol=1e-3, atol=1e-3)
 
 
+def test_exact_terms_of_float32_models_are_those_of_float64() -> None:
+    """Beside a trend, float32 entries of the kernel matrix would give another exact density than features do."""
+    kernel = kernels.ScaleKernel(kernels.RBFKernel()) + kernels.LinearKernel()
+    case = regression(kernel, n=100, dtype=torch.float32)
+    kernel.kernels[1].variance, case.likelihood.noise = 1e4, 0.01
+    # The only increment ends at the exact density, with probability 1.
+    mll = SingleSample(
+        case.likelihood, case.model, min_frequencies=4, frequency_step=9, max_frequencies=13, generator=0
+    )
+    value, gradients = value_and_gradients(mll, case)
+    assert value.dtype == torch.float32
+    assert mll.report.truncation.is_exact
+    case.model.double().set_train_data(case.x.double(), case.y.double(), strict=False)
+    in_float64 = dataclasses.replace(case, x=case.x.double(), y=case.y.double())
+    expected, expected_gradients = exact(in_float64)
+    torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-4)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name].double(), gradient, rtol=1e-2, atol=1e-4)
+
+
 def test_bias_has_the_sign_that_the_paper_proves() -> None:
     """Few frequencies: on average the quadratic form is too large and the log-determinant too small."""
     case = rff_case(n=30)
