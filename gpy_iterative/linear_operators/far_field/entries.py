@@ -62,7 +62,7 @@ class RadialEntries:
         """Interpolated entries of rows [b, m] at proxies [b, p], [b, m, p].
 
         The last proxies have derivatives by the log lengthscales, in turn. Values are not enough: on a line, one point
-        interpolates exp(-r), but no derivative; nearly equal entries depend on |x|^2, derivatives on each coordinate's square.
+        interpolates exp(-r), but no derivative; nearly equal entries depend on |x|^2, derivatives on one coordinate.
         """
         first, last = proxies.tensor_split([len(proxies[0]) - len(proxies[0]) // DERIVATIVE_PART], dim=1)
         u, scratch = self._squared_distances(rows, last)

@@ -23,6 +23,8 @@ Bounds = tuple[Tensor, Tensor]
 
 #: Error of the bounds' mean: their distance divided by this (measured: 4 to 13).
 BRACKET_PARTS = 8
+#: The same without a floor of the spectrum, where the lower rule is no bound (measured: 4 to 6).
+UNBOUNDED_PARTS = 4
 #: Error of an estimate by positions: change of that distance divided by this (measured: 15 to 40).
 CHANGE_PARTS = 16
 #: The quadrature stops when its error is below this many standard errors of the probes.
@@ -239,7 +241,7 @@ class _Lanczos:
         upper, lower = (rule * self._squared_norm for rule in rules)
         self.bounds.append((upper, lower))
         before, self._samples = self._samples, (upper + lower) / 2
-        error = (upper - lower).mean(-1).abs().div(BRACKET_PARTS)
+        error = (upper - lower).mean(-1).abs().div(UNBOUNDED_PARTS if self._floor is None else BRACKET_PARTS)
         # The bracket is too optimistic in hard systems, and absent without a floor.
         change = torch.inf if before is None else (self._samples - before).mean(-1).abs()
         return self._samples, error.maximum(torch.as_tensor(change).to(error))

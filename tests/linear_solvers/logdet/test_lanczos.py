@@ -238,6 +238,21 @@ def test_an_operator_whose_floor_is_unknown(noise: float) -> None:
     assert (estimate.mean - full.mean).abs() < 2 * estimate.sem
 
 
+def test_the_quadratures_error_without_a_floor() -> None:
+    """Noise that is correlated over two tasks, as in `MultitaskGaussianLikelihood(2, rank=1)`."""
+    x = 4 * torch.rand(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kernel = (-torch.cdist(x, x).square() / 2).exp()
+    tasks = torch.tensor([[1.0, -0.5], [-0.5, 1.2]]).double()
+    noise = torch.tensor([[0.85, 0.6], [0.6, 0.55]]).double()
+    operator = DenseLinearOperator(torch.kron(kernel, tasks) + torch.kron(torch.eye(200).double(), noise))
+    preconditioner = PivotedCholesky(rank=50).build(operator)
+    probes = draw(preconditioner, 4, torch.Generator().manual_seed(0))
+    full = stochastic_logdet(operator, probes, preconditioner, max_iterations=400, tolerance=1e-12)
+    for products in range(4, 21):
+        short = stochastic_logdet(operator, probes, preconditioner, max_iterations=products, tolerance=1e-12)
+        assert (short.mean - full.mean).abs() < 1.7 * short.positions.error
+
+
 def test_full_rank_preconditioner_leaves_nothing_to_estimate() -> None:
     operator = system()
     preconditioner = PivotedCholesky(rank=N).build(operator)
