@@ -15,6 +15,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, Likelihood
 from torch import Tensor
 
 from gpy_iterative.errors import ApproximationWarning, warn
+from gpy_iterative.quadruply.bases.nystrom_basis import NystromBasis
 from gpy_iterative.quadruply.feature_weights import FeatureWeights
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.samples import Head, KnownValues, Sample
@@ -22,6 +23,8 @@ from gpy_iterative.training.likelihood_forms import expected_log_prob
 
 #: 1 / (largest curvature of a logistic likelihood), for likelihoods without noise.
 LOGISTIC_NOISE = 4.0
+#: Largest prior variance that a head alone omits without a warning, relative to the noise.
+OMITTED = 0.1
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,23 @@ def initialization_undone(weights: FeatureWeights, *, always: bool) -> Iterator[
     finally:
         if undo and before is not None:
             weights.load_state_dict(before, strict=False)
+
+
+@torch.no_grad()
+def warn_of_omission(model: QuadruplyStochasticGP, rows: Rows) -> None:
+    """Warns of a head alone whose omitted eigenvalues matter beside the noise."""
+    if not isinstance(model.basis, NystromBasis) or model.num_tail_groups:
+        return
+    noise = LOGISTIC_NOISE if rows.noise is None else float(rows.noise.mean())
+    omitted = model.basis.omitted_variance()
+    if omitted > OMITTED * noise:
+        warn(
+            f"The basis omits a prior variance of {omitted:.2g} at its own points, beside a noise of {noise:.2g}: means "
+            "and variances will be off. It omits eigenvalues below a millionth of the largest. If a large term of the "
+            "kernel, such as a constant or a trend, makes that one large, subtract the trend from the targets and leave "
+            "the term out.",
+            ApproximationWarning,
+        )
 
 
 @torch.no_grad()

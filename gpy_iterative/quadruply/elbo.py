@@ -25,6 +25,7 @@ from gpy_iterative.quadruply.data_terms import (
     initialize_weights,
     site_bound,
     warn_of_capacity,
+    warn_of_omission,
 )
 from gpy_iterative.quadruply.deferred import DeferredPrediction
 from gpy_iterative.quadruply.known_points import KnownPoints, check_entries
@@ -260,6 +261,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
         rows = call.rows(model, index, is_gaussian=self.is_unbiased)
         if not model.weights.initialized:
             initialize_weights(model, rows, call.num_data)
+            warn_of_omission(model, rows)
             warn_of_capacity(model, rows, call.num_data, (*model.hyperparameters(), *self.likelihood.parameters()))
         first = self._sample(call)
         # Products of residuals and double sums of a dense prior take two samples.

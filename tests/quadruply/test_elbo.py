@@ -8,6 +8,7 @@ import warnings
 import gpytorch
 import pytest
 import torch
+from gpytorch import kernels
 from gpytorch.distributions import base_distributions
 from torch import Tensor
 
@@ -15,7 +16,7 @@ import gpy_iterative as gpi
 from gpy_iterative.errors import ApproximationWarning
 from gpy_iterative.likelihoods import expected_log_prob
 from gpy_iterative.mlls import QuadruplyStochasticELBO
-from gpy_iterative.models import QuadruplyStochasticGP
+from gpy_iterative.models import NystromBasis, QuadruplyStochasticGP
 from gpy_iterative.quadruply.data_terms import Rows, site_bound
 from gpy_iterative.quadruply.samples import Sample
 from tests.monte_carlo import assert_mean_within
@@ -400,6 +401,20 @@ def test_too_many_features_for_free_hyperparameters_are_told() -> None:
             warnings.simplefilter("always")
             mll(model(x), y)
         assert any(issubclass(w.category, ApproximationWarning) for w in found) == expected
+
+
+@pytest.mark.parametrize("constant", [1.0, 1e4])
+def test_a_head_that_omits_more_than_the_noise_allows_is_told(constant: float) -> None:
+    x = torch.rand(60, 2, generator=torch.Generator().manual_seed(0))
+    kernel = kernels.ScaleKernel(kernels.RBFKernel()) + kernels.ScaleKernel(kernels.ConstantKernel())
+    kernel.kernels[1].outputscale = constant
+    model = QuadruplyStochasticGP(NystromBasis(kernel.requires_grad_(False), x))
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = 0.01
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        QuadruplyStochasticELBO(likelihood, model, generator=0)(model(x), x[:, 0])
+    assert any("omits" in str(w.message) for w in found) == (constant > 1)
 
 
 def test_a_copy_goes_on_by_itself() -> None:

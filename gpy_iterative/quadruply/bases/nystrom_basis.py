@@ -88,6 +88,11 @@ class NystromBasis(FeatureBasis):
         covariance = kernel_matrix(self.kernel, x, x) - head @ head.mT
         return covariance + torch.diag((-covariance.diagonal()).clamp_min(0))
 
+    def omitted_variance(self) -> float:
+        """Mean prior variance at the points that the head lacks."""
+        gram = gram_matrix(self.kernel, self.points)
+        return float(gram.diagonal().mean() - (gram @ self._projection()).square().sum(-1).mean())
+
     def _projection(self) -> Tensor:
         """P [h, r] with head(x) = k(x, Z) P, float64: rotation L^-T, L L^T = rotation^T K_ZZ rotation."""
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.kernel.parameters()):
