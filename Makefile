@@ -6,13 +6,17 @@ PYTEST := $(BIN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadgroup
 export KEOPS_VERBOSE := 0
 
-.PHONY: demo test test-processors stress gpu-check check docs release bench format clean
+.PHONY: demo test test-slow test-processors stress gpu-check check docs release bench format clean
 
 demo: .venv/bench
 	$(BIN)/python -m benchmarks demo
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(PYTEST) $(TWO_WORKERS) --require-keops
+	OMP_NUM_THREADS=1 $(PYTEST) $(TWO_WORKERS) --require-keops -m "not slow"
+
+# Processes that end, trainings and distributions: the gate runs them, too.
+test-slow: .venv/ready
+	OMP_NUM_THREADS=1 $(PYTEST) $(TWO_WORKERS) --require-keops -m slow
 
 # What is about numbers, with two threads, and as on processors with other vector instructions.
 TESTS := tests $(addprefix --ignore=tests/,benchmarks documentation examples)

@@ -52,6 +52,7 @@ def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_wheel_imports_where_the_repository_is_not(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
     program = (

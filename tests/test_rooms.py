@@ -47,6 +47,7 @@ def without_lines_of(hidden: set[str], source: str) -> str:
     return ast.unparse(tree)
 
 
+@pytest.mark.slow
 def test_a_method_works_without_the_others(tmp_path: Path) -> None:
     for method in METHODS:
         package, hidden = tmp_path / method / "gpy_iterative", set(METHODS) - {method}

@@ -79,6 +79,7 @@ def test_step_measures_every_size() -> None:
         assert 0 < outcome["least"] <= outcome["seconds"]
 
 
+@pytest.mark.slow
 def test_order_is_against_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, targets = data(80)
     monkeypatch.setattr(feature_order, "rows_of", lambda name: torch.cat([rows, targets.unsqueeze(-1)], -1).numpy())

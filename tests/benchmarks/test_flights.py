@@ -59,6 +59,7 @@ def test_a_tenth_is_held_out_whatever_is_kept_for_training() -> None:
     torch.testing.assert_close(shifted, shifted[:1].expand_as(shifted), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_exactly(data: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(case, "load_flights", lambda rows: {300: data}[rows])
     options = asdict(OPTIONS)

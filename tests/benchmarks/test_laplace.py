@@ -121,6 +121,7 @@ def test_a_contender_is_shown_by_its_last_measurement() -> None:
     assert rows == [["x", "mc", "0.5000", "0.5000", "0.100", "", "1", "10"]]
 
 
+@pytest.mark.slow
 def test_preconditioned_modes_of_larger_data_take_fewer_products() -> None:
     options = {"rows": 300, "max_rank": 20, "covariance_actions": 20, "max_outer": 100, "refinements": 0}
     plain, preconditioned = (laplace_size.find_mode(rank=rank, **options) for rank in (0, 50))

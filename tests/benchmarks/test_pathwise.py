@@ -31,6 +31,7 @@ def outcome(name: str, **changed: Any) -> dict[str, Any]:
     return CONTENDERS["pathwise"][name](**options | changed)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("split")
 @pytest.mark.parametrize("solver", pathwise.SOLVERS)
 def test_every_variant_is_solved_to_tolerance_and_arrives_at_the_same_predictions(solver: str) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks.cases import scaling
@@ -15,6 +16,7 @@ def measured(group: Any) -> dict[str, Any]:
     return scaling.measured_products(group, N, D, S, repeats=2)
 
 
+@pytest.mark.slow
 def test_a_product_communicates_its_result_once(processes: Processes) -> None:
     """Two numbers a rank go ahead of it; the derivative's two sums of values are float64."""
     for size in (2, 3):

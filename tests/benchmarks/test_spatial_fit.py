@@ -54,6 +54,7 @@ def test_what_is_measured_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         assert name[:4] in result.output  # names are wrapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(RIVALS))
 def test_every_rival_learns_the_field(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spatial_rivals, "RivalOptions", lambda: RivalOptions(num_inducing=50, rates=(0.03,)))

@@ -79,6 +79,7 @@ def test_unfinished_and_failed_runs_go_on(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert calls == [{"threads": 1, "minutes": 1}] * 3
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_all_of_why() -> None:
     options = {"dataset": "nothing", "split": 0, "rows": None, "steps": 1, "rate": 0.1, "scales": False}
     outcome = run_apart("quality", "Adam", threads=1, **options)

@@ -268,6 +268,7 @@ def test_the_version_and_unknown_options_end_the_process(capsys: pytest.CaptureF
     assert ended.value.code == 2
 
 
+@pytest.mark.slow
 def test_runs_as_a_module(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "gpy_iterative", "fit", "homes.csv", "--target", "price"],

@@ -56,6 +56,7 @@ def exact_value(model: Any) -> float:
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, ADAM], ids=["lbfgs", "adam"])
 def test_exact_path_ends_where_gpytorch_ends(name: str, options: dict[str, Any]) -> None:

@@ -69,6 +69,7 @@ def step_and_prediction(name: str, device: torch.device) -> dict[str, Tensor]:
     return {key: tensor.detach().cpu() for key, tensor in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_training_and_predictions(name: str, device: torch.device) -> None:
     expected, found = step_and_prediction(name, torch.device("cpu")), step_and_prediction(name, device)

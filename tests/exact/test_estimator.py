@@ -39,6 +39,7 @@ def monte_carlo(case: Case, mll: gpytorch.mlls.MarginalLogLikelihood, draws: int
     return {name: torch.stack(gradients) for name, gradients in samples.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANY_KERNEL)
 def test_hutchinson_gradient_is_unbiased(name: str) -> None:
     case = CASES[name]()
@@ -53,6 +54,7 @@ def test_hutchinson_gradient_is_unbiased(name: str) -> None:
         assert_mean_within(samples, expected[parameter], max_sem=0.3 * scale, floor=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ITERATIVE, "batch", "multitask", "spectral-mixture"])
 def test_pathwise_gradient_is_unbiased_with_few_frequencies(name: str) -> None:
     case = CASES[name]()

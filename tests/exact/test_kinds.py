@@ -231,6 +231,7 @@ def test_exact_path_equals_gpytorch(name: str) -> None:
 SOLVED = [*KINDS, "coregionalization", "independent-outputs", "batch-of-products"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "solver"),
     [
@@ -298,6 +299,7 @@ def missing(name: str) -> Case:
     return Case(case.model, case.likelihood, case.x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISSING)
 @pytest.mark.parametrize("solver", [None, ConjugateGradients(tolerance=1e-8)])
 def test_missing_targets_are_dropped_from_every_kind(name: str, solver: gpi.solvers.Solver | None) -> None:

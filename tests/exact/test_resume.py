@@ -163,6 +163,7 @@ RUNS: dict[str, Callable[[int], Run]] = {
 } | {f"features-{method}": _features(method) for method in METHODS}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.ApproximationWarning")
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.VarianceWarning")
 @pytest.mark.parametrize("name", sorted(RUNS))

@@ -81,6 +81,7 @@ def train_and_predict(group: Any, name: str, solver: str) -> dict[str, Tensor]:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "solver", "size"),
     [
@@ -120,6 +121,7 @@ def gradients(group: Any, name: str) -> list[Tensor]:
 SIMILAR = {"rbf", "matern-1/2", "matern-5/2", "unscaled", "linear", "priors", "deep", "sum-in-forward"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SIMILAR])
 def test_models_of_every_kind_have_the_gradients_of_one_process(processes: Processes, name: str) -> None:
     expected = gradients(None, name)
@@ -166,6 +168,7 @@ def train_until(group: Any, folder: Path, until: int, leaves: str | None = None)
 SHORT_TIMEOUT = 8
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_ends_the_others_and_a_restart_goes_on_exactly(processes: Processes, tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("group", "hangs", "ends", "whole, hangs", "whole, ends")}
     for folder in folders.values():

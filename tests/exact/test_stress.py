@@ -17,6 +17,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("run", list(runs), ids=str)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.ConvergenceWarning")
 @pytest.mark.filterwarnings("ignore::linear_operator.utils.warnings.NumericalWarning")
 def test_runs(run: Run, pytestconfig: pytest.Config) -> None:

@@ -57,6 +57,7 @@ def test_adam_ends_where_exact_gradients_end(mll_class: type) -> None:
     assert abs(exact_value(case) - exact_value(reference)) * len(case.y) < 2
 
 
+@pytest.mark.slow
 def test_warm_start_halves_the_epochs_of_pathwise_training() -> None:
     epochs = {}
     solver = dataclasses.replace(

@@ -9,6 +9,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "million_rows.py"
 
 
+@pytest.mark.slow
 def test_a_small_map_is_learned_to_its_noise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--rows", "5000"])
     runpy.run_path(str(SCRIPT), run_name="__main__")

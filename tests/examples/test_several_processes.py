@@ -36,6 +36,7 @@ def alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(str(SCRIPT))["main"](ROWS, 2, checkpoint)
 
 
+@pytest.mark.slow
 def test_two_processes_do_what_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,11 +17,13 @@ def fitted(name: str, device: torch.device, start: Literal["current", "subsets"]
     return [figure for row in result.history for figure in (row.value, row.left_to_gain or 0.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exact", "hutchinson", "russian roulette"])
 def test_steps(name: str, device: torch.device) -> None:
     assert fitted(name, device) == pytest.approx(fitted(name, torch.device("cpu")), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_start_from_subsets(device: torch.device) -> None:
     expected = fitted("hutchinson", torch.device("cpu"), "subsets")
     assert fitted("hutchinson", device, "subsets") == pytest.approx(expected, rel=1e-3)

@@ -372,6 +372,7 @@ def test_quadruply_stochastic_models_have_their_own_optimiser() -> None:
     assert result.history[-1].value > result.history[0].value + 0.1
 
 
+@pytest.mark.slow
 def test_quadruply_stochastic_models_learn_hyperparameters(tmp_path: Path) -> None:
     """With a head alone they come near to the optimum; a longer fit goes on from the checkpoint of a shorter one."""
     x, y = data(200)

@@ -63,6 +63,7 @@ def end_after_kills(
     return torch.load(folder / "end.pt"), killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["average_information", "adam"])
 def test_killed_at_random_moments(server: ForkServerContext, method: str, tmp_path: Path) -> None:
     expected, _ = end_after_kills(server, tmp_path / "whole", method, random.Random(0), kills=0)

@@ -79,6 +79,7 @@ def _float64():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), LAYOUTS, ids=[f"{name}-{kind}" for name, kind in LAYOUTS])
 def test_exact_gradient_is_that_of_the_reoptimised_evidence(name: str, kind: str) -> None:
     problem = case(name, n=18, kind=kind)
@@ -121,6 +122,7 @@ def test_gaussian_likelihood_is_the_exact_marginal() -> None:
         torch.testing.assert_close(found[name], parameter.grad * 25, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["logit", "student", "softmax"])
 def test_stochastic_gradient_is_unbiased(name: str) -> None:
     problem = case(name, n=16)
@@ -262,6 +264,7 @@ def assert_derivative(bound: Callable[[], Tensor], parameters: Iterable[Tensor],
     assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), LAYOUTS)
 def test_elbo_gradient_is_its_derivative(name: str, kind: str) -> None:
     """What the maximisation moves has no part in it."""
@@ -273,6 +276,7 @@ def test_elbo_gradient_is_its_derivative(name: str, kind: str) -> None:
     assert_derivative(bound, problem.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("poisson-log", "own"), ("student", "own"), *LAYOUTS[-4:]])
 def test_elbo_gradient_in_a_subspace_is_its_derivative(name: str, kind: str) -> None:
     """For fixed actions."""

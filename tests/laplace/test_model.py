@@ -95,6 +95,7 @@ def test_a_large_term_does_not_hide_the_mathematical_variance() -> None:
     torch.testing.assert_close(split.mathematical, expected, rtol=0.01, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_sample_paths_have_the_posterior(name: str, kind: str) -> None:
     problem = case(name, n=12, kind=kind)
@@ -151,6 +152,7 @@ def lapsing(parent: type[gpytorch.likelihoods.Likelihood]) -> gpytorch.likelihoo
     return type("Lapsing", (parent,), {"forward": forward})()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parent", [gpytorch.likelihoods.BernoulliLikelihood, gpi.likelihoods.LogitBernoulliLikelihood])
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.VarianceWarning")
 def test_predictions_are_by_the_forward_of_a_subclass(parent: type[gpytorch.likelihoods.Likelihood]) -> None:
@@ -169,6 +171,7 @@ def test_predictions_are_by_the_forward_of_a_subclass(parent: type[gpytorch.like
     torch.testing.assert_close(model.predict_proba(x, method="mode"), plug_in)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["probit", "logit", "poisson-log", "student", "negative-binomial", "softmax"])
 def test_predictive_log_densities_normalise(name: str) -> None:
     problem = case(name, n=20)

@@ -108,6 +108,7 @@ def everything(operator: LinearOperator) -> dict[str, Tensor]:
     return {name: value.detach().cpu() for name, value in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_everything_is_as_on_the_cpu(name: str, device: torch.device) -> None:
     expected, found = everything(MAKERS[name](torch.device("cpu"))), everything(MAKERS[name](device))

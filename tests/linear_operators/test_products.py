@@ -27,6 +27,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.slow
 def test_without_pykeops_only_its_backend_is_missing() -> None:
     """In a process of its own: gpytorch imports pykeops too."""
     run = subprocess.run([sys.executable, "-c", WITHOUT_PYKEOPS], capture_output=True, text=True, check=False)

@@ -85,6 +85,7 @@ def test_products_of_several_threads_are_those_of_one_and_the_same_every_time(ma
             assert torch.equal(other, first)
 
 
+@pytest.mark.slow
 def test_tiles_of_several_threads_leave_gpytorchs_settings():
     kernel = kernels.AdditiveKernel(kernels.CosineKernel(), kernels.PeriodicKernel()) * kernels.RBFKernel()
     torch.set_num_threads(4)

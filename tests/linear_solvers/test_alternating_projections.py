@@ -75,6 +75,7 @@ def test_one_block_takes_one_iteration() -> None:
     assert solution.stats.epochs == 1
 
 
+@pytest.mark.slow
 def test_fallback_takes_over_where_the_pace_is_lost() -> None:
     # Long lengthscales: what is left after the first digits is smooth, and spread over all blocks.
     x, _, _ = oracles.problem(N)

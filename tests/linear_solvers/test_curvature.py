@@ -42,6 +42,7 @@ def system(shift: float, dtype: torch.dtype) -> NoisyLinearOperator:
     return NoisyLinearOperator(DenseLinearOperator(kernel.to(dtype)), torch.full((60,), 0.1, dtype=dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_solvers(solver: gpi.solvers.IterativeSolver, dtype: torch.dtype) -> None:

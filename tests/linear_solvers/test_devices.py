@@ -46,6 +46,7 @@ def on(device: torch.device, operator: NoisyLinearOperator) -> NoisyLinearOperat
     return NoisyLinearOperator(moved, operator.noise.to(device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "precision"),
     [(solver, "native") for solver in SOLVERS]
@@ -91,6 +92,7 @@ def test_log_determinants(device: torch.device) -> None:
     torch.testing.assert_close(estimate(on(device, system(0.1))), estimate(system(0.1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "per_iteration"),
     [

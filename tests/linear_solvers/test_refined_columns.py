@@ -61,6 +61,7 @@ SOLVERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: type(solver).__name__)
 def test_what_float32_cannot_reach_is_reached_with_its_products(solver: IterativeSolver) -> None:
     rhs = right_hand_sides()
@@ -196,6 +197,7 @@ def test_values_beyond_the_range_of_float32_name_it() -> None:
         ConjugateGradients(preconditioner=None).solve(operator, right_hand_sides())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "solver", [StochasticDualDescent(batch_size=5), AcceleratedSketchAndProject(block_size=5)], ids=["dual", "sketch"]
 )

@@ -107,6 +107,7 @@ def _sequence_probability(kernel: Tensor, pivots: tuple[int, ...]) -> float:
     return probability
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [3, 8])
 def test_blocks_draw_pivots_as_one_by_one(block_size: int) -> None:
     operator = NoisyLinearOperator(DenseLinearOperator(KERNEL_SMALL), torch.ones(4).double())

@@ -127,6 +127,7 @@ def test_gradients_against_finite_differences(k: int) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", [True, False])
 def test_the_estimate_is_unbiased(ring: bool) -> None:
     model, x, y = fourier_problem(num_dense_columns=4)
@@ -284,6 +285,7 @@ def control_error(mll: QuadruplyStochasticELBO) -> float:
     return float((before - known_latent(mll).total).abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_control_state_follows_adagrad(k: int, dtype: torch.dtype) -> None:
@@ -452,6 +454,7 @@ def test_a_step_touches_samples_alone(points: int | None) -> None:
     assert int((model.weights.tail_mean != before).sum()) <= (200 if points else 100)
 
 
+@pytest.mark.slow
 def test_training_converges_and_the_control_variate_helps() -> None:
     errors = {}
     for points in (0, 60):
@@ -751,6 +754,7 @@ def test_a_look_without_gradients_changes_nothing_of_the_training(name: str) -> 
     assert len(set(values)) > len(values) / 2  # looks differ, as draws do
 
 
+@pytest.mark.slow
 def test_known_rows_train_better_than_sampled_residuals() -> None:
     errors = {}
     for kept in (1, 8):

@@ -92,6 +92,7 @@ def test_one_set_for_both_factors_is_biased() -> None:
     assert abs(values.mean() - truth) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prior", list(PRIORS))
 @pytest.mark.parametrize(("k", "size", "num_rows"), [(0, 2, 2), (2, 2, 3), (4, 1, 1), (4, 4, 3)])
 def test_the_printed_theorems_are_exact_on_average(prior: str, k: int, size: int, num_rows: int) -> None:

@@ -198,6 +198,7 @@ def trained(model: QuadruplyStochasticGP, mll: QuadruplyStochasticELBO, x: Tenso
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["noises", "skewed", "small batches"])
 def test_natural_gradients_approach_the_optimum_whatever_a_row_weighs(kind: str) -> None:
     # Features that are orthogonal on all data are far from it on a batch, or where noise variances differ by 10^4.
@@ -275,6 +276,7 @@ def test_a_natural_step_from_the_prior_adds_its_rate_of_the_data(lr: float) -> N
     torch.testing.assert_close(model.weights.variance, 1 / precision.diagonal())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "inducing", "relevance"])
 def test_training_dense_columns_of_correlated_features(kind: str) -> None:
     # Natural gradients are for nearly orthogonal features; on these they diverge within a few steps.

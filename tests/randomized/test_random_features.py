@@ -182,6 +182,7 @@ def trace_terms(case: Case) -> float:
     return max(float(gradient.abs().max()) for gradient in gradients.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probabilities", ["inverse", "adaptive"])
 def test_value_and_gradient_are_unbiased(probabilities: str) -> None:
     case = rff_case(n=40)
@@ -206,6 +207,7 @@ def test_value_and_gradient_are_unbiased(probabilities: str) -> None:
         assert_mean_within(torch.stack(biased_values), expected, max_sem=math.inf)
 
 
+@pytest.mark.slow
 def test_adaptive_probabilities_lower_the_variance_and_do_not_look_ahead() -> None:
     spread = {}
     for probabilities in ("inverse", "adaptive"):

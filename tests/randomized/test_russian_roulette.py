@@ -123,6 +123,7 @@ def test_converged_solves_and_enumerated_probes_give_the_exact_gradient(name: st
     assert float(mll.report.truncation.relative_variance) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANY_KERNEL)
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.VarianceWarning")
 def test_gradient_is_unbiased(name: str) -> None:
@@ -134,6 +135,7 @@ def test_gradient_is_unbiased(name: str) -> None:
         assert_mean_within(samples, expected[parameter], max_sem=0.3 * scale, floor=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"probe_truncation": "shared"}, {"preconditioner": None}, {"num_truncations": 16, "num_probes": 30}],

@@ -53,6 +53,7 @@ def features(kernel: kernels.Kernel, x: torch.Tensor, count: int, seed: int = 0)
     return maker.features(terms, maker.draw(terms, torch.Generator().manual_seed(seed)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, torch.float64) for name in KERNELS]

@@ -50,6 +50,7 @@ def assert_is_dense(posterior: PathwisePosterior, atol: float = 1e-8) -> None:
     torch.testing.assert_close(prediction.covariance_matrix, covariance, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "solver", "asked"),
     [(name, *pair) for name in sorted(CASES) for pair in ((Cholesky(), False), (TIGHT, True))]

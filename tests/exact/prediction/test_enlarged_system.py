@@ -10,6 +10,7 @@ from tests.exact.gaussian_models import regression
 from tests.exact.prediction.test_posterior import held_out_points
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::gpy_iterative.errors.ConvergenceWarning")
 @pytest.mark.parametrize("asked", [False, True])
 def test_rounding_may_leave_no_factor(asked: bool) -> None:

@@ -45,6 +45,7 @@ def test_a_seed_serves_as_a_generator() -> None:
     assert (first - other).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_spread_of_paths_where_a_lengthscale_has_many_data() -> None:
     """The posterior is then made of high frequencies. The kernel's own frequencies spread .79 and 1.07 times as much."""
     generator = torch.Generator().manual_seed(0)
@@ -62,6 +63,7 @@ def test_the_spread_of_paths_where_a_lengthscale_has_many_data() -> None:
         assert 0.95 < ratio.mean() < 1.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [Cholesky(), TIGHT])
 def test_distribution(solver: Cholesky | ConjugateGradients) -> None:
     """2,000 paths with features whose own error is known: mean and covariance of pathwise conditioning.
@@ -151,6 +153,7 @@ def test_many_points_come_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths(x[:0]).shape == (3, 2, 0)
 
 
+@pytest.mark.slow
 def test_several_tasks_are_functions_of_the_point() -> None:
     """2,000 paths of two tasks; the features' own error, the same for all paths, is the floor."""
     case, x = CASES["multitask"](), held_out_points(4)

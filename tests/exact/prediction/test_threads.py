@@ -132,6 +132,7 @@ def points(number: int, like: Tensor) -> Tensor:
     return torch.rand(5, like.shape[-1], generator=generator, dtype=like.dtype) * like.abs().amax()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # GPyTorch's own; filters, too, are the whole process's
 @pytest.mark.parametrize("name", KERNELS)
 def test_eight_threads_predict_as_one_does_and_leave_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

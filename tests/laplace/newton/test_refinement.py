@@ -101,6 +101,7 @@ def twin(name: str, count: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [LaplaceCholesky(tolerance=1e-12), FULL], ids=["dense", "newton"])
 @pytest.mark.parametrize("name", LOG_PROBS)
 def test_refinements_are_those_of_a_dense_twin(name: str, solver: LaplaceCholesky | LaplaceNewton) -> None:
@@ -171,6 +172,7 @@ def bound(prior: LatentPrior, point: PointwiseLikelihood, kernel: Tensor, soluti
     return float((weights @ values).sum() - torch.distributions.kl_divergence(q, p))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outputscale", [3.0, 30.0, 300.0])
 def test_the_bound_rises(outputscale: float) -> None:
     prior, point, kernel = binary(20, outputscale)

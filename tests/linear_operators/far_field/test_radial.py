@@ -65,6 +65,7 @@ def relative(found: Tensor, true: Tensor) -> float:
     return float((found - true).norm() / true.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [1, 2])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
 def test_product_has_the_tolerance(function: RadialFunction, d: int) -> None:
@@ -175,6 +176,7 @@ def test_many_columns_and_batches_of_vectors() -> None:
     assert relative(operator._matmul(batch), torch.stack([true[:, :3], true[:, 3:6]])) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "cache_memory"), [*((function, None) for function in FUNCTIONS), (RATIONAL_QUADRATIC, 0)]
 )

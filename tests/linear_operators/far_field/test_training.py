@@ -47,6 +47,7 @@ def gradients(kernel: kernels.Kernel, mll_of: object) -> Tensor:
     return torch.cat([parameter.grad.reshape(-1) for parameter in regression.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_gradients_are_those_of_tiles(name: str) -> None:
     """With the same probes, and with every probe: the exact gradient."""
@@ -81,6 +82,7 @@ def test_the_report_tells_the_error() -> None:
         assert error is None if wanted is None else 0 < error <= 1e-7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["native", "float32"])
 def test_a_crude_far_field_is_not_converged_however_often_it_is_solved(precision: str) -> None:
     """True residuals on some rows tell, of the first solve and of those that begin at its solutions."""

@@ -208,6 +208,7 @@ def test_fantasies_share_the_neighbours_of_their_data() -> None:
     torch.testing.assert_close(together.mean[1], alone.mean, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "missing", "count"), [("one", 0, 2), ("one", 150, 6), ("sum", 0, 6), ("sum", 150, 2)]
 )

@@ -319,6 +319,7 @@ def test_pickle_leaves_the_tiles_behind() -> None:
     torch.testing.assert_close(copy.to_dense(), operator.to_dense())
 
 
+@pytest.mark.slow
 def test_compiled_tiles_are_the_same_tiles() -> None:
     eager = operator_of(MATERN32, KernelProducts(tile_size=8))
     compiled = operator_of(MATERN32, KernelProducts(tile_size=8, compile=True))
@@ -336,6 +337,7 @@ def test_compiled_tiles_are_the_same_tiles() -> None:
     assert kept is None or not kept[1].inductor_artifacts
 
 
+@pytest.mark.slow
 def test_functions_and_dtypes_have_compilations_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the backend, one piece of code is compiled eight times; what would be the ninth runs pass by pass.
 

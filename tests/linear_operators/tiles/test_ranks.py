@@ -103,6 +103,7 @@ def everything(group: Any, make: Make, dtype: torch.dtype, cache_memory: int | N
     return {name: value.detach() for name, value in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "size"), [(make, 3) for make in MAKERS] + [(MAKERS[0], 2)])
 def test_all_products_are_those_of_one_process(processes: Processes, make: Make, size: int) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):

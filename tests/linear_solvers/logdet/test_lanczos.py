@@ -23,6 +23,7 @@ def draw(preconditioner: LowRankPlusDiagonal, count: int, generator: torch.Gener
     return preconditioner.sample(base[:-size], base[-size:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 20])
 @pytest.mark.parametrize("corrected", [False, True])
 def test_mean_and_error(rank: int, corrected: bool) -> None:
@@ -142,6 +143,7 @@ def test_drift_is_measured_on_the_positions_before() -> None:
     torch.testing.assert_close(third.drift, second.drift / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "lengthscales", "noises", "seed"),
     [(20, (0.3, 0.6), (0.02, 0.004), 1), (5, (0.3, 1.2), (0.02, 0.002), 0)],
