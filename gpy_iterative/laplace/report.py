@@ -22,7 +22,7 @@ class LaplaceReport(Report):
         value: [], as returned by `forward`.
         value_sem: [], its standard error from log-determinant probes.
         seconds: wall-clock time of `forward`.
-        far_field_error: measured relative error of far fields, else None. The mode is the compressed prior's, without a
+        far_field_error: as in `MarginalLogLikelihoodReport`. The mode is the compressed prior's, without a
             comparison with exact rows.
     """
 

@@ -79,7 +79,7 @@ class FarFieldLimit:
     """A far field whose error keeps a solve from its tolerance; figures of the worst column.
 
     Attributes:
-        error: measured relative error of the products.
+        error: measured error of its entries, relative to their standard deviation.
         residual: relative norm that exact rows add to the residual.
         tolerance: of the solve.
     """
@@ -98,7 +98,7 @@ class FarFieldLimit:
     @property
     def advice(self) -> str:
         return (
-            f"The cause is the far field, whose products have a measured relative error of {self.error:.1g}: with exact "
+            f"The cause is the far field, whose entries have a measured relative error of {self.error:.1g}: with exact "
             f"rows of the kernel matrix the residual is larger by {self.residual:.1g}, and the solve's tolerance is "
             f"{self.tolerance:.1g}. Take a smaller tolerance, KernelProducts(far_field={self.suggested_tolerance:.0e}), or "
             "far_field=None."

@@ -74,7 +74,7 @@ class MarginalLogLikelihoodReport(Report):
         truncation: the draws of random truncation methods.
         probe_jitter: jitter, relative to the kernel's largest variance, of the probes' frozen pivots or `Vecchia`
             blocks; else None. The gradient stays unbiased, with more variance.
-        far_field_error: measured relative error of far-field products; else None.
+        far_field_error: measured error of far-field entries, relative to their standard deviation; else None.
     """
 
     status: SolveStatus

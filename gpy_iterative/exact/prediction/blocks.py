@@ -24,12 +24,7 @@ def product(operator: LinearOperator, columns: Tensor) -> Tensor:
 
 def rows_product(rows: Tensor, matrix: Tensor) -> Tensor:
     """Rows [*f, *b, t, n] times matrix [*b, n, s]; `@` would copy a batch of matrices for each of f."""
-    extra = rows.dim() - matrix.dim()
-    if extra <= 0 or matrix.dim() == 2:
-        return rows @ matrix
-    repeats = rows.shape[:extra]
-    listed = rows.flatten(0, extra - 1).movedim(0, -3).flatten(-3, -2)
-    return (listed @ matrix).unflatten(-2, (repeats.numel(), rows.shape[-2])).movedim(-3, 0).unflatten(0, repeats)
+    return torch.einsum("...tn,...ns->...ts", rows, matrix)
 
 
 def dense(operator: LinearOperator) -> Tensor:
