@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 #: A subset's fit ends below this many nats left, or after this many steps: it is only a start.
 LEFT, MAX_STEPS = 0.5, 15
 #: Default rows of a subset, and of one of many data, whose steps take minutes: the start then costs little beside a step.
-SUBSET_SIZE, LARGE_SUBSET_SIZE, MANY_DATA = 1_000, 3_000, 100_000
+SUBSET_SIZE, LARGE_SUBSET_SIZE, MANY_DATA = 1_000, 3_000, 200_000
 
 
 def initialize_from_subsets(
@@ -49,7 +49,7 @@ def initialize_from_subsets(
     Args:
         model: with training data; inputs [n, d], targets [*b, n] or [n, T].
         likelihood: Gaussian.
-        subset_size: rows per subset, at most n. None is 1,000, or 3,000 from 100,000 data on. Up to 3,000, steps are exact
+        subset_size: rows per subset, at most n. None is 1,000, or 3,000 from 200,000 data on. Up to 3,000, steps are exact
             (n^3), else iterative.
         generator: draws the subsets; a generator or a seed, None is seed 0.
         progress: as in `gpy_iterative.fit`.
