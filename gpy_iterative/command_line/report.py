@@ -15,9 +15,23 @@ from gpy_iterative.fitting.plot import new_figure
 #: Half of a 95 % interval, in standard deviations.
 WIDTH = 1.96
 #: Advice by the command's own options.
-OUT_OF_STEPS = (
-    "The steps ran out, or the fit was interrupted: raise --max-steps; with --checkpoint the command goes on from here."
-)
+ADVICE = {
+    FitStatus.CONVERGED: FitStatus.CONVERGED.advice,
+    FitStatus.NOISE: (
+        "Rounding, or the noise of stochastic estimates, hides what further steps gain: --double may go further."
+    ),
+    FitStatus.BOUND: (
+        "The optimum lies at or beyond a bound, and a hyperparameter is held there. Noise at its least value means data "
+        "without noise, or duplicate rows."
+    ),
+    FitStatus.BUDGET: (
+        "The steps ran out, or the fit was interrupted: raise --max-steps; with --checkpoint the command goes on from here."
+    ),
+    FitStatus.STAGNATED: (
+        "No step gains anything, yet this is no optimum: value and gradient disagree, or solves fail. Try --double, "
+        "or leave out duplicate rows."
+    ),
+}
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -57,10 +71,9 @@ def fit_lines(model: TableModel, result: FitResult) -> list[str]:
         if each.name in result.irrelevant and each.value > 1
     }
     unused = [column.name for column in model.columns if useless.issuperset(column.inputs)]
-    advice = OUT_OF_STEPS if result.status is FitStatus.BUDGET else result.status.advice
     unknown = ", not determined by the data" if result.has_standard_errors else ""
     return [
-        f"{result.status.name}, {result.steps} steps, {result.seconds:.1f} s: {advice}",
+        f"{result.status.name}, {result.steps} steps, {result.seconds:.1f} s: {ADVICE[result.status]}",
         *([f"Trained by Adam, without standard errors: {result.reason}"] if result.method == "adam" else []),
         "Hyperparameters, in the table's units",
         *(_in_words(each, *row, unknown) for each, row in zip(result.hyperparameters, rows, strict=True)),

@@ -1,6 +1,7 @@
 """The words of the report, from results whose numbers are known."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,13 @@ RESULT = FitResult(
     reason="few hyperparameters",
     seconds=1.5,
 )
+
+
+@pytest.mark.parametrize("status", list(FitStatus))
+def test_advice_names_options_of_the_command(status: FitStatus, model: TableModel) -> None:
+    first = fit_lines(model, replace(RESULT, status=status))[0]
+    assert set(re.findall(r"--[a-z-]+", first)) <= {"--double", "--max-steps", "--checkpoint"}
+    assert not re.search(r"num_probes|=|mll|constraint|batches", first)
 
 
 def test_hyperparameters_are_in_the_units_of_the_table(model: TableModel) -> None:
