@@ -1,5 +1,7 @@
 """Entries of a radial kernel matrix for batches of pairs of nodes."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,24 @@ from gpy_iterative.linear_operators.radial.functions import RadialFunction
 MOST_DIFFERENCES = 3
 #: One in so many proxies is for derivatives.
 DERIVATIVE_PART = 4
+
+
+@dataclass(frozen=True)
+class ScaledInputs:
+    """Scaled inputs of points [b, m].
+
+    Attributes:
+        apart: coordinates that are subtracted, [b, c, m].
+        together: the others, [b, m, k], or None.
+    """
+
+    apart: Tensor
+    together: Tensor | None
+
+    def of(self, nodes: Tensor) -> "ScaledInputs":
+        """Those of some nodes [p], [p, m]: much faster than to pick rows."""
+        together = None if self.together is None else self.together.index_select(0, nodes)
+        return ScaledInputs(self.apart.index_select(0, nodes), together)
 
 
 class RadialEntries:
@@ -46,13 +66,22 @@ class RadialEntries:
         alpha = None if self.alpha is None else self.alpha.double()
         return self._original.value_(u, torch.empty_like(u), alpha).view(-1) < bound
 
-    def blocks(self, left: Tensor, right: Tensor, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        """K at rows left [b, m] and columns right [b, p]: [b, m, p]. `out` and `scratch` are overwritten."""
+    def inputs(self, rows: Tensor) -> ScaledInputs:
+        """Those of rows [b, m]."""
+        # index_select of columns is several times as fast as indexing.
+        picked = [column.index_select(0, rows.flatten()).view(rows.shape) for column in self._apart]
+        together = None if self._together is None else self._together[rows]
+        return ScaledInputs(torch.stack(picked, dim=1), together)
+
+    def blocks(
+        self, left: ScaledInputs, right: ScaledInputs, out: Tensor | None = None, scratch: Tensor | None = None
+    ) -> Tensor:
+        """K between points left [b, m] and right [b, p]: [b, m, p]. `out` and `scratch` are overwritten."""
         u, scratch = self._squared_distances(left, right, out, scratch)
         return self.function.value_(u, scratch, self.alpha)
 
     def blocks_and_derivatives(
-        self, left: Tensor, right: Tensor, value: Tensor, derivative: Tensor
+        self, left: ScaledInputs, right: ScaledInputs, value: Tensor, derivative: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Overwrites `value` and `derivative` with K and df/dq over its factor, [b, m, p]."""
         u, scratch = self._squared_distances(left, right, value, derivative)
@@ -64,41 +93,34 @@ class RadialEntries:
         The last proxies have derivatives by the log lengthscales, in turn. Values are not enough: on a line, one point
         interpolates exp(-r), but no derivative; nearly equal entries depend on |x|^2, derivatives on one coordinate.
         """
-        first, last = proxies.tensor_split([len(proxies[0]) - len(proxies[0]) // DERIVATIVE_PART], dim=1)
-        u, scratch = self._squared_distances(rows, last)
+        proxies = proxies.tensor_split([len(proxies[0]) - len(proxies[0]) // DERIVATIVE_PART], dim=1)
+        points, (first, last) = self.inputs(rows), (self.inputs(part) for part in proxies)
+        u, scratch = self._squared_distances(points, last)
         squares, num = u.clone(), len(self._apart) + (self._together is not None)
-        for index, column in enumerate(self._apart):
-            given = last[:, index::num]
-            squares[..., index::num] = _picked(column, rows).unsqueeze(-1) - _picked(column, given).unsqueeze(-2)
+        for index, (own, given) in enumerate(zip(points.apart.unbind(1), last.apart.unbind(1), strict=True)):
+            squares[..., index::num] = own.unsqueeze(-1) - given[:, index::num].unsqueeze(-2)
             squares[..., index::num].square_()
         derivatives = self.function.value_and_derivative_(u, scratch, self.alpha)[1].mul_(squares)
         factor = 2 * self.function.derivative_factor / self._original.scale(self.alpha)
-        return torch.cat([self.blocks(rows, first), derivatives.mul_(factor)], dim=2)
+        return torch.cat([self.blocks(points, first), derivatives.mul_(factor)], dim=2)
 
-    def alpha_derivatives(self, left: Tensor, right: Tensor) -> Tensor:
+    def alpha_derivatives(self, left: ScaledInputs, right: ScaledInputs) -> Tensor:
         """df/dalpha, [b, m, p]."""
         return self.function.alpha_derivative(self._squared_distances(left, right)[0], self.alpha)
 
     def _squared_distances(
-        self, left: Tensor, right: Tensor, out: Tensor | None = None, scratch: Tensor | None = None
+        self, left: ScaledInputs, right: ScaledInputs, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        u = self.positions.new_empty(*left.shape, right.shape[1]) if out is None else out
+        own, other = left.apart.unsqueeze(-1).unbind(1), right.apart.unsqueeze(-2).unbind(1)
+        first, *others = zip(own, other, strict=True)
+        u = torch.sub(*first, out=out).square_()
         scratch = torch.empty_like(u) if scratch is None else scratch
-        first, *others = self._apart
-        torch.sub(_picked(first, left).unsqueeze(-1), _picked(first, right).unsqueeze(-2), out=u)
-        u.square_()
-        for column in others:
-            torch.sub(_picked(column, left).unsqueeze(-1), _picked(column, right).unsqueeze(-2), out=scratch)
+        for pair in others:
+            torch.sub(*pair, out=scratch)
             u.addcmul_(scratch, scratch)
-        if self._together is not None:
-            points, others = self._together[left], self._together[right]
-            centre = points[:, :1]
-            points, others = points - centre, others - centre
+        if left.together is not None and right.together is not None:
+            centre = left.together[:, :1]
+            points, others = left.together - centre, right.together - centre
             u.add_(points.square().sum(-1, keepdim=True)).add_(others.square().sum(-1).unsqueeze(1))
             u.baddbmm_(points, others.mT, alpha=-2)
         return u, scratch
-
-
-def _picked(column: Tensor, rows: Tensor) -> Tensor:
-    """column[rows]; index_select is several times as fast."""
-    return column.index_select(0, rows.flatten()).view(rows.shape)

@@ -91,10 +91,10 @@ def build_levels(plan: Plan, entries: RadialEntries) -> Levels:
     Cost: entries at some hundred proxies for every row, in float64.
     """
     leaves, pairs, double = plan.levels[-1], plan.pairs[-1], entries.double()
-    is_same = pairs.near[0] == pairs.near[1]
+    is_same, inputs = pairs.near[0] == pairs.near[1], entries.inputs(leaves.rows)
     parts = [
-        PairBlocks(leaves.rows, pairs.near[:, is_same], is_diagonal=True, step=0),
-        PairBlocks(leaves.rows, pairs.near[:, ~is_same], is_diagonal=False, step=0),
+        PairBlocks(leaves.rows, inputs, pairs.near[:, is_same], is_diagonal=True, step=0),
+        PairBlocks(leaves.rows, inputs, pairs.near[:, ~is_same], is_diagonal=False, step=0),
     ]
     interpolations, points, in_halves = [], leaves.rows, plan.error < SMALLEST_AT_ONCE
     proxies = level_proxies(plan.levels, plan.pairs, _num_proxies(max(plan.ranks[plan.top :], default=0)))
@@ -102,7 +102,8 @@ def build_levels(plan: Plan, entries: RadialEntries) -> Levels:
         rank = min(plan.ranks[depth], points.shape[1])
         picked, weights = _skeletons(double, points, proxies[depth].rows[:, : _num_proxies(rank)], rank, in_halves)
         interpolations.append(weights.to(entries.dtype))
-        parts.append(PairBlocks(picked, plan.pairs[depth].far, is_diagonal=False, step=len(interpolations)))
+        inputs, far = entries.inputs(picked), plan.pairs[depth].far
+        parts.append(PairBlocks(picked, inputs, far, is_diagonal=False, step=len(interpolations)))
         points = picked.view(len(picked) // 2, -1) if depth else picked
     return Levels(leaves.rows, leaves.is_own(), interpolations, [part for part in parts if part.pairs.shape[1]])
 
@@ -150,9 +151,9 @@ def _errors(levels: Levels, part: PairBlocks, entries: RadialEntries, generator:
     chosen = pairs[:, draw(pairs.shape[1])]
     sides = [_weights(levels, step, nodes, draw(2 ** (step - 1)), draw(levels.rows.shape[1])) for nodes in chosen]
     (left, first), (right, second) = sides
-    at_skeletons = entries.blocks(part.points[chosen[0]], part.points[chosen[1]])
+    at_skeletons = entries.blocks(*(entries.inputs(part.points[nodes]) for nodes in chosen))
     found = (first.unsqueeze(1) @ at_skeletons @ second.unsqueeze(2)).flatten()
-    return found - entries.blocks(left.unsqueeze(1), right.unsqueeze(1)).flatten()
+    return found - entries.blocks(*(entries.inputs(rows.unsqueeze(1)) for rows in (left, right))).flatten()
 
 
 def _weights(levels: Levels, step: int, nodes: Tensor, leaf: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:

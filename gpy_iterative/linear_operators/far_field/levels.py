@@ -12,6 +12,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from gpy_iterative.linear_operators.far_field.entries import ScaledInputs
 from gpy_iterative.linear_operators.tiles.tiles import blocks
 from gpy_iterative.worker_threads import ByDevice, run, shares, summed
 
@@ -29,11 +30,13 @@ class PairBlocks:
 
     Attributes:
         points: row numbers of the nodes' points, [nodes, size].
+        inputs: of these points.
         pairs: [2, p], all with i = j or all with i < j.
         step: of the vectors: 0 at the leaves, l + 1 at skeletons.
     """
 
     points: Tensor
+    inputs: ScaledInputs
     pairs: Tensor
     is_diagonal: bool
     step: int
@@ -58,6 +61,11 @@ class Batch:
     @property
     def right(self) -> Tensor:
         return self.part.pairs[1, self.pairs]
+
+    @property
+    def inputs(self) -> tuple[ScaledInputs, ScaledInputs]:
+        """Those of the nodes i and j."""
+        return self.part.inputs.of(self.left), self.part.inputs.of(self.right)
 
     # index_select is several times as fast as indexing.
 

@@ -108,7 +108,9 @@ def entries_size(entries: RadialEntries, tolerance: float) -> float:
     square would hide these. It counts as far as rounding forbids less.
     """
     generator, n = torch.Generator().manual_seed(0), len(entries)
-    rows, columns = torch.randint(n, (2, SAMPLED_ENTRIES, 1), generator=generator).to(entries.device)
+    rows, columns = map(
+        entries.inputs, torch.randint(n, (2, SAMPLED_ENTRIES, 1), generator=generator).to(entries.device)
+    )
     found, diagonal = (entries.blocks(rows, other).double() for other in (columns, rows))
     mean = found.mean()
     variance = float((found - mean).square().mean() + (diagonal - mean).square().mean() / n)

@@ -21,7 +21,7 @@ from gpy_iterative.linear_operators import (
 )
 from gpy_iterative.linear_operators.far_field import far_field as far_field_module
 from gpy_iterative.linear_operators.far_field import plan as plan_module
-from gpy_iterative.linear_operators.far_field.entries import RadialEntries
+from gpy_iterative.linear_operators.far_field.entries import RadialEntries, ScaledInputs
 from gpy_iterative.linear_operators.far_field.radial import RadialFarField
 from gpy_iterative.linear_operators.radial.functions import (
     MATERN12,
@@ -313,8 +313,10 @@ def counted_entries() -> Iterator[list[int]]:
     """How many entries each call evaluates inside."""
     found, evaluate = [], RadialEntries._squared_distances
 
-    def counted(self: RadialEntries, left: Tensor, right: Tensor, *memory: Tensor | None) -> tuple[Tensor, Tensor]:
-        found.append(left.numel() * right.shape[1])
+    def counted(
+        self: RadialEntries, left: ScaledInputs, right: ScaledInputs, *memory: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        found.append(left.apart[:, 0].numel() * right.apart.shape[2])
         return evaluate(self, left, right, *memory)
 
     with mock.patch.object(RadialEntries, "_squared_distances", counted):
