@@ -197,7 +197,7 @@ class QuadruplyStochasticELBO(Resumable, MarginalLogLikelihood):
                 self.model.basis.settle()
             value, run = self._estimate(call)
         if tracks:
-            self._run = run.having(data=run.part("data") or self._data.marks(x)).drawn(call.generator)
+            self._run = run.having(data=run.part("data") or self._data.marks(x, target)).drawn(call.generator)
         self.report = self._report_of(value, run, x, time.perf_counter() - start)
         logger.info("%s: %s", type(self).__name__, self.report)
         return with_checked_gradient(value, self)

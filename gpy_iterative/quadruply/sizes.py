@@ -60,18 +60,24 @@ class TrainingData:
                     f"num_data is {self.num_data}, but {size} rows were passed: it must be the number of all training data."
                 )
             return
-        marks = self.marks(x)
-        if known is not None and not all(torch.equal(marks[name], known[name].to(marks[name])) for name in marks):
+        marks = self.marks(x, target)
+        same = (torch.equal(marks[name], tensor.to(marks[name])) for name, tensor in (known or {}).items())
+        if known is not None and not all(same):
             raise ValueError(
                 f"num_data=None takes the first {int(known['size'])} rows that were passed as all training data, and these "
-                f"{size} rows are others. For batches or other data pass num_data=len(train_x)."
+                f"{size} rows or their targets are others. For batches or other data pass num_data=len(train_x)."
             )
         if self.num_samples is not None and self.num_samples > size:
             raise ValueError(f"num_data_samples must be at most {size}, the number of data; got {self.num_samples}.")
 
-    def marks(self, x: Tensor) -> Part:
-        """Number of rows, and first, middle and last row."""
-        return {"rows": x.detach()[[0, len(x) // 2, -1]].clone(), "size": torch.tensor(len(x))}
+    def marks(self, x: Tensor, target: Tensor) -> Part:
+        """Number of rows, and first, middle and last row and target."""
+        marked = [0, len(x) // 2, -1]
+        return {
+            "rows": x.detach()[marked].clone(),
+            "targets": target.detach()[marked].clone(),
+            "size": torch.tensor(len(x)),
+        }
 
 
 def group_samples(model: QuadruplyStochasticGP, given: int | None) -> int:

@@ -97,6 +97,12 @@ def test_other_data_without_num_data() -> None:
     for rows in (slice(0, 40), torch.arange(60).flip(0)):
         with pytest.raises(ValueError, match=r"num_data=len\(train_x\)"):
             mll(model(x[rows]), y[rows])
+    again, its_model, *_ = make()
+    again.load_training_state(mll.training_state())
+    for one in (mll, again):
+        with pytest.raises(ValueError, match="or their targets are others"):
+            one(one.model(x), y.flip(0))
+    again(its_model(x), y)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
