@@ -125,7 +125,7 @@ def fit(
         return loop.run(path, params, progress, callback)
     except BaseException:
         if len(history) == num_known:
-            mll.load_state_dict(before)
+            mll.load_state_dict(before, strict=False)  # a kernel may have drawn its frequencies since
         raise
 
 

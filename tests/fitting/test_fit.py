@@ -549,6 +549,24 @@ def test_empty_batches() -> None:
         quiet(features(), batches=iter(()))
 
 
+class LateFrequencies(gpytorch.kernels.RFFKernel):
+    """Draws its frequencies at the first evaluation of all data."""
+
+    def forward(self, x1: torch.Tensor, x2: torch.Tensor, **options: Any) -> torch.Tensor:
+        if len(x1) > 2 and not hasattr(self, "drawn"):
+            self.register_buffer("drawn", torch.ones(1))
+        return super().forward(x1, x2, **options)
+
+
+def test_an_error_after_late_frequencies_is_told() -> None:
+    x, y = data(20)
+    y[3] = torch.nan
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = Regression(x, y, likelihood, LateFrequencies(4)).double()
+    with pytest.raises(ValueError, match="must be finite"):
+        quiet(gpi.mlls.MinibatchMarginalLogLikelihood(likelihood, model, batch_size=10, generator=0))
+
+
 def test_data_that_are_not_finite() -> None:
     mll = regression(20)
     mll.model.train_targets[3] = torch.nan
