@@ -184,6 +184,20 @@ def test_batches_go_on_where_a_pass_was_left(tmp_path: Path) -> None:
     assert [row.value for row in resumed.history] == [row.value for row in expected.history]
 
 
+def test_frequencies_that_a_kernel_draws_late_are_resumed(tmp_path: Path) -> None:
+    def minibatches() -> gpi.mlls.MinibatchMarginalLogLikelihood:
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        model = Regression(*data(60), likelihood, gpytorch.kernels.RFFKernel(num_samples=4)).double()
+        return gpi.mlls.MinibatchMarginalLogLikelihood(likelihood, model, batch_size=20, generator=0)
+
+    file, second = tmp_path / "run.pt", minibatches()
+    first = quiet(minibatches(), max_steps=2, checkpoint=file)
+    resumed = quiet(second, max_steps=3, checkpoint=file)
+    assert resumed.history[:2] == first.history
+    saved = torch.load(file, weights_only=True)["parameters"]["model.covar_module.randn_weights"]
+    assert torch.equal(second.model.covar_module.randn_weights, saved)
+
+
 @pytest.mark.parametrize("method", ["average_information", "adam"])
 def test_other_trained_parameters_are_refused(method: Any, tmp_path: Path) -> None:
     file = tmp_path / "run.pt"
