@@ -215,7 +215,7 @@ class _Lanczos:
         self._beta = self._squared_norm.sqrt()
         self._diagonals: list[Tensor] = []
         self._offdiagonals: list[Tensor] = []
-        self._samples: Tensor | None = None
+        self._judged: Tensor | None = None  # whose change bounds the error
 
     def advance(self) -> tuple[Tensor, Tensor]:
         """One product: the bounds' mean [*b, s] and its error [*b]."""
@@ -240,11 +240,13 @@ class _Lanczos:
         rules = _quadratures(self._diagonals, self._offdiagonals, self._beta, self._floor)
         upper, lower = (rule * self._squared_norm for rule in rules)
         self.bounds.append((upper, lower))
-        before, self._samples = self._samples, (upper + lower) / 2
+        samples = (upper + lower) / 2
+        # Without a floor the lower rule may cross the limit, so that the mean turns and hardly changes, far from it.
+        before, self._judged = self._judged, upper if self._floor is None else samples
         error = (upper - lower).mean(-1).abs().div(UNBOUNDED_PARTS if self._floor is None else BRACKET_PARTS)
         # The bracket is too optimistic in hard systems, and absent without a floor.
-        change = torch.inf if before is None else (self._samples - before).mean(-1).abs()
-        return self._samples, error.maximum(torch.as_tensor(change).to(error))
+        change = torch.inf if before is None else (self._judged - before).mean(-1).abs()
+        return samples, error.maximum(torch.as_tensor(change).to(error))
 
     def log_determinant(self, samples: Tensor, error: Tensor, positions: BracketPositions) -> LogDeterminant:
         matrix = _tridiagonal(self._diagonals, self._offdiagonals)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import gpytorch
 import pytest
 import torch
 from linear_operator.operators import DenseLinearOperator
@@ -10,9 +11,11 @@ from torch import Tensor
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
 from gpy_iterative.linear_operators.radial.functions import RBF
 from gpy_iterative.linear_solvers.logdet.lanczos import CHANGE_PARTS, FALL, FIRST_LIFE, Bounds
-from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky
-from gpy_iterative.solvers import BracketPositions, stochastic_logdet
+from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
+from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, Vecchia
+from gpy_iterative.solvers import BracketPositions, ConjugateGradients, stochastic_logdet
 from tests import oracles
+from tests.exact.gaussian_models import Regression
 from tests.linear_solvers.contract import N, system
 from tests.monte_carlo import assert_mean_within
 
@@ -253,6 +256,25 @@ def test_the_quadratures_error_without_a_floor() -> None:
     for products in range(4, 21):
         short = stochastic_logdet(operator, probes, preconditioner, max_iterations=products, tolerance=1e-12)
         assert (short.mean - full.mean).abs() < 1.7 * short.positions.error
+
+
+@pytest.mark.slow
+def test_values_where_the_mean_of_the_rules_turns() -> None:
+    """Neighbours know little of a periodic term: the first two means agreed, far above the limit."""
+    x = 10 * torch.rand(1000, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    y, likelihood = torch.sin(2 * x[:, 0]), gpytorch.likelihoods.GaussianLikelihood().double()
+    near, periodic = gpytorch.kernels.MaternKernel(nu=1.5), gpytorch.kernels.PeriodicKernel()
+    near.lengthscale, periodic.lengthscale, periodic.period_length, likelihood.noise = 3.0, 0.7, 2.0, 0.1
+    kernel = (gpytorch.kernels.ScaleKernel(near) + gpytorch.kernels.ScaleKernel(periodic)).double()
+    model = Regression(x, y, likelihood, kernel).double()
+    solver = ConjugateGradients(preconditioner=Vecchia(30))
+    errors = []
+    with torch.no_grad():
+        exact = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)(model(x), y)
+        for seed in range(4):
+            mll = HutchinsonMarginalLogLikelihood(likelihood, model, solver=solver, generator=seed)
+            errors.append((mll(model(x), y) - exact) / mll.report.value_sem)
+    assert torch.stack(errors).square().mean().sqrt() < 2
 
 
 def test_full_rank_preconditioner_leaves_nothing_to_estimate() -> None:
