@@ -26,6 +26,14 @@ def check_instance(name: str, value: Any, kind: type, example: str) -> None:
         raise TypeError(f"{name} must be None or a {kind.__name__} such as {example}, got {value!r}.")
 
 
+def check_params(params: Any) -> None:
+    """A tensor would be taken apart into its rows."""
+    if not isinstance(params, tuple | list):
+        raise TypeError(
+            f"params must be a tuple of the likelihood's arguments, got {type(params).__name__}: add a comma."
+        )
+
+
 def checked_seed(value: Any, rule: str = "seed must be a whole number") -> int:
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{rule}, got {value!r}.")

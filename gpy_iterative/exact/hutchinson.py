@@ -65,7 +65,7 @@ class HutchinsonMarginalLogLikelihood(IterativeMarginalLogLikelihood):
         generator: torch.Generator | int | None = None,
         progress: Progress = False,
     ) -> None:
-        if probes not in _DISTRIBUTIONS:
+        if probes not in tuple(_DISTRIBUTIONS):  # of any type, also one without a hash
             raise ValueError(f"probes must be one of {', '.join(_DISTRIBUTIONS)}, got {probes!r}.")
         super().__init__(
             likelihood,

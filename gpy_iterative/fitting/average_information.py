@@ -16,6 +16,7 @@ import torch
 from linear_operator.utils.errors import NanError, NotPSDError
 from torch import Tensor
 
+from gpy_iterative.checks import check_params
 from gpy_iterative.exact.base import Evaluation, IterativeMarginalLogLikelihood
 from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.fitting.curvature import NOISE_SAMPLES, average_information, gradient_noise
@@ -88,6 +89,7 @@ class AverageInformation:
                 "Average information needs HutchinsonMarginalLogLikelihood or PathwiseMarginalLogLikelihood, got "
                 f"{type(mll).__name__}: take gpi.fit(mll, method='adam')."
             )
+        check_params(params)
         self.coordinates = Coordinates(mll)
         self._given, self.mll = mll, mll.variant(solver=_solver(mll))
         self._params = tuple(params)

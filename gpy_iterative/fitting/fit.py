@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from gpytorch.mlls import MarginalLogLikelihood
 
-from gpy_iterative.checks import check_count
+from gpy_iterative.checks import check_count, check_params
 from gpy_iterative.errors import CheckpointError
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.fitting.adam import AdamSteps, Batches
@@ -86,10 +86,7 @@ def fit(
         >>> result.steps < 15
         True
     """
-    if not isinstance(params, tuple | list):
-        raise TypeError(
-            f"params must be a tuple of the likelihood's arguments, got {type(params).__name__}: add a comma."
-        )
+    check_params(params)
     if params and (batches is not None or start == "subsets"):
         raise ValueError("params= belong to all training data: take batches=None and start='current'.")
     choice = choose(mll, method, batches, params)

@@ -11,6 +11,7 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from gpy_iterative.changes import same_tensor
+from gpy_iterative.checks import check_params
 from gpy_iterative.linear_operators.from_gpytorch import noise_depends_on_inputs
 from gpy_iterative.training.snapshot import evaluation_copies
 from gpy_iterative.training.training_system import unexpanded
@@ -34,6 +35,7 @@ class LikelihoodParams:
 
     @torch.inference_mode(False)
     def __init__(self, params: Sequence[Any], model: ExactGP, kwargs: Mapping[str, Any] | None = None) -> None:
+        check_params(params)
         known = unexpanded(model.train_inputs or ())
         self._forms = [[tensor.detach().clone() for tensor in form] for form in _forms(model, known)]
         self._params = _map_leaves(self._placed, tuple(params) or (list(known),))
@@ -44,6 +46,7 @@ class LikelihoodParams:
         cls, params: Sequence[Any], model: ExactGP, kwargs: Mapping[str, Any] | None = None
     ) -> "LikelihoodParams | None":
         """A copy of these arguments; None without any."""
+        check_params(params)
         return cls(params, model, kwargs) if params or kwargs else None
 
     def current(self, model: ExactGP) -> tuple[Any, ...]:

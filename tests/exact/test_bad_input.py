@@ -321,3 +321,8 @@ def test_a_batch_of_kernels_meets_one_mean_and_target() -> None:
     for mll_class in (gpi.mlls.HutchinsonMarginalLogLikelihood, gpi.mlls.PathwiseMarginalLogLikelihood):
         found = mll_class(case.likelihood, model)(model(case.x), case.y)
         torch.testing.assert_close(found, expected)
+
+
+def test_probes_that_are_no_name() -> None:
+    with pytest.raises(ValueError, match=r"probes must be one of .* got \['gaussian'\]"):
+        case_and_mll(probes=["gaussian"])

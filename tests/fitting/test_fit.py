@@ -617,6 +617,8 @@ def test_arguments_of_a_likelihood_that_cannot_be_passed_on_are_refused() -> Non
         gpi.fit(mll, params=(x,), method="adam", batches=[(x, mll.model.train_targets)])
     with pytest.raises(TypeError, match="tuple"):
         gpi.fit(mll, params=x)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="tuple"):
+        gpi.fitting.AverageInformation(mll, params=x)  # pyright: ignore[reportArgumentType]
 
 
 def test_noise_follows_training_inputs_that_were_replaced() -> None:

@@ -112,6 +112,8 @@ class PathwisePosterior:
         check_progress(progress)
         check_instance("solver", solver, Solver, "ConjugateGradients()")
         check_instance("products", products, KernelProducts, "KernelProducts()")
+        check_instance("kwargs", kwargs, Mapping, "{'noise': noise}")
+        check_instance("initial_weights", initial_weights, Tensor, "torch.zeros(n)")
         check_number("exact_below", exact_below, "not be negative", lambda number: number >= 0)
         self._model, self.likelihood = model, likelihood
         self._installs_when_asked = False

@@ -403,6 +403,21 @@ def test_bad_options(option: str) -> None:
         PathwisePosterior(case.model, case.likelihood, **{option: 0})
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "match"),
+    [
+        ("params", torch.ones(3), "params must be a tuple.*got Tensor"),  # no tuple of its three numbers
+        ("params", "x", "params must be a tuple.*got str"),
+        ("kwargs", [1], "kwargs must be None or a Mapping"),
+        ("initial_weights", 0.0, "initial_weights must be None or a Tensor"),
+    ],
+)
+def test_an_argument_of_a_wrong_type(option: str, value: object, match: str) -> None:
+    case = CASES["rbf"]()
+    with pytest.raises(TypeError, match=match):
+        PathwisePosterior(case.model, case.likelihood, **{option: value})
+
+
 def test_training_mode_and_products_are_left_alone() -> None:
     case = CASES["rbf"]()
     case.model.train()
