@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpy_iterative.checks import check_count, check_number
+from gpy_iterative.checks import check_count, check_flag, check_number
 from gpy_iterative.linear_operators.tiles.ranks import Ranks, check_group
 from gpy_iterative.worker_threads import ByDevice
 
@@ -106,6 +106,8 @@ class KernelProducts:
             check_number("cache_memory", self.cache_memory, "not be negative (bytes)", lambda number: number >= 0)
         if self.precision not in get_args(Precision):
             raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}.")
+        if self.compile is not None:
+            check_flag("compile", self.compile)
         check_group(self.process_group)
         self._check_far_field()
         if self.backend == "keops":

@@ -83,3 +83,8 @@ def test_far_fields_that_are_none_of_these(wanted: object) -> None:
 def test_keops_has_no_far_field() -> None:
     with pytest.raises(ValueError, match=r"far_field=1e-05 does not work with backend=.keops."):
         KernelProducts(backend="keops", far_field=1e-5)
+
+
+def test_compile_is_a_flag() -> None:
+    with pytest.raises(ValueError, match="compile must be True or False, got 'no'"):
+        KernelProducts(compile="no")  # pyright: ignore[reportArgumentType]
