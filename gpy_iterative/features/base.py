@@ -35,6 +35,7 @@ from gpy_iterative.training.run import NO_ROWS, Resumable, Run, next_rows
 from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.surrogate import with_checked_gradient
 from gpy_iterative.training.training_system import check_has_data, check_hyperparameters, check_inputs, prior_at
+from gpy_iterative.worker_threads import CPU
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         if batch_size is not None:
             check_count("batch_size", batch_size)
         super().__init__(likelihood, model)
-        counts = {"steps": torch.tensor(0), "num_data": torch.tensor(0)}  # 0 data: weights are not started
+        zero = torch.tensor(0, device=CPU)  # 0 data: weights are not started
+        counts = {"steps": zero, "num_data": zero}
         self._run = Run.begin(generator).having(counts=counts, rows=NO_ROWS, weights={})
         self.batch_size, self._options = batch_size, dict(options)
         self.report: MinibatchReport | None = None
@@ -270,7 +272,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
             return self._settle(problem, run)
         check_inputs(self.model)
         check_finite("target", target)
-        counts = {"steps": run.parts["counts"]["steps"], "num_data": torch.tensor(num_data)}
+        counts = {"steps": run.parts["counts"]["steps"], "num_data": torch.tensor(num_data, device=CPU)}
         return self._start(problem, run.having(counts=counts))
 
     def _present_run(self) -> Run:

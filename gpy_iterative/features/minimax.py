@@ -17,9 +17,10 @@ from gpy_iterative.features.base import FeatureMarginalLogLikelihood
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import WeightDistribution, exact_statistics, surrogate, triangular_root
 from gpy_iterative.training.run import NO_ROWS, Run, next_rows
+from gpy_iterative.worker_threads import CPU
 
 #: Whether the last step's projection and ascent are due.
-DUE, DONE = {"is_due": torch.tensor(True)}, {"is_due": torch.tensor(False)}
+DUE, DONE = {"is_due": torch.tensor(True, device=CPU)}, {"is_due": torch.tensor(False, device=CPU)}
 #: mu="auto" over the smallest mu with an exact saddle point.
 MARGIN = 1.2
 #: Step of B along (A - P) / |A|.

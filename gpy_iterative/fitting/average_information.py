@@ -28,6 +28,7 @@ from gpy_iterative.linear_solvers.default import EXACT_BELOW, conjugate_gradient
 from gpy_iterative.linear_solvers.solution import SolveStatus
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.training_system import num_training_data
+from gpy_iterative.worker_threads import CPU
 
 logger = logging.getLogger(__name__)
 
@@ -193,14 +194,18 @@ class AverageInformation:
         guess = {} if self._guess is None else {"guess": self._guess.clone()}
         last = {}
         if self._last is not None:
-            last = {"move": self._last.move, "change": self._last.change, "is_poor": torch.tensor(self._last.is_poor)}
-        damping = torch.tensor(self._damping, dtype=torch.float64)
-        probes = torch.tensor(self.mll.probes.num_probes)
+            last = {
+                "move": self._last.move,
+                "change": self._last.change,
+                "is_poor": torch.tensor(self._last.is_poor, device=CPU),
+            }
+        damping = torch.tensor(self._damping, dtype=torch.float64, device=CPU)
+        probes = torch.tensor(self.mll.probes.num_probes, device=CPU)
         before = {f"mll.{name}": tensor for name, tensor in self.point.before.items()}
         return {
             "damping": damping,
             "num_probes": probes,
-            "given_probes": torch.tensor(self._given.probes.num_probes),
+            "given_probes": torch.tensor(self._given.probes.num_probes, device=CPU),
             "generator": self._generator.get_state(),
             **guess,
             **last,
@@ -328,7 +333,7 @@ def rounding_error(evaluation: Evaluation) -> Tensor:
     """
     operator = evaluation.system.operator
     if not isinstance(operator, NoisyLinearOperator):
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=CPU)
     noise = operator.noise.detach().double()
     signal = operator.kernel._diagonal().detach().double()
     return torch.finfo(operator.dtype).eps * ((signal + noise) / noise).sum().cpu()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gpy_iterative.fitting.prior_support import Range, support_of
+from gpy_iterative.worker_threads import CPU
 
 Kind = Literal["log", "logit", "identity"]
 
@@ -53,7 +54,7 @@ class Coordinate:
         shape = [size for size in self.parameter.shape if size > 1]
         if not shape:
             return [self.name]
-        indices = torch.cartesian_prod(*[torch.arange(size) for size in shape]).reshape(-1, len(shape))
+        indices = torch.cartesian_prod(*[torch.arange(size, device=CPU) for size in shape]).reshape(-1, len(shape))
         return [f"{self.name}[{', '.join(map(str, index))}]" for index in indices.tolist()]
 
     def values(self, raw: Tensor) -> Tensor:
@@ -155,7 +156,8 @@ class Coordinates:
         self.names = [name for part in self.parts for name in part.names()]
         bounds = [part.bounds() for part in self.parts]
         self.lower, self.upper = (torch.cat(side).cpu() for side in zip(*bounds, strict=True))
-        self.has_units = torch.tensor([part.kind == "identity" for part in self.parts for _ in part.names()])
+        has_units = [part.kind == "identity" for part in self.parts for _ in part.names()]
+        self.has_units = torch.tensor(has_units, device=CPU)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -206,7 +208,7 @@ class Coordinates:
 
     def hessian(self, function: Tensor) -> Tensor:
         if not function.requires_grad:
-            return torch.zeros(len(self), len(self), dtype=torch.float64)
+            return torch.zeros(len(self), len(self), dtype=torch.float64, device=CPU)
         options = {"allow_unused": True, "materialize_grads": True}
         raws = self.parameters
         slopes = torch.autograd.grad(self._transformed(raws).sum(), raws, create_graph=True)
@@ -215,7 +217,7 @@ class Coordinates:
         rows = [
             self._joined(torch.autograd.grad(entry, raws, retain_graph=True, **options))
             if entry.requires_grad
-            else torch.zeros(len(self), dtype=torch.float64)
+            else torch.zeros(len(self), dtype=torch.float64, device=CPU)
             for entry in entries
         ]
         hessian = torch.stack(rows) / self.slopes()

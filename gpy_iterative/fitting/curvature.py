@@ -20,6 +20,7 @@ from gpy_iterative.linear_solvers.conjugate_gradients import ConjugateGradients
 from gpy_iterative.linear_solvers.default import conjugate_gradients
 from gpy_iterative.linear_solvers.solution import ColumnGroup
 from gpy_iterative.training.surrogate import surrogate
+from gpy_iterative.worker_threads import CPU
 
 #: Relative residual of the solve; the error of A is of second order in it.
 TOLERANCE = 0.1
@@ -93,7 +94,7 @@ def average_information(
     matrix = matrix + prior_information(mll, coordinates, evaluation.value.shape)
     correction = columns.correction(solutions, _residual(evaluation), len(coordinates))
     kept = None if estimate.right is None else solutions
-    linear = torch.zeros(len(coordinates), dtype=torch.bool)
+    linear = torch.zeros(len(coordinates), dtype=torch.bool, device=CPU)
     linear[[number for number in columns.of_mean if number not in columns.of_matrix]] = True
     return Curvature(matrix, correction, linear & coordinates.has_units, kept, epochs)
 
@@ -130,22 +131,23 @@ class _Columns:
 
     def information(self, solutions: Tensor, residual: Tensor, size: int) -> Tensor:
         """A [size, size] from V ~ H^-1 Q [*b, n, c] and Q - H V: positive semi-definite, never too large."""
-        matrix, count = torch.zeros(size, size, dtype=torch.float64), len(self.of_matrix)
+        matrix, count = torch.zeros(size, size, dtype=torch.float64, device=CPU), len(self.of_matrix)
         parts = ((self.of_matrix, slice(0, count), 0.5), (self.of_mean, slice(count, None), 1.0))
         for numbers, columns, factor in parts:
             if not numbers:
                 continue
             q, v, rest = (t[..., columns].double() for t in (self.joined, solutions, residual))
             block = factor * _energies(q, v, rest).reshape(-1, len(numbers), len(numbers)).sum(0).cpu()
-            index = torch.tensor(numbers, dtype=torch.long)
+            index = torch.tensor(numbers, dtype=torch.long, device=CPU)
             matrix[index.unsqueeze(-1), index] += block
         return matrix
 
     def correction(self, solutions: Tensor, missed: Tensor, size: int) -> Tensor:
         """(H^-1 Q)^T (y - mean - H a), [size]."""
-        found = torch.zeros(size, dtype=torch.float64)
+        found = torch.zeros(size, dtype=torch.float64, device=CPU)
         inner = (solutions.double() * missed.double().unsqueeze(-1)).flatten(0, -2).sum(0).cpu()
-        return found.index_add_(0, torch.tensor(self.of_matrix + self.of_mean, dtype=torch.long), inner)
+        index = torch.tensor(self.of_matrix + self.of_mean, dtype=torch.long, device=CPU)
+        return found.index_add_(0, index, inner)
 
 
 @torch.no_grad()
@@ -173,7 +175,7 @@ def _energies(q: Tensor, v: Tensor, rest: Tensor) -> Tensor:
 
 def log_prior(mll: gpytorch.mlls.MarginalLogLikelihood, batch_shape: torch.Size) -> Tensor:
     """Sum of the priors' log densities as the mll counts them, [], with graph."""
-    total = torch.zeros(batch_shape)
+    total = torch.zeros(batch_shape, device=CPU)
     for _, module, prior, closure, _ in mll.model.named_priors():
         terms = prior.log_prob(closure(module))
         total = total.to(terms) + terms.reshape(*terms.shape[: len(batch_shape)], -1).sum(-1)
@@ -185,7 +187,7 @@ def prior_information(
 ) -> Tensor:
     """Positive part of the priors' curvature, [p, p]."""
     if next(iter(mll.model.named_priors()), None) is None:
-        return torch.zeros(len(coordinates), len(coordinates), dtype=torch.float64)
+        return torch.zeros(len(coordinates), len(coordinates), dtype=torch.float64, device=CPU)
     values, vectors = torch.linalg.eigh(-coordinates.hessian(log_prior(mll, batch_shape)))
     return (vectors * values.clamp_min(0)) @ vectors.mT
 
@@ -218,10 +220,10 @@ def _balanced_signs(size: int, num_samples: int) -> Tensor:
     A single probe is its own error.
     """
     if size == 1:
-        return torch.ones(1, 1)
+        return torch.ones(1, 1, device=CPU)
     generator, half = torch.Generator().manual_seed(0), size // 2
-    signs = torch.zeros(num_samples, size)
+    signs = torch.zeros(num_samples, size, device=CPU)
     for row in signs:
-        order = torch.randperm(size, generator=generator)
+        order = torch.randperm(size, generator=generator, device=generator.device)
         row[order[:half]], row[order[half : 2 * half]] = 1.0, -1.0
     return signs * (size / (2 * half)) ** 0.5

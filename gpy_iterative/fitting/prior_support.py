@@ -26,8 +26,8 @@ def support_of(module: gpytorch.Module, parameter: Parameter, values: Tensor) ->
     for _, owner, prior, closure, _ in module.named_priors():
         seen = closure(owner)
         if not _has_transform(prior) and _is_value_of(seen, parameter, values):
-            least, most = _range(prior)
-            low, high = low.maximum(least.to(low)), high.minimum(most.to(high))
+            least, most = (torch.as_tensor(end, dtype=values.dtype, device=values.device) for end in _ends(prior))
+            low, high = low.maximum(least), high.minimum(most)
     return low, high
 
 
@@ -38,13 +38,11 @@ def _is_value_of(seen: Tensor, parameter: Parameter, values: Tensor) -> bool:
     return gradient is not None and torch.allclose(seen.detach().to(values), values)
 
 
-def _range(prior: gpytorch.priors.Prior) -> Range:
+def _ends(prior: gpytorch.priors.Prior) -> tuple[float | Tensor, float | Tensor]:
     support = _support(prior)
     while isinstance(support, torch.distributions.constraints.independent):
         support = support.base_constraint
-    ends = (getattr(support, "lower_bound", -math.inf), getattr(support, "upper_bound", math.inf))
-    low, high = map(torch.as_tensor, ends)
-    return low, high
+    return getattr(support, "lower_bound", -math.inf), getattr(support, "upper_bound", math.inf)
 
 
 def _is_in_support(prior: gpytorch.priors.Prior, values: Tensor) -> bool:

@@ -168,7 +168,7 @@ def estimated(
         kept = matrix[free][:, free] + torch.diag(ridge[free])
         variances[free] = torch.linalg.inv(kept).diagonal()
     errors = variances.sqrt()
-    is_log = torch.cat([torch.full((part.parameter.numel(),), part.kind != "identity") for part in coordinates.parts])
+    is_log = ~coordinates.has_units
     unknown = (variances * ridge > RIDGE_PART) | (is_log & (errors > WIDEST)) | ~errors.isfinite()
     ends = (position, position - WIDTH * errors.nan_to_num(), position + WIDTH * errors.nan_to_num())
     values, lows, highs = map(coordinates.user_entries, ends)

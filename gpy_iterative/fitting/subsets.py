@@ -21,6 +21,7 @@ from gpy_iterative.fitting.coordinates import Coordinates
 from gpy_iterative.training.progress import Progress, check_progress, reporting
 from gpy_iterative.training.run import make_generator
 from gpy_iterative.training.training_system import check_has_data, check_inputs
+from gpy_iterative.worker_threads import CPU
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,8 @@ def check_subsets(model: Any, likelihood: Any) -> None:
                 f"Fitting subsets needs training inputs of shape [n, d], got {tuple(inputs.shape)}: train from the current "
                 "hyperparameters (start='current')."
             )
-    choice = choose(_of_rows(model, likelihood, torch.arange(min(len(model.train_inputs[0]), 2))), "auto", None)
+    few = torch.arange(min(len(model.train_inputs[0]), 2), device=CPU)
+    choice = choose(_of_rows(model, likelihood, few), "auto", None)
     if choice.method != "average_information":
         raise ValueError(
             f"{choice.reason} Fitting subsets needs average information: train from the current hyperparameters "

@@ -154,7 +154,7 @@ def subspace_bound(prior: LatentPrior, likelihood: PointwiseLikelihood, solution
     # dB = <E[g] b^T + E[W] Psi (I - Q^-1), dT> - <b b^T + (Q - I) (I - Q^-1), dG> / 2 - <E[W], dK_nn> / 2.
     b, precision = posterior.coefficients, posterior.precision
     covariance = torch.cholesky_inverse(posterior.factor)
-    identity = torch.eye(len(b)).to(b)
+    identity = torch.eye(len(b), dtype=b.dtype, device=b.device)
     weighted = (posterior.curvature @ known).flatten(0, 1)
     right = torch.outer(posterior.gradient.flatten(), b) + weighted @ (identity - covariance)
     inner = torch.outer(b, b) + precision - 2 * identity + covariance
@@ -197,7 +197,7 @@ def _estimate(
 def _maximised(problem: BoundProblem, solution: LaplaceSolution) -> tuple[Gaussian, SolveStatus]:
     # More than the curvature: log densities with fast tails have no finite average under a wide Gaussian.
     sites = solution.curvature.blocks()
-    sites = sites + torch.eye(sites.shape[-1]).to(sites)
+    sites = sites + torch.eye(sites.shape[-1], dtype=sites.dtype, device=sites.device)
     current = problem.at(problem.features.mT @ solution.value.flatten(), sites, problem.precision(sites))
     if current is None:
         raise NonFiniteError(
@@ -288,7 +288,8 @@ def _expectation(
 def _roots(blocks: Tensor, scale: Tensor) -> Tensor:
     if blocks.shape[-1] == 1:
         return blocks.clamp_min(torch.finfo(blocks.dtype).tiny).sqrt()
-    jitter = (JITTER * scale).view(-1, 1, 1) * torch.eye(blocks.shape[-1]).to(blocks)
+    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
+    jitter = (JITTER * scale).view(-1, 1, 1) * identity
     factor, info = torch.linalg.cholesky_ex(blocks + jitter)
     if info.any():
         raise NonFiniteError(

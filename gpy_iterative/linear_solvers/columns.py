@@ -21,7 +21,7 @@ from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.linear_operators.extensions import far_field_error, low_precision_copy, rows_matmul
 from gpy_iterative.linear_solvers.solution import ColumnGroup, FarFieldLimit, SolveProgress
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
-from gpy_iterative.worker_threads import ByDevice
+from gpy_iterative.worker_threads import CPU, ByDevice
 
 #: Watched rows, on which running and true residuals are compared; smaller systems use all.
 VERIFIED_ROWS = 256
@@ -129,10 +129,12 @@ class Columns:
         self.overhead = self._watched_at = 0.0
         self._sizes = [group.size for group in self._groups]
         tolerances = [group.tolerance for group in self._groups for _ in range(group.size)]
-        self._tolerances = torch.tensor(tolerances, dtype=torch.float64).clamp_min(torch.finfo(torch.float64).tiny)
+        self._tolerances = torch.tensor(tolerances, dtype=torch.float64, device=CPU).clamp_min(
+            torch.finfo(torch.float64).tiny
+        )
         # Refinement leaves room for the copy's error.
         self._aims = self._tolerances * (LOWER_AIM if self.is_refined else 1.0)
-        self._open = self._round = every = torch.arange(rhs.shape[-1])
+        self._open = self._round = every = torch.arange(rhs.shape[-1], device=CPU)
         self._watched = torch.linspace(0, len(rhs) - 1, min(VERIFIED_ROWS, len(rhs)), device=rhs.device).long()
 
         self._norms_of(rhs, every, iteration=0)  # an overflow would scale the column to zero

@@ -104,7 +104,7 @@ class ConjugateGradients(IterativeSolver[_State]):
         direction = state.directions.direction
         following, length, energy = state.directions.advance(operator, iterate.residual)
         iterate.value.addcmul_(direction, length)
-        curvature = torch.minimum(torch.as_tensor(state.curvature), lowest_curvature(direction, energy))
+        curvature = torch.minimum(state.curvature, lowest_curvature(direction, energy))
         return replace(state, directions=following, curvature=curvature)
 
     def work_per_step(self, operator: LinearOperator, state: _State) -> float:

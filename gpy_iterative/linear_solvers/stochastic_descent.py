@@ -20,6 +20,7 @@ from gpy_iterative.checks import check_count, check_number, check_positive, chec
 from gpy_iterative.linear_operators.extensions import dense_rows, rows_matmul
 from gpy_iterative.linear_solvers.base import IterativeSolver, SolveInputs, SolverState, lowest_curvature
 from gpy_iterative.linear_solvers.columns import READS_EVERY, Iterate
+from gpy_iterative.worker_threads import CPU
 
 #: Power iterations stop when the eigenvalue grows by less than this part.
 EIGENVALUE_TOLERANCE = 0.05
@@ -156,7 +157,7 @@ class _GradientState(DescentState):
     by_column: ClassVar[tuple[str, ...]] = ("momentum", "way_back")
 
     momentum: Tensor  # of the heavy ball, [n, s]
-    order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # of the rows
+    order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long, device=CPU))  # of the rows
     position: int = 0  # in this order
 
 

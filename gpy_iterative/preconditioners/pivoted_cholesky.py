@@ -246,7 +246,7 @@ def _accepted(block: Tensor, threshold: Tensor, stop: float, most: int) -> tuple
             column = rest[:, candidate] / left.sqrt()
             columns.append(column.unsqueeze(-1))
             rest = rest - torch.outer(column, column)
-    taken = torch.tensor(chosen, dtype=torch.long)
+    taken = torch.tensor(chosen, dtype=torch.long, device=block.device)
     return taken, torch.cat(columns, dim=-1)[taken].tril()
 
 

@@ -35,7 +35,7 @@ class SparseInverseCholesky(Preconditioner):
     ) -> None:
         size, width = neighbours.shape
         self.order, self.weights, self.diagonal = order, weights, diagonal
-        self.jitter = torch.tensor(jitter, dtype=diagonal.dtype)
+        self.jitter = diagonal.new_tensor(jitter)
         self.build_epochs = (width + 1) ** 2 / size
         kind = torch.int32 if neighbours.numel() <= LARGEST else torch.int64
         self.neighbours = neighbours.to(kind)

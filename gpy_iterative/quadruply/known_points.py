@@ -19,6 +19,7 @@ from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.quadruply.samples import Head, KnownValues, Sample, draw_set
 from gpy_iterative.quadruply.sizes import TrainingData, control_points, steps_per_batch
 from gpy_iterative.training.run import Part, Run
+from gpy_iterative.worker_threads import CPU
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ def _product(model: QuadruplyStochasticGP, x: Tensor, head: Tensor, weights: Ten
 
 def _writes(model: QuadruplyStochasticGP) -> Tensor:
     """In-place writes to basis buffers. Inference tensors count none."""
-    return torch.tensor(sum(tensor._version for tensor in model.basis.buffers() if not tensor.is_inference()))
+    versions = sum(tensor._version for tensor in model.basis.buffers() if not tensor.is_inference())
+    return torch.tensor(versions, device=CPU)
 
 
 class KnownPoints:
@@ -165,7 +167,7 @@ class KnownPoints:
         has_moved = kept is not None and not _are_rows_of(call.x, kept, run.parts["latent"])
         if has_moved and not self._asks_to_keep:
             # A shuffling loader of all data would need a draw in every call.
-            return _without_kept_rows(run).having(order={"is_shuffled": torch.tensor(True)})
+            return _without_kept_rows(run).having(order={"is_shuffled": torch.tensor(True, device=CPU)})
         if kept is None or has_moved or self._are_due(call, kept):
             return self._with_new_rows(call, run)
         run = self.followed(run)
@@ -270,7 +272,7 @@ class KnownPoints:
 
     def _with_new_rows(self, call: Call, run: Run) -> Run:
         index = self.draw_rows(call)
-        kept = {"index": index, "count": torch.tensor(1)}
+        kept = {"index": index, "count": torch.tensor(1, device=CPU)}
         return self._started(run, call.x[index].detach()).having(kept=kept, control=None)
 
     def _started(self, run: Run, x: Tensor) -> Run:

@@ -10,6 +10,7 @@ from gpy_iterative.changes import SeenVersions
 from gpy_iterative.checks import check_count, check_finite, check_same_kind
 from gpy_iterative.quadruply.model import QuadruplyStochasticGP
 from gpy_iterative.training.run import Part
+from gpy_iterative.worker_threads import CPU
 
 #: Defaults, if there are as many.
 DATA_SAMPLES, FEATURE_SAMPLES, CONTROL_POINTS = 500, 10_000, 500
@@ -76,7 +77,7 @@ class TrainingData:
         return {
             "rows": x.detach()[marked].clone(),
             "targets": target.detach()[marked].clone(),
-            "size": torch.tensor(len(x)),
+            "size": torch.tensor(len(x), device=CPU),
         }
 
 

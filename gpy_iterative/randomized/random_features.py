@@ -31,6 +31,7 @@ from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Run
 from gpy_iterative.training.surrogate import with_derivatives
 from gpy_iterative.training.training_system import TrainingSystem
+from gpy_iterative.worker_threads import CPU
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,8 @@ class RandomFeatureMarginalLogLikelihood(GaussianMarginalLogLikelihood):
             generator = run.generator()
             count, others = self._draw(num_data, run, generator)
             drawn = RandomFourierFeatures(count).draw(terms, generator)
-            kept = {f"features.{name}": t for name, t in drawn.items()} | others | {"count": torch.tensor(count)}
+            others = others | {"count": torch.tensor(count, device=CPU)}
+            kept = {f"features.{name}": t for name, t in drawn.items()} | others
             run = run.drawn(generator).having(features=kept)
         draws = dict(kept)
         features, total = RandomFourierFeatures(int(draws["count"])), self._sum(num_data, draws)

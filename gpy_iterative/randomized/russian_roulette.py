@@ -19,6 +19,7 @@ from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 from gpy_iterative.randomized.series import SeriesMarginalLogLikelihood, SeriesOptions, TruncationReport
 from gpy_iterative.randomized.truncation import AutomaticTruncation, ExponentialTruncation, FixedTruncation, Truncation
+from gpy_iterative.worker_threads import CPU
 
 #: Relative residual of an ordinary converged solve.
 SOLVED = 0.01
@@ -117,7 +118,7 @@ class RussianRouletteMarginalLogLikelihood(SeriesMarginalLogLikelihood):
         if not math.isfinite(decay):  # too few terms: use the residual
             decay = -math.log(max(residual, 1e-300)) / max(last, 1)
         is_open = residual >= SOLVED and not report.converged[..., 0].all()
-        here, beyond = report.truncation.log_survival(torch.arange(last, last + 2)).tolist()
+        here, beyond = report.truncation.log_survival(torch.arange(last, last + 2, device=CPU)).tolist()
         if is_open and beyond == -math.inf:
             warn(
                 f"The series reached the end of its truncation, {last} steps, with a relative residual of {residual:.2g}: "

@@ -47,6 +47,7 @@ from gpy_iterative.training.report import Report
 from gpy_iterative.training.run import Part, Run
 from gpy_iterative.training.state_description import StateDescription
 from gpy_iterative.training.training_system import TrainingSystem
+from gpy_iterative.worker_threads import CPU
 
 
 @dataclass(frozen=True)
@@ -211,11 +212,11 @@ class _Member:
         return cls(operator, residual[index], probes.vectors[index], dual[index], covariance, *stops)
 
     def run(self, log_survival: Tensor, tolerance: float | None) -> Series:
-        own = torch.zeros(len(self.target_stops), dtype=torch.long)
+        own = torch.zeros(len(self.target_stops), dtype=torch.long, device=CPU)
         return conjugate_gradient_series(
             self.operator,
             torch.cat([self.residual.unsqueeze(-1), self.vectors], dim=-1),
-            torch.cat([own, torch.arange(1, len(self.probe_stops) + 1)]),
+            torch.cat([own, torch.arange(1, len(self.probe_stops) + 1, device=CPU)]),
             torch.cat([self.target_stops, self.probe_stops]),
             log_survival,
             preconditioner=self.covariance,
@@ -249,13 +250,13 @@ class _Member:
                 steps=series.steps,
                 converged=series.converged,
                 relative_variance=excess / total if total > 0 else torch.zeros_like(total),
-                decay_rate=torch.tensor(decay_rate(energies)),
+                decay_rate=torch.tensor(decay_rate(energies), device=CPU),
             ),
         )
 
     def _value(self, series: Series, log_survival: Tensor) -> tuple[Tensor, Tensor]:
         weights = (-log_survival).exp()
-        steps = torch.arange(1, series.iterations + 1).unsqueeze(-1)
+        steps = torch.arange(1, series.iterations + 1, device=CPU).unsqueeze(-1)
         energies = series.energies[:, 0]
         quadratic = (weights * energies) @ (steps <= self.target_stops).double()
         terms = krylov_logarithm_terms(series.lengths[:, 1:], series.products[:, 1:])
@@ -304,7 +305,7 @@ def _quadratic_factors(targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pooled_energies(runs: list[Series]) -> Tensor:
     """Energies of the targets' series [J], relative to their sums, added over the batch."""
-    pooled = torch.zeros(max(series.iterations for series in runs), dtype=torch.float64)
+    pooled = torch.zeros(max(series.iterations for series in runs), dtype=torch.float64, device=CPU)
     for series in runs:
         energies = series.energies[:, 0]
         pooled[: len(energies)] += energies / energies.sum().clamp_min(torch.finfo(torch.float64).tiny)

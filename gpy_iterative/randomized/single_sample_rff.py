@@ -18,6 +18,7 @@ from gpy_iterative.linear_solvers.base import Solver
 from gpy_iterative.randomized.random_features import FeatureSum, FrequencyReport, RandomFeatureMarginalLogLikelihood
 from gpy_iterative.spectral.densities import Draws
 from gpy_iterative.training.run import Run
+from gpy_iterative.worker_threads import CPU
 
 #: Initial adaptive probability of the exact term.
 EXACT_SHARE = 0.4
@@ -101,7 +102,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
                 f"{self.frequency_step} leave no increment up to {largest} (max_frequencies, or half of {num_data} data). "
                 "Lower them, or take an exact likelihood for so few data."
             )
-        return torch.arange(self.min_frequencies, largest + 1, self.frequency_step)
+        return torch.arange(self.min_frequencies, largest + 1, self.frequency_step, device=CPU)
 
     def _probabilities(self, grid: Tensor, run: Run) -> Tensor:
         """p_k for k = 1, 2, ..., float64."""
@@ -129,7 +130,7 @@ class SingleSampleRFFMarginalLogLikelihood(RandomFeatureMarginalLogLikelihood):
         index = int(torch.searchsorted(probabilities.cumsum(0), uniform).clamp_max(len(grid) - 2)) + 1
         # Below the exact term, the largest feature matrix is the previous one.
         count = int(grid[index - 1] if self._is_exact(grid, index) else grid[index])
-        return count, {"index": torch.tensor(index), "probability": probabilities[index - 1]}
+        return count, {"index": torch.tensor(index, device=CPU), "probability": probabilities[index - 1]}
 
     def _sum(self, num_data: int, draws: Draws) -> FeatureSum:
         grid, index, probability = self._grid(num_data), int(draws["index"]), float(draws["probability"])
@@ -156,6 +157,6 @@ def _seen(run: Run, increments: int) -> Draws:
     """Earlier draws of each increment, and the sum of its squares."""
     seen = run.part("increments")
     if seen is None or len(seen["count"]) != increments:
-        zeros = torch.zeros(increments, dtype=torch.float64)
+        zeros = torch.zeros(increments, dtype=torch.float64, device=CPU)
         return {"count": zeros, "squares": zeros}
     return {name: tensor.double().cpu() for name, tensor in seen.items()}

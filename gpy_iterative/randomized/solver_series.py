@@ -19,7 +19,7 @@ from gpy_iterative.linear_solvers.solution import ColumnGroup, Solution, SolveSt
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholesky
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 from gpy_iterative.randomized.truncation import Truncation, check_truncation, draw_stops, survival_table, within
-from gpy_iterative.worker_threads import divided
+from gpy_iterative.worker_threads import CPU, divided
 
 #: Relative residual after which a column's terms are zero. It must not depend on J.
 DEFAULT_TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-10}
@@ -103,16 +103,16 @@ def conjugate_gradient_series(
     # Below this relative residual, signs are rounding noise.
     floor = math.sqrt(torch.finfo(rhs.dtype).eps)
     stops, columns = stops.cpu(), columns.cpu()
-    last = torch.zeros(num_columns, dtype=torch.long).scatter_reduce_(0, columns, stops, "amax")
+    last = torch.zeros(num_columns, dtype=torch.long, device=CPU).scatter_reduce_(0, columns, stops, "amax")
     weights = torch.exp(-log_survival.double().cpu())
 
     scale = torch.linalg.vector_norm(rhs, dim=0)
     norms = (scale > 0).double().cpu()
-    _check_finite(scale.double().cpu(), 0, torch.arange(num_columns))
+    _check_finite(scale.double().cpu(), 0, torch.arange(num_columns, device=CPU))
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     residual = rhs / scale
     sums = rhs.new_zeros(size, len(stops))
-    steps = torch.zeros(num_columns, dtype=torch.long)
+    steps = torch.zeros(num_columns, dtype=torch.long, device=CPU)
     converged = norms <= tolerance
     indefinite = torch.zeros_like(converged)
     lengths, products = [], []
@@ -136,14 +136,14 @@ def conjugate_gradient_series(
 
         norms[opened] = torch.where(took, read[0], norms[opened])
         steps[opened] += took.long()
-        lengths.append(torch.zeros(num_columns, dtype=torch.float64).index_copy(0, opened, taken))
-        products.append(torch.zeros(num_columns, dtype=torch.float64).index_copy(0, opened, product))
+        lengths.append(torch.zeros(num_columns, dtype=torch.float64, device=CPU).index_copy(0, opened, taken))
+        products.append(torch.zeros(num_columns, dtype=torch.float64, device=CPU).index_copy(0, opened, product))
         goes_on = took & (norms[opened] > tolerance)
         indefinite[opened] |= goes_on & (read[2] <= 0) & (norms[opened] > floor)
         goes_on &= read[2] > 0
         converged[opened] = ~goes_on
-        place = torch.full((num_columns,), -1)
-        place[opened] = torch.arange(len(opened))
+        place = torch.full((num_columns,), -1, device=CPU)
+        place[opened] = torch.arange(len(opened), device=CPU)
         ends = (place[columns] >= 0) & ((stops == step) | (converged[columns] & (stops >= step)))
         if ends.any():
             index = ends.nonzero().squeeze(-1)
@@ -157,10 +157,11 @@ def conjugate_gradient_series(
             product = product[staying]
     sums *= scale[columns.to(rhs.device)]
     energy_scale = scale.double().cpu().square()
+    empty = torch.zeros(0, num_columns, dtype=torch.float64, device=CPU)
     return Series(
         sums=sums,
-        lengths=torch.stack(lengths) if lengths else torch.zeros(0, num_columns, dtype=torch.float64),
-        products=energy_scale * torch.stack(products) if products else torch.zeros(0, num_columns, dtype=torch.float64),
+        lengths=torch.stack(lengths) if lengths else empty,
+        products=energy_scale * torch.stack(products) if products else empty,
         steps=steps,
         converged=converged,
         indefinite=indefinite,
@@ -223,7 +224,7 @@ def russian_roulette_solve(
     series = conjugate_gradient_series(
         operator,
         block,
-        torch.arange(block.shape[-1]),
+        torch.arange(block.shape[-1], device=CPU),
         stops,
         survival_table(truncation, stops),
         preconditioner=preconditioner,

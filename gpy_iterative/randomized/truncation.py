@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpy_iterative.checks import check_count, check_number
+from gpy_iterative.worker_threads import CPU
 
 #: Survival probability that ends an infinite sum.
 NEGLIGIBLE = 1e-18
@@ -111,7 +112,7 @@ class ExponentialTruncation:
 
     def log_survival(self, steps: Tensor) -> Tensor:
         """See `Truncation.log_survival`."""
-        beyond = torch.as_tensor(steps).double() - self.min_steps
+        beyond = steps.double() - self.min_steps
         if self.max_steps is None:
             return -self.rate * beyond.clamp_min(0)
         # S_j = (e^-ak - e^-aL) / (1 - e^-aL) with k = j - min_steps; 1 - cdf would cancel.
@@ -139,7 +140,7 @@ class ExponentialTruncation:
         last = self.max_steps
         if last is None:
             last = self.min_steps + math.ceil(math.log(count / NEGLIGIBLE) / self.rate)
-        steps = torch.arange(self.min_steps + 1, last + 1)
+        steps = torch.arange(self.min_steps + 1, last + 1, device=CPU)
         # 1 - (1 - S)^count without cancellation.
         return self.min_steps + float(-torch.expm1(count * torch.log1p(-self.log_survival(steps).exp())).sum())
 
@@ -183,10 +184,10 @@ def survival_table(truncation: Truncation, stops: Tensor) -> Tensor:
     """
     name = type(truncation).__name__
     if not stops.numel():
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device=CPU)
     if stops.dtype != torch.int64 or int(stops.min()) < 1:
         raise ValueError(f"{name}.sample must return int64 draws of at least 1, got {stops.dtype}: {stops.tolist()}.")
-    table = truncation.log_survival(torch.arange(1, int(stops.max()) + 1)).double().cpu()
+    table = truncation.log_survival(torch.arange(1, int(stops.max()) + 1, device=CPU)).double().cpu()
     wrong = ~torch.isfinite(table) | (table > torch.cat([table.new_zeros(1), table[:-1]]) + 1e-12)
     wrong[0] |= bool(table[0] != 0)
     if wrong.any():
@@ -209,12 +210,13 @@ class FixedTruncation:
 
     def log_survival(self, steps: Tensor) -> Tensor:
         """See `Truncation.log_survival`."""
-        beyond = torch.as_tensor(steps) > self.num_steps
-        return torch.zeros(beyond.shape, dtype=torch.float64).masked_fill(beyond.cpu(), -math.inf).to(beyond.device)
+        beyond = steps > self.num_steps
+        zeros = torch.zeros(beyond.shape, dtype=torch.float64, device=beyond.device)
+        return zeros.masked_fill(beyond, -math.inf)
 
     def sample(self, size: Sequence[int], generator: torch.Generator) -> Tensor:
         """See `Truncation.sample`."""
-        return torch.full(tuple(size), self.num_steps)
+        return torch.full(tuple(size), self.num_steps, device=CPU)
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,7 @@ def decay_rate(energies: Tensor) -> float:
     if len(logarithms) < 4:
         return math.inf
     half = logarithms[len(logarithms) // 2 :]
-    steps = torch.arange(len(half), dtype=torch.float64)
+    steps = torch.arange(len(half), dtype=torch.float64, device=CPU)
     steps -= steps.mean()
     return -float((steps * half).sum() / steps.square().sum())
 

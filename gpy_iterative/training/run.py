@@ -16,9 +16,9 @@ from torch import Tensor
 from gpy_iterative.checks import generator_or_seed
 from gpy_iterative.training.likelihood_params import LikelihoodParams
 from gpy_iterative.training.state_description import TAKE_IT, StateDescription
+from gpy_iterative.worker_threads import CPU
 
 Part = Mapping[str, Tensor]
-CPU = torch.device("cpu")
 
 
 def make_generator(generator: torch.Generator | int | None) -> torch.Generator:
@@ -105,7 +105,7 @@ class Run:
 
 
 #: A part without drawn rows.
-NO_ROWS = {"order": torch.empty(0, dtype=torch.int64), "position": torch.tensor(0)}
+NO_ROWS = {"order": torch.empty(0, dtype=torch.int64, device=CPU), "position": torch.tensor(0, device=CPU)}
 
 
 def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tensor, Run]:
@@ -121,7 +121,7 @@ def next_rows(run: Run, name: str, num_data: int, batch_size: int) -> tuple[Tens
         order, position = torch.randperm(num_data, generator=generator, device=generator.device), 0
         run = run.drawn(generator)
     end = position + batch_size
-    return order[position:end], run.having(**{name: {"order": order, "position": torch.tensor(end)}})
+    return order[position:end], run.having(**{name: {"order": order, "position": torch.tensor(end, device=CPU)}})
 
 
 class Resumable:

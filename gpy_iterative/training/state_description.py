@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpy_iterative.worker_threads import CPU
+
 #: Raise it when older states become unreadable.
 FORMAT = 3
 _NAME = "description"
@@ -47,7 +49,7 @@ class StateDescription:
 
     def added_to(self, state: dict[str, Any]) -> dict[str, Any]:
         """Adds the description as a tensor of bytes, for `torch.load(weights_only=True)`."""
-        return {_NAME: torch.tensor(list(json.dumps(self.entries).encode()), dtype=torch.uint8)} | state
+        return {_NAME: torch.tensor(list(json.dumps(self.entries).encode()), dtype=torch.uint8, device=CPU)} | state
 
     def taken_from(self, state: Any) -> dict[str, Any]:
         """Removes the description. Raises ValueError for another run's state."""
@@ -115,7 +117,7 @@ def _fingerprint(columns: Tensor) -> list[float] | None:
     values = columns.double().nan_to_num(0.0, 0.0, 0.0)
     mean, deviation = values.mean(0), values.std(0, correction=0)
     scale = torch.where(deviation > 1e-6 * mean.abs(), deviation, 1.0)
-    weights, numbers = (torch.arange(1, size + 1).to(values) for size in (len(mean), len(values)))
+    weights, numbers = (torch.arange(1, size + 1, device=values.device).to(values) for size in (len(mean), len(values)))
     rows = ((values - mean) / scale) @ weights.cos()
     projections = [rows @ (frequency * numbers).cos() / math.sqrt(len(rows)) for frequency in (1, 2, 3)]
     moments = [(mean / scale) @ weights.cos(), scale.log() @ weights.cos()]

@@ -131,7 +131,7 @@ def test_a_change_of_solver_draws_other_probes_and_a_change_back_too() -> None:
     low_rank = first.variant(solver=ConjugateGradients(tolerance=1e-6))
     for mll in (low_rank, low_rank.variant(solver=SOLVER)):
         value, _ = value_and_gradients(mll, case)
-        assert_within(value, expected[0], mll.report.value_sem, max_sem=0.02, floor=0.003)
+        assert_within(value, expected[0], mll.report.value_sem, max_sem=0.03, floor=0.003)
     assert "pivots" in low_rank._run.part("probes")
 
 

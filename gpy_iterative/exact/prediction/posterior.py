@@ -223,7 +223,8 @@ class PathwisePosterior:
         if not solves.system.batch_shape:
             batch = torch.broadcast_shapes(*(x.shape[:-2] for x in points))
             points = [x.expand(*batch, *x.shape[-2:]).reshape(-1, x.shape[-1]) for x in points]
-        chosen = torch.randperm(points[0].shape[-2], generator=torch.Generator().manual_seed(self._seed))[:num_points]
+        generator = torch.Generator().manual_seed(self._seed)
+        chosen = torch.randperm(points[0].shape[-2], generator=generator, device=generator.device)[:num_points]
         points = [x[..., chosen.to(x.device), :] for x in points]
         with torch.no_grad():
             joint = self._joint(snapshot, solves, points)

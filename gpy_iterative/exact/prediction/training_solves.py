@@ -54,7 +54,9 @@ class PriorDraws:
         """The same functions with new data at the end, where solutions are zero."""
         shape, base = system.operator.shape[:-1], self.draws["noise_base"]
         generator = torch.Generator().manual_seed((seed + NOISE_STREAM + base.shape[-2]) % 2**63)
-        noise = torch.randn((shape[-1] - base.shape[-2], base.shape[-1]), generator=generator, dtype=base.dtype)
+        noise = torch.randn(
+            (shape[-1] - base.shape[-2], base.shape[-1]), generator=generator, device=generator.device, dtype=base.dtype
+        )
         noise = noise.to(base.device).expand(*shape[:-1], *noise.shape)
         base = torch.cat([base.expand(*shape[:-1], *base.shape[-2:]), noise], dim=-2)
         solved = self.solutions.shape[-2] if self.num_solved is None else self.num_solved

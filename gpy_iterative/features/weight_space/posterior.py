@@ -111,7 +111,10 @@ class WeightSpacePosterior:
         snapshot, weights = self._current()
         generator = torch.Generator().manual_seed(self._seed)
         # One by one: a single draw of more paths would change the first ones.
-        draws = [torch.randn(len(weights.mean), generator=generator, dtype=torch.float64) for _ in range(num_paths)]
+        draws = [
+            torch.randn(len(weights.mean), generator=generator, device=generator.device, dtype=torch.float64)
+            for _ in range(num_paths)
+        ]
         # Paths are differentiable after an inference mode.
         with torch.inference_mode(False), torch.no_grad():
             samples = weights.mean.unsqueeze(-1) + weights.root @ torch.stack(draws, dim=-1).to(weights.root)

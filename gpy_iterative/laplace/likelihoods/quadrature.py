@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
+from gpy_iterative.worker_threads import CPU
+
 #: Nodes for one value.
 NUM_QUADRATURE = 64
 #: Least number of nodes for several values.
@@ -50,7 +52,7 @@ def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
     moments, are exact for polynomials of degree 3.
     """
     if dimension == 1:
-        nodes, log_weights = normal_nodes(torch.zeros(1), torch.ones(1), NUM_QUADRATURE)
+        nodes, log_weights = normal_nodes(torch.zeros(1, device=CPU), torch.ones(1, device=CPU), NUM_QUADRATURE)
         return nodes, log_weights.flatten().exp()
     half = NUM_NODES // 2
     while half < 2 * dimension:
@@ -61,7 +63,7 @@ def normal_rule(dimension: int) -> tuple[Tensor, Tensor]:
     nodes = torch.special.ndtri(uniform.clamp(resolution, 1 - resolution))
     factor = torch.linalg.cholesky(nodes.mT @ nodes / half)
     nodes = torch.linalg.solve_triangular(factor, nodes.mT, upper=False).mT
-    return torch.cat([nodes, -nodes]), torch.full((2 * half,), 0.5 / half, dtype=torch.float64)
+    return torch.cat([nodes, -nodes]), nodes.new_full((2 * half,), 0.5 / half)
 
 
 @cache

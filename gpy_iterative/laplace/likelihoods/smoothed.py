@@ -51,7 +51,7 @@ class SmoothedLikelihood(PointwiseLikelihood):
         return self._mean(lambda point: self._point.fisher(point).detach(), f.detach())
 
     def _mean(self, function: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
-        total = torch.zeros(())
+        total = f.new_zeros(())
         for node, weight in zip(self._nodes, self._weights, strict=True):
             total = total + weight * function(f + self._roots @ node)
         return total

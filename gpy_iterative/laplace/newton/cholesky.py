@@ -33,7 +33,7 @@ class _DenseSteps(StepSolver):
 
     def finish(self, iterate: Iterate, curvature: Curvature) -> tuple[Tensor, Tensor, Tensor]:
         # Q = R L^-T, P = Q Q^T.
-        identity = torch.eye(curvature.num_columns).to(self.kernel)
+        identity = torch.eye(curvature.num_columns, dtype=self.kernel.dtype, device=self.kernel.device)
         inverse = torch.linalg.solve_triangular(dense_factor(self.kernel, curvature, self.dtype), identity, upper=False)
         root = curvature.root(inverse.mT)
         return root, self.kernel @ root, torch.eye(root.shape[-1], dtype=torch.float64, device=root.device)

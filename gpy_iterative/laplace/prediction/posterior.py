@@ -205,7 +205,9 @@ class LaplacePosterior:
             )
             curvature = fit.solution.curvature
             size = (curvature.num_columns, num_paths)
-            noise = torch.randn(size, generator=generator, dtype=torch.float64).to(fit.solution.value)
+            noise = torch.randn(size, generator=generator, device=generator.device, dtype=torch.float64).to(
+                fit.solution.value
+            )
             whitened = curvature.root_t(functions(fit.distribution).double().flatten(0, 1)) + noise
             update = fit.solution.value.view(-1, 1) - curvature.root(
                 self._solve(fit, whitened, tolerance=1e-4).value.double()

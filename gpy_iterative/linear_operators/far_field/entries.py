@@ -61,7 +61,9 @@ class RadialEntries:
 
     def are_below(self, bound: float, distances: Tensor) -> Tensor:
         """Whether entries at these distances [p], and beyond, are below a bound, [p]."""
-        scale = torch.as_tensor(self._original.scale(self.alpha)).double().reshape(())
+        scale = torch.as_tensor(self._original.scale(self.alpha), dtype=torch.float64, device=distances.device).reshape(
+            ()
+        )
         u = distances.double().square().view(1, -1) * scale
         alpha = None if self.alpha is None else self.alpha.double()
         return self._original.value_(u, torch.empty_like(u), alpha).view(-1) < bound

@@ -147,7 +147,9 @@ def measured_error(plan: Plan, levels: Levels, entries: RadialEntries) -> float:
 def _errors(levels: Levels, part: PairBlocks, entries: RadialEntries, generator: torch.Generator) -> Tensor:
     """Errors of random far entries of one step, [p]."""
     pairs, step = part.pairs, part.step
-    draw = lambda stop: torch.randint(stop, (MEASURED_ENTRIES,), generator=generator).to(pairs.device)
+    draw = lambda stop: torch.randint(stop, (MEASURED_ENTRIES,), generator=generator, device=generator.device).to(
+        pairs.device
+    )
     chosen = pairs[:, draw(pairs.shape[1])]
     sides = [_weights(levels, step, nodes, draw(2 ** (step - 1)), draw(levels.rows.shape[1])) for nodes in chosen]
     (left, first), (right, second) = sides

@@ -109,7 +109,8 @@ def entries_size(entries: RadialEntries, tolerance: float) -> float:
     """
     generator, n = torch.Generator().manual_seed(0), len(entries)
     rows, columns = map(
-        entries.inputs, torch.randint(n, (2, SAMPLED_ENTRIES, 1), generator=generator).to(entries.device)
+        entries.inputs,
+        torch.randint(n, (2, SAMPLED_ENTRIES, 1), generator=generator, device=generator.device).to(entries.device),
     )
     found, diagonal = (entries.blocks(rows, other).double() for other in (columns, rows))
     mean = found.mean()
@@ -121,11 +122,15 @@ def entries_size(entries: RadialEntries, tolerance: float) -> float:
 def _rank(entries: RadialEntries, nodes: Nodes, error: float) -> int:
     """The rank that a level needs; the nodes' size if there is none."""
     generator = torch.Generator().manual_seed(1)
-    chosen = torch.randperm(len(nodes), generator=generator)[:SAMPLED_NODES].to(nodes.rows.device)
+    chosen = torch.randperm(len(nodes), generator=generator, device=generator.device)[:SAMPLED_NODES].to(
+        nodes.rows.device
+    )
     proxies = sampled_proxies(nodes, chosen, SAMPLED_PROXIES, generator)
     if not len(proxies.rows):
         return nodes.size
-    slots = torch.randperm(nodes.size, generator=generator)[:SAMPLED_ROWS].to(nodes.rows.device)
+    slots = torch.randperm(nodes.size, generator=generator, device=generator.device)[:SAMPLED_ROWS].to(
+        nodes.rows.device
+    )
     rows = nodes.rows[chosen[proxies.have]][:, slots]
     rank = needed_rank(entries.at_proxies(rows, proxies.rows), error)
     return nodes.size if rank >= len(slots) else min(-(-max(rank, 1) // RANK_STEP) * RANK_STEP, nodes.size)

@@ -55,7 +55,9 @@ def _drawn(nodes: Nodes, level: LevelPairs, count: int, generator: torch.Generat
     ends = sizes.cumsum(0)
     totals = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
     low, high = totals[ends - sizes].unsqueeze(-1), totals[ends].unsqueeze(-1)
-    uniform = torch.rand(2, len(nodes), count, generator=generator, dtype=torch.float64).to(device)
+    uniform = torch.rand(2, len(nodes), count, generator=generator, device=generator.device, dtype=torch.float64).to(
+        device
+    )
     drawn = torch.searchsorted(totals, low + uniform[0] * (high - low), right=True) - 1
     has_own = sizes > 0
     if not len(partner):
@@ -80,5 +82,8 @@ def sampled_proxies(nodes: Nodes, chosen: Tensor, count: int, generator: torch.G
     if not have.any():
         return Proxies(nodes.rows[:0, :1], have)
     partner = torch.multinomial(weights[have].cpu(), count, replacement=True, generator=generator).to(device)
-    slot = torch.rand(partner.shape, generator=generator, dtype=torch.float64).to(device) * nodes.counts[partner]
+    slot = (
+        torch.rand(partner.shape, generator=generator, device=generator.device, dtype=torch.float64).to(device)
+        * nodes.counts[partner]
+    )
     return Proxies(nodes.rows[partner, slot.long()], have)

@@ -108,7 +108,8 @@ def are_nearly_all_near(x: Tensor, is_negligible: Callable[[Tensor], Tensor]) ->
 
     Cost: a tree of a sample.
     """
-    sample = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:SAMPLE_SIZE].to(x.device)
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randperm(len(x), generator=generator, device=generator.device)[:SAMPLE_SIZE].to(x.device)
     if len(sample) < SAMPLE_SIZE:
         return False
     levels, pairs = level_pairs(balanced_tree(x[sample], SAMPLE_DEPTH), is_negligible)
@@ -127,9 +128,7 @@ def level_pairs(
     levels: list[Nodes] = []
     found: list[LevelPairs] = []
     for nodes in tree:
-        pairs = (
-            _of_children(found[-1].near, len(nodes)) if found else torch.zeros(2, 1, dtype=torch.int64).to(nodes.rows)
-        )
+        pairs = _of_children(found[-1].near, len(nodes)) if found else nodes.rows.new_zeros(2, 1)
         levels.append(nodes)
         found.append(_divided(nodes, pairs, is_negligible))
         if found[-1].near.shape[1] > MAX_NEAR_PAIRS * levels[0].size:

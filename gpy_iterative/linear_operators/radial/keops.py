@@ -88,7 +88,7 @@ def derivative_sum(
 
     For left [*b, n, s] and right [*b, m, s]; the last column is for alpha only. Otherwise as `kernel_sum`.
     """
-    total = torch.zeros(())
+    total = x.new_zeros(())
     for columns, width in column_blocks(left.shape[-1]):
         program = _derivative_sum(function, x.shape[-1], width)
         vectors = (_padded(left[..., columns], width), _padded(right[..., columns], width))

@@ -49,7 +49,9 @@ def krylov_logarithm_terms(lengths: Tensor, products: Tensor) -> Tensor:
     lower = _log_smallest(lengths, ratios, alive)
     count = math.ceil(float((upper + ABOVE - lower + BELOW).max()) / STEP)
     # [s, nodes]: t, and t dlog(t).
-    nodes = torch.exp((lower - BELOW).unsqueeze(-1) + STEP * torch.arange(count + 1, dtype=torch.float64))
+    nodes = torch.exp(
+        (lower - BELOW).unsqueeze(-1) + STEP * torch.arange(count + 1, dtype=torch.float64, device=lower.device)
+    )
     measure = STEP * nodes
 
     # Pivots of T + t are 1 / length_j + excess_j, with excess_1 = t.

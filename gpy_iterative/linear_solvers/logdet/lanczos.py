@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import is_negative
-from gpy_iterative.preconditioners.low_rank_plus_diagonal import NystromFactor
+from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, NystromFactor
 from gpy_iterative.preconditioners.pivoted_cholesky import PivotedCholeskyFactor
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
 from gpy_iterative.worker_threads import divided
@@ -29,7 +29,7 @@ UNBOUNDED_PARTS = 4
 CHANGE_PARTS = 16
 #: The quadrature stops when its error is below this many standard errors of the probes.
 WORTH_OF_ERROR = 1.0
-#: Least such limit, in nats per datum: few probes may agree by chance.
+#: Least such limit, in nats per datum.
 RESOLUTION = 0.003
 #: Default maximum of products, and minimum: the second shows the first's error.
 MAX_LOGDET_PRODUCTS = 20
@@ -155,9 +155,12 @@ def stochastic_logdet(
     The estimate is the mean of the Gauss and Gauss-Radau rules, which are bounds if P is a pivoted Cholesky or Nystrom
     factor. Cost: one product with s columns per iteration.
 
+    The standard error is that of probes from random signs, of variance at most 2 (|log M|_F^2 - (tr log M)^2 / signs). The
+    quadrature estimates both terms; the deviation of a few samples is often several times too small.
+
     Args:
         operator: H [*b, n, n].
-        probes: xi [*b, n, s] with covariance P.
+        probes: xi [*b, n, s] with covariance P, from random signs; normal ones have a larger error.
         preconditioner: P.
         max_iterations: maximum of products with H; at least two.
         tolerance: of the quadrature's error, per datum; None: the probes' standard error, or .003 if larger.
@@ -168,34 +171,37 @@ def stochastic_logdet(
     most = min(max(max_iterations, LEAST_PRODUCTS), size)
     lanczos = _Lanczos(operator, probes, preconditioner, first_product)
     while True:
-        samples, error = lanczos.advance()
+        found = lanczos.advance()
         is_last = len(lanczos.bounds) == most
-        if _is_enough(error, samples, size, tolerance):
+        if _is_enough(found.error, found.sem, size, tolerance):
             break
-        if positions is not None and (found := positions.estimate(lanczos.bounds)) is not None:
-            expected, drifted = found
+        if positions is not None and (estimate := positions.estimate(lanczos.bounds)) is not None:
+            expected, drifted = estimate
             inherited = torch.hypot(drifted, positions.error)
             counted = drifted if tolerance is None else inherited
-            is_enough = not positions.are_worn and _is_enough(counted, expected, size, tolerance)
-            if is_enough or (is_last and bool((inherited < error).all())):
-                return lanczos.log_determinant(expected, inherited, positions.used(len(lanczos.bounds)))
+            is_enough = not positions.are_worn and _is_enough(counted, found.sem, size, tolerance)
+            if is_enough or (is_last and bool((inherited < found.error).all())):
+                found = _Found(expected, inherited, found.sem)
+                return lanczos.log_determinant(found, positions.used(len(lanczos.bounds)))
         if is_last:
             break
-    learned = BracketPositions.learned(lanczos.bounds, samples, error, positions)
-    return lanczos.log_determinant(samples, error, learned)
+    learned = BracketPositions.learned(lanczos.bounds, found.samples, found.error, positions)
+    return lanczos.log_determinant(found, learned)
 
 
-def _is_enough(error: Tensor, samples: Tensor, size: int, tolerance: float | None) -> bool:
+def _is_enough(error: Tensor, sem: Tensor, size: int, tolerance: float | None) -> bool:
     if tolerance is not None:
         return bool((error <= tolerance * size).all())
-    return bool((error <= (WORTH_OF_ERROR * _sem(samples).nan_to_num(0.0)).clamp_min(RESOLUTION * size)).all())
+    return bool((error <= (WORTH_OF_ERROR * sem).clamp_min(RESOLUTION * size)).all())
 
 
-def _sem(samples: Tensor) -> Tensor:
-    size = samples.shape[-1]
-    if size == 1:
-        return torch.full_like(samples[..., 0], torch.nan)  # one sample gives no standard error
-    return samples.std(-1) / size**0.5
+@dataclass(frozen=True)
+class _Found:
+    """What a quadrature knows: u^T log(M) u [*b, s], the error of its mean [*b], and the probes' standard error [*b]."""
+
+    samples: Tensor
+    error: Tensor
+    sem: Tensor
 
 
 class _Lanczos:
@@ -210,6 +216,9 @@ class _Lanczos:
             preconditioner, NystromFactor | PivotedCholeskyFactor
         ):
             self._floor = (operator.noise / preconditioner.diagonal).amin(-1)
+        self._num_signs = probes.shape[-2]
+        if isinstance(preconditioner, LowRankPlusDiagonal):
+            self._num_signs += preconditioner.rank
         self._residual, self._solved, self._previous = probes, preconditioner.solve(probes), torch.zeros_like(probes)
         self._squared_norm = (probes * self._solved).sum(-2).clamp_min(0)
         self._beta = self._squared_norm.sqrt()
@@ -217,8 +226,8 @@ class _Lanczos:
         self._offdiagonals: list[Tensor] = []
         self._judged: Tensor | None = None  # whose change bounds the error
 
-    def advance(self) -> tuple[Tensor, Tensor]:
-        """One product: the bounds' mean [*b, s] and its error [*b]."""
+    def advance(self) -> _Found:
+        """One product; the samples are the bounds' mean."""
         # An exhausted Krylov space adds terms of weight zero.
         inverse = torch.where(self._beta > 0, 1 / torch.where(self._beta > 0, self._beta, 1.0), 0.0).unsqueeze(-2)
         vector, dual = self._residual * inverse, self._solved * inverse
@@ -238,23 +247,25 @@ class _Lanczos:
         # A beta of rounding size gives no new direction.
         self._beta = torch.where(beta > 10 * torch.finfo(beta.dtype).eps * alpha.abs(), beta, torch.zeros_like(beta))
         rules = _quadratures(self._diagonals, self._offdiagonals, self._beta, self._floor)
-        upper, lower = (rule * self._squared_norm for rule in rules)
+        upper, lower, squares = (rule * self._squared_norm for rule in rules)
         self.bounds.append((upper, lower))
         samples = (upper + lower) / 2
         # Without a floor the lower rule may cross the limit, so that the mean turns and hardly changes, far from it.
         before, self._judged = self._judged, upper if self._floor is None else samples
         error = (upper - lower).mean(-1).abs().div(UNBOUNDED_PARTS if self._floor is None else BRACKET_PARTS)
         # The bracket is too optimistic in hard systems, and absent without a floor.
-        change = torch.inf if before is None else (self._judged - before).mean(-1).abs()
-        return samples, error.maximum(torch.as_tensor(change).to(error))
+        change = error.new_tensor(torch.inf) if before is None else (self._judged - before).mean(-1).abs()
+        variance = 2 * (squares.mean(-1) - samples.mean(-1).square() / self._num_signs).clamp_min(0)
+        sem = (variance / samples.shape[-1]).sqrt()
+        return _Found(samples, error.maximum(change), sem)
 
-    def log_determinant(self, samples: Tensor, error: Tensor, positions: BracketPositions) -> LogDeterminant:
+    def log_determinant(self, found: _Found, positions: BracketPositions) -> LogDeterminant:
         matrix = _tridiagonal(self._diagonals, self._offdiagonals)
         # A Ritz value is x^T H x / x^T P x.
         smallest = torch.linalg.eigvalsh(matrix)[..., 0].amin(-1) * self._preconditioner.smallest
         return LogDeterminant(
-            self._preconditioner.logdet() + samples.mean(-1),
-            torch.hypot(_sem(samples), error),
+            self._preconditioner.logdet() + found.samples.mean(-1),
+            torch.hypot(found.sem, found.error),
             positions,
             is_negative(float(smallest.min()), self._operator, torch.finfo(self._operator.dtype).eps),
         )
@@ -263,7 +274,7 @@ class _Lanczos:
 def _quadratures(
     diagonals: list[Tensor], offdiagonals: list[Tensor], beta: Tensor, floor: Tensor | None
 ) -> list[Tensor]:
-    """e_1^T log(T) e_1 [*b, s] by the Gauss rule, and by Gauss-Radau with a node at the floor.
+    """e_1^T log(T) e_1 [*b, s] by the Gauss rule, and by Gauss-Radau with a node at the floor; e_1^T log(T)^2 e_1.
 
     Ritz values below the floor are rounding errors. Without a floor, half the smallest Ritz value is the node (no bound).
     """
@@ -281,12 +292,11 @@ def _quadratures(
     shifted = matrix - node[..., None, None] * torch.eye(size, dtype=matrix.dtype, device=matrix.device)
     corner = node + beta.double().square() * torch.linalg.solve(shifted, last.expand(*matrix.shape[:-1], 1))[..., -1, 0]
     extended = _tridiagonal([*diagonals, corner.to(beta.dtype)], [*offdiagonals, beta])
-    rules = []
-    for tridiagonal in (matrix, extended):
-        values, vectors = torch.linalg.eigh(tridiagonal)
-        logarithms = values.maximum(node.unsqueeze(-1)).log()
-        rules.append((vectors[..., 0, :].square() * logarithms).sum(-1).to(beta.dtype))
-    return rules
+    systems = [torch.linalg.eigh(tridiagonal) for tridiagonal in (matrix, extended)]
+    weights = [vectors[..., 0, :].square() for _, vectors in systems]
+    upper, lower = (values.maximum(node.unsqueeze(-1)).log() for values, _ in systems)
+    rules = weights[0] * upper, weights[1] * lower, weights[0] * upper.square()
+    return [rule.sum(-1).to(beta.dtype) for rule in rules]
 
 
 def _tridiagonal(diagonals: list[Tensor], offdiagonals: list[Tensor]) -> Tensor:
