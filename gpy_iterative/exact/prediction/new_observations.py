@@ -40,8 +40,8 @@ def check_without_gradients(parts: Sequence[Tensor]) -> None:
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         raise RuntimeError(
             "An iterative posterior has no gradients with respect to new observations: detach them, or use "
-            "torch.no_grad() with a learned input_transform. For acquisition functions that need such gradients "
-            "(knowledge gradient), model.train(); model.eval() restores GPyTorch's own dense predictions."
+            "torch.no_grad() with a learned input_transform. For acquisition functions that need such gradients (knowledge "
+            "gradient, integrated variance), model.train(); model.eval() restores GPyTorch's own dense predictions."
         )
 
 
