@@ -125,7 +125,7 @@ class RadialFarField(RadialTiles):
         """Sums over some batches: G_ij (x_i - x_j) by row [n, d], values, derivatives by alpha."""
         zeros = partial(self.x1.new_zeros, dtype=torch.float64)  # terms cancel
         inputs, sum_of_values, sum_of_alpha = zeros(self.x1.shape), zeros(()), zeros(())
-        for _, of_part in groupby(batches, lambda batch: batch.key[0]):
+        for _, of_part in groupby(batches, lambda batch: batch.key[0]):  # by part
             first, *others = of_part
             points = self.x1[first.part.points].mT.contiguous()
             by_node = zeros(points.shape)
