@@ -9,7 +9,7 @@ from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 
 from gpy_iterative.linear_operators import NoisyLinearOperator, RadialKernelLinearOperator
-from gpy_iterative.linear_operators.radial.functions import RBF
+from gpy_iterative.linear_operators.radial.functions import MATERN12, RBF
 from gpy_iterative.linear_solvers.logdet.lanczos import CHANGE_PARTS, FALL, FIRST_LIFE, Bounds
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.preconditioners import LowRankPlusDiagonal, PivotedCholesky, Vecchia
@@ -257,6 +257,19 @@ def test_the_quadratures_error_without_a_floor() -> None:
     for products in range(4, 21):
         short = stochastic_logdet(operator, probes, preconditioner, max_iterations=products, tolerance=1e-12)
         assert (short.mean - full.mean).abs() < 1.7 * short.positions.error
+
+
+def test_the_quadratures_error_with_a_floor_far_below_the_spectrum() -> None:
+    """Rough functions in many dimensions with little noise: the lower rule was near, the upper one moved slowly."""
+    x = torch.rand(500, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kernel = RadialKernelLinearOperator(x / 2, torch.tensor(1.0).double(), function=MATERN12)
+    operator = NoisyLinearOperator(kernel, torch.full((500,), 1e-4).double())
+    preconditioner = PivotedCholesky(rank=50).build(operator, correct_diagonal=False)
+    probes = draw(preconditioner, 4, torch.Generator().manual_seed(0))
+    full = stochastic_logdet(operator, probes, preconditioner, max_iterations=100, tolerance=1e-9)
+    for products in range(2, 12):
+        short = stochastic_logdet(operator, probes, preconditioner, max_iterations=products, tolerance=1e-12)
+        assert (short.mean - full.mean).abs() < 2 * short.positions.error
 
 
 @pytest.mark.slow
