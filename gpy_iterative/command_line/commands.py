@@ -17,6 +17,7 @@ from gpy_iterative.command_line.report import check_plot, fit_lines, save_plot, 
 from gpy_iterative.command_line.table import BadInputError, counted_rows, read_table, write_table
 from gpy_iterative.errors import CheckpointError, NonFiniteError, NotPositiveDefiniteError
 from gpy_iterative.fitting import FitResult
+from gpy_iterative.fitting.checkpoint import check_can_save
 from gpy_iterative.fitting.fit import fit
 from gpy_iterative.mlls import HutchinsonMarginalLogLikelihood
 from gpy_iterative.prediction import PathwisePosterior
@@ -93,6 +94,7 @@ def fit_table(
     """Fits, tests and saves a model. Raises BadInputError."""
     output = output or beside(table, ".gpi.pt")
     check_files([table], [path for path in (output, checkpoint, plot) if path is not None])
+    check_can_save(output)  # now, not after a long fit
     if plot is not None:
         check_plot(plot)
     if seed < 0:

@@ -61,7 +61,7 @@ def write_checkpoint(
 
 def save_whole(content: object, path: Path) -> None:
     """`torch.save` to a temporary file, then a rename: `path` is always complete."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = _temporary_file(path)
     try:
         with os.fdopen(handle, "wb") as file:
             torch.save(content, file)
@@ -71,6 +71,21 @@ def save_whole(content: object, path: Path) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def check_can_save(path: Path) -> None:
+    """Raises OSError, with the name of `path`, where `save_whole` would."""
+    handle, name = _temporary_file(path)
+    os.close(handle)
+    os.unlink(name)
+
+
+def _temporary_file(path: Path) -> tuple[int, str]:
+    """An open file beside `path`, and its name. Errors name `path`."""
+    try:
+        return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_checkpoint(

@@ -15,7 +15,7 @@ from gpy_iterative.errors import CheckpointError
 from gpy_iterative.exact.base import GaussianMarginalLogLikelihood
 from gpy_iterative.fitting.adam import AdamSteps, Batches
 from gpy_iterative.fitting.average_information import AverageInformation
-from gpy_iterative.fitting.checkpoint import Checkpoint, read_checkpoint
+from gpy_iterative.fitting.checkpoint import Checkpoint, check_can_save, read_checkpoint
 from gpy_iterative.fitting.choice import Choice, Method, choose, system_now
 from gpy_iterative.fitting.loops import AdamLoop, InformationLoop, Loop
 from gpy_iterative.fitting.result import FitResult, HistoryRow
@@ -71,6 +71,7 @@ def fit(
         ValueError: an invalid option, nothing to fit, a kernel without average information, subsets of a model that is no
             exact Gaussian process.
         CheckpointError: a checkpoint of another fit.
+        OSError: a checkpoint that cannot be written.
         TypeError: an mll that the method cannot fit; invalid batches or callback.
         NonFiniteError, NotPositiveDefiniteError: the start cannot be evaluated. Hyperparameters are restored.
 
@@ -102,6 +103,8 @@ def fit(
         raise TypeError(f"callback must be None or callable, got {callback!r}.")
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"The folder of checkpoint={str(path)!r} does not exist: make it first.")
+    if path is not None:
+        check_can_save(path)
     random = torch.Generator().manual_seed(0) if generator is None else make_generator(generator)
     known = None if path is None or not path.exists() else read_checkpoint(path, mll, choice.method, params)
     if start == "subsets":

@@ -176,6 +176,10 @@ def test_a_file_that_cannot_be_written(fitted: tuple[Path, str], capsys: pytest.
     assert "cannot be written" in capsys.readouterr().err
 
 
+#: There is no room for the name of the temporary file beside it.
+LONG_NAME = 250 * "a"
+
+
 def check_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, one line on stderr, nothing on stdout."""
     assert main(words) == 2
@@ -195,6 +199,7 @@ def fit_words(folder: Path, table: Homes, *words: str) -> list[str]:
     [
         (["--plot", "homes.jpeg"], "--plot homes.jpeg has to end in one of"),
         (["--output", "nowhere/homes.pt"], "nowhere/homes.pt cannot be written"),
+        (["--output", LONG_NAME], f"{LONG_NAME} cannot be written: "),
         (["--checkpoint", "homes.csv"], "homes.csv is another file of this command"),
         (["--drop", "rooms"], "no column 'rooms'"),
         (["--seed", "-1"], "--seed must be 0 or more, got -1"),

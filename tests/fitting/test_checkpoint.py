@@ -91,6 +91,14 @@ def test_a_checkpoint_of_other_data_changes_nothing(tmp_path: Path) -> None:
     assert all(map(torch.equal, other.parameters(), before))
 
 
+def test_a_checkpoint_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
+    file, mll = tmp_path / (250 * "a"), regression(60)  # no room for the name of the temporary file beside it
+    before = [parameter.detach().clone() for parameter in mll.parameters()]
+    with pytest.raises(OSError, match=file.name + "'$"):
+        quiet(mll, checkpoint=file)
+    assert all(map(torch.equal, mll.parameters(), before))
+
+
 OTHERS = {
     "class": (lambda: ScaleKernel(RBFKernel(ard_num_dims=3)), "covar_module.base_kernel is MaternKernel"),
     "smoothness": (lambda: ScaleKernel(MaternKernel(nu=2.5, ard_num_dims=3)), "nu=1.5"),
