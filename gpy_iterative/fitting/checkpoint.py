@@ -1,11 +1,11 @@
 """Checkpoint files of a fit."""
 
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import gpytorch
 import torch
@@ -61,29 +61,30 @@ def write_checkpoint(
 
 def save_whole(content: object, path: Path) -> None:
     """`torch.save` to a temporary file, then a rename: `path` is always complete."""
-    handle, name = _temporary_file(path)
+    name, file = _temporary_file(path)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        name.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
 
 
 def check_can_save(path: Path) -> None:
     """Raises OSError, with the name of `path`, where `save_whole` would."""
-    handle, name = _temporary_file(path)
-    os.close(handle)
-    os.unlink(name)
+    name, file = _temporary_file(path)
+    file.close()
+    name.unlink()
 
 
-def _temporary_file(path: Path) -> tuple[int, str]:
-    """An open file beside `path`, and its name. Errors name `path`."""
+def _temporary_file(path: Path) -> tuple[Path, BinaryIO]:
+    """The name of a new file beside `path`, open, with the permissions of any new file. Errors name `path`."""
+    name = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        return name, name.open("xb")
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -99,6 +99,12 @@ def test_a_checkpoint_that_cannot_be_written_changes_nothing(tmp_path: Path) -> 
     assert all(map(torch.equal, mll.parameters(), before))
 
 
+def test_a_checkpoint_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+    quiet(regression(40), checkpoint=tmp_path / "run.pt", max_steps=1)
+    (tmp_path / "other").touch()
+    assert (tmp_path / "run.pt").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 OTHERS = {
     "class": (lambda: ScaleKernel(RBFKernel(ard_num_dims=3)), "covar_module.base_kernel is MaternKernel"),
     "smoothness": (lambda: ScaleKernel(MaternKernel(nu=2.5, ard_num_dims=3)), "nu=1.5"),
