@@ -234,7 +234,9 @@ class RandomFeatures(ProbeDistribution):
     ) -> Draws:
         noisy, terms = _prior(operator, terms)
         features = RandomFourierFeatures(self.num_frequencies, self.widened)
-        draws = {f"features.{name}": tensor for name, tensor in features.draw(terms, generator).items()}
+        draws = frequency_draws(others or {})
+        if not draws:
+            draws = {f"features.{name}": tensor for name, tensor in features.draw(terms, generator).items()}
         return draws | {
             "weights": standard_normal(noisy, features.num_features(terms), self.num_probes, generator),
             "noise_base": standard_normal(noisy, noisy.shape[-1], self.num_probes, generator),
@@ -276,6 +278,11 @@ class ExactPrior(ProbeDistribution):
         factor = Cholesky().factorize(NoisyLinearOperator(noisy.kernel, half))
         sample = (factor.lower @ draws["base"].double()).to(draws["base"].dtype)
         return Probes(sample + half.sqrt().unsqueeze(-1) * draws["noise_base"], None)
+
+
+def frequency_draws(draws: Draws) -> Draws:
+    """The draws of `RandomFeatures` that all samples share."""
+    return {name: tensor for name, tensor in draws.items() if name.startswith("features.")}
 
 
 def _prior(operator: LinearOperator, terms: Terms) -> tuple[NoisyLinearOperator, Sequence[KernelTerm]]:

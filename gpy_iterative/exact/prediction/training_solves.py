@@ -15,7 +15,7 @@ from gpy_iterative.exact.prediction.projection import (
     exact_projection,
     extended_exact_projection,
 )
-from gpy_iterative.exact.probes import RandomFeatures
+from gpy_iterative.exact.probes import RandomFeatures, frequency_draws
 from gpy_iterative.linear_operators.noisy import NoisyLinearOperator
 from gpy_iterative.linear_solvers.base import IterativeSolver, Solver
 from gpy_iterative.linear_solvers.cholesky import Cholesky, CholeskyFactor
@@ -67,7 +67,7 @@ class PriorDraws:
         draws = self.draws | {
             name: torch.cat([tensor, other.draws[name]], dim=-1)
             for name, tensor in self.draws.items()
-            if name not in _frequencies(self.draws)
+            if name not in frequency_draws(self.draws)
         }
         return PriorDraws(draws, torch.cat([self.solutions, other.solutions], dim=-1))
 
@@ -181,24 +181,21 @@ class TrainingSolves:
                 known = self._solved(known.draws, known.solutions, known.num_solved)
             size = 0 if known is None else known.solutions.shape[-1]
             if known is None or size < count:
-                draws = self._drawn(range(size, count))
-                if known is not None:
-                    draws |= _frequencies(known.draws)
+                draws = self._drawn(range(size, count), None if known is None else known.draws)
                 new = self._solved(draws)
                 known = new if known is None else known.joined(new)
             self.draws, self._has_solved_draws = known, True
             return known
 
-    def _drawn(self, numbers: range) -> Draws:
-        """Samples, each with its own seed, with the first one's frequencies."""
-        terms = self.system.terms()
-        shared: Draws = {}
-        own: list[Draws] = []
+    def _drawn(self, numbers: range, known: Draws | None) -> Draws:
+        """Samples, each with its own seed, with the known or the first one's frequencies."""
+        terms, parts = self.system.terms(), []
         for number in numbers:
-            drawn = self.features.draw(self.system.operator, terms, self._generator(1 + number))
-            shared = shared or _frequencies(drawn)
-            own.append({name: tensor for name, tensor in drawn.items() if name not in shared})
-        return shared | {name: torch.cat([part[name] for part in own], dim=-1) for name in own[0]}
+            others = parts[0] if parts else known
+            parts.append(self.features.draw(self.system.operator, terms, self._generator(1 + number), others=others))
+        shared = frequency_draws(parts[0])
+        own = parts[0].keys() - shared.keys()
+        return shared | {name: torch.cat([part[name] for part in parts], dim=-1) for name in own}
 
     def _solve(
         self, columns: Tensor, guess: Tensor | None = None, num_known: int | None = None
@@ -240,11 +237,6 @@ class TrainingSolves:
 
     def _generator(self, stream: int) -> torch.Generator:
         return torch.Generator().manual_seed(self._seed + stream)
-
-
-def _frequencies(draws: Draws) -> Draws:
-    """The draws that all samples share."""
-    return {name: tensor for name, tensor in draws.items() if name.startswith("features.")}
 
 
 def _fitting(weights: Tensor | None, system: TrainingSystem) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from gpytorch import kernels
 from gpy_iterative.errors import SpectralDensityMissingError
 from gpy_iterative.prediction import PathwisePosterior, SamplePaths
 from gpy_iterative.solvers import Cholesky, ConjugateGradients
+from gpy_iterative.spectral.densities import Draws
+from gpy_iterative.spectral.features import RandomFourierFeatures
 from tests.exact.gaussian_models import CASES, Case, regression
 from tests.exact.prediction.test_posterior import dense, held_out_points
 from tests.monte_carlo import assert_mean_within
@@ -99,6 +102,23 @@ def test_more_paths_share_the_first() -> None:
     again = posterior.sample_paths(2)
     torch.testing.assert_close(again(x), few(x)[:2])
     assert (many(x)[3:] - many(x)[:1]).abs().min(0).values.max() > 1e-3
+
+
+def test_all_paths_share_one_draw_of_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw for each path was most of the cost of many paths: 8,192 frequencies and their weights, all thrown away."""
+    counts: list[int] = []
+    draw = RandomFourierFeatures.draw
+
+    def counted(*arguments: Any) -> Draws:
+        counts.append(1)
+        return draw(*arguments)
+
+    monkeypatch.setattr(RandomFourierFeatures, "draw", counted)
+    case = CASES["matern-3/2"]()
+    posterior = posterior_of(case)
+    posterior.sample_paths(4)
+    posterior.sample_paths(9)
+    assert len(counts) == 1
 
 
 def test_paths_stay_when_the_model_moves() -> None:
