@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from gpy_iterative.preconditioners.preconditioner import Preconditioner
-from gpy_iterative.worker_threads import run, shares
+from gpy_iterative.worker_threads import CPU, run, shares
 
 #: Indices up to this have 32 bits.
 LARGEST = 2**31 - 1
@@ -35,7 +35,7 @@ class SparseInverseCholesky(Preconditioner):
     ) -> None:
         size, width = neighbours.shape
         self.order, self.weights, self.diagonal = order, weights, diagonal
-        self.jitter = diagonal.new_tensor(jitter)
+        self.jitter = torch.tensor(jitter, dtype=diagonal.dtype, device=CPU)
         self.build_epochs = (width + 1) ** 2 / size
         kind = torch.int32 if neighbours.numel() <= LARGEST else torch.int64
         self.neighbours = neighbours.to(kind)

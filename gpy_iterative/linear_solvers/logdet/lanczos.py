@@ -252,7 +252,7 @@ class _Lanczos:
         before, self._judged = self._judged, upper if self._floor is None else samples
         error = (upper - lower).mean(-1).abs() / BRACKET_PARTS
         # The bracket is too optimistic in hard systems, and absent without a floor.
-        change = error.new_tensor(torch.inf) if before is None else (self._judged - before).mean(-1).abs()
+        change = torch.full_like(error, torch.inf) if before is None else (self._judged - before).mean(-1).abs()
         variance = 2 * (squares.mean(-1) - samples.mean(-1).square() / self._num_signs).clamp_min(0)
         sem = (variance / samples.shape[-1]).sqrt()
         return _Found(samples, error.maximum(change), sem)
