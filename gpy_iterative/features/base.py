@@ -106,7 +106,7 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
         self._checked_modes: list[bool] = []
         self._standstill = StandstillWatch(type(self).__name__)
         self._current_batch_size()
-        self.num_features = self._count_features() if self.needs_features else 0
+        self.num_features = self._count_features()
 
     @abstractmethod
     def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
@@ -362,9 +362,14 @@ class FeatureMarginalLogLikelihood(Resumable, ExactMarginalLogLikelihood):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _count_features(self) -> int:
-        check_features(self.model)
-        prior = WeightSpacePrior(prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()]))
-        return prior.features().basis.shape[-1]
+        """0 without features. In any case an RFFKernel draws its frequencies here: saved states have them."""
+        if self.needs_features:
+            check_features(self.model)
+        prior = prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()])
+        if self.needs_features:
+            return WeightSpacePrior(prior).features().basis.shape[-1]
+        prior.lazy_covariance_matrix.diagonal()
+        return 0
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FeatureMarginalLogLikelihood":
         self._run = self._present_run().mapped(torch.detach)

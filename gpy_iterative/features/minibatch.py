@@ -12,7 +12,6 @@ from gpy_iterative.features.base import FeatureMarginalLogLikelihood
 from gpy_iterative.features.weight_space.problem import WeightSpaceProblem
 from gpy_iterative.features.weight_space.weights import WeightDistribution, triangular_root
 from gpy_iterative.training.run import Run
-from gpy_iterative.training.training_system import prior_at
 
 
 class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
@@ -38,9 +37,6 @@ class MinibatchMarginalLogLikelihood(FeatureMarginalLogLikelihood):
         generator: torch.Generator | int | None = None,
     ) -> None:
         super().__init__(likelihood, model, batch_size=batch_size, generator=generator, options={})
-        with torch.no_grad():
-            prior = prior_at(self.model, [x[..., :2, :] for x in self._train_inputs()])
-            prior.lazy_covariance_matrix.diagonal()  # an RFFKernel draws frequencies here: a saved state has them
 
     def _start(self, problem: WeightSpaceProblem, run: Run) -> Run:
         return run

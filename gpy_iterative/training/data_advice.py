@@ -181,7 +181,7 @@ def _equal_rows(model: ExactGP, likelihood: gpytorch.likelihoods.Likelihood, noi
         return
     x = torch.cat([part.double() for part in inputs], dim=-1)
     # A sorted projection makes equal rows adjacent.
-    order = (x * torch.arange(1, x.shape[-1] + 1, device=x.device).to(x).cos()).sum(-1).argsort()
+    order = (x * torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device).cos()).sum(-1).argsort()
     is_equal = (x[order[:-1]] == x[order[1:]]).all(-1)
     first, second = order[:-1][is_equal], order[1:][is_equal]
     differences = (y[first] - y[second]).double()

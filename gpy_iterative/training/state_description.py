@@ -117,7 +117,9 @@ def _fingerprint(columns: Tensor) -> list[float] | None:
     values = columns.double().nan_to_num(0.0, 0.0, 0.0)
     mean, deviation = values.mean(0), values.std(0, correction=0)
     scale = torch.where(deviation > 1e-6 * mean.abs(), deviation, 1.0)
-    weights, numbers = (torch.arange(1, size + 1, device=values.device).to(values) for size in (len(mean), len(values)))
+    weights, numbers = (
+        torch.arange(1, size + 1, dtype=values.dtype, device=values.device) for size in (len(mean), len(values))
+    )
     rows = ((values - mean) / scale) @ weights.cos()
     projections = [rows @ (frequency * numbers).cos() / math.sqrt(len(rows)) for frequency in (1, 2, 3)]
     moments = [(mean / scale) @ weights.cos(), scale.log() @ weights.cos()]
