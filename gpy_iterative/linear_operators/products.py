@@ -33,8 +33,8 @@ MAX_CPU_CACHE = 4 * 1024**3
 CPU_TILE = 512
 CUDA_TILES = (4096, 2048, 1024)
 CUDA_TILE_SHARE = 32
-#: Entries of a matrix from which CUDA's tiles are compiled: below, the compiler takes longer than it saves.
-FUSED_ENTRIES = 50_000**2
+#: Rows from which CUDA's tiles are compiled. Below, the compiler (6 to 50 s) takes longer than it saves, or tiles are kept.
+FUSED_ROWS = 150_000
 #: Bytes of working memory for each entry of a tile: four float64 numbers.
 _SCRATCH_BYTES = 4 * 8
 
@@ -64,7 +64,7 @@ class KernelProducts:
             (`TruncatedCGMarginalLogLikelihood`, `RussianRouletteMarginalLogLikelihood`) and the search for Laplace's
             mode stay in float64.
         compile: fuse a tile's element-wise work with torch.compile, which needs a compiler at run time (Triton on CUDA).
-            None does so on CUDA with Triton, from 50,000 rows on.
+            None does so on CUDA with Triton, for training data of 150,000 rows and more.
         process_group: the processes that share the tiles; "world" is the default group. Every rank must run the same
             program on the same data with the same seeds, and gets the same results. A product with s columns takes one
             all-reduce of n s numbers. `cache_memory` is per rank.
@@ -164,11 +164,12 @@ class KernelProducts:
         room = torch.cuda.mem_get_info(device)[1] // CUDA_TILE_SHARE
         return next((size for size in CUDA_TILES if _SCRATCH_BYTES * size**2 <= room), CPU_TILE)
 
-    def is_fused(self, device: torch.device, entries: int) -> bool:
-        """Whether the element-wise work of a matrix of so many entries is compiled on this device."""
+    def is_fused(self, device: torch.device, rows: int, *, symmetric: bool) -> bool:
+        """Whether a matrix's element-wise work is compiled on this device; K(X*, X) has too few products for it."""
         if self.compile is not None:
             return self.compile
-        return device.type == "cuda" and entries >= FUSED_ENTRIES and importlib.util.find_spec("triton") is not None
+        is_worth_it = device.type == "cuda" and symmetric and rows >= FUSED_ROWS
+        return is_worth_it and importlib.util.find_spec("triton") is not None
 
     def cache_budget(self, device: torch.device) -> int:
         """Bytes that a tile cache on this device may take now."""

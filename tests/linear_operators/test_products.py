@@ -57,12 +57,13 @@ def test_much_work_is_fused_on_cuda_where_triton_is_installed(
     is_installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if is_installed else None)
-    many = 50_000**2
-    assert KernelProducts().is_fused(CUDA, many) is is_installed
-    assert not KernelProducts().is_fused(CUDA, many - 1)
-    assert not KernelProducts().is_fused(CPU, many)
-    assert KernelProducts(compile=True).is_fused(CPU, 1)
-    assert not KernelProducts(compile=False).is_fused(CUDA, many)
+    many = 150_000
+    assert KernelProducts().is_fused(CUDA, many, symmetric=True) is is_installed
+    assert not KernelProducts().is_fused(CUDA, many, symmetric=False)
+    assert not KernelProducts().is_fused(CUDA, many - 1, symmetric=True)
+    assert not KernelProducts().is_fused(CPU, many, symmetric=True)
+    assert KernelProducts(compile=True).is_fused(CPU, 1, symmetric=False)
+    assert not KernelProducts(compile=False).is_fused(CUDA, many, symmetric=True)
 
 
 @pytest.mark.parametrize("wanted", [None, "auto", 1e-5])

@@ -4,7 +4,6 @@ With G the weights times df/dq, the derivative by x_i is sum_j 2 G_ij (x_i - x_j
 for coordinates that `SquaredDistances` takes apart, which would lose digits.
 """
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ class RadialTiles(Tiles):
             products=products,
             cache=cache,
         )
-        self._is_fused = products.is_fused(x1.device, math.prod(self.shape))
+        self._is_fused = products.is_fused(x1.device, self.shape[-2], symmetric=self.symmetric)
 
     @cached_property
     def distances(self) -> SquaredDistances:
