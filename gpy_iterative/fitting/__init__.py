@@ -1,6 +1,6 @@
 """Training to the optimum: average information steps, stopping rule, report.
 
-Begin with `fit.py`, then `loops.py`; `average_information.py` is one step, `curvature.py` its matrix. It may import
+Begin with `fit.py`, then `loops.py`; `levenberg_marquardt.py` is one step, `curvature.py` its matrix. It may import
 `exact/` and its imports.
 """
 

@@ -11,19 +11,20 @@ from gpy_iterative.exact.base import GaussianMarginalLogLikelihood, IterativeMar
 from gpy_iterative.exact.validation import check_data
 from gpy_iterative.fitting.coordinates import Coordinates, network_parameters
 from gpy_iterative.fitting.directional import directional_product
+from gpy_iterative.fitting.quasi_newton import HasExactValues
 from gpy_iterative.training.likelihood_params import likelihood_arguments
 from gpy_iterative.training.run import Resumable
 from gpy_iterative.training.training_system import TrainingSystem, check_has_data, linear_system
 
-Method = Literal["auto", "average_information", "adam"]
+Method = Literal["auto", "average_information", "quasi_newton", "adam"]
 
-#: Most free hyperparameters for which "auto" is average information.
+#: Most free hyperparameters for which "auto" computes a curvature.
 MOST_HYPERPARAMETERS = 60
 
 
 @dataclass(frozen=True)
 class Choice:
-    method: Literal["average_information", "adam"]
+    method: Literal["average_information", "quasi_newton", "adam"]
     reason: str
 
 
@@ -41,32 +42,37 @@ def choose(mll: Any, method: Method, batches: object | None, params: Sequence[An
         )
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}.")
-    if method == "average_information" and batches is not None:
-        raise ValueError("Average information takes all data in every step: use batches=None, or method='adam'.")
+    if method not in ("auto", "adam") and batches is not None:
+        raise ValueError(f"{method!r} takes all data in every step: use batches=None, or method='adam'.")
     if method == "adam":
         return Choice("adam", "method='adam'.")
-    obstacle = next(_obstacles(mll, batches, params), None) if method == "auto" else _missing_information(mll, params)
-    if obstacle is None:
-        return Choice("average_information", "The curvature of this model is known.")
-    if method == "auto":
+    is_exact = isinstance(mll, HasExactValues) and mll.has_exact_values()
+    if method == "quasi_newton" and not is_exact:
+        raise ValueError(
+            f"Values of this {type(mll).__name__} are not exact, as 'quasi_newton' needs: use method='auto'."
+        )
+    obstacle = next(_obstacles(mll, batches, is_exact), None) if method == "auto" else None
+    obstacle = _missing_information(mll, params) if obstacle is None else obstacle
+    if obstacle is not None and method == "auto":
         return Choice("adam", obstacle)
-    raise ValueError(f"{obstacle} Use method='adam'.")
+    if obstacle is not None:
+        raise ValueError(f"{obstacle} Use method='adam'.")
+    if is_exact and method != "average_information":
+        return Choice("quasi_newton", "Value and gradient of this model are exact.")
+    return Choice("average_information", "The curvature of this model is known.")
 
 
-def _obstacles(mll: Any, batches: object | None, params: Sequence[Any]) -> Iterator[str]:
-    if not isinstance(mll, IterativeMarginalLogLikelihood):
-        yield f"There is no average information of a {type(mll).__name__}."
+def _obstacles(mll: Any, batches: object | None, is_exact: bool) -> Iterator[str]:
+    if not isinstance(mll, IterativeMarginalLogLikelihood) and not is_exact:
+        yield f"There is no average information of a {type(mll).__name__} with probes or mini-batches."
     if batches is not None:
-        yield "Average information takes all data in every step, and batches= were given."
+        yield "Steps with a curvature take all data, and batches= were given."
     network = next(iter(network_parameters(mll)), None)
     if network is not None:
         yield f"{network} belongs to a network."
     size = len(Coordinates(mll))
     if size > MOST_HYPERPARAMETERS:
-        yield f"{size} free hyperparameters are more than the {MOST_HYPERPARAMETERS} that average information is meant for."
-    missing = _missing_information(mll, params)
-    if missing is not None:
-        yield missing
+        yield f"{size} free hyperparameters are more than the {MOST_HYPERPARAMETERS} that a curvature is computed for."
 
 
 def _missing_information(mll: Any, params: Sequence[Any]) -> str | None:

@@ -17,7 +17,8 @@ from gpy_iterative.fitting.adam import AdamSteps, Batches
 from gpy_iterative.fitting.average_information import AverageInformation
 from gpy_iterative.fitting.checkpoint import Checkpoint, check_can_save, read_checkpoint
 from gpy_iterative.fitting.choice import Choice, Method, choose, system_now
-from gpy_iterative.fitting.loops import AdamLoop, InformationLoop, Loop
+from gpy_iterative.fitting.loops import AdamLoop, CurvatureLoop, Loop
+from gpy_iterative.fitting.quasi_newton import QuasiNewton
 from gpy_iterative.fitting.result import FitResult, HistoryRow
 from gpy_iterative.fitting.subsets import check_subsets, initialize_from_subsets
 from gpy_iterative.training.data_advice import warn_of_data, warn_of_inputs
@@ -27,7 +28,7 @@ from gpy_iterative.training.run import make_generator
 logger = logging.getLogger(__name__)
 
 #: Default number of steps.
-MAX_STEPS = {"average_information": 30, "adam": 300}
+MAX_STEPS = {"average_information": 30, "quasi_newton": 60, "adam": 300}
 
 
 @torch.inference_mode(False)
@@ -49,11 +50,12 @@ def fit(
 
     Args:
         mll: any marginal log likelihood of the package, with training data in its model.
-        method: "average_information" uses the curvature and takes about ten steps; "adam" has a decaying rate (quadruply
-            stochastic models: their own optimiser). "auto" is average information for `HutchinsonMarginalLogLikelihood` and
-            `PathwiseMarginalLogLikelihood` with at most 60 free hyperparameters, no network and no trained inducing points,
-            else Adam; see `result.reason`.
-        max_steps: None is 30, or 300 for Adam.
+        method: "average_information" uses the curvature and takes about ten steps; "quasi_newton" learns the curvature of
+            exact values; "adam" has a decaying rate (quadruply stochastic models: their own optimiser). With at most 60
+            free hyperparameters, no network and no trained inducing points, "auto" is average information for
+            `HutchinsonMarginalLogLikelihood` and `PathwiseMarginalLogLikelihood`, and quasi-Newton for Laplace's method
+            with a Cholesky factor; else Adam. See `result.reason`.
+        max_steps: None is 30, 60 for quasi-Newton, 300 for Adam.
         batches: mini-batches for Adam: pairs (x, y), or row numbers for mlls with `indices=`; a list or a DataLoader. None
             is all training data in every step; mini-batch methods draw rows from them.
         params: the likelihood's arguments, as in `mll(model(x), y, *params)`.
@@ -139,11 +141,13 @@ def _loop(
     params: Sequence[Any],
     random: torch.Generator,
 ) -> Loop:
-    loop = (
-        AdamLoop(AdamSteps(mll, num_steps=steps, batches=batches, params=params), history, steps, choice.reason)
-        if choice.method == "adam"
-        else InformationLoop(AverageInformation(mll, params=params, generator=random), history, steps, choice.reason)
-    )
+    if choice.method == "adam":
+        adam = AdamSteps(mll, num_steps=steps, batches=batches, params=params)
+        loop = AdamLoop(adam, history, steps, choice.reason)
+    else:
+        exact = choice.method == "quasi_newton"
+        curved = QuasiNewton(mll, params=params) if exact else AverageInformation(mll, params=params, generator=random)
+        loop = CurvatureLoop(curved, history, steps, choice.reason)
     if known is not None:
         mll.load_state_dict(known.parameters)  # first: it replaces buffers that a state of the steps belongs to
         try:

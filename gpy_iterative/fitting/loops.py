@@ -6,15 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from gpytorch.mlls import MarginalLogLikelihood
 from torch import Tensor
 
 from gpy_iterative.fitting.adam import AdamSteps
-from gpy_iterative.fitting.average_information import AverageInformation
 from gpy_iterative.fitting.checkpoint import write_checkpoint
 from gpy_iterative.fitting.coordinates import Coordinates, free_parameters
+from gpy_iterative.fitting.levenberg_marquardt import LevenbergMarquardt
 from gpy_iterative.fitting.points import Assessment, Point, Step
 from gpy_iterative.fitting.result import Estimated, FitResult, HistoryRow, estimated, irrelevant_inputs, without_errors
 from gpy_iterative.fitting.stopping import LEFT, NEAR, NOISE, FitStatus, has_converged, has_stalled, is_drowned
@@ -33,7 +33,7 @@ class Loop(ABC):
         preparation: seconds before the first step, added to the first row.
     """
 
-    method: ClassVar[str]
+    method: str
     preparation = 0.0
 
     def __init__(self, mll: MarginalLogLikelihood, history: list[HistoryRow], max_steps: int, reason: str) -> None:
@@ -103,13 +103,12 @@ class Loop(ABC):
         )
 
 
-class InformationLoop(Loop):
-    method = "average_information"
-
+class CurvatureLoop(Loop):
     def __init__(
-        self, optimiser: AverageInformation, history: list[HistoryRow], max_steps: int, reason: str = ""
+        self, optimiser: LevenbergMarquardt, history: list[HistoryRow], max_steps: int, reason: str = ""
     ) -> None:
         super().__init__(optimiser.mll, history, max_steps, reason)
+        self.method = optimiser.method
         self._optimiser = optimiser
         self._steps, self._has_raised = 0, False
         self._seen: list[bool] = []
@@ -160,8 +159,8 @@ class InformationLoop(Loop):
         last = self._last
         return HistoryRow(
             step=self._steps,
-            value=float(point.evaluation.value.detach().mean()),
-            value_sem=float(point.evaluation.estimate.value_sem.mean()) / point.evaluation.num_data,
+            value=point.per_datum[0],
+            value_sem=point.per_datum[1],
             left_to_gain=found.left,
             noise=found.noise,
             step_length=0.0 if last is None else last.length,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gpy_iterative.exact.base import Evaluation
 from gpy_iterative.fitting.curvature import Curvature
+from gpy_iterative.linear_solvers.solution import SolveStatus
 
 #: Used range of a step's curvature, relative to the average information.
 SEEN_CURVATURE = (0.05, 4.0)
@@ -22,18 +23,24 @@ class Point:
         value: log marginal likelihood in nats, with priors, summed over a batch.
         error: its standard error.
         gradient: [p].
-        evaluation: with graph and solves.
+        num_data: of each member of a batch.
+        per_datum: value and standard error as the mll tells them, means over a batch.
+        status: of the solves.
         before: the mll's training state, to repeat the evaluation exactly.
         epochs: passes over the kernel matrix.
+        evaluation: with graph and solves; None where only value and gradient are known.
     """
 
     position: Tensor
     value: float
     error: float
     gradient: Tensor
-    evaluation: Evaluation
+    num_data: int
+    per_datum: tuple[float, float]
+    status: SolveStatus
     before: Mapping[str, Tensor]
     epochs: float
+    evaluation: Evaluation | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Assessment:
     """Curvature at a point, and nats left to gain.
 
     Attributes:
-        curvature: the average information.
+        curvature: A, its matrix.
         gradient: [p], corrected for the residual of the targets' solve.
         held: [p], coordinates that the gradient pushes against a bound.
         left: 1/2 g^T A^-1 g, nats left to gain.

@@ -92,7 +92,7 @@ class FitResult:
         history: one row for the start and for each step.
         hyperparameters: in the mll's order; Adam gives no standard errors.
         irrelevant: lengthscales of unneeded inputs, whose value changes nothing.
-        method: "average_information" or "adam".
+        method: "average_information", "quasi_newton" or "adam".
         reason: for the method.
         seconds: of the whole fit.
     """
@@ -155,7 +155,7 @@ def _shortened(rows: list[str]) -> list[str]:
 def estimated(
     coordinates: Coordinates, position: Tensor, matrix: Tensor, ridge: Tensor, held: Tensor
 ) -> tuple[Estimated, ...]:
-    """Hyperparameters with standard errors from the average information.
+    """Hyperparameters with standard errors from the curvature.
 
     Args:
         matrix: A without ridge [p, p].

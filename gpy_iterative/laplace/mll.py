@@ -168,6 +168,13 @@ class LaplaceMarginalLogLikelihood(Resumable, MarginalLogLikelihood):
         self._caches.clear()
         return self.model.posterior(self._weights, solver=self.solver, products=self.products, progress=self.progress)
 
+    def has_exact_values(self) -> bool:
+        """Whether value and gradient are computed without probes, as `gpi.fit` asks."""
+        if self.solver is not None:
+            return isinstance(self.solver, LaplaceCholesky)
+        size = (self._num_latents() or 1) * len(self.model.train_targets)
+        return isinstance(default_laplace_solver(size), LaplaceCholesky)
+
     @property
     def _weights(self) -> Tensor | None:
         mode = self._run.part("mode")

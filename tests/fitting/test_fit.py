@@ -14,8 +14,8 @@ import torch
 
 import gpy_iterative as gpi
 from gpy_iterative.errors import DataWarning
-from gpy_iterative.fitting import FitStatus, average_information
-from gpy_iterative.fitting.loops import InformationLoop
+from gpy_iterative.fitting import FitStatus, levenberg_marquardt
+from gpy_iterative.fitting.loops import CurvatureLoop
 from tests.exact.gaussian_models import CASES, Case, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_information, dense_optimum, dense_value, regression
 from tests.laplace.cases import Exposed, LaplaceModel
@@ -159,7 +159,7 @@ def test_probes_whose_vectors_would_fill_the_memory_are_not_taken(
 ) -> None:
     monkeypatch.setattr("gpy_iterative.fitting.average_information.MOST_ENTRIES", most)
     mll = regression(200, solver=ITERATIVE, num_probes=2, probes="rademacher")
-    loop = InformationLoop(gpi.fitting.AverageInformation(mll), [], 10)
+    loop = CurvatureLoop(gpi.fitting.AverageInformation(mll), [], 10)
     assert loop.run(None, (), False, None).status is FitStatus.NOISE
     assert loop._optimiser.mll.probes.num_probes == probes
 
@@ -182,7 +182,7 @@ def test_stagnated() -> None:
 
 def test_a_fit_that_blind_steps_do_not_help_ends_at_its_best_point(monkeypatch: pytest.MonkeyPatch) -> None:
     mll = regression(80)
-    loop = InformationLoop(gpi.fitting.AverageInformation(mll), [], 10)
+    loop = CurvatureLoop(gpi.fitting.AverageInformation(mll), [], 10)
     assert loop.advance() is None
     best = [parameter.detach().clone() for parameter in mll.parameters()]
     loop._best = (0.0, gpi.fitting.AverageInformation(mll).coordinates.read())
@@ -220,7 +220,7 @@ def test_ctrl_c_keeps_what_the_last_step_has_reached() -> None:
 def test_the_history_counts_the_epochs_of_trials_that_were_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     optimiser = gpi.fitting.AverageInformation(regression(100, solver=ITERATIVE))
     evaluated, judged = [], []
-    evaluate, gain = optimiser.mll.evaluate, average_information._gain
+    evaluate, gain = optimiser.mll.evaluate, levenberg_marquardt._gain
 
     def counting(*args: Any) -> Any:
         evaluated.append(evaluate(*args))
@@ -231,8 +231,8 @@ def test_the_history_counts_the_epochs_of_trials_that_were_undone(monkeypatch: p
         return (-1.0, 0.0, True) if len(judged) == 2 else judged[-1]
 
     optimiser.mll.evaluate = counting
-    monkeypatch.setattr(average_information, "_gain", refusing_the_second)
-    loop = InformationLoop(optimiser, [], 2)
+    monkeypatch.setattr(levenberg_marquardt, "_gain", refusing_the_second)
+    loop = CurvatureLoop(optimiser, [], 2)
     while loop.advance() is None:
         pass
     assert (len(loop.history), len(evaluated)) == (3, 4)
@@ -322,15 +322,6 @@ class Classes(gpi.models.IterativeLaplaceGP):
 
     def forward(self, x: torch.Tensor) -> gpytorch.distributions.MultivariateNormal:
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
-def test_laplace() -> None:
-    x, y = data(80)
-    model = Classes(x, (y > 0.5).double()).double()
-    mll = gpi.mlls.LaplaceMarginalLogLikelihood(model.likelihood, model, generator=0)
-    result = quiet(mll, max_steps=15)
-    assert result.method == "adam"
-    assert result.history[-1].value > result.history[0].value
 
 
 def features(n: int = 200) -> gpi.mlls.VariationalFeatureMarginalLogLikelihood:

@@ -10,7 +10,7 @@ import torch
 import gpy_iterative as gpi
 from gpy_iterative.errors import NonFiniteError
 from gpy_iterative.fitting import AverageInformation
-from gpy_iterative.fitting.average_information import FIRST_DAMPING, RADIUS, RIDGE
+from gpy_iterative.fitting.levenberg_marquardt import FIRST_DAMPING, RADIUS, RIDGE
 from gpy_iterative.fitting.points import Secant
 from tests.exact.gaussian_models import CASES, Case, Regression
 from tests.fitting.problems import ITERATIVE, data, dense_information, dense_value, regression

@@ -109,9 +109,11 @@ class RadialFarField(RadialTiles):
         field = self.far_field() if isinstance(weights, BilinearWeights) else None
         if field is None:
             return super().derivative(weights, value=value, alpha=alpha)
-        left, right = (side.movedim(-2, 0).flatten(1) for side in (weights.left, weights.right))
-        given = field.levels.up(left), field.levels.up(right)
-        share = partial(self._share_of_derivative, *given, value, alpha)
+        left = field.levels.up(weights.left.movedim(-2, 0).flatten(1))
+        # Of a symmetric matrix the right factor has the columns of the left one, in swapped halves.
+        half = weights.left.shape[-1] // 2
+        right = [vectors.unflatten(1, (-1, 2, half)).flip(2).flatten(1, 3) for vectors in left]
+        share = partial(self._share_of_derivative, left, right, value, alpha)
         with self.cache.serving(*self.owner):
             totals = summed(share, self._own_batches(field), self.x1.device)
         self.complete(totals, weights.tensors)

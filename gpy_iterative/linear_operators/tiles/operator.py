@@ -1,6 +1,7 @@
 """Linear operators made of tiles."""
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,9 +29,15 @@ class BilinearWeights:
         self.tensors, self._is_symmetric = (left, right), tiles.symmetric
         if tiles.symmetric:
             left, right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1)
-        self.left, self.right = left, right
-        self._rows = RowBlocks.of(left, tiles.shape[-2], tiles.length)
-        self._columns = RowBlocks.of(right, tiles.shape[-1], tiles.length)
+        self.left, self.right, self._length = left, right, tiles.length
+
+    @cached_property
+    def _rows(self) -> RowBlocks:
+        return RowBlocks.of(self.left, self.left.shape[-2], self._length)
+
+    @cached_property
+    def _columns(self) -> RowBlocks:
+        return RowBlocks.of(self.right, self.right.shape[-2], self._length)
 
     def tile(self, i: int, j: int, out: Tensor | None = None) -> Tensor:
         """W at the tile (i, j), [*b, rows, columns], perhaps in `out`; the caller may overwrite it.

@@ -1,0 +1,244 @@
+"""Levenberg-Marquardt steps to the optimum of a value with a curvature.
+
+Coordinates are clipped separately: a lengthscale that goes to infinity must not slow the others. A step with too little
+gain is undone and shortened.
+"""
+
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from linear_operator.utils.errors import NanError, NotPSDError
+from torch import Tensor
+
+from gpy_iterative.checks import check_params
+from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.fitting.curvature import Curvature
+from gpy_iterative.fitting.points import Assessment, Point, Secant, Step
+from gpy_iterative.fitting.prior_support import is_in_supports
+from gpy_iterative.linear_solvers.solution import SolveStatus
+from gpy_iterative.worker_threads import CPU
+
+logger = logging.getLogger(__name__)
+
+#: Largest move of a coordinate without units.
+RADIUS = 2.0
+#: Diagonal term of A per datum: bounds steps of undetermined coordinates. With units: relative to the diagonal.
+RIDGE = 1e-6
+#: Damping relative to the diagonal of A: largest initial, and minimum after a poor or undone step.
+FIRST_DAMPING, POOR_DAMPING = 1.0, 1e-2
+#: Gained part of the prediction for a step to be kept, good, and very good.
+LEAST_GAIN, GOOD_GAIN, VERY_GOOD_GAIN = 0.1, 0.5, 0.75
+#: A predicted gain below this many standard errors is computed from gradients.
+VISIBLE = 2.0
+#: With fewer nats left, the last step corrects the curvature.
+NEAR = 5.0
+#: Undone steps before giving up.
+MAX_TRIALS = 8
+
+
+class LevenbergMarquardt(ABC):
+    """Base of the ways to the optimum, which differ in their curvature.
+
+    Args:
+        mll: with training data; set to training mode.
+        params: as in `mll(model(x), y, *params)`.
+
+    Raises:
+        ValueError: no free parameter.
+    """
+
+    method: ClassVar[str]
+    _failed: ClassVar[tuple[SolveStatus, ...]]  # after these, a point is unusable
+
+    def __init__(self, mll: Any, params: Sequence[Any]) -> None:
+        check_params(params)
+        self.coordinates = Coordinates(mll)
+        self.mll = mll
+        self._params = tuple(params)
+        self._damping = FIRST_DAMPING
+        self._point: Point | None = None
+        self._assessment: Assessment | None = None
+        self._last: Secant | None = None
+        self._is_inside = False  # parameters are inside their bounds
+        mll.train()
+
+    @abstractmethod
+    def _evaluated(self) -> Point:
+        """The current point."""
+
+    @abstractmethod
+    def _curvature(self, point: Point) -> Curvature: ...
+
+    def _noise(self, point: Point, left: float) -> Tensor | None:
+        """Samples [k, p] of the gradient's noise; None for an exact one."""
+        return None
+
+    def raise_probes(self) -> bool:
+        """Takes more probes; False, without changes, where that is not possible."""
+        return False
+
+    @property
+    def point(self) -> Point:
+        """The current point; the first is moved inside its bounds."""
+        if self._point is None:
+            parameters = self._parameters()
+            try:
+                if not self._is_inside:
+                    self.coordinates.enter_bounds()
+                self._point, self._is_inside = self._evaluated(), True
+            except BaseException:
+                self._restore(parameters)
+                raise
+        return self._point
+
+    def assess(self) -> Assessment:
+        """Curvature and nats left to gain."""
+        if self._assessment is None:
+            self._assessment = self._assessed(self.point)
+        return self._assessment
+
+    def step(self) -> Step | None:
+        """One step; None, with nothing changed, if no step gains.
+
+        Raises NonFiniteError, NotPositiveDefiniteError: at the first point. Later failing steps are undone.
+        """
+        point, found = self.point, self.assess()
+        parameters, state = self._parameters(), self.mll.training_state()
+        try:
+            return self._stepped(point, found, partial(self._undo, parameters, state))
+        except BaseException:  # also Ctrl-C
+            self._undo(parameters, state)
+            raise
+
+    def _stepped(self, point: Point, found: Assessment, undo: Callable[[], None]) -> Step | None:
+        start, epochs, matrix = time.perf_counter(), 0.0, found.matrix
+        if self._last is None:
+            # Far from the optimum A does not describe the value: undamped first steps lead to other optima.
+            self._damping = min(self._damping, found.left / point.num_data)
+        else:
+            matrix = self._last.seen_in(matrix, is_near=found.left < NEAR)
+        for trial in range(1, MAX_TRIALS + 1):
+            move = self._move(point, found, matrix)
+            predicted = float(found.gradient @ move - 0.5 * move @ matrix @ move)
+            reached = self._tried(point.position + move) if predicted > 0 else None
+            if reached is not None:
+                epochs += reached.epochs
+                gained, least, seen = _gain(point, found, reached, move, predicted)
+                logger.debug("trial %d: predicted %.4g, gained %.4g (%s)", trial, predicted, gained, seen)
+                if gained > least:
+                    part, moved = gained / predicted, reached.position - point.position
+                    self._damp(part, is_first=trial == 1)
+                    self._last = Secant(moved, point.gradient - reached.gradient, part < GOOD_GAIN)
+                    self._point, self._assessment = reached, None
+                    length = float(moved.abs().max())
+                    return Step(length, predicted, gained, seen, trial, epochs, time.perf_counter() - start)
+            self._damping = max(10 * self._damping, POOR_DAMPING)
+            undo()
+        return None
+
+    def _damp(self, part: float, *, is_first: bool) -> None:
+        if part > VERY_GOOD_GAIN and is_first:
+            self._damping /= 10
+        elif part > GOOD_GAIN:
+            self._damping /= 5
+        else:
+            self._damping = max(2 * self._damping, POOR_DAMPING)
+
+    def go_to(self, position: Tensor) -> None:
+        """Sets the coordinates, [p]."""
+        self.coordinates.write(position)
+        self._point = self._assessment = self._last = None
+
+    def state(self) -> dict[str, Tensor]:
+        """State for an exact resume, without parameters."""
+        last = {}
+        if self._last is not None:
+            is_poor = torch.tensor(self._last.is_poor, device=CPU)
+            last = {"move": self._last.move, "change": self._last.change, "is_poor": is_poor}
+        damping = torch.tensor(self._damping, dtype=torch.float64, device=CPU)
+        before = {f"mll.{name}": tensor for name, tensor in self.point.before.items()}
+        return {"damping": damping, **last, **before}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores `state()`, before or after the parameters are loaded.
+
+        Raises ValueError, without changes, for another mll.
+        """
+        self.mll.load_training_state(
+            {name.removeprefix("mll."): tensor for name, tensor in state.items() if name.startswith("mll.")}
+        )
+        self._damping = float(state["damping"])
+        self._last = Secant(state["move"], state["change"], bool(state["is_poor"])) if "move" in state else None
+        self._point = self._assessment = None
+        self._is_inside = True
+
+    def _assessed(self, point: Point) -> Assessment:
+        curvature = self._curvature(point)
+        gradient = point.gradient + curvature.correction
+        is_lowest, is_highest = self.coordinates.at_bounds(point.position)
+        held = (is_lowest & (gradient < 0)) | (is_highest & (gradient > 0))
+        diagonal = curvature.matrix.diagonal()
+        # The curvature of a typical coordinate; it gives those with units a scale.
+        typical = torch.full_like(diagonal, point.num_data)
+        scale = torch.where(self.coordinates.has_units & (diagonal > 0), diagonal, typical)
+        # The value is quadratic in parameters of the mean.
+        radius = torch.where(curvature.linear, torch.inf, RADIUS * (typical / scale).sqrt())
+        no_samples = gradient.new_zeros(0, len(gradient))
+        found = Assessment(curvature, gradient, held, 0.0, 0.0, no_samples, RIDGE * scale, radius)
+        left = found.energy(gradient.unsqueeze(0))
+        samples = self._noise(point, left)
+        if samples is None:
+            return replace(found, left=left)
+        return replace(found, left=left, samples=samples, noise=found.energy(samples))
+
+    def _move(self, point: Point, found: Assessment, matrix: Tensor) -> Tensor:
+        """The damped, clipped and projected step for a curvature [p, p]."""
+        free = ~found.held
+        matrix = matrix + self._damping * torch.diag(found.curvature.matrix.diagonal())
+        move = torch.zeros_like(point.position)
+        move[free] = torch.linalg.solve(matrix[free][:, free], found.gradient[free])
+        move = move.maximum(-found.radius).minimum(found.radius)
+        return (point.position + move).clamp(self.coordinates.lower, self.coordinates.upper) - point.position
+
+    def _tried(self, position: Tensor) -> Point | None:
+        """None where a prior excludes the position or the evaluation fails."""
+        self.coordinates.write(position)
+        if not is_in_supports(self.mll.model):
+            return None
+        try:
+            point = self._evaluated()
+        except (NanError, NotPSDError):
+            return None
+        return None if point.status in self._failed else point
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.coordinates.parameters]
+
+    @torch.no_grad()
+    def _restore(self, parameters: list[Tensor]) -> None:
+        for parameter, value in zip(self.coordinates.parameters, parameters, strict=True):
+            parameter.copy_(value)
+
+    def _undo(self, parameters: list[Tensor], state: dict[str, Tensor]) -> None:
+        self._restore(parameters)
+        self.mll.load_training_state(state)
+
+
+def _gain(point: Point, found: Assessment, reached: Point, move: Tensor, predicted: float) -> tuple[float, float, bool]:
+    """Gain of a step, the least gain to keep it, and whether the two values show it.
+
+    Frozen probes make noise cancel in differences of values. If noise hides the prediction, the gain comes from the
+    less noisy gradients at both ends, and their noise lowers the least gain.
+    """
+    noise = found.error_along(move)
+    if predicted > VISIBLE * math.hypot(point.error, reached.error, noise):
+        return reached.value - point.value, LEAST_GAIN * predicted, True
+    by_gradients = 0.5 * float((point.gradient + reached.gradient) @ move)
+    return by_gradients, LEAST_GAIN * predicted - VISIBLE * noise, False

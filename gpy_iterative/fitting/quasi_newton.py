@@ -1,0 +1,124 @@
+"""Levenberg-Marquardt steps for exact values whose curvature is unknown, such as Laplace's evidence of a Cholesky factor.
+
+The curvature comes from differences of gradients at the first point, and follows the steps (Broyden, Fletcher, Goldfarb
+and Shanno; Nocedal and Wright 2006, "Numerical optimization", section 6.1). Directions that no step took are unknown to it,
+so the end is judged by differences again.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from gpy_iterative.fitting.curvature import Curvature
+from gpy_iterative.fitting.levenberg_marquardt import LevenbergMarquardt
+from gpy_iterative.fitting.points import Assessment, Point, Secant
+from gpy_iterative.fitting.stopping import has_converged
+from gpy_iterative.linear_solvers.solution import SOLVED, SolveStatus
+from gpy_iterative.training.likelihood_params import likelihood_arguments
+
+#: Moves of a coordinate for differences of gradients.
+DIFFERENCE = 0.01
+#: Smaller curvature along a step, relative to the known one, is replaced by this part of it (Powell's damping).
+LEAST_CURVATURE = 0.2
+#: Rounding of a value, in units of its dtype's.
+ROUNDING = 4.0
+
+
+@runtime_checkable
+class HasExactValues(Protocol):
+    def has_exact_values(self) -> bool: ...
+
+
+class QuasiNewton(LevenbergMarquardt):
+    """Steps of a marginal log likelihood whose values and gradients are exact.
+
+    Args:
+        mll: see `HasExactValues`; set to training mode.
+        params: as in `mll(model(x), y, *params)`.
+
+    Raises:
+        ValueError: no free parameter.
+
+    Cost of a step: one gradient; at the first and the last point one for each of the p coordinates.
+    """
+
+    method = "quasi_newton"
+    _failed = tuple(status for status in SolveStatus if status not in SOLVED)
+
+    def __init__(self, mll: Any, *, params: Sequence[Any] = ()) -> None:
+        super().__init__(mll, params)
+        self._matrix: Tensor | None = None  # of the point before the last step, once that was assessed
+        self._is_measured = False
+
+    def state(self) -> dict[str, Tensor]:
+        return super().state() | ({} if self._matrix is None else {"matrix": self._matrix})
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state(state)
+        self._matrix = state.get("matrix")
+
+    def _evaluated(self) -> Point:
+        mll, model = self.mll, self.mll.model
+        before, targets = mll.training_state(), model.train_targets
+        value = mll(model(*model.train_inputs), targets, *likelihood_arguments(mll, self._params))
+        num_data = targets.numel() // value.numel()
+        total = value.sum() * num_data
+        report = mll.report
+        return Point(
+            position=self.coordinates.read(),
+            value=float(total.detach()),
+            error=ROUNDING * torch.finfo(value.dtype).eps * abs(float(total.detach())),
+            gradient=self.coordinates.gradient(total),
+            num_data=num_data,
+            per_datum=(float(value.detach().mean()), 0.0),
+            status=report.status,
+            before=before,
+            epochs=report.epochs,
+        )
+
+    def _assessed(self, point: Point) -> Assessment:
+        found = super()._assessed(point)
+        if self._is_measured or not has_converged(found.left, found.noise):
+            return found
+        self._matrix = None
+        return super()._assessed(point)
+
+    def _curvature(self, point: Point) -> Curvature:
+        self._is_measured, epochs = self._matrix is None, 0.0
+        if self._matrix is None:
+            self._matrix, epochs = self._measured(point)
+        elif self._last is not None:
+            self._matrix = updated(self._matrix, self._last)
+        nothing = torch.zeros_like(point.gradient)
+        return Curvature(self._matrix, nothing, nothing.bool(), None, epochs)
+
+    def _measured(self, point: Point) -> tuple[Tensor, float]:
+        """The curvature [p, p] with positive eigenvalues, and epochs."""
+        parameters, state, report = self._parameters(), self.mll.training_state(), self.mll.report
+        epochs, rows = 0.0, []
+        try:
+            for number, place in enumerate(point.position):
+                position = point.position.clone()
+                position[number] += DIFFERENCE if place + DIFFERENCE <= self.coordinates.upper[number] else -DIFFERENCE
+                self.coordinates.write(position)
+                moved = self._evaluated()
+                epochs += moved.epochs
+                rows.append((point.gradient - moved.gradient) / (moved.position[number] - place))
+        finally:
+            self._undo(parameters, state)
+            self.mll.report = report
+        matrix = torch.stack(rows)
+        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        return (vectors * values.abs()) @ vectors.mT, epochs
+
+
+def updated(matrix: Tensor, step: Secant) -> Tensor:
+    """The matrix [p, p] with the curvature that a step saw, and positive eigenvalues."""
+    product = matrix @ step.move
+    known, seen, change = step.move @ product, step.move @ step.change, step.change
+    if seen < LEAST_CURVATURE * known:
+        part = (1 - LEAST_CURVATURE) * known / (known - seen)
+        change, seen = part * change + (1 - part) * product, LEAST_CURVATURE * known
+    return matrix + torch.outer(change, change) / seen - torch.outer(product, product) / known

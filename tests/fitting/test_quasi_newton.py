@@ -1,0 +1,180 @@
+"""Fits of values that are exact and have no average information: Laplace's evidence of a Cholesky factor."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.constraints import LessThan
+from torch import Tensor
+
+import gpy_iterative as gpi
+from gpy_iterative.fitting import FitStatus, quasi_newton
+from gpy_iterative.fitting.coordinates import Coordinates
+from gpy_iterative.fitting.points import Secant
+from gpy_iterative.fitting.quasi_newton import QuasiNewton, updated
+from tests.fitting.problems import data
+from tests.laplace.cases import LaplaceModel
+
+N = 80
+
+
+def bernoulli(dtype: torch.dtype = torch.float64, n: int = N, **options: Any) -> gpi.mlls.LaplaceMarginalLogLikelihood:
+    x, y = data(n)
+    return laplace(x.to(dtype), (y > 0.5).to(dtype), gpi.likelihoods.LogitBernoulliLikelihood(), **options)
+
+
+def laplace(
+    x: Tensor, y: Tensor, likelihood: gpytorch.likelihoods.Likelihood, latents: int = 1, **options: Any
+) -> gpi.mlls.LaplaceMarginalLogLikelihood:
+    model = LaplaceModel(x, y, likelihood, latents)
+    return gpi.mlls.LaplaceMarginalLogLikelihood(likelihood, model, generator=0, **options)
+
+
+def classes() -> gpi.mlls.LaplaceMarginalLogLikelihood:
+    x, y = data(N)
+    labels = (y > 0.5).long() + (y > 1.0).long()
+    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_classes=3, mixing_weights=False)
+    return laplace(x, labels, likelihood, latents=3)
+
+
+def heavy_tails() -> gpi.mlls.LaplaceMarginalLogLikelihood:
+    x, y = data(N)
+    return laplace(x, y, gpytorch.likelihoods.StudentTLikelihood().double())
+
+
+def nats(mll: gpi.mlls.LaplaceMarginalLogLikelihood) -> Tensor:
+    targets = mll.model.train_targets
+    return mll(mll.model(*mll.model.train_inputs), targets) * len(targets)
+
+
+def fit(mll: gpi.mlls.LaplaceMarginalLogLikelihood, **options: Any) -> gpi.fitting.FitResult:
+    return gpi.fit(mll, progress=False, **options)
+
+
+def gained_by_lbfgs(mll: gpi.mlls.LaplaceMarginalLogLikelihood) -> float:
+    """Nats that torch's optimiser gains from here."""
+    mll.train()
+    before = nats(mll).item()
+    optimizer = torch.optim.LBFGS(mll.parameters(), max_iter=60, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = -nats(mll)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return nats(mll).item() - before
+
+
+PROBLEMS = {
+    "labels": bernoulli,
+    "float32": lambda: bernoulli(torch.float32),
+    "lower bound": lambda: bernoulli(n=30, objective="elbo"),
+    "classes": classes,
+    "heavy tails": heavy_tails,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_it_ends_at_the_optimum(problem: str) -> None:
+    mll = PROBLEMS[problem]()
+    result = fit(mll)
+    assert (result.method, result.status) == ("quasi_newton", FitStatus.CONVERGED)
+    assert result.steps <= 25
+    assert mll.report is not None
+    assert mll.report.value.item() == result.history[-1].value  # of the end, not of a difference
+    assert gained_by_lbfgs(mll) < 0.05
+
+
+def test_standard_errors_are_those_of_the_curvature() -> None:
+    mll = bernoulli()
+    result, coordinates = fit(mll), Coordinates(mll)
+    position, step = coordinates.read(), 0.02
+    values = {}
+    for i, j in torch.cartesian_prod(torch.arange(3), torch.arange(3)).tolist():
+        for signs in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
+            moved = position.clone()
+            moved[i] += step * signs[0]
+            moved[j] += step * signs[1]
+            coordinates.write(moved)
+            with torch.no_grad():
+                values[i, j, signs] = nats(mll).item()
+    information = torch.tensor(
+        [
+            [
+                -(values[i, j, (1, 1)] - values[i, j, (1, -1)] - values[i, j, (-1, 1)] + values[i, j, (-1, -1)])
+                / (4 * step**2)
+                for j in range(3)
+            ]
+            for i in range(3)
+        ]
+    )
+    expected = information.inverse().diagonal().sqrt()
+    torch.testing.assert_close(torch.tensor(list(result.standard_errors.values())), expected, rtol=0.05, atol=0.0)
+
+
+def test_a_step_is_seen_and_eigenvalues_stay_positive() -> None:
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+    matrix, move, change = root @ root.mT, root[0], root[1]
+    change = change if change @ move > 0 else -change
+    wanted = change * (move @ matrix @ move) / (move @ change)  # as large as expected
+    found = updated(matrix, Secant(move, wanted, False))
+    torch.testing.assert_close(found @ move, wanted)
+    assert torch.linalg.eigvalsh(found).min() > 0
+    negative = updated(matrix, Secant(move, -wanted, True))
+    assert torch.linalg.eigvalsh(negative).min() > 0
+    torch.testing.assert_close(move @ negative @ move, quasi_newton.LEAST_CURVATURE * (move @ matrix @ move))
+
+
+def test_a_bound_is_held() -> None:
+    mll = bernoulli()
+    mll.model.covar_module.base_kernel.register_constraint("raw_lengthscale", LessThan(0.4, initial_value=0.3))
+    result = fit(mll)
+    assert result.status is FitStatus.BOUND
+    assert [each.name for each in result.hyperparameters if each.at_bound] == ["covar_module.base_kernel.lengthscale"]
+
+
+def test_a_resumed_fit_is_the_same(tmp_path: Path) -> None:
+    whole, first, second = (bernoulli(n=40) for _ in range(3))
+    expected = fit(whole)
+    fit(first, max_steps=3, checkpoint=tmp_path / "run.pt")
+    resumed = fit(second, checkpoint=tmp_path / "run.pt")
+    told = lambda result: [(row.step, row.value, row.left_to_gain, row.step_length) for row in result.history]
+    assert told(resumed) == told(expected)
+    assert all(map(torch.equal, whole.parameters(), second.parameters()))
+
+
+def test_an_interrupted_difference_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    mll = bernoulli()
+    optimiser, before = QuasiNewton(mll), [parameter.detach().clone() for parameter in mll.parameters()]
+    point, state, report = optimiser.point, mll.training_state(), mll.report
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimiser, "_evaluated", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optimiser.assess()
+    assert all(map(torch.equal, mll.parameters(), before))
+    assert mll.report is report
+    assert all(torch.equal(mll.training_state()[name], tensor) for name, tensor in state.items())
+    monkeypatch.undo()
+    assert optimiser.point is point
+    assert math.isfinite(optimiser.assess().left)
+
+
+def test_only_exact_values_have_it() -> None:
+    newton = bernoulli(solver=gpi.solvers.LaplaceNewton())
+    with pytest.raises(ValueError, match="are not exact, as 'quasi_newton' needs: use method='auto'"):
+        fit(newton, method="quasi_newton")
+    assert fit(newton, max_steps=1).method == "adam"
+    assert fit(bernoulli(solver=gpi.solvers.LaplaceCholesky()), max_steps=1).method == "quasi_newton"
+    assert fit(bernoulli(), max_steps=1, method="adam").method == "adam"
+    with pytest.raises(ValueError, match="'quasi_newton' takes all data in every step"):
+        fit(bernoulli(), method="quasi_newton", batches=[torch.arange(4)])
