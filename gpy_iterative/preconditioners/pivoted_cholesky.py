@@ -207,7 +207,10 @@ class PartialCholesky:
         """Adds columns of L, as rows [p, n], and their pivots [p]."""
         first, self.rank = self.rank, self.rank + len(pivots)
         self._columns[first : self.rank], self._pivots[first : self.rank] = columns, pivots
-        self.rest = (self.rest - columns.square().sum(0)).clamp_min_(0)
+        self.rest = self.rest - columns.square().sum(0)
+        # Columns that take more than is left show how large rounding errors are; further ones would be only these.
+        self.stop = self.stop.maximum(-self.rest.min())
+        self.rest.clamp_min_(0)
         self.rest[self.pivots] = 0
 
     def rows(self, rows: Tensor) -> Tensor:

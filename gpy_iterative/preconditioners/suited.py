@@ -9,24 +9,25 @@ from gpy_iterative.checks import check_count
 from gpy_iterative.linear_operators.extensions import all_parts, far_field_error, kernel_inputs
 from gpy_iterative.linear_operators.radial.functions import RBF
 from gpy_iterative.linear_operators.radial.operator import RadialKernelLinearOperator
+from gpy_iterative.linear_operators.tiles.operator import TiledLinearOperator
 from gpy_iterative.preconditioners.low_rank_plus_diagonal import LowRankPlusDiagonal, kernel_and_noise
 from gpy_iterative.preconditioners.pivoted_cholesky import RandomlyPivotedCholesky
 from gpy_iterative.preconditioners.preconditioner import Preconditioner, PreconditionerRecipe
 from gpy_iterative.preconditioners.vecchia import Vecchia
 
 #: Mean remaining variance over the noise, above which Vecchia's factor is better.
-LEFT_OVER = 4.0
+LEFT_OVER = 3.0
 #: Inputs up to which trees are fast.
 MOST_INPUTS = 8
 
 
 @dataclass(frozen=True)
 class LowRankOrVecchia(PreconditionerRecipe):
-    """`RandomlyPivotedCholesky(rank)`, or `Vecchia()` where the low rank leaves more than four times the noise.
+    """`RandomlyPivotedCholesky(rank)`, or `Vecchia()` where the low rank leaves more than three times the noise.
 
     Vecchia needs one system (no batch) with at most eight inputs; a far field then chooses it directly, but not for RBF
-    kernels alone, whose rank is low and whose far points a neighbour does not screen. Cost: the low rank, plus Vecchia's
-    factor if chosen.
+    kernels alone, whose rank is low and whose far points a neighbour does not screen, nor beside kernels that are not
+    radial, such as periodic ones. Cost: the low rank, plus Vecchia's factor if chosen.
 
     Args:
         rank: of the low rank.
@@ -42,7 +43,7 @@ class LowRankOrVecchia(PreconditionerRecipe):
 
     def for_far_field(self, operator: LinearOperator) -> Vecchia | None:
         """Vecchia's recipe if a far field chooses it, else None."""
-        is_chosen = _has_neighbours(operator) and not _is_smooth(operator) and far_field_error(operator) is not None
+        is_chosen = _has_neighbours(operator) and _is_screened(operator) and far_field_error(operator) is not None
         return Vecchia() if is_chosen else None
 
     @torch.no_grad()
@@ -65,10 +66,11 @@ def _left_over(operator: LinearOperator, factor: LowRankPlusDiagonal) -> float:
     return float(rest / noise.sum())
 
 
-def _is_smooth(operator: LinearOperator) -> bool:
-    """Whether all radial kernels are RBF."""
-    functions = [part.function for part in all_parts(operator) if isinstance(part, RadialKernelLinearOperator)]
-    return all(function == RBF for function in functions)
+def _is_screened(operator: LinearOperator) -> bool:
+    """Whether near points tell what far ones do: all kernels are radial, and not all of them RBF."""
+    kernels = [part for part in all_parts(operator) if isinstance(part, TiledLinearOperator)]
+    is_smooth = [isinstance(part, RadialKernelLinearOperator) and part.function == RBF for part in kernels]
+    return all(isinstance(part, RadialKernelLinearOperator) for part in kernels) and not all(is_smooth)
 
 
 def _has_neighbours(operator: LinearOperator) -> bool:
